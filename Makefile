@@ -1,0 +1,26 @@
+# The developer's commands; each is a script that says what it does.
+.PHONY: help install demo test bench check lint lock
+
+help: ## list these commands
+	@sed -n 's/^\([a-z]*\):[^#]*## /make \1	/p' Makefile | expand -t 16
+
+install: ## make .venv from the lock files
+	@scripts/install
+
+demo: install ## export, archive, serve and explain the digits model; leaves nothing running
+	@scripts/demo
+
+test: install ## run the tests
+	@scripts/test
+
+bench: install ## measure the server beside the bare model; needs wrk
+	@scripts/bench
+
+check: install ## format, lint, types, changelog
+	@scripts/check
+
+lint: install ## format and fix
+	@scripts/lint
+
+lock: install ## write requirements.lock anew
+	@scripts/lock
