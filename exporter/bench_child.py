@@ -1,0 +1,202 @@
+"""The process that one subject of a bench runs in: `python -P -m exporter.bench_child`.
+
+It reads one order per line from its standard input (a JSON object) and answers each with one line;
+whatever else is printed goes to the standard error. Orders: `wait` (answered once torch is
+imported), `open`, `time`, `profile`, `facts`.
+"""
+
+import json
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exporter.arguments import flatten, take_inputs
+from exporter.bench import parse_signature
+from exporter.checkpoint import open_model
+from exporter.errors import cause
+from exporter.flops import count_flops
+from exporter.probes import Probe, make_inputs
+from exporter.reference import full_precision
+from handlers.backends import open_artifact
+
+Tensors = tuple[Tensor, ...]
+
+_WARM_CALLS = 3
+_SEED = 1
+
+
+class Session:
+    """One subject, open: measures its calls."""
+
+    def __init__(self, task: Mapping[str, Any], stack: ExitStack) -> None:
+        self.before = _memory()
+        self.signature = parse_signature(task["signature"])
+        self.kind: str = task["kind"]
+        self.device = torch.device(task["device"])
+        self.folder = Path(task["folder"])
+        self.compile_s = 0.0
+        self._inputs: dict[int, Tensors] = {}
+        started = time.perf_counter()
+        self.run, self.module = self._open(task, stack)
+        self.load_s = time.perf_counter() - started
+
+    def _open(
+        self, task: Mapping[str, Any], stack: ExitStack
+    ) -> tuple[Callable[..., Any], nn.Module | None]:
+        path = Path(task["path"])
+        if self.kind not in ("eager", "compile"):
+            artifact = open_artifact(path, self.kind, self.device)
+            self.device = artifact.device
+            return artifact, artifact.module
+        built = stack.enter_context(open_model(path, task["model"], task["model_args"]))
+        module = take_inputs(built.to(self.device), self.signature)
+        compiled = self.kind == "compile"
+        return (torch.compile(module, dynamic=False) if compiled else module), module
+
+    def inputs(self, batch: int) -> Tensors:
+        """Make the inputs of a batch size once; every process makes the same."""
+        if batch not in self._inputs:
+            dims = self.signature.dims
+            sizes = {name: dim.max for name, dim in dims.items()}
+            if isinstance(self.signature.batch_dim, str):
+                sizes[self.signature.batch_dim] = batch
+            made = make_inputs(self.signature, Probe("random", sizes), {}, seed=_SEED)
+            self._inputs[batch] = tuple(tensor.to(self.device) for tensor in made)
+            self._warm_up(batch)
+        return self._inputs[batch]
+
+    def _warm_up(self, batch: int) -> None:
+        """Run the first calls, which compile and allocate, and keep what they give."""
+        with self._range("warm-up"):
+            started = time.perf_counter()
+            outputs = flatten(self._call(batch))
+            if self.kind == "compile":
+                self.compile_s += time.perf_counter() - started
+            for _ in range(_WARM_CALLS - 1):
+                self._call(batch)
+        kept = [value.detach().cpu().clone() for value in outputs.values()]
+        torch.save(kept, self.folder / f"{batch}.pt")
+
+    def _call(self, batch: int) -> Any:
+        with torch.inference_mode(), full_precision(self.device):
+            output = self.run(*self._inputs[batch])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return output
+
+    def time(self, batch: int, seconds: float) -> list[float]:
+        """Call for `seconds`, once at least; give each call's milliseconds."""
+        self.inputs(batch)
+        latencies = []
+        with self._range(f"run batch {batch}"):
+            ends = time.perf_counter() + seconds
+            while True:
+                started = time.perf_counter_ns()
+                self._call(batch)
+                latencies.append((time.perf_counter_ns() - started) / 1e6)
+                if time.perf_counter() >= ends:
+                    return latencies
+
+    def profile(self, batch: int, path: Path) -> None:
+        """Write a trace of a few calls that chrome://tracing and Perfetto show."""
+        self.inputs(batch)
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self.device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        with torch.profiler.profile(activities=activities, record_shapes=True) as trace:
+            for _ in range(_WARM_CALLS):
+                with torch.profiler.record_function(f"call with batch {batch}"):
+                    self._call(batch)
+        trace.export_chrome_trace(os.fspath(path))
+
+    def facts(self) -> dict[str, Any]:
+        """Give what the subject costs beside its calls; memory first, since counting takes some."""
+        peak = _memory()
+        found: dict[str, Any] = {
+            "load_s": self.load_s,
+            "peak_bytes": peak,
+            "own_bytes": max(peak - self.before, 0),
+            "compile_s": self.compile_s if self.kind == "compile" else None,
+        }
+        if self.device.type == "cuda":
+            found["cuda_peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        if self.module is not None:
+            found["parameters"] = sum(value.numel() for value in self.module.parameters())
+        return {**found, **self._flops()}
+
+    def _flops(self) -> dict[str, Any]:
+        if self.module is None or self.kind == "torchscript" or not self._inputs:
+            return {"flops_note": "unknown: this format cannot be counted"}
+        batch = min(self._inputs)
+        module, inputs = self.module, self._inputs[batch]
+        counted = count_flops(lambda: module(*inputs))
+        if counted.total is None:
+            return {"flops_note": f"unknown: no formula for {', '.join(counted.unknown)}"}
+        return {"flops_per_item": round(counted.total / max(batch, 1))}
+
+    @contextmanager
+    def _range(self, name: str) -> Iterator[None]:
+        """Mark a stage for Nsight Systems, on CUDA only."""
+        if self.device.type != "cuda":
+            yield
+            return
+        title = f"modelyard {self.kind}: {name}"
+        torch.cuda.nvtx.range_push(title)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+
+def main() -> None:
+    """Answer orders until the input ends."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what an author's code prints
+    warnings.simplefilter("ignore")
+    session: Session | None = None
+    with ExitStack() as stack:
+        for line in sys.stdin:
+            task = json.loads(line)
+            try:
+                answer: dict[str, Any] = {}
+                if task["order"] == "open":
+                    session = Session(task, stack)
+                elif task["order"] != "wait":
+                    assert session is not None
+                    answer = _obey(session, task)
+            # Every backend fails in its own ways, and the author's code in any.
+            except Exception as error:
+                answer = {"error": cause(error)}
+            answers.write(json.dumps(answer) + "\n")
+            answers.flush()
+
+
+def _obey(session: Session, task: Mapping[str, Any]) -> dict[str, Any]:
+    if task["order"] == "time":
+        return {"latencies_ms": session.time(task["batch"], task["seconds"])}
+    if task["order"] == "profile":
+        session.profile(task["batch"], Path(task["path"]))
+        return {}
+    return session.facts()
+
+
+def _memory() -> int:
+    """Give the most memory that this process has had, in bytes.
+
+    Not ru_maxrss: that starts with what the process had which started this one.
+    """
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    main()

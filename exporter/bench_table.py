@@ -1,0 +1,144 @@
+"""A bench's figures → tables for the terminal, and how each figure is written."""
+
+from collections.abc import Sequence
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from exporter.bench import BenchReport, Cell, Footprint
+
+_BUSY = 0.5
+
+
+def bench_table(report: BenchReport) -> RenderableType:
+    """Give everything a reader of the terminal should see."""
+    machine = report.machine
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
+    head = (
+        f"{machine.cpu}, {machine.cores} cores, {size(machine.memory_bytes)}, "
+        f"{machine.instructions}{''.join(f', {device}' for device in machine.devices)}; {versions}"
+    )
+    parts: list[RenderableType] = [Text(head, style="dim"), Text(), _cells(report.cells)]
+    parts += [_footprints(report.footprints), *_notes(report)]
+    return Group(*parts)
+
+
+def _cells(cells: Sequence[Cell]) -> Table:
+    table = _table("subject", "threads", "batch", "p50 ms", "p99 ms", "items/s", "spread")
+    table.add_column("max_abs", justify="right")
+    for threads in dict.fromkeys(cell.threads for cell in cells):
+        for batch in dict.fromkeys(cell.batch for cell in cells):
+            group = [cell for cell in cells if (cell.threads, cell.batch) == (threads, batch)]
+            fastest = max((cell.items_per_s or 0.0 for cell in group), default=0.0)
+            for cell in group:
+                table.add_row(*_row(cell, fastest))
+            table.add_section()
+    return table
+
+
+def _row(cell: Cell, fastest: float) -> list[str | Text]:
+    head: list[str | Text] = [cell.subject, str(cell.threads), str(cell.batch)]
+    if cell.error is not None:
+        return [*head, Text("failed", style="red")]
+    best = cell.items_per_s == fastest
+    return [
+        *head,
+        milliseconds(cell.p50_ms),
+        milliseconds(cell.p99_ms),
+        Text(rate(cell.items_per_s), style="bold green" if best else ""),
+        spread(cell),
+        "reference" if cell.max_abs is None else f"{cell.max_abs:.1e}",
+    ]
+
+
+def _footprints(footprints: Sequence[Footprint]) -> Table:
+    table = _table("subject", "threads", "load", "memory", "own", "file", "parameters")
+    table.add_column("FLOPs/item", justify="right")
+    for one in footprints:
+        if one.error is not None:
+            table.add_row(one.subject, str(one.threads), Text("failed", style="red"))
+            continue
+        table.add_row(
+            one.subject,
+            str(one.threads),
+            seconds(one.load_s),
+            size(one.peak_bytes),
+            size(one.own_bytes),
+            size(one.file_bytes),
+            count(one.parameters),
+            count(one.flops_per_item) or "unknown",
+        )
+    return table
+
+
+def _notes(report: BenchReport) -> list[RenderableType]:
+    failures = {f"{cell.subject}: {cell.error}": None for cell in report.cells if cell.error}
+    notes = [
+        f"{one.subject} took {seconds(one.compile_s)} for its first calls with "
+        f"{one.threads} threads"
+        for one in report.footprints
+        if one.compile_s
+    ]
+    notes += sorted({f"FLOPs {one.flops_note}" for one in report.footprints if one.flops_note})
+    notes.append(
+        "spread: between the medians of the rounds; max_abs: largest difference of an output to "
+        f"{report.reference}"
+    )
+    if report.machine.load > _BUSY * report.machine.cores:
+        notes.append(
+            f"the machine was busy before the start (load {report.machine.load}): "
+            "compare within this table only"
+        )
+    shown = [Text(failure, style="red") for failure in failures]
+    return [*shown, *(Text(note, style="dim") for note in notes)]
+
+
+def _table(first: str, *rest: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(first, no_wrap=True)
+    for name in rest:
+        table.add_column(name, justify="right")
+    return table
+
+
+def milliseconds(value: float | None) -> str:
+    """Write a latency with three significant digits."""
+    return "" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+
+
+def seconds(value: float | None) -> str:
+    """Write a time that a person waits."""
+    return "" if value is None else f"{value:.2f} s"
+
+
+def rate(value: float | None) -> str:
+    """Write items per second."""
+    return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def spread(cell: Cell) -> str:
+    """Write how far the rounds' medians lie apart, in per cent of their middle."""
+    low, high = min(cell.round_p50_ms), max(cell.round_p50_ms)
+    return f"±{(high - low) / (high + low):.0%}"
+
+
+def size(value: int | None) -> str:
+    """Write a number of bytes."""
+    if value is None:
+        return ""
+    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if value >= bytes_:
+            return f"{value / bytes_:.1f} {unit}"
+    return f"{value} B"
+
+
+def count(value: int | None) -> str:
+    """Write a large count with its unit."""
+    if value is None:
+        return ""
+    for unit, one in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= one:
+            return f"{value / one:.3g} {unit}"
+    return str(value)

@@ -1,0 +1,264 @@
+"""The command `modelyard export`."""
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from exporter import ExportReport
+    from exporter.export import Progress as OnProgress
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_PIPE_COLUMNS = 500
+
+_HELP = """Write artifacts that are proven to agree with a checkpoint.
+
+Each artifact is compared with the checkpoint on many inputs, in a fresh process, and written only
+when they agree; `<artifact>.report.json` beside it holds the proof.
+
+Example:
+
+    modelyard export digits.pt --model net.py:DigitsNet \\
+        --input 'image:float32\\[batch,1,8,8]' --output logits -o build
+
+Exit codes: 0 written; 1 not written, and why; 2 wrong usage.
+"""
+
+
+@app.command("export", help=_HELP)
+def export_command(
+    checkpoint: Annotated[
+        Path,
+        typer.Argument(
+            help="File or folder that a training run left; `modelyard inspect` says what it is."
+        ),
+    ],
+    inputs: Annotated[
+        list[str],
+        typer.Option(
+            "--input",
+            help=r"name:dtype\[dims]; a dim is a number, or a name for any size, or name=lo..hi "
+            "with the sizes to prove (1..8 when absent). Repeat it for each tensor: by the name of "
+            "forward()'s argument or by place; batch.image for a key of a dict, pair.0 for a place "
+            "in a tuple or list.",
+        ),
+    ],
+    output_dir: Annotated[
+        Path, typer.Option("--output-dir", "-o", help="Where the artifacts go; made if need be.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="file.py:Class, package.module:Class or package.module:factory. Not needed for a "
+            "Hugging Face folder, nor for pickled modules of torch.nn's own layers."
+        ),
+    ] = None,
+    model_args: Annotated[
+        str,
+        typer.Option(
+            help="Keyword arguments of the class, a JSON object; they replace those of the "
+            "checkpoint's hyper-parameters."
+        ),
+    ] = "{}",
+    weights_key: Annotated[
+        str | None,
+        typer.Option(help="Path of the weights in the checkpoint, as in ema.model."),
+    ] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="Take the averaged weights.")] = False,
+    trust: Annotated[
+        bool,
+        typer.Option(
+            "--trust", help="Let the checkpoint run its own code; says first what it will import."
+        ),
+    ] = False,
+    output_names: Annotated[
+        list[str] | None,
+        typer.Option("--output", help="Name of an output; repeat it for each, in order."),
+    ] = None,
+    formats: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--format",
+            help="pt2, onnx, torchscript or aoti (native code, needs g++); may be repeated. "
+            "Default: pt2 and onnx.",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="Name of the artifacts, without suffix. Default: the checkpoint's."),
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help=r"cpu or cuda\[:N]: where to trace and check.")
+    ] = "cpu",
+    tolerance: Annotated[
+        float | None,
+        typer.Option(
+            help="Largest difference of one output value, over its row's largest where that is "
+            "above 1. Default: 1e-4 for float32 and float64, 1e-2 for float16, 3e-2 for bfloat16."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="fp32, bf16 or fp16 for weights and inputs. Default: the model's own."),
+    ] = None,
+    quantize: Annotated[
+        str | None, typer.Option(help="int8-dynamic, for --format onnx: 8-bit weights.")
+    ] = None,
+    samples: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--sample",
+            help="Real inputs to compare on: .npz, .npy, .pt, .json or a picture; may be repeated.",
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the reports as one JSON array.")
+    ] = False,
+) -> None:
+    """Parse, call `exporter.export` once, print."""
+    # Before torch is loaded: threads that spin while they wait make an export beside other work
+    # several times slower.
+    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    # Here, not above: importing torch takes a second that `modelyard --help` need not wait.
+    from exporter import ExportError, UsageError, export
+
+    try:
+        arguments = _parse_model_args(model_args)
+        # What the author's code prints must not end up in the JSON.
+        with _progress() as progress, redirect_stdout(sys.stderr):
+            reports = export(
+                checkpoint,
+                model,
+                inputs,
+                output_dir=output_dir,
+                formats=formats,
+                model_args=arguments,
+                weights_key=weights_key,
+                ema=ema,
+                announce=_announce if trust else None,
+                output_names=output_names or (),
+                name=name,
+                device=device,
+                tolerance=tolerance,
+                dtype=dtype,
+                quantize=quantize,
+                samples=samples or (),
+                progress=progress,
+            )
+    except ExportError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
+    for line in _notes(reports):
+        typer.echo(f"warning: {line}", err=True)
+    if as_json:
+        typer.echo(json.dumps([report.to_json() for report in reports], indent=2))
+    else:
+        _print_table(reports)
+
+
+def _notes(reports: "list[ExportReport]") -> list[str]:
+    """Gather what the user should know though the artifacts are proven; each once."""
+    found = [line for report in reports for line in report.warnings]
+    for report in reports:
+        batching = report.signature.batching
+        # A fixed batch is what was asked for; rows that mix are not.
+        if batching and not batching.batchable and isinstance(report.signature.batch_dim, str):
+            found.append(f"not batchable, served one request at a time: {batching.reason}")
+        if "deprecated" in report.details:
+            found.append(str(report.details["deprecated"]))
+        if "native_code" in report.details:
+            found.append(f"{report.artifact.name} is {report.details['native_code']}")
+    return list(dict.fromkeys(found))
+
+
+def _announce(name: str, imports: Sequence[str]) -> None:
+    """Say what a trusted checkpoint will import, before it does."""
+    typer.echo(f'trusted: "{name}" will import and may run {", ".join(imports)}', err=True)
+
+
+def _parse_model_args(text: str) -> dict[str, Any]:
+    from exporter import UsageError
+
+    try:
+        arguments = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise UsageError(
+            f"--model-args {text} is no JSON ({error}); "
+            "expected an object such as '{\"classes\": 10}'"
+        ) from error
+    if not isinstance(arguments, dict):
+        raise UsageError(
+            f"--model-args {text} is a JSON {type(arguments).__name__}; "
+            "expected an object such as '{\"classes\": 10}'"
+        )
+    return arguments
+
+
+@contextmanager
+def _progress() -> "Iterator[OnProgress | None]":
+    """Show the step at work, on a terminal only."""
+    console = Console(file=sys.stderr)  # this one, whatever is redirected meanwhile
+    if not console.is_terminal:
+        yield None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda step, done, total: bar.update(
+            task, description=step, completed=done, total=total
+        )
+
+
+def _print_table(reports: "list[ExportReport]") -> None:
+    console = Console()
+    if not console.is_terminal:
+        # Rich takes 80 columns for what is no terminal, and would break long paths.
+        console = Console(width=_PIPE_COLUMNS)
+    console.print(_table(reports))
+
+
+def _table(reports: "list[ExportReport]") -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading, justify in _COLUMNS:
+        table.add_column(heading, justify=justify, overflow="fold")
+    for report in reports:
+        how = report.details.get("torchscript")
+        table.add_row(
+            f"{report.format} ({how})" if how else report.format,
+            str(report.artifact),
+            _size(report.artifact_bytes),
+            f"{report.parity.max_abs:.1e}",
+            _span(report.parity.batches),
+            "agrees",
+        )
+    return table
+
+
+_COLUMNS: tuple[tuple[str, Any], ...] = (
+    ("format", "left"),
+    ("file", "left"),
+    ("size", "right"),
+    ("max_abs", "right"),
+    ("batches", "right"),
+    ("verdict", "left"),
+)
+
+
+def _size(size_bytes: int) -> str:
+    if size_bytes < 1e6:
+        return f"{size_bytes / 1e3:.1f} kB"
+    return f"{size_bytes / 1e6:.1f} MB"
+
+
+def _span(batches: tuple[int, ...]) -> str:
+    return str(batches[0]) if len(batches) == 1 else f"{batches[0]}–{batches[-1]}"

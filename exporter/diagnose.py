@@ -1,0 +1,217 @@
+"""A failed conversion → the author's own line, the construct there, and what to do about it.
+
+What torch says at length goes to a file that the message names.
+"""
+
+import linecache
+import os
+import platform
+import re
+import tempfile
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from exporter.errors import ConversionError, cause
+from exporter.signature import Signature
+
+_OURS = Path(__file__).parent
+_TORCH = Path(torch.__file__).parent
+_FILE_LINE = re.compile(r'File "([^"<>]+)", line (\d+)')
+_INSTALLED = {"site-packages", "dist-packages"}
+_SHOWN = 80
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What torch says, as a pattern; what it means; what to do."""
+
+    pattern: str
+    construct: str
+    advice: str
+
+
+_BY_SCRIPT = "or export --format torchscript, which keeps Python's own control flow when scripted"
+# The first that fits is said. Each is something that torch.export, the ONNX converter or
+# TorchScript is known to fail at.
+_RULES = (
+    _Rule(
+        r"Could not extract specialized integer|Could not guard .* zuf\d|\.item\(\)|_local_scalar",
+        "a number is read out of a tensor (.item(), int(), float(), tolist()) and decides what "
+        "follows",
+        f"keep it a tensor, or bound it with torch._check, {_BY_SCRIPT}",
+    ),
+    _Rule(
+        r"GuardOnDataDependentSymNode|Data-dependent branching|data-dependent|bool\(\) on Tensor",
+        "forward() branches on a tensor's values",
+        f"use torch.where or torch.cond, {_BY_SCRIPT}",
+    ),
+    _Rule(
+        r"zeros\(\): argument 'size' .*FakeTensor|_pack_padded_sequence|PackedSequence",
+        "packed sequences take their lengths from a tensor's values",
+        "give the whole padded batch and a mask, or export --format torchscript",
+    ),
+    _Rule(
+        r"\.numpy\(\) is not supported|from_numpy|can't call numpy\(\)",
+        "a tensor goes through numpy, which no artifact can follow",
+        "use the torch function of the same name",
+    ),
+    _Rule(
+        r"__obj_flatten__|LinearPackedParams|quantized::",
+        "the model holds torch.ao's quantised layers",
+        "export the model before it is quantised; --format onnx --quantize int8-dynamic "
+        "quantises the artifact",
+    ),
+    _Rule(
+        r"always be equal|must be equal|Suggested fixes:\s+\w+ = \w+",
+        "two named dims must always have the same size",
+        "give them the same name in --input",
+    ),
+    _Rule(
+        r"0/1 speciali[sz]",
+        "a dim has the size 0 or 1 in the example, which torch takes for a constant",
+        "give the dim a range with a larger size, or write it as a number",
+    ),
+    _Rule(
+        r"is not a known type|in output, which is not",
+        "forward() gives an object of its own class",
+        "give a tensor, or a tuple or dict of tensors",
+    ),
+    _Rule(
+        r"missing \d+ required|takes \d+ positional|Trying to flatten user inputs|"
+        r"tree structure|dynamic_shapes",
+        "the inputs are not forward()'s arguments",
+        "give one --input per argument, by its name",
+    ),
+    _Rule(
+        r"same reduction dim|shapes cannot be multiplied|size mismatch",
+        "the example's shape does not fit the model",
+        "change the dims in --input",
+    ),
+    _Rule(
+        r"same dtype|expected scalar type|found dtype",
+        "an input's dtype does not fit the weights",
+        "change the dtype in --input",
+    ),
+    _Rule(
+        r"No ONNX function found|No decompositions registered|DispatchError|Unsupported.*operator",
+        "the operator has no ONNX form",
+        "export --format pt2 instead, or replace the operator in the model",
+    ),
+    _Rule(
+        r"could not get source|OSError.*source|UnsupportedNodeError|NotSupportedError|"
+        r"frontend|Unknown type|Compiled functions can't|cannot be compiled",
+        "Python that TorchScript has no form for",
+        "export --format pt2 instead",
+    ),
+    _Rule(
+        r"CppCompileError|C\+\+ compile error|InductorError|LoweringException|BackendCompiler",
+        "the compiler has no native form for part of the model",
+        "export --format onnx or pt2 instead",
+    ),
+)
+_UNKNOWN = {
+    "torch.export": f"change what forward() does there, {_BY_SCRIPT}",
+    "ONNX": "export --format pt2 instead, or replace the operator in the model",
+    "TorchScript": "export --format pt2 instead",
+    "AOTInductor": "export --format onnx or pt2 instead",
+}
+
+
+def explain(
+    error: BaseException, stage: str, signature: Signature, *, said: str = "", heard: str = ""
+) -> ConversionError:
+    """Turn what a converter raised into one sentence, and keep the rest in a file.
+
+    Args:
+        error: with its causes.
+        stage: who failed, a key of `_UNKNOWN`.
+        signature: the inputs, for the file.
+        said: the sentence, where the caller knows better; the line is added.
+        heard: what the converter logged meanwhile, for the file; the line may stand there.
+    """
+    text = "\n".join(f"{type(one).__name__}: {one}" for one in _chain(error))
+    place = find_place(error, heard)
+    report = _keep(error, stage, signature, heard)
+    if not said:
+        rule = next((rule for rule in _RULES if re.search(rule.pattern, text, re.S)), None)
+        construct = rule.construct if rule else "it stops there"
+        advice = rule.advice if rule else _UNKNOWN[stage]
+        said = f"{construct} ({_shortest(error)}); {advice}"
+    return ConversionError(
+        f"the model cannot be written by {stage}{place}: {said}; full report: {report}"
+    )
+
+
+def find_place(error: BaseException, heard: str = "") -> str:
+    """Name the author's line that an error comes from: ` at net.py:12 "if x > 0:"`, or nothing."""
+    found = [
+        (frame.filename, frame.lineno or 0)
+        for one in _chain(error)
+        for frame in traceback.extract_tb(one.__traceback__)
+    ]
+    texts = [heard, *map(str, _chain(error))]
+    quoted = [(file, int(line)) for text in texts for file, line in _FILE_LINE.findall(text)]
+    for candidates in (found, quoted):
+        own = [(file, line) for file, line in candidates if _is_author(file)]
+        outside = [entry for entry in own if not _INSTALLED & set(Path(entry[0]).parts)]
+        if outside or own:
+            file, line = (outside or own)[-1]
+            source = linecache.getline(file, line).strip()[:_SHOWN]
+            return f" at {Path(file).name}:{line}" + (f' "{source}"' if source else "")
+    return ""
+
+
+def _is_author(file: str) -> bool:
+    """Say whether a file is neither torch's, nor ours, nor Python's own."""
+    path = Path(file)
+    standard = Path(os.__file__).parent
+    in_standard = standard in path.parents and not _INSTALLED & set(path.parts)
+    torchs = _TORCH in path.parents or (not path.is_absolute() and path.parts[:1] == ("torch",))
+    tools = {"onnxscript", "onnx", "onnx_ir", "sympy", "typer", "click", "pytest", "_pytest"}
+    return not (
+        file.startswith("<")
+        or torchs
+        or _OURS in path.parents
+        or in_standard
+        or tools & set(path.parts)
+    )
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Give the error and its causes, the outermost first."""
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in chain:
+        chain.append(one)
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    return chain
+
+
+def _shortest(error: BaseException) -> str:
+    """Give the first line of the innermost error, which is what happened."""
+    return cause(_chain(error)[-1] if error.__cause__ else error)[:200]
+
+
+def _keep(error: BaseException, stage: str, signature: Signature, heard: str) -> Path:
+    """Write the full report to a file of the temporary folder that only its owner can read."""
+    handle, name = tempfile.mkstemp(prefix="modelyard-export-", suffix=".log", text=True)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in _report(error, stage, signature, heard))
+    return Path(name)
+
+
+def _report(error: BaseException, stage: str, signature: Signature, heard: str) -> Iterator[str]:
+    yield f"modelyard export: {stage} failed"
+    yield f"python {platform.python_version()}, torch {torch.__version__}, onnx {version('onnx')}"
+    yield from (f"input {spec}" for spec in signature.inputs)
+    yield from (f"dim {name} = {dim}" for name, dim in signature.dims.items())
+    yield ""
+    yield "".join(traceback.format_exception(error))
+    if heard:
+        yield "what the converter said meanwhile:"
+        yield heard

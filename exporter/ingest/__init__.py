@@ -1,0 +1,20 @@
+"""Any checkpoint in: what a training run left → its weights and all that is known of them.
+
+Nothing that a checkpoint holds is imported, called or compiled; `trust.py` is the one exception,
+and runs only for a file that a person has trusted.
+
+    sniff          bytes and folders → format
+    source         bytes, mapped; the directory of a zip, checked
+    pickles        pickle → plain values and placeholders; rebuild: the calls that give tensors
+    plain          placeholders → values, by the allow-lists of profiles
+    torch_file  safetensors_file  dcp  torchscript  exported_program  torchserve     one format each
+    kinds          keys of a saved object → kind and weights; training: the rest of a run
+    single_file  folders     one file, one folder → draft
+    read           the trip → Checkpoint
+"""
+
+from exporter.ingest.read import read_checkpoint
+from exporter.ingest.single_file import Announce
+from exporter.ingest.value import Checkpoint, CheckpointFile, ClassHint
+
+__all__ = ["Announce", "Checkpoint", "CheckpointFile", "ClassHint", "read_checkpoint"]

@@ -1,0 +1,404 @@
+"""Folders that trainers write → drafts. Only files of weights and JSON are opened, by name."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from torch import Tensor
+
+from exporter.errors import CheckpointError
+from exporter.ingest import dcp
+from exporter.ingest.draft import Draft
+from exporter.ingest.kinds import Weights
+from exporter.ingest.profiles import refused_names
+from exporter.ingest.safetensors_file import SafeTensors, read_index, read_safetensors, shard_names
+from exporter.ingest.single_file import (
+    Announce,
+    danger_notes,
+    draft_beside,
+    read_file,
+    refusal,
+    spread_over_ranks,
+)
+from exporter.ingest.sniff import DETERMINED_WEIGHTS, sniff
+from exporter.ingest.source import Source
+from exporter.ingest.strict_json import parse_object, read_object, read_object_or_nothing
+from exporter.ingest.torchserve import ServeArchive, open_serve_archive
+from exporter.ingest.value import ClassHint
+
+_MAX_YAML = 1 << 20
+_WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "diffusion_pytorch_model.safetensors",
+    "diffusion_pytorch_model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_EXPORTED = ("TorchScript", "exported program")
+
+
+def read_folder(folder: Path, announce: Announce | None = None) -> Draft:
+    """Read a folder of any kind that holds weights.
+
+    Raises:
+        CheckpointError: it is none, is damaged, or its weights are elsewhere.
+    """
+    found = sniff(folder)
+    reader = _READERS.get(found)
+    if reader is None:
+        raise refusal(found, folder.name)
+    return reader(folder, announce)
+
+
+def read_serve_archive(path: Path, announce: Announce | None) -> Draft:
+    """Read the weights inside a TorchServe archive, a file or a folder.
+
+    Raises:
+        CheckpointError: it has none, or they are refused.
+    """
+    archive = open_serve_archive(path)
+    name = archive.file_named("serializedFile")
+    if name is None:
+        raise CheckpointError(
+            f'"{path.name}" names no serializedFile that is in it; its handler makes the model '
+            "itself, so there are no weights to export"
+        )
+    inner = read_file(archive.open(name), announce)
+    model_file = archive.file_named("modelFile")
+    return replace(
+        inner,
+        kind=f"TorchServe archive ({inner.kind})",
+        paths=_archive_paths(archive),
+        writer="TorchServe",
+        writer_version=_text(archive.manifest.get("archiverVersion")),
+        class_hint=ClassHint(model_file, "modelFile of its manifest")
+        if model_file
+        else inner.class_hint,
+        sources={model_file: archive.text(model_file)} if model_file else inner.sources,
+        labels=_archive_labels(archive),
+    )
+
+
+def _archive_paths(archive: ServeArchive) -> tuple[Path, ...]:
+    if archive.form != "folder":
+        return (archive.path,)
+    return tuple(archive.path / name for name in archive.sizes)
+
+
+def _archive_labels(archive: ServeArchive) -> dict[int, str]:
+    if "index_to_name.json" not in archive.sizes:
+        return {}
+    return _labels(parse_object(archive.text("index_to_name.json").encode(), "index_to_name.json"))
+
+
+def _determined(folder: Path, announce: Announce | None) -> Draft:
+    load_data = read_object_or_nothing(folder / "load_data.json")
+    metadata = read_object_or_nothing(folder / "metadata.json")
+    trial = _text(load_data.get("trial_type")) or ""
+    if "Keras" in trial:
+        raise refusal("Keras checkpoint", folder.name)
+    if trial == "DeepSpeedTrial":
+        draft = _deepspeed(folder, announce)
+    else:
+        names = (*DETERMINED_WEIGHTS, "checkpoint.pt")
+        path = next((folder / name for name in names if (folder / name).is_file()), None)
+        if path is None:
+            raise CheckpointError(
+                f'"{folder.name}" is a Determined checkpoint without state_dict.pth; download it '
+                "again with all its files"
+            )
+        draft = read_file(Source.of_file(path), announce)
+    known = {**metadata, **{key: value for key, value in load_data.items() if value is not None}}
+    hyper = known.get("hparams")
+    spec = _text(load_data.get("trial_cls_spec"))
+    notes = draft.notes
+    if spec:
+        notes = (*notes, f'its trial class is "{spec}" under code/, which was not imported')
+    found = [folder / name for name in ("load_data.json", "metadata.json")]
+    steps = metadata.get("steps_completed")
+    return replace(
+        draft,
+        kind=draft.kind if draft.kind.startswith("Determined") else f"Determined ({draft.kind})",
+        paths=(*draft.paths, *(path for path in found if path.is_file())),
+        writer="Determined",
+        writer_version=_text(metadata.get("determined_version")),
+        hyper_parameters=hyper if isinstance(hyper, dict) else {},
+        hyper_parameters_name="kwargs" if isinstance(hyper, dict) and hyper else None,
+        class_hint=ClassHint(spec, "load_data.json") if spec else draft.class_hint,
+        training={**draft.training, **({"steps": steps} if isinstance(steps, int) else {})},
+        notes=notes,
+    )
+
+
+def _hugging_face(folder: Path, announce: Announce | None) -> Draft:
+    config = read_object_or_nothing(folder / "config.json")
+    draft = _weights_folder(folder, announce)
+    state = read_object_or_nothing(folder / "trainer_state.json")
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    name = _text(name) or _text(config.get("architecture"))
+    kind = "timm folder" if "pretrained_cfg" in config else "Hugging Face folder"
+    notes = draft.notes
+    if isinstance(config.get("auto_map"), dict):
+        code = ", ".join(sorted(str(value) for value in config["auto_map"].values()))
+        notes = (*notes, f"its class is code in the folder ({code}), which was not imported")
+    extra = [folder / name for name in ("config.json", "trainer_state.json")]
+    return replace(
+        draft,
+        kind=kind if config else draft.kind,
+        paths=(*draft.paths, *(path for path in extra if path.is_file())),
+        writer="transformers" if "transformers_version" in config else draft.writer,
+        writer_version=_text(config.get("transformers_version")),
+        hyper_parameters=config,
+        class_hint=ClassHint(name, "config.json") if name else None,
+        labels=_labels(config.get("id2label")),
+        training={
+            key: state[key]
+            for key in ("epoch", "global_step", "best_metric", "best_model_checkpoint")
+            if isinstance(state.get(key), int | float | str)
+        },
+        notes=notes,
+    )
+
+
+def _weights_folder(folder: Path, announce: Announce | None) -> Draft:
+    """Read the one set of weights of a folder, safetensors first."""
+    name = next((name for name in _WEIGHT_FILES if (folder / name).is_file()), None)
+    if name is None:
+        own = sorted(path.name for path in folder.glob("*.safetensors*") if path.is_file())
+        indexes = [name for name in own if name.endswith(".index.json")]
+        if len(indexes or own) != 1:
+            return _distributed_inside(folder, announce, own)
+        (name,) = indexes or own
+    path = folder / name
+    if name.endswith(".safetensors.index.json"):
+        return _of_safetensors("safetensors (sharded)", read_index(path), folder)
+    if name.endswith(".safetensors"):
+        return _of_safetensors("safetensors", read_safetensors(path), folder)
+    if name.endswith(".index.json"):
+        return _sharded_bin(path, announce)
+    return read_file(Source.of_file(path), announce)
+
+
+def _distributed_inside(folder: Path, announce: Announce | None, own: list[str]) -> Draft:
+    for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp"):
+        if (folder / name / ".metadata").is_file():
+            return _distributed(folder / name, announce)
+    seen = f"several files of weights ({', '.join(own)})" if own else "no file of weights"
+    raise CheckpointError(
+        f'"{folder.name}" has {seen}; expected one of {", ".join(_WEIGHT_FILES)}: give the file '
+        "itself"
+    )
+
+
+def _of_safetensors(kind: str, found: SafeTensors, folder: Path) -> Draft:
+    if "DCP_SHARDING_INFO" in found.metadata:
+        raise CheckpointError(
+            f'"{folder.name}" holds slices of tensors in safetensors, written by several ranks; '
+            "consolidate them first (HuggingFaceStorageWriter(enable_consolidation=True))"
+        )
+    return Draft(
+        kind=kind,
+        loader="safetensors",
+        weights={"": Weights(found.tensors)},
+        default="",
+        paths=found.paths,
+        training={k: v[:200] for k, v in found.metadata.items() if k != "format"},
+    )
+
+
+def _sharded_bin(index: Path, announce: Announce | None) -> Draft:
+    weight_map = shard_names(index)
+    names = sorted(set(weight_map.values()))
+    shards = {name: read_file(Source.of_file(index.parent / name), announce) for name in names}
+    tensors: dict[str, Tensor] = {}
+    for name, shard in weight_map.items():
+        found = shards[shard].weights.get("")
+        if found is None or name not in found.tensors:
+            raise CheckpointError(
+                f'"{index.name}" says that "{name}" is in "{shard}", which has it not; copy the '
+                "folder again"
+            )
+        tensors[name] = found.tensors[name]
+    loaders = sorted({draft.loader for draft in shards.values()})
+    refused = sorted({name for draft in shards.values() for name in draft.refused})
+    return Draft(
+        kind="state dict (sharded)",
+        loader=", ".join(loaders),
+        weights={"": Weights(tensors)},
+        default="",
+        paths=(index, *(index.parent / name for name in names)),
+        refused=tuple(refused),
+        notes=danger_notes(refused),
+    )
+
+
+def _distributed(folder: Path, announce: Announce | None) -> Draft:
+    """Read a DCP folder; with `meta.pt` it is a sharded checkpoint of Lightning."""
+    index = dcp.read_index(folder)
+    sets: dict[str, dict[str, Tensor]] = {}
+    wanted: set[str] = set()
+    values: dict[str, Any] = {}
+    for item in index.items.values():
+        key = item.path[0] if len(item.path) > 1 else ""
+        if _OPTIMIZER.search(key) or _OPTIMIZER.search(item.name.partition(".")[0]):
+            continue
+        if item.dtype is not None:
+            tensor = dcp.read_tensor(index.files, item)
+            sets.setdefault(key, {})[".".join(item.path[1:] if key else item.path)] = tensor
+        elif (file := dcp.read_value(index.files, item)) is not None:
+            wanted |= file.wanted
+            values[".".join(item.path)] = file.value
+    weights = {key: Weights(tensors) for key, tensors in sets.items()}
+    names: tuple[str, ...] = ("model", "state_dict", "")
+    default = next((key for key in names if key in weights), None)
+    if default is None and len(weights) == 1:
+        (default,) = weights
+    training = {
+        key: value for key, value in values.items() if type(value) in (int, float, str, bool)
+    }
+    optimizers = sorted({item.path[0] for item in index.items.values() if _is_optimizer(item)})
+    refused = refused_names("DCP", wanted)
+    draft = Draft(
+        kind="distributed checkpoint (DCP)",
+        loader="dcp",
+        weights=weights,
+        default=default,
+        paths=index.paths,
+        writer="torch.distributed.checkpoint",
+        writer_version=index.version,
+        training={**training, **({"optimizers": optimizers} if optimizers else {})},
+        refused=refused,
+        notes=danger_notes(refused),
+    )
+    meta = folder / "meta.pt"
+    return _with_meta(draft, meta) if meta.is_file() else draft
+
+
+_OPTIMIZER = re.compile(r"^optim")
+
+
+def _is_optimizer(item: dcp.Item) -> bool:
+    return bool(_OPTIMIZER.search(item.path[0]))
+
+
+def _with_meta(draft: Draft, meta: Path) -> Draft:
+    """Add what Lightning keeps beside the shards: all of its checkpoint but tensors."""
+    weights = draft.weights.get(draft.default or "", Weights({})).tensors
+    beside = draft_beside(Source.of_file(meta), {"state_dict": dict(weights)})
+    return replace(
+        draft,
+        kind="Lightning checkpoint (sharded)" if beside.writer else draft.kind,
+        writer=beside.writer or draft.writer,
+        writer_version=beside.writer_version or draft.writer_version,
+        hyper_parameters=beside.hyper_parameters,
+        hyper_parameters_name=beside.hyper_parameters_name,
+        training={**draft.training, **beside.training},
+        refused=tuple(sorted({*draft.refused, *beside.refused})),
+        notes=(*draft.notes, *beside.notes),
+        paths=(*draft.paths, meta),
+    )
+
+
+def _deepspeed(folder: Path, announce: Announce | None) -> Draft:
+    latest = folder / "latest"
+    inside = folder
+    if latest.is_file():
+        tag = latest.read_text("utf-8", "replace")[:200].strip()
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", tag):
+            raise CheckpointError(f'"{folder.name}/latest" names {tag!r}, which is no folder name')
+        inside = folder / tag
+    elif (folder / "checkpoint").is_dir():
+        inside = folder / "checkpoint"
+    if not inside.is_dir():
+        raise CheckpointError(f'"{folder.name}/latest" names "{inside.name}", which is missing')
+    names = sorted(path.name for path in inside.glob("*model_states.pt"))
+    ranks = [name for name in names if re.fullmatch(r"mp_rank_\d+_model_states\.pt", name)]
+    if not ranks:
+        seen = "ZeRO stage 3 shards" if names else "no mp_rank_00_model_states.pt"
+        raise spread_over_ranks(f'"{inside.name}" has {seen}')
+    if len(ranks) > 1:
+        raise spread_over_ranks(f'"{inside.name}" has {len(ranks)} model-parallel ranks')
+    draft = read_file(Source.of_file(inside / ranks[0]), announce)
+    paths = (*draft.paths, *([latest] if latest.is_file() else []))
+    return replace(draft, kind="DeepSpeed checkpoint", writer="DeepSpeed", paths=paths)
+
+
+def _mlflow(folder: Path, announce: Announce | None) -> Draft:
+    described = folder / "MLmodel"
+    if described.stat().st_size > _MAX_YAML:
+        raise CheckpointError(f'"{folder.name}/MLmodel" has more than {_MAX_YAML} bytes')
+    try:
+        content = yaml.safe_load(described.read_bytes())
+    except (yaml.YAMLError, RecursionError) as error:
+        raise CheckpointError(f'"{folder.name}/MLmodel" is no YAML ({error})') from error
+    flavors = content.get("flavors") if isinstance(content, dict) else None
+    flavor = flavors.get("pytorch") if isinstance(flavors, dict) else None
+    if not isinstance(flavor, dict):
+        known = ", ".join(map(str, flavors)) if isinstance(flavors, dict) else "none"
+        raise CheckpointError(
+            f'"{folder.name}" is an MLflow model of {known}; expected the flavor pytorch'
+        )
+    data = _text(flavor.get("model_data")) or "data"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", data):
+        raise CheckpointError(f'"{folder.name}/MLmodel" names {data!r}, which is no folder name')
+    names = ("model.pth", "model.pt2", "state_dict.pth", "model.pt")
+    path = next((folder / data / name for name in names if (folder / data / name).is_file()), None)
+    if path is None:
+        raise CheckpointError(f'"{folder.name}/{data}" has none of {", ".join(names)}')
+    draft = read_file(Source.of_file(path), announce)
+    return replace(
+        draft,
+        kind=f"MLflow model ({draft.kind})",
+        paths=(*draft.paths, described),
+        writer="MLflow",
+        writer_version=_text(content.get("mlflow_version")),
+    )
+
+
+def _ray(folder: Path, announce: Announce | None) -> Draft:
+    read_object(folder / ".metadata.json")
+    for name in ("model.pt", "checkpoint.ckpt", "checkpoint.pt"):
+        if (folder / name).is_file():
+            draft = read_file(Source.of_file(folder / name), announce)
+            break
+    else:
+        if not (folder / "checkpoint").is_dir():
+            raise CheckpointError(
+                f'"{folder.name}" is a Ray Train checkpoint with files of your own; give the file '
+                "of weights itself"
+            )
+        draft = read_folder(folder / "checkpoint", announce)
+    return replace(draft, kind=f"Ray Train checkpoint ({draft.kind})", writer="Ray Train")
+
+
+def _labels(value: Any) -> dict[int, str]:
+    if not isinstance(value, Mapping):
+        return {}
+    found = {}
+    for key, label in value.items():
+        if isinstance(label, list) and label:
+            label = label[-1]
+        if str(key).isdecimal() and isinstance(label, str):
+            found[int(key)] = label
+    return found
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+_READERS: Mapping[str, Callable[[Path, Announce | None], Draft]] = {
+    "Determined": _determined,
+    "Hugging Face": _hugging_face,
+    "weights folder": _weights_folder,
+    "DCP": _distributed,
+    "DeepSpeed": _deepspeed,
+    "MLflow": _mlflow,
+    "Ray Train": _ray,
+    "TorchServe archive": read_serve_archive,
+}

@@ -1,0 +1,359 @@
+"""The object that a training run saved → what it is, and where in it the weights are.
+
+Decided by keys, in the order of `RULES`; the first that applies wins.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from exporter.errors import CheckpointError
+from exporter.ingest import module_tree
+from exporter.ingest.pickles import Inert
+from exporter.ingest.value import count_parameters
+
+_MAX_DEPTH = 4
+_KEYS_SHOWN = 20
+_MAX_VISITS = 2_000_000
+
+
+@dataclass(frozen=True)
+class Weights:
+    """One set of weights inside a checkpoint."""
+
+    tensors: Mapping[str, Tensor]
+    extra_state: Mapping[str, Any] = field(default_factory=dict)
+    module: Inert | None = None
+    """The pickled module that they are the state dict of."""
+
+    @property
+    def parameters(self) -> int:
+        """Count their numbers, shared ones once."""
+        return count_parameters(self.tensors.values())
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One kind of checkpoint: the keys that tell it, and those of its weights."""
+
+    kind: str
+    applies: Callable[[Mapping[str, Any]], bool]
+    weights: tuple[str, ...]
+    """Paths of the weights; the first that is there is chosen."""
+    writer: str | None = None
+    version: str | None = None
+    """Path of the writer's version."""
+    hyper_parameters: tuple[str, ...] = ()
+    """Paths of the hyper-parameters."""
+    builds: bool = False
+    """Whether the hyper-parameters are the arguments of the model's class."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint's kind and the sets of weights in it."""
+
+    kind: str
+    rule: Rule | None
+    weights: Mapping[str, Weights]
+    """By path; an empty path is all of the checkpoint."""
+    default: str | None
+    """The path that the rule chooses; None when nothing tells which."""
+    ema: str | None
+
+
+def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda root: all(key in root for key in keys)
+
+
+def _has_and_any(*keys: str, any_of: tuple[str, ...]) -> Callable[[Mapping[str, Any]], bool]:
+    return lambda root: all(key in root for key in keys) and any(key in root for key in any_of)
+
+
+# Names that every second loop gives its weights; the first is the commonest.
+_LOOP_KEYS = (
+    "model_state_dict",
+    "model_state",
+    "state_dict",
+    "model",
+    "net",
+    "network",
+    "weights",
+    "params",
+    "ema",
+    "generator",
+    "encoder",
+)
+
+RULES = (
+    Rule(
+        "Determined checkpoint",
+        _has("models_state_dict"),
+        ("models_state_dict.0",),
+        writer="Determined",
+    ),
+    Rule(
+        "Determined checkpoint (before 0.12.13)",
+        _has("model_state_dict", "rng_state", "callbacks"),
+        ("model_state_dict",),
+        writer="Determined",
+    ),
+    Rule(
+        "Lightning checkpoint",
+        _has("pytorch-lightning_version", "state_dict"),
+        ("state_dict",),
+        writer="Lightning",
+        version="pytorch-lightning_version",
+        hyper_parameters=("hyper_parameters", "hparams", "module_arguments"),
+        builds=True,
+    ),
+    Rule(
+        "DeepSpeed rank file",
+        _has_and_any("module", any_of=("ds_version", "dp_world_size", "ds_config")),
+        ("module",),
+        writer="DeepSpeed",
+        version="ds_version",
+        hyper_parameters=("hyper_parameters",),
+        builds=True,
+    ),
+    Rule(
+        "Flyte PyTorchCheckpoint",
+        _has("module_state_dict"),
+        ("module_state_dict",),
+        writer="Flyte",
+        hyper_parameters=("",),
+        builds=True,
+    ),
+    Rule(
+        "timm checkpoint",
+        _has_and_any("state_dict", any_of=("arch", "state_dict_ema", "amp_scaler", "metric")),
+        ("state_dict",),
+        writer="timm",
+        hyper_parameters=("args",),
+    ),
+    Rule(
+        "OpenMMLab checkpoint",
+        _has("meta", "state_dict"),
+        ("state_dict",),
+        writer="OpenMMLab",
+        version="meta.mmengine_version",
+        hyper_parameters=("meta",),
+    ),
+    Rule(
+        "fairseq checkpoint",
+        lambda root: "model" in root and ("extra_state" in root or "optimizer_history" in root),
+        ("model",),
+        writer="fairseq",
+        hyper_parameters=("cfg", "args"),
+    ),
+    Rule(
+        "Ultralytics checkpoint",
+        lambda root: (
+            "model" in root
+            and any(key in root for key in ("train_args", "ema", "date"))
+            and any(module_tree.is_module(root.get(key)) for key in ("model", "ema"))
+        ),
+        ("model", "ema"),
+        writer="Ultralytics",
+        version="version",
+        hyper_parameters=("train_args",),
+    ),
+    Rule(
+        "torchvision checkpoint",
+        _has("model", "optimizer", "lr_scheduler", "epoch", "args"),
+        ("model",),
+        writer="torchvision references",
+        hyper_parameters=("args",),
+    ),
+    Rule(
+        "detectron2 checkpoint",
+        _has("model", "__author__"),
+        ("model",),
+        writer="detectron2",
+    ),
+    Rule("Composer checkpoint", _has("state", "rng"), ("state.model",), writer="Composer"),
+    Rule(
+        "training checkpoint",
+        lambda root: any(key in root for key in _LOOP_KEYS),
+        _LOOP_KEYS,
+        hyper_parameters=(
+            "hyper_parameters",
+            "hyperparameters",
+            "hparams",
+            "model_args",
+            "model_kwargs",
+            "config",
+            "cfg",
+            "args",
+        ),
+        builds=True,
+    ),
+)
+
+_EMA = re.compile(r"(^|[._-])(ema|averaged?|averaging|shadow)([._-]|$)")
+
+
+def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Found:
+    """Say what kind a saved object is, and list every set of weights in it.
+
+    Args:
+        root: what was saved; placeholders for what was not made.
+        file: its name, for messages.
+        refused: names that were not imported, for messages.
+
+    Raises:
+        CheckpointError: there are no weights in it.
+    """
+    if isinstance(root, Tensor):
+        raise CheckpointError(
+            f'"{file}" holds one tensor (as Flyte\'s PyTorchTensor), no model; expected a state '
+            "dict: save model.state_dict()"
+        )
+    if isinstance(root, nn.Module) or module_tree.is_module(root):
+        return Found("pickled module", None, {"": _of_module(root)}, "", None)
+    content = as_mapping(root)
+    wants = f", and wants {', '.join(refused)}, which was refused" if refused else ""
+    if content is None:
+        seen = root.dotted if isinstance(root, Inert) else type(root).__name__
+        raise CheckpointError(
+            f'checkpoint "{file}" holds a {seen}{wants}; expected a state dict, name → tensor, '
+            "or a dict that has one: save model.state_dict()"
+        )
+    rule = next((rule for rule in RULES if rule.applies(content)), None)
+    weights = dict(_candidates(content, "", 0, _Visits()))
+    chosen = None if rule is None else next((key for key in rule.weights if key in weights), None)
+    flat = tensor_map(content)
+    if chosen is None and flat is not None and _is_flat(content):
+        return Found("state dict", None, {"": flat}, "", None)
+    if not weights:
+        raise CheckpointError(
+            f'checkpoint "{file}" holds {_shown(content)}{wants}; expected a plain state dict, '
+            "name → tensor, or a dict that has one: save model.state_dict()"
+        )
+    ema = next((key for key in weights if _EMA.search(key.lower()) and key != chosen), None)
+    if chosen is None and len(set(weights) - {ema}) == 1:
+        (chosen,) = set(weights) - {ema}
+    kind = "training checkpoint" if rule is None or chosen is None else rule.kind
+    return Found(kind, rule if chosen is not None else None, weights, chosen, ema)
+
+
+def as_mapping(value: Any) -> Mapping[str, Any] | None:
+    """Give a dict, also one of a subclass that was not made, with text for keys."""
+    if isinstance(value, Inert) and value.pairs:
+        value = dict(pair for pair in value.pairs if isinstance(pair[0], str | int))
+    if not isinstance(value, Mapping):
+        return None
+    return {key if isinstance(key, str) else str(key): item for key, item in value.items()}
+
+
+def at(root: Any, path: str) -> Any:
+    """Give the value at a dotted path; None when there is none."""
+    value = root
+    for part in path.split(".") if path else ():
+        if isinstance(value, list | tuple):
+            value = value[int(part)] if part.isdecimal() and int(part) < len(value) else None
+        else:
+            value = (as_mapping(value) or {}).get(part)
+    return value
+
+
+class _Visits:
+    """Counts the values that were looked at: a small pickle can hold one dict in itself."""
+
+    def __init__(self) -> None:
+        self._left = _MAX_VISITS
+
+    def count(self) -> None:
+        self._left -= 1
+        if self._left < 0:
+            raise CheckpointError(
+                f"it holds more than {_MAX_VISITS} values, or dicts inside of themselves; save "
+                "model.state_dict() alone"
+            )
+
+
+def tensor_map(value: Any, visits: _Visits | None = None) -> Weights | None:
+    """Give the tensors of a (nested) dict by dotted name; None when it holds anything else."""
+    tensors: dict[str, Tensor] = {}
+    extra: dict[str, Any] = {}
+    is_map = _flatten(value, "", tensors, extra, 0, visits or _Visits())
+    return Weights(tensors, extra) if is_map else None
+
+
+def _flatten(
+    value: Any,
+    prefix: str,
+    tensors: dict[str, Tensor],
+    extra: dict[str, Any],
+    depth: int,
+    visits: _Visits,
+) -> bool:
+    content = as_mapping(value)
+    if content is None or depth > _MAX_DEPTH:
+        return False
+    for key, item in content.items():
+        visits.count()
+        if isinstance(item, Tensor):
+            tensors[prefix + key] = item
+        elif key.endswith("_extra_state"):  # modules may keep state of any type under this name
+            extra[prefix + key] = item
+        elif not _flatten(item, f"{prefix}{key}.", tensors, extra, depth + 1, visits):
+            return False
+    return True
+
+
+def _is_flat(content: Mapping[str, Any]) -> bool:
+    """Tell a state dict from a dict of state dicts: names lead to tensors at once."""
+    return not content or any(isinstance(value, Tensor) for value in content.values())
+
+
+def _candidates(
+    content: Mapping[str, Any], prefix: str, depth: int, visits: _Visits
+) -> Iterator[tuple[str, Weights]]:
+    for key, value in content.items():
+        visits.count()
+        path = f"{prefix}{key}"
+        if isinstance(value, nn.Module) or module_tree.is_module(value):
+            yield path, _of_module(value)
+            continue
+        if isinstance(value, list | tuple):
+            value = dict(enumerate(value[:100]))
+        inner = as_mapping(value)
+        if not inner or is_optimizer(inner) or _NO_WEIGHTS.search(key.lower()):
+            continue
+        found = tensor_map(inner, visits)
+        if found is not None and found.tensors and _is_flat(inner):
+            yield path, found
+        elif depth < _MAX_DEPTH:
+            yield from _candidates(inner, f"{path}.", depth + 1, visits)
+
+
+_NO_WEIGHTS = re.compile(r"optim|sched|rng|scaler|random|loops|callbacks")
+
+
+def is_optimizer(value: Any) -> bool:
+    """Tell whether a dict is the state of an optimizer."""
+    return isinstance(value, Mapping) and "param_groups" in value and "state" in value
+
+
+def _of_module(module: Any) -> Weights:
+    """Give the state dict of a placeholder's tree, or of a real module of a trusted file."""
+    if isinstance(module, nn.Module):
+        state = module.state_dict()
+        return Weights({name: value for name, value in state.items() if isinstance(value, Tensor)})
+    return Weights(module_tree.state_dict(module), module=module)
+
+
+def _shown(content: Mapping[str, Any]) -> str:
+    parts = [
+        f'"{key}" ({value.dotted if isinstance(value, Inert) else type(value).__name__})'
+        for key, value in content.items()
+        if not isinstance(value, Tensor)
+    ]
+    rest = len(parts) - _KEYS_SHOWN
+    text = ", ".join(parts[:_KEYS_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    beside = any(isinstance(value, Tensor) for value in content.values())
+    return text + (" beside tensors" if beside else "") if text else "nothing"

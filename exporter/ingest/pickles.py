@@ -1,0 +1,396 @@
+"""Pickle → plain values and placeholders. Nothing that a pickle names is imported or called.
+
+`pickle.Unpickler` does as it is told: it imports names, calls them and sets attributes on what
+they give. This machine has the same opcodes and none of that. A name becomes a `Global`, a call an
+`Inert`; only the calls in `rebuild` give values, each of its own checked arguments.
+
+Source: the opcodes of protocols 0 to 5, https://docs.python.org/3/library/pickletools.html
+"""
+
+import _compat_pickle
+import pickletools
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import IO, Any, cast
+
+from exporter.ingest.source import Window
+
+MAX_OPCODES = 50_000_000
+_MAX_KEY_DEPTH = 4
+
+PersistentLoad = Callable[[Any], Any]
+"""Turns a persistent id into a value; raises `BadPickle` for what it does not know."""
+
+Rebuild = Callable[["Global", tuple[Any, ...]], Any]
+"""Gives the value of a call that is known to be harmless, else `NOT_REBUILT`."""
+
+NameValue = Callable[["Global"], Any]
+"""Gives the value of a name that stands for a constant, else the name."""
+
+NOT_REBUILT = object()
+
+
+class BadPickle(ValueError):
+    """The pickle is damaged, or wants what no checkpoint needs."""
+
+
+@dataclass(frozen=True)
+class Global:
+    """A name that the pickle wanted imported; it was not."""
+
+    module: str
+    name: str
+
+    @property
+    def dotted(self) -> str:
+        """Give module and name as one, as in `collections.OrderedDict`."""
+        return f"{self.module}.{self.name}"
+
+
+@dataclass(eq=False)
+class Inert:
+    """A call that was not made, with what the pickle put into its result afterwards."""
+
+    function: Any
+    """A Global, or another Inert: a class that itself would come from a call."""
+    args: tuple[Any, ...]
+    state: list[Any] = field(default_factory=list)
+    items: list[Any] = field(default_factory=list)
+    pairs: list[tuple[Any, Any]] = field(default_factory=list)
+
+    @property
+    def dotted(self) -> str:
+        """Give the name of the class or function, or `?` when a call would have made it."""
+        return self.function.dotted if isinstance(self.function, Global) else "?"
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """Give what would be the object's `__dict__`, slots included."""
+        found: dict[str, Any] = {}
+        for state in self.state:
+            parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+            for part in parts:
+                if isinstance(part, Mapping):
+                    found.update({k: v for k, v in part.items() if isinstance(k, str)})
+        return found
+
+
+@dataclass(frozen=True)
+class Pickled:
+    """What a pickle holds."""
+
+    value: Any
+    wanted: frozenset[str]
+    """Dotted names of every global in it."""
+    protocol: int
+    end: int
+    """Where the next byte of the stream is."""
+
+
+def read_pickle(
+    stream: Window,
+    persistent_load: PersistentLoad,
+    rebuild: Rebuild,
+    name_value: NameValue = lambda name: name,
+) -> Pickled:
+    """Read one pickle of any protocol from where the stream is.
+
+    Raises:
+        BadPickle: it is damaged, too long, or tries what no checkpoint needs.
+    """
+    machine = _Machine(persistent_load, rebuild, name_value)
+    try:
+        for number, (opcode, argument, _) in enumerate(pickletools.genops(cast(IO[bytes], stream))):
+            if number > MAX_OPCODES:
+                raise BadPickle(f"more than {MAX_OPCODES} opcodes")
+            machine.step(opcode.name, argument)
+    except BadPickle:
+        raise
+    # What is no pickle fails in whatever decoder it reaches; a stack that is too short likewise.
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        ArithmeticError,
+        MemoryError,
+        RuntimeError,
+    ) as error:
+        raise BadPickle(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
+    return Pickled(machine.result(), frozenset(machine.wanted), machine.protocol, stream.tell())
+
+
+class _Machine:
+    """The stack, the marks and the memo of one pickle."""
+
+    def __init__(
+        self, persistent_load: PersistentLoad, rebuild: Rebuild, name_value: NameValue
+    ) -> None:
+        self.persistent_load = persistent_load
+        self.rebuild = rebuild
+        self.name_value = name_value
+        self.wanted: set[str] = set()
+        self.protocol = 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+        self.stopped = False
+
+    def step(self, opcode: str, argument: Any) -> None:
+        if opcode in _PUSHES_ARGUMENT:
+            self.stack.append(argument)
+        elif (constant := _CONSTANTS.get(opcode)) is not None:
+            self.stack.append(constant())
+        elif (action := _ACTIONS.get(opcode)) is not None:
+            action(self, argument)
+        elif opcode not in _IGNORED:
+            raise BadPickle(f"opcode {opcode}, which no checkpoint needs")
+
+    def result(self) -> Any:
+        if not self.stopped or len(self.stack) != 1 or self.marks:
+            raise BadPickle("it does not end with one value")
+        return self.stack[0]
+
+    def stop(self, _: Any) -> None:
+        self.stopped = True
+
+    def proto(self, version: int) -> None:
+        if version > 5:
+            raise BadPickle(f"protocol {version}")
+        self.protocol = max(self.protocol, version)
+
+    # Stack and memo.
+
+    def mark(self, _: Any) -> None:
+        self.marks.append(len(self.stack))
+
+    def pop_mark(self) -> list[Any]:
+        start = self.marks.pop()
+        if start > len(self.stack):
+            raise BadPickle("a mark above the stack")
+        items = self.stack[start:]
+        del self.stack[start:]
+        return items
+
+    def pop(self) -> Any:
+        if self.marks and self.marks[-1] >= len(self.stack):
+            raise BadPickle("a value from below a mark")
+        return self.stack.pop()
+
+    def top(self) -> Any:
+        if self.marks and self.marks[-1] >= len(self.stack):
+            raise BadPickle("a value from below a mark")
+        return self.stack[-1]
+
+    def drop(self, _: Any) -> None:
+        if self.marks and self.marks[-1] == len(self.stack):
+            self.marks.pop()
+        else:
+            self.pop()
+
+    def drop_mark(self, _: Any) -> None:
+        self.pop_mark()
+
+    def duplicate(self, _: Any) -> None:
+        self.stack.append(self.top())
+
+    def put(self, index: int) -> None:
+        self.memo[index] = self.top()
+
+    def memoize(self, _: Any) -> None:
+        self.put(len(self.memo))
+
+    def get(self, index: int) -> None:
+        if index not in self.memo:
+            raise BadPickle(f"memo {index}, which was never set")
+        self.stack.append(self.memo[index])
+
+    # Containers.
+
+    def tuple_of(self, size: int | None) -> None:
+        items = self.pop_mark() if size is None else [self.pop() for _ in range(size)][::-1]
+        self.stack.append(tuple(items))
+
+    def list_of(self, _: Any) -> None:
+        self.stack.append(self.pop_mark())
+
+    def dict_of(self, _: Any) -> None:
+        items = self.pop_mark()
+        self.stack.append({})
+        self.set_pairs(items)
+
+    def frozenset_of(self, _: Any) -> None:
+        self.stack.append(frozenset(hashable(item) for item in self.pop_mark()))
+
+    def append(self, _: Any) -> None:
+        item = self.pop()
+        self.extend([item])
+
+    def appends(self, _: Any) -> None:
+        self.extend(self.pop_mark())
+
+    def extend(self, items: list[Any]) -> None:
+        target = self.top()
+        if type(target) is list:
+            target.extend(items)
+        elif isinstance(target, Inert):
+            target.items.extend(items)
+        else:
+            raise BadPickle(f"items for a {type(target).__name__}")
+
+    def add_items(self, _: Any) -> None:
+        items = self.pop_mark()
+        target = self.top()
+        if type(target) is set:
+            target.update(hashable(item) for item in items)
+        else:
+            self.extend(items)
+
+    def set_item(self, _: Any) -> None:
+        value, key = self.pop(), self.pop()
+        self.set_pairs([key, value])
+
+    def set_items(self, _: Any) -> None:
+        self.set_pairs(self.pop_mark())
+
+    def set_pairs(self, items: list[Any]) -> None:
+        if len(items) % 2:
+            raise BadPickle("a key without a value")
+        target = self.top()
+        pairs = list(zip(items[::2], items[1::2], strict=True))
+        if isinstance(target, Inert):
+            target.pairs.extend(pairs)
+        elif isinstance(target, dict):
+            for key, value in pairs:  # not update(): a Counter would add
+                target[hashable(key)] = value
+        else:
+            raise BadPickle(f"keys for a {type(target).__name__}")
+
+    # Names and calls: recorded, never made.
+
+    def name(self, argument: str) -> None:
+        module, _, name = argument.partition(" ")
+        self.push_name(module, name)
+
+    def stack_name(self, _: Any) -> None:
+        name, module = self.pop(), self.pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise BadPickle("a name that is no text")
+        self.push_name(module, name)
+
+    def push_name(self, module: str, name: str) -> None:
+        if self.protocol < 3:  # as pickle does: Python 2 wrote these protocols
+            module, name = _python3_name(module, name)
+        found = Global(module, name)
+        self.wanted.add(found.dotted)
+        self.stack.append(self.name_value(found))
+
+    def call(self, _: Any) -> None:
+        args, function = self.pop(), self.pop()
+        self.push_call(function, args)
+
+    def call_with_keywords(self, _: Any) -> None:
+        keywords, args, function = self.pop(), self.pop(), self.pop()
+        made = self.push_call(function, args)
+        if keywords and isinstance(made, Inert):
+            made.state.append(keywords)
+
+    def instance(self, argument: str) -> None:
+        items = self.pop_mark()
+        self.name(argument)
+        self.push_call(self.pop(), tuple(items))
+
+    def object(self, _: Any) -> None:
+        function, *args = self.pop_mark()
+        self.push_call(function, tuple(args))
+
+    def push_call(self, function: Any, args: Any) -> Any:
+        if not isinstance(function, Global | Inert) or not isinstance(args, tuple):
+            raise BadPickle(f"a call of a {type(function).__name__}")
+        made = self.rebuild(function, args) if isinstance(function, Global) else NOT_REBUILT
+        self.stack.append(Inert(function, args) if made is NOT_REBUILT else made)
+        return self.stack[-1]
+
+    def build(self, _: Any) -> None:
+        state, target = self.pop(), self.top()
+        if isinstance(target, Inert):
+            target.state.append(state)
+        elif not isinstance(target, OrderedDict):
+            # Of an ordered dict it is `_metadata`, versions that only resuming needs.
+            raise BadPickle(f"attributes for a {type(target).__name__}")
+
+    def persistent(self, _: Any) -> None:
+        self.stack.append(self.persistent_load(self.pop()))
+
+
+def hashable(value: Any, depth: int = 0) -> Any:
+    """Refuse what cannot be hashed, or only by a recursion as deep as the file likes."""
+    if isinstance(value, tuple):
+        if depth >= _MAX_KEY_DEPTH:
+            raise BadPickle("a key of deeply nested tuples")
+        for part in value:
+            hashable(part, depth + 1)
+    elif isinstance(value, list | dict | set | bytearray):
+        raise BadPickle(f"a {type(value).__name__} as a key")
+    return value
+
+
+def _python3_name(module: str, name: str) -> tuple[str, str]:
+    if (module, name) in _compat_pickle.NAME_MAPPING:
+        return _compat_pickle.NAME_MAPPING[(module, name)]
+    return _compat_pickle.IMPORT_MAPPING.get(module, module), name
+
+
+_PUSHES_ARGUMENT = frozenset(
+    (
+        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "FLOAT", "BINFLOAT"),
+        *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE", "SHORT_BINUNICODE"),
+        *("BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"),
+    )
+)
+_IGNORED = frozenset(["FRAME"])
+_CONSTANTS: Mapping[str, Callable[[], Any]] = {
+    "NONE": lambda: None,
+    "NEWTRUE": lambda: True,
+    "NEWFALSE": lambda: False,
+    "EMPTY_TUPLE": tuple,
+    "EMPTY_LIST": list,
+    "EMPTY_DICT": dict,
+    "EMPTY_SET": set,
+}
+_ACTIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
+    "PROTO": _Machine.proto,
+    "STOP": _Machine.stop,
+    "MARK": _Machine.mark,
+    "POP": _Machine.drop,
+    "POP_MARK": _Machine.drop_mark,
+    "DUP": _Machine.duplicate,
+    "PUT": _Machine.put,
+    "BINPUT": _Machine.put,
+    "LONG_BINPUT": _Machine.put,
+    "MEMOIZE": _Machine.memoize,
+    "GET": _Machine.get,
+    "BINGET": _Machine.get,
+    "LONG_BINGET": _Machine.get,
+    "TUPLE": lambda machine, _: machine.tuple_of(None),
+    "TUPLE1": lambda machine, _: machine.tuple_of(1),
+    "TUPLE2": lambda machine, _: machine.tuple_of(2),
+    "TUPLE3": lambda machine, _: machine.tuple_of(3),
+    "LIST": _Machine.list_of,
+    "DICT": _Machine.dict_of,
+    "FROZENSET": _Machine.frozenset_of,
+    "APPEND": _Machine.append,
+    "APPENDS": _Machine.appends,
+    "ADDITEMS": _Machine.add_items,
+    "SETITEM": _Machine.set_item,
+    "SETITEMS": _Machine.set_items,
+    "GLOBAL": _Machine.name,
+    "STACK_GLOBAL": _Machine.stack_name,
+    "REDUCE": _Machine.call,
+    "NEWOBJ": _Machine.call,
+    "NEWOBJ_EX": _Machine.call_with_keywords,
+    "INST": _Machine.instance,
+    "OBJ": _Machine.object,
+    "BUILD": _Machine.build,
+    "BINPERSID": _Machine.persistent,
+}

@@ -1,0 +1,281 @@
+"""Placeholders of a pickle → the plain values that they stand for, by an allow-list of names.
+
+What training runs keep beside tensors (numpy numbers, a Namespace, a path, an OmegaConf container)
+is read from what the pickle says about it; the library that wrote it is not asked. A name outside
+the list stays a `Placeholder`.
+"""
+
+import datetime
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from exporter.ingest.pickles import Global, Inert
+
+_MAX_DEPTH = 40
+_MAX_NODES = 200_000
+
+
+@dataclass(frozen=True)
+class Placeholder:
+    """A value that was not made, because a name that it needs is on no allow-list."""
+
+    dotted: str
+
+    def __str__(self) -> str:
+        return f"<{self.dotted}>"
+
+
+def to_plain(value: Any, allowed: AbstractSet[str]) -> Any:
+    """Give numbers, text, lists, dicts, tensors and placeholders for a value of a pickle.
+
+    Args:
+        value: what `pickles.read_pickle` or torch gave.
+        allowed: dotted names of the classes that may become values.
+    """
+    return _Plain(allowed).convert(value, 0)
+
+
+def to_array(value: Any) -> "np.ndarray[Any, Any] | None":
+    """Give the numpy array that a placeholder stands for, or None when it is none.
+
+    Only dtypes of plain numbers, and only when shape and bytes agree.
+    """
+    if not isinstance(value, Inert):
+        return None
+    if value.dotted in _RECONSTRUCT and value.state and isinstance(value.state[0], tuple):
+        state = value.state[0]
+        if len(state) != 5:
+            return None
+        _, shape, dtype, by_column, content = state
+        return _array(shape, dtype, "F" if by_column else "C", content)
+    if value.dotted in _FROMBUFFER and len(value.args) == 4:
+        content, dtype, shape, order = value.args
+        return _array(shape, dtype, order, content)
+    return None
+
+
+def stock_class(name: Global) -> type[nn.Module] | None:
+    """Give the class that a name of torch's own layers stands for; nothing is imported or run."""
+    module = sys.modules.get(name.module)
+    if module is None or not name.module.startswith("torch.nn.modules."):
+        return None
+    found = vars(module).get(name.name)
+    if not isinstance(found, type) or not issubclass(found, nn.Module):
+        return None
+    return found if found.__module__ == name.module else None
+
+
+class _Plain:
+    def __init__(self, allowed: AbstractSet[str]) -> None:
+        self._allowed = allowed
+        self._left = _MAX_NODES
+
+    def convert(self, value: Any, depth: int) -> Any:
+        self._left -= 1
+        if depth > _MAX_DEPTH or self._left < 0:
+            return Placeholder("too deeply nested")
+        if isinstance(value, Inert):
+            return self._inert(value, depth)
+        if isinstance(value, Global):
+            return self._name(value)
+        if isinstance(value, Mapping):
+            return {self._key(k): self.convert(v, depth + 1) for k, v in value.items()}
+        if isinstance(value, list | tuple | set | frozenset) and not isinstance(value, torch.Size):
+            items = [self.convert(item, depth + 1) for item in value]
+            return tuple(items) if isinstance(value, tuple) else items
+        if isinstance(value, np.generic):
+            return value.item()
+        return value
+
+    def _key(self, key: Any) -> Any:
+        if isinstance(key, str | int | float | bool | None):
+            return key
+        if isinstance(key, Global):
+            return key.dotted  # Lightning before 1.x: a callback's class
+        return str(key) if isinstance(key, tuple | bytes) else str(self.convert(key, _MAX_DEPTH))
+
+    def _name(self, name: Global) -> Any:
+        if name.dotted in self._allowed:
+            return name.dotted
+        if "torch.nn.*" in self._allowed and (found := stock_class(name)) is not None:
+            return found
+        return Placeholder(name.dotted)
+
+    def _inert(self, value: Inert, depth: int) -> Any:
+        if value.dotted not in self._allowed:
+            return Placeholder(value.dotted)
+        maker = _MAKERS.get(value.dotted)
+        made = _UNMADE if maker is None else maker(value)
+        if made is _UNMADE:
+            return Placeholder(value.dotted)
+        return self.convert(made, depth + 1)
+
+
+_UNMADE = object()
+
+
+def _namespace(value: Inert) -> Any:
+    return value.attributes
+
+
+def _dict_items(value: Inert) -> Any:
+    found = dict(arg) if value.args and isinstance(arg := value.args[0], Mapping) else {}
+    found.update((key, item) for key, item in value.pairs if isinstance(key, str | int | Global))
+    return found
+
+
+def _path(value: Inert) -> Any:
+    parts = [part for part in value.args if isinstance(part, str)]
+    head = "/" if parts[:1] == ["/"] else ""
+    return head + "/".join(part for part in parts if part != "/")
+
+
+def _sequence(value: Inert) -> Any:
+    items = value.args[0] if value.args and isinstance(value.args[0], list | tuple) else []
+    return [*items, *value.items]
+
+
+def _range(value: Inert) -> Any:
+    # Not a range object: a list would be made of it, as long as the file likes.
+    return f"range({', '.join(map(str, value.args))})"
+
+
+def _slice(value: Inert) -> Any:
+    return f"slice({', '.join(map(str, value.args))})"
+
+
+def _moment(kind: Callable[..., Any]) -> Callable[[Inert], Any]:
+    def make(value: Inert) -> Any:
+        try:
+            return kind(*value.args).isoformat()
+        except (TypeError, ValueError):
+            return _UNMADE
+
+    return make
+
+
+def _duration(value: Inert) -> Any:
+    numbers = [part for part in value.args if isinstance(part, int | float)]
+    try:
+        return str(datetime.timedelta(*numbers[:3]))
+    except (OverflowError, TypeError):
+        return _UNMADE
+
+
+def _omega_container(value: Inert) -> Any:
+    return value.attributes.get("_content")
+
+
+def _omega_node(value: Inert) -> Any:
+    return value.attributes.get("_val")
+
+
+def _scalar(value: Inert) -> Any:
+    if len(value.args) != 2:
+        return _UNMADE
+    dtype, content = value.args
+    array = _array((), dtype, "C", content)
+    return _UNMADE if array is None else array.item()
+
+
+def _to_tensor(value: Inert) -> Any:
+    array = to_array(value)
+    if array is None:
+        return _UNMADE
+    return array if array.ndim else array.item()
+
+
+def _dtype_name(value: Inert) -> Any:
+    dtype = _numpy_dtype(value)
+    return _UNMADE if dtype is None else dtype.name
+
+
+def _array(shape: Any, dtype: Any, order: Any, content: Any) -> "np.ndarray[Any, Any] | None":
+    found = _numpy_dtype(dtype)
+    if found is None or not isinstance(content, bytes | bytearray) or order not in ("C", "F"):
+        return None
+    if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+        return None
+    count = 1
+    for size in shape:
+        count *= size
+    if count * found.itemsize != len(content):
+        return None
+    return np.frombuffer(content, found).reshape(shape, order=order)
+
+
+def _numpy_dtype(value: Any) -> "np.dtype[Any] | None":
+    """Read a dtype of plain numbers: never one of objects or records, whose state can lie."""
+    if isinstance(value, Inert) and value.dotted == "numpy.dtype" and value.args:
+        code = value.args[0]
+        state = value.state[0] if value.state else ()
+        swapped = isinstance(state, tuple) and len(state) > 1 and state[1] == ">"
+        if isinstance(code, str) and code in _DTYPE_CODES:
+            dtype = np.dtype(code)
+            return dtype.newbyteorder(">") if swapped else dtype
+    if isinstance(value, Inert | Global) and value.dotted.startswith("numpy.dtypes."):
+        name = value.dotted.removeprefix("numpy.dtypes.").removesuffix("DType").lower()
+        return np.dtype(name) if name in _DTYPE_NAMES else None
+    return None
+
+
+_DTYPE_CODES = frozenset(
+    ["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
+)
+_DTYPE_NAMES = frozenset(
+    (
+        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
+        *("float16", "float32", "float64"),
+    )
+)
+OMEGACONF_NODES = tuple(
+    f"omegaconf.nodes.{kind}Node"
+    for kind in ("Any", "Boolean", "Bytes", "Enum", "Float", "Integer", "Path", "String")
+)
+
+
+def _both(module: str, name: str) -> Sequence[str]:
+    """Name a function of numpy as numpy 1 and as numpy 2 write it."""
+    return (f"numpy.core.{module}.{name}", f"numpy._core.{module}.{name}")
+
+
+_RECONSTRUCT = frozenset(_both("multiarray", "_reconstruct"))
+_FROMBUFFER = frozenset(_both("numeric", "_frombuffer"))
+_SCALARS = frozenset(_both("multiarray", "scalar"))
+
+_MAKERS: Mapping[str, Callable[[Inert], Any]] = {
+    **dict.fromkeys(_RECONSTRUCT | _FROMBUFFER, _to_tensor),
+    **dict.fromkeys(_SCALARS, _scalar),
+    "numpy.dtype": _dtype_name,
+    "argparse.Namespace": _namespace,
+    "types.SimpleNamespace": _namespace,
+    "pathlib.PosixPath": _path,
+    "pathlib.PurePosixPath": _path,
+    "pathlib.WindowsPath": _path,
+    "pathlib.PureWindowsPath": _path,
+    "pathlib._local.PosixPath": _path,
+    "collections.defaultdict": _dict_items,
+    "builtins.dict": _dict_items,
+    "builtins.list": _sequence,
+    "builtins.frozenset": _sequence,
+    "collections.deque": _sequence,
+    "builtins.range": _range,
+    "builtins.slice": _slice,
+    "datetime.datetime": _moment(datetime.datetime),
+    "datetime.date": _moment(datetime.date),
+    "datetime.time": _moment(datetime.time),
+    "datetime.timedelta": _duration,
+    "omegaconf.dictconfig.DictConfig": _omega_container,
+    "omegaconf.listconfig.ListConfig": _omega_container,
+    "lightning.fabric.utilities.data.AttributeDict": _dict_items,
+    "lightning_fabric.utilities.data.AttributeDict": _dict_items,
+    "pytorch_lightning.utilities.parsing.AttributeDict": _dict_items,
+    **dict.fromkeys(OMEGACONF_NODES, _omega_node),
+}

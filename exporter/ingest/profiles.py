@@ -1,0 +1,153 @@
+"""Allow-lists of names beside torch's own, one per kind of writer; no wildcard, nothing callable.
+
+A profile says which placeholders become values (`plain.to_plain`). torch's `safe_globals` would
+let numpy's and OmegaConf's own unpickling run, on arguments that the file chooses: a numpy dtype
+takes its flags from the file, and an array its size. Here the names are read, never resolved.
+"""
+
+from collections.abc import Iterable, Mapping
+
+from exporter.ingest.pickles import Global
+from exporter.ingest.plain import OMEGACONF_NODES, stock_class
+from exporter.ingest.rebuild import is_known
+
+_DTYPES = (
+    *("Bool", "Float16", "Float32", "Float64", "Int8", "Int16", "Int32", "Int64"),
+    *("UInt8", "UInt16", "UInt32", "UInt64"),
+)
+
+PROFILES: Mapping[str, frozenset[str]] = {
+    "numpy-rng": frozenset(
+        [
+            # numpy 1 and numpy 2 name the same functions.
+            "numpy.core.multiarray._reconstruct",
+            "numpy._core.multiarray._reconstruct",
+            "numpy.ndarray",
+            "numpy.dtype",
+            "numpy.dtypes.UInt32DType",
+        ]
+    ),
+    "numpy-scalars": frozenset(
+        [
+            "numpy.core.multiarray.scalar",
+            "numpy._core.multiarray.scalar",
+            "numpy.core.multiarray._reconstruct",
+            "numpy._core.multiarray._reconstruct",
+            "numpy.core.numeric._frombuffer",
+            "numpy._core.numeric._frombuffer",
+            "numpy.ndarray",
+            "numpy.dtype",
+            *(f"numpy.dtypes.{name}DType" for name in _DTYPES),
+        ]
+    ),
+    "stdlib-inert": frozenset(
+        [
+            "argparse.Namespace",
+            "types.SimpleNamespace",
+            "pathlib.PosixPath",
+            "pathlib._local.PosixPath",
+            "pathlib.PurePosixPath",
+            "pathlib.WindowsPath",
+            "pathlib.PureWindowsPath",
+            "collections.defaultdict",
+            "collections.deque",
+            "builtins.dict",
+            "builtins.list",
+            "builtins.int",
+            "builtins.float",
+            "builtins.str",
+            "builtins.bool",
+            "builtins.frozenset",
+            "builtins.range",
+            "builtins.slice",
+            "datetime.datetime",
+            "datetime.date",
+            "datetime.time",
+            "datetime.timedelta",
+        ]
+    ),
+    "omegaconf": frozenset(
+        [
+            "omegaconf.dictconfig.DictConfig",
+            "omegaconf.listconfig.ListConfig",
+            "omegaconf.base.ContainerMetadata",
+            "omegaconf.base.Metadata",
+            *OMEGACONF_NODES,
+            "typing.Any",
+            "collections.defaultdict",
+            "builtins.dict",
+            "builtins.list",
+            "builtins.int",
+            "builtins.float",
+            "builtins.str",
+            "builtins.bool",
+        ]
+    ),
+    "lightning-old": frozenset(
+        [
+            "lightning.fabric.utilities.data.AttributeDict",
+            "lightning_fabric.utilities.data.AttributeDict",
+            "pytorch_lightning.utilities.parsing.AttributeDict",
+            "pytorch_lightning.callbacks.model_checkpoint.ModelCheckpoint",
+            "pytorch_lightning.callbacks.early_stopping.EarlyStopping",
+            "pytorch_lightning.utilities.enums._FaultTolerantMode",
+            "pytorch_lightning.utilities.argparse._gpus_arg_default",
+        ]
+    ),
+    # Classes of torch.nn only, by their exact module: `plain.stock_class` decides.
+    "torch-nn": frozenset(["torch.nn.*"]),
+}
+
+_LOOP = ("numpy-scalars", "stdlib-inert")
+_BY_KIND: Mapping[str, tuple[str, ...]] = {
+    "Determined": ("numpy-rng",),
+    "Lightning": ("stdlib-inert", "numpy-scalars", "omegaconf", "lightning-old", "torch-nn"),
+    "Flyte": ("torch-nn", *_LOOP),
+    "pickled module": ("torch-nn",),
+    "fairseq": ("omegaconf", *_LOOP),
+    "Composer": ("numpy-rng", *_LOOP),
+}
+
+
+def profiles_for(kind: str) -> tuple[str, ...]:
+    """Name the profiles of a kind of checkpoint, the narrowest first."""
+    for start, profiles in _BY_KIND.items():
+        if kind.startswith(start):
+            return profiles
+    return _LOOP
+
+
+def allowed_names(kind: str) -> frozenset[str]:
+    """Unite the names that a kind's profiles hold."""
+    return frozenset().union(*(PROFILES[name] for name in profiles_for(kind)))
+
+
+def profiles_used(kind: str, wanted: Iterable[str]) -> tuple[str, ...] | None:
+    """Name the profiles that hold every wanted name beyond torch's; None when some are in none."""
+    extra = {name for name in wanted if not is_known(name)}
+    used = []
+    for profile in profiles_for(kind):
+        if covered := {name for name in extra if _covers(profile, name)}:
+            used.append(profile)
+            extra -= covered
+    return None if extra else tuple(used)
+
+
+def refused_names(kind: str, wanted: Iterable[str]) -> tuple[str, ...]:
+    """List the wanted names that neither torch nor a profile of this kind allows."""
+    profiles = profiles_for(kind)
+    return tuple(
+        sorted(
+            name
+            for name in wanted
+            if not is_known(name) and not any(_covers(profile, name) for profile in profiles)
+        )
+    )
+
+
+def _covers(profile: str, name: str) -> bool:
+
+    if profile == "torch-nn":
+        module, _, last = name.rpartition(".")
+        return stock_class(Global(module, last)) is not None
+    return name in PROFILES[profile]

@@ -1,0 +1,295 @@
+"""One file of weights → a draft: torch.save, safetensors, TorchScript, exported program."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from exporter.errors import CheckpointError, cause
+from exporter.ingest import module_tree
+from exporter.ingest.draft import Draft
+from exporter.ingest.exported_program import read_exported_program
+from exporter.ingest.kinds import Found, Rule, Weights, as_mapping, at, find_weights
+from exporter.ingest.pickles import Inert
+from exporter.ingest.plain import to_plain
+from exporter.ingest.profiles import allowed_names, profiles_used, refused_names
+from exporter.ingest.safetensors_file import read_source as read_safetensors
+from exporter.ingest.sniff import ADVICE, sniff_source
+from exporter.ingest.source import Source
+from exporter.ingest.torch_file import TorchFile, load_as_torch, read_torch_file
+from exporter.ingest.torchscript import read_script
+from exporter.ingest.training import find_training
+from exporter.ingest.trust import unpickle
+from exporter.ingest.value import ClassHint
+
+Announce = Callable[[str, Sequence[str]], None]
+"""Told, before a trusted file is unpickled, its name and what it will import."""
+
+# What no training run saves, and what a file made to run a command does.
+_DANGEROUS = frozenset(
+    (
+        *("os", "posix", "nt", "sys", "subprocess", "shutil", "socket", "ctypes", "runpy", "pty"),
+        *("code", "importlib", "webbrowser", "multiprocessing", "threading", "asyncio", "urllib"),
+        *("http", "ftplib", "marshal", "types", "pickle", "_pickle"),
+    )
+)
+_DANGEROUS_NAMES = frozenset(
+    f"builtins.{name}"
+    for name in ("eval", "exec", "compile", "open", "__import__", "getattr", "setattr", "input")
+)
+
+
+def read_file(source: Source, announce: Announce | None = None) -> Draft:
+    """Read a file of any format that holds weights.
+
+    Args:
+        source: its bytes.
+        announce: given when the file is trusted to run its code.
+
+    Raises:
+        CheckpointError: it is none, is damaged, or holds no weights.
+    """
+    found = sniff_source(source)
+    reader = _READERS.get(found)
+    if reader is None:
+        raise refusal(found, source.name)
+    draft = reader(source, announce)
+    return draft if source.path is None else replace(draft, paths=(source.path,))
+
+
+def refusal(found: str, name: str) -> CheckpointError:
+    """Say why a format is not taken, and what to do."""
+    if found in ADVICE:
+        return CheckpointError(f'"{name}" is no checkpoint ({found}): {ADVICE[found]}')
+    return CheckpointError(
+        f'"{name}" is no checkpoint that can be read; expected a file of torch.save or '
+        "safetensors, or the folder that a trainer wrote: save torch.save(model.state_dict(), …)"
+    )
+
+
+def danger_notes(refused: Sequence[str]) -> tuple[str, ...]:
+    """Warn of a file that was made to run something."""
+    bad = [
+        name for name in refused if name.partition(".")[0] in _DANGEROUS or name in _DANGEROUS_NAMES
+    ]
+    if not bad:
+        return ()
+    return (
+        f"it wants {', '.join(bad)}, which no training run saves: it may have been made to run a "
+        "command. Nothing was run",
+    )
+
+
+def draft_of(file: TorchFile, source: Source, announce: Announce | None = None) -> Draft:
+    """Decide how a file of torch.save is taken, what kind it is and what is in it."""
+    kind = _first_kind(file, source.name)
+    used = profiles_used(kind, file.wanted)
+    if used is None and announce is not None:
+        return _trusted(file, source, kind, announce)
+    root, loader = file.value, "inert"
+    if used == ():
+        # The floor: torch's own loader agrees that nothing else is in it.
+        by_torch = None if file.protocol > 2 else load_as_torch(source, file)
+        root, loader = (root, "inert") if by_torch is None else (by_torch, "weights_only")
+    elif used:
+        loader = f"profile {'+'.join(used)}"
+    draft = _draft(root, source.name, loader, refused_names(kind, file.wanted))
+    notes = (*draft.notes, *danger_notes(draft.refused))
+    return replace(draft, sources=file.sources, notes=notes)
+
+
+def draft_beside(source: Source, weights: Mapping[str, Any]) -> Draft:
+    """Read a file that holds all of a checkpoint but its weights.
+
+    Args:
+        source: the file.
+        weights: what it would have, under its own keys, so that its kind is known.
+    """
+    file = read_torch_file(source)
+    content = {**(as_mapping(file.value) or {}), **weights}
+    try:
+        kind = find_weights({**content}, source.name).kind
+    except CheckpointError:
+        kind = "Lightning checkpoint"
+    draft = _draft(content, source.name, "inert", refused_names(kind, file.wanted))
+    return replace(draft, notes=(*draft.notes, *danger_notes(draft.refused)))
+
+
+def _first_kind(file: TorchFile, name: str) -> str:
+    try:
+        return find_weights(file.value, name).kind
+    except CheckpointError:
+        return "unknown"  # said again, with its reason, once the loader is known
+
+
+def _draft(root: Any, name: str, loader: str, refused: tuple[str, ...]) -> Draft:
+    found = find_weights(root, name, refused)
+    allowed = allowed_names(found.kind)
+    hyper, how = _hyper_parameters(root, found, allowed)
+    tree = root if isinstance(root, Inert) else None
+    chosen = found.weights.get(found.default or "")
+    tree = chosen.module if chosen is not None and chosen.module is not None else tree
+    module = root if isinstance(root, nn.Module) else None
+    if tree is not None and module_tree.is_module(tree):
+        module = module_tree.build_stock(tree)
+    rule = found.rule
+    version = None if rule is None or rule.version is None else at(root, rule.version)
+    return Draft(
+        kind=found.kind,
+        loader=loader,
+        weights=found.weights,
+        default=found.default,
+        paths=(),
+        ema=found.ema,
+        writer=rule.writer if rule else None,
+        writer_version=str(version) if isinstance(version, str | int | float) else None,
+        hyper_parameters=hyper,
+        hyper_parameters_name=how,
+        training=find_training(root, allowed),
+        refused=refused,
+        class_hint=_class_hint(root, tree),
+        module=module,
+        notes=_deepspeed_notes(root, found),
+    )
+
+
+def _hyper_parameters(
+    root: Any, found: Found, allowed: frozenset[str]
+) -> tuple[Mapping[str, Any], str | None]:
+    if found.rule is None:
+        return {}, None
+    for path in found.rule.hyper_parameters:
+        value = to_plain(at(root, path), allowed) if path else _flattened(root, found.rule, allowed)
+        if isinstance(value, Mapping) and value:
+            how = at(root, "hparams_name") if found.rule.builds else None
+            default = "kwargs" if found.rule.builds else None
+            return value, how if isinstance(how, str) and how.isidentifier() else default
+    return {}, None
+
+
+def _flattened(root: Any, rule: Rule, allowed: frozenset[str]) -> dict[str, Any]:
+    """Give the hyper-parameters that Flyte writes beside the weights."""
+    weights = {*rule.weights, "optimizer_state_dict"}
+    content = as_mapping(root) or {}
+    return {key: to_plain(v, allowed) for key, v in content.items() if key not in weights}
+
+
+def _class_hint(root: Any, tree: Inert | None) -> ClassHint | None:
+    if tree is not None and module_tree.is_module(tree):
+        return ClassHint(tree.dotted, "the pickled module")
+    arch = (as_mapping(root) or {}).get("arch")
+    return ClassHint(arch, '"arch" of the checkpoint') if isinstance(arch, str) else None
+
+
+def _deepspeed_notes(root: Any, found: Found) -> tuple[str, ...]:
+    """Refuse a rank's share of the weights.
+
+    Raises:
+        CheckpointError: the weights are spread over several files.
+    """
+    content = as_mapping(root) or {}
+    if found.kind != "DeepSpeed rank file":
+        return ()
+    ranks = content.get("mp_world_size")
+    tensors = next(iter(found.weights.values())).tensors
+    if isinstance(ranks, int) and ranks > 1:
+        raise spread_over_ranks(f"it is one of {ranks} model-parallel ranks")
+    if tensors and all(tensor.numel() == 0 for tensor in tensors.values()):
+        raise spread_over_ranks("it is of ZeRO stage 3, whose weights are in the optimizers' files")
+    return ()
+
+
+def spread_over_ranks(seen: str) -> CheckpointError:
+    """Advise to join the ranks' files where DeepSpeed is installed."""
+    return CheckpointError(
+        f"DeepSpeed checkpoint: {seen}; expected a file with all weights: where it was trained, "
+        "run `python zero_to_fp32.py . pytorch_model.bin` or "
+        "convert_zero_checkpoint_to_fp32_state_dict, and give what that writes"
+    )
+
+
+def _trusted(file: TorchFile, source: Source, kind: str, announce: Announce) -> Draft:
+    """Unpickle without limits: the file's code runs in this process."""
+    names = refused_names(kind, file.wanted)
+    announce(source.name, names)
+    try:
+        root = unpickle(source)
+    # The file's own code runs, and may fail in any way.
+    except Exception as error:
+        raise CheckpointError(
+            f'"{source.name}" was trusted and cannot be unpickled: {cause(error)}; install what '
+            "defines its classes, or give --model and leave --trust out"
+        ) from error
+    return replace(_draft(root, source.name, "trusted", ()), imports=names)
+
+
+def _read_torch(source: Source, announce: Announce | None) -> Draft:
+    return draft_of(read_torch_file(source), source, announce)
+
+
+def _read_safetensors(source: Source, _: Announce | None) -> Draft:
+    tensors, metadata = read_safetensors(source)
+    return Draft(
+        kind="safetensors",
+        loader="safetensors",
+        weights={"": Weights(tensors)},
+        default="",
+        paths=(),
+        training={key: value[:200] for key, value in metadata.items() if key != "format"},
+    )
+
+
+def _read_script(source: Source, announce: Announce | None) -> Draft:
+    script = read_script(source)
+    notes = [
+        "it is an artifact already: give --model to export its weights anew, or package it with "
+        "`modelyard archive`"
+    ]
+    if script.traced_shapes:
+        shapes = ", ".join(str(list(shape)) for shape in script.traced_shapes)
+        rows = ", and the rows themselves are inside" if script.has_rows else ""
+        notes.append(f"it was traced with tensors of shape {shapes}{rows}")
+    return Draft(
+        kind="TorchScript (mobile)" if script.is_mobile else "TorchScript",
+        loader="inert",
+        weights={"": Weights(script.tensors)},
+        default="",
+        paths=(),
+        writer="torch.jit",
+        class_hint=ClassHint(script.class_name, "the program's text"),
+        sources=script.code,
+        notes=tuple(notes),
+    )
+
+
+def _read_program(source: Source, announce: Announce | None) -> Draft:
+    program = read_exported_program(source)
+    if program.unsafe:
+        raise CheckpointError(
+            f'"{source.name}" is refused: this exported program holds '
+            f"{'; '.join(program.unsafe)}, and loading that could run code; nothing was run. "
+            "Export the checkpoint anew"
+        )
+    return Draft(
+        kind="exported program",
+        loader="json",
+        weights={"": Weights(program.tensors)},
+        default="",
+        paths=(),
+        writer="torch.export",
+        writer_version=program.torch_version,
+        notes=(
+            "it is an artifact already: give --model to export its weights anew, or package it "
+            "with `modelyard archive`",
+        ),
+    )
+
+
+_READERS: Mapping[str, Callable[[Source, Announce | None], Draft]] = {
+    "torch zip": _read_torch,
+    "torch legacy": _read_torch,
+    "safetensors": _read_safetensors,
+    "TorchScript": _read_script,
+    "exported program": _read_program,
+}

@@ -1,0 +1,221 @@
+"""What a file or folder is, by its bytes and its shape; its name and suffix say nothing."""
+
+import json
+import tarfile
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from exporter.errors import CheckpointError
+from exporter.ingest.source import Source, read_directory, read_entry
+from exporter.ingest.torch_file import LEGACY_MAGIC
+
+_TAR_MAGIC_AT = 257
+_MAX_HEADER = 100_000_000
+_ONNX_FIELDS = frozenset([1, 2, 3, 4, 5, 6, 7, 8, 14, 20, 25, 26])
+_MAX_PEEK = 1 << 20
+
+ADVICE: Mapping[str, str] = {
+    "GGUF": "it is a file of llama.cpp; expected the PyTorch checkpoint that it was made from",
+    "HDF5": "it is a file of Keras; expected a PyTorch checkpoint",
+    "pickle": "it is a bare pickle (pickle, joblib, cloudpickle), which runs code when it is "
+    "loaded; write it again with torch.save(model.state_dict(), …)",
+    "ExecuTorch program": "it is already exported for ExecuTorch; expected the checkpoint that it "
+    "was made from",
+    "OpenVINO IR": "it is already exported for OpenVINO; expected the checkpoint that it was made "
+    "from",
+    "ONNX": "it is an artifact already: package it with `modelyard archive`",
+    "torch tar": "it was written by torch 0.1.10 or older, whose format runs code when it is "
+    "loaded; load it in a sandbox with that torch and save model.state_dict() anew",
+    "exported program 1": "it is an exported program of torch 2.6 or older; load it with that "
+    "torch and save it anew, or export the checkpoint",
+    "NeMo archive": "it is a NeMo archive; unpack it (it is a tar) and give the .ckpt inside",
+    "PEFT adapter": "it holds only a change to another model: load the base model with it, call "
+    "merge_and_unload(), and save that",
+    "Keras checkpoint": "it was written by a Keras trial; expected a PyTorch checkpoint",
+    "Megatron checkpoint": "its weights are spread over ranks; convert it with Megatron's "
+    "checkpoint tools to one file first",
+    "unpacked zip": "it is an unpacked file of torch.save; give the file itself",
+}
+"""Formats that hold no weights this room can take, and what to do instead."""
+
+
+def sniff(path: Path) -> str:
+    """Say what a file or folder is, in a word of this module.
+
+    Raises:
+        CheckpointError: it is not there, is empty, or is damaged.
+    """
+    if path.is_dir():
+        return sniff_folder(path)
+    if not path.is_file():
+        seen = "is no file" if path.exists() else "does not exist"
+        raise CheckpointError(f'checkpoint "{path}" {seen}; expected a file or folder of weights')
+    return sniff_source(Source.of_file(path))
+
+
+def sniff_source(source: Source) -> str:
+    """Say what some bytes are."""
+    head = bytes(source.data[:512])
+    if head[:4] == b"PK\x03\x04":
+        return _sniff_zip(source)
+    if head[:1] == b"\x80" and head.find(LEGACY_MAGIC) in (2, 11):
+        return "torch legacy"
+    for magic, at, found in _MAGICS:
+        if head[at : at + len(magic)] == magic:
+            return found
+    if head[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
+        return _sniff_tar(source)
+    if head[:2] == b"\x1f\x8b":
+        return _sniff_tar(source)
+    if _is_safetensors(source):
+        return "safetensors"
+    if len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:
+        return "pickle"
+    return "ONNX" if _is_onnx(source.data) else "unknown"
+
+
+def _sniff_zip(source: Source) -> str:
+    # The formats that are written by others than torch compress what they hold.
+    entries = read_directory(source, may_deflate=lambda name: True)
+    names = [name.rpartition("/")[2] for name in entries]
+    if "MAR-INF/MANIFEST.json" in entries:
+        return "TorchServe archive"
+    if any(name.endswith("/constants.pkl") for name in entries):
+        return "TorchScript"
+    for name, entry in entries.items():
+        if name.endswith("/archive_format") and read_entry(source, entry, limit=64) == b"pt2":
+            return "exported program"
+    if "serialized_exported_program.json" in entries:
+        return "exported program 1"
+    if "data.pkl" in names and any(name.endswith("/data.pkl") for name in entries):
+        return "torch zip"
+    return "unknown"
+
+
+def _sniff_tar(source: Source) -> str:
+    try:
+        names = _tar_names(source)
+    except (tarfile.TarError, OSError, EOFError, zlib.error):
+        return "unknown"
+    if any(name.endswith("MAR-INF/MANIFEST.json") for name in names):
+        return "TorchServe archive"
+    if {"storages", "tensors", "pickle"} <= set(names):
+        return "torch tar"
+    if any(name.endswith("model_config.yaml") for name in names):
+        return "NeMo archive"
+    return "unknown"
+
+
+def _tar_names(source: Source) -> list[str]:
+    with tarfile.open(fileobj=source.open()) as container:
+        names = []
+        for member in container:
+            names.append(member.name.removeprefix("./"))
+            if len(names) > 10_000:
+                break
+        return names
+
+
+def _is_safetensors(source: Source) -> bool:
+    length = int.from_bytes(source.data[:8], "little")
+    return 2 <= length <= _MAX_HEADER and bytes(source.data[8:9]) == b"{"
+
+
+def _is_onnx(data: memoryview) -> bool:
+    """Walk the top level of a protobuf: ModelProto starts with its version and has a graph."""
+    if bytes(data[:1]) != b"\x08":
+        return False
+    position, fields = 0, set()
+    while position < len(data):
+        key, position = _varint(data, position)
+        if key < 0 or key >> 3 not in _ONNX_FIELDS or key & 7 not in (0, 2):
+            return False
+        value, position = _varint(data, position)
+        if value < 0:
+            return False
+        position += value if key & 7 == 2 else 0
+        fields.add(key >> 3)
+    return position == len(data) and 7 in fields
+
+
+def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if position >= len(data):
+            break
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if not byte & 0x80:
+            return value, position
+    return -1, position
+
+
+def sniff_folder(folder: Path) -> str:
+    """Say what a folder is by the files that it holds."""
+    names = {entry.name for entry in folder.iterdir()}
+    for wanted, found in _FOLDERS:
+        if wanted in names and (found != "Determined" or _is_determined(folder)):
+            return found
+    if ".metadata" in names and any(name.endswith(".distcp") for name in names):
+        return "DCP"
+    if "latest" in names and any(name.startswith(("checkpoint", "global_step")) for name in names):
+        return "DeepSpeed"
+    if any(name.endswith("model_states.pt") for name in names):
+        return "DeepSpeed"
+    if "MANIFEST.json" in names and folder.name == "MAR-INF":
+        raise CheckpointError(f'"{folder}" is a part of an archive; give the folder above it')
+    if (folder / "MAR-INF" / "MANIFEST.json").is_file():
+        return "TorchServe archive"
+    if "data.pkl" in names and "data" in names:
+        return "unpacked zip"
+    if _is_determined(folder):
+        return "Determined"
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return "weights folder"
+    if names & {"pytorch_model.bin", "pytorch_model.bin.index.json", "config.json"}:
+        return "Hugging Face"
+    return "unknown"
+
+
+def _is_determined(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in DETERMINED_WEIGHTS):
+        return True
+    return "trial_type" in _peek(folder / "load_data.json") or "determined_version" in _peek(
+        folder / "metadata.json"
+    )
+
+
+def _peek(path: Path) -> Mapping[str, object]:
+    """Read a small JSON object; nothing when it is none."""
+    try:
+        if path.stat().st_size > _MAX_PEEK:
+            return {}
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+DETERMINED_WEIGHTS = (
+    "state_dict.pth",
+    "state-dict.pth",
+    "determined/state_dict.pth",
+    "pedl/state_dict.pth",
+)
+# In this order: an adapter beside a config.json is an adapter; a run may keep several forms.
+_FOLDERS = (
+    ("adapter_config.json", "PEFT adapter"),
+    ("load_data.json", "Determined"),
+    ("MLmodel", "MLflow"),
+    ("latest_checkpointed_iteration.txt", "Megatron checkpoint"),
+    ("config.json", "Hugging Face"),
+    (".metadata.json", "Ray Train"),
+)
+_MAGICS = (
+    (b"GGUF", 0, "GGUF"),
+    (b"\x89HDF", 0, "HDF5"),
+    (b"ET", 4, "ExecuTorch program"),
+    (b"<?xml", 0, "OpenVINO IR"),
+)

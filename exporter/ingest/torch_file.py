@@ -1,0 +1,241 @@
+"""What `torch.save` writes, in the zip and the legacy format → its object, with tensors mapped.
+
+Source: `torch/serialization.py`, `_save` and `_legacy_save`.
+"""
+
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from exporter.errors import CheckpointError
+from exporter.ingest.pickles import BadPickle, Global, Pickled, read_pickle
+from exporter.ingest.rebuild import Rebuilder, Storage, global_value, storage_dtype
+from exporter.ingest.source import (
+    Entry,
+    Source,
+    Window,
+    copy_swapped,
+    read_directory,
+    read_entry,
+)
+
+MAX_PICKLE_BYTES = 1 << 29
+# The number's own opcode, behind the pickle's protocol (and, from 4 on, its frame).
+LEGACY_MAGIC = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
+_MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
+_PROTOCOL_VERSION = 1001
+_COUNT_BYTES = 8
+
+
+@dataclass(frozen=True)
+class TorchFile:
+    """A file of torch.save, read without running anything in it."""
+
+    value: Any
+    """Tensors on the CPU, plain containers, and placeholders for everything else."""
+    wanted: frozenset[str]
+    """Dotted names of every global in the pickle."""
+    is_legacy: bool
+    protocol: int
+    sources: Mapping[str, str]
+    """Source text of module classes by name, in legacy files of whole modules; never compiled."""
+
+
+def read_torch_file(source: Source) -> TorchFile:
+    """Read a file of torch.save; the tensors lie on its pages until they are looked at.
+
+    Raises:
+        CheckpointError: it is damaged, or asks for more than its own bytes.
+    """
+    try:
+        if bytes(source.data[:2]) == b"PK":
+            return read_zip(source, read_directory(source))
+        return _read_legacy(source)
+    except BadPickle as error:
+        raise CheckpointError(
+            f'"{source.name}" is refused: its pickle holds {error}; expected a file as torch.save '
+            "writes it: copy it again, or save model.state_dict() anew"
+        ) from error
+
+
+def read_zip(source: Source, entries: Mapping[str, Entry]) -> TorchFile:
+    """Read the `data.pkl` of a zip that torch wrote, with the storages beside it.
+
+    Args:
+        source: the zip.
+        entries: its directory, checked.
+
+    Raises:
+        BadPickle: the pickle is damaged or hostile.
+        CheckpointError: a storage is missing or has another size.
+    """
+    # The folder on top is the file's stem when it was saved, whatever it is called now.
+    path = next(name for name in entries if name.endswith("/data.pkl"))
+    top = path.removesuffix("data.pkl")
+    order = entries.get(f"{top}byteorder")
+    is_swapped = order is not None and read_entry(source, order, limit=16) != sys.byteorder.encode()
+    storages: dict[str, torch.UntypedStorage] = {}
+
+    def load(identifier: Any) -> Storage:
+        dtype, key, numel = _storage_identifier(identifier, length=5)
+        entry = entries.get(f"{top}data/{key}")
+        if entry is None or entry.is_deflated or entry.size != numel * dtype.itemsize:
+            seen = "is missing" if entry is None else f"has {entry.size} bytes"
+            raise BadPickle(f"storage {key!r} of {numel} × {dtype}, which {seen}")
+        if key not in storages:
+            storages[key] = source.storage(entry.start, entry.size)
+            if is_swapped:
+                storages[key] = copy_swapped(storages[key], dtype)
+        return Storage(storages[key], dtype)
+
+    rebuild = Rebuilder()
+    content = memoryview(read_entry(source, entries[path], limit=MAX_PICKLE_BYTES))
+    pickled = read_pickle(Window(content), load, rebuild, global_value)
+    rebuild.check_contents()
+    return TorchFile(
+        value=pickled.value,
+        wanted=pickled.wanted,
+        is_legacy=False,
+        protocol=pickled.protocol,
+        sources={},
+    )
+
+
+def load_as_torch(source: Source, file: TorchFile) -> Any:
+    """Let torch's own weights-only loader read a file that `read_torch_file` has read whole.
+
+    Only then: torch makes some calls of its table as the file tells it, `bytearray(10**12)` too.
+
+    Returns:
+        torch's object; the other reader's where torch cannot read the pickle's protocol.
+    """
+    # By this suffix torch takes another reader, whatever the content.
+    is_named_otherwise = source.path is not None and source.path.suffix == ".safetensors"
+    mapped = None if file.is_legacy or is_named_otherwise else source.path
+    checked = torch.sparse.check_sparse_tensor_invariants()  # type: ignore[no-untyped-call]
+    try:
+        with warnings.catch_warnings(), checked:
+            # Said of protocols that it then reads or refuses.
+            warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+            # A quantised tensor is rebuilt through it.
+            warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
+            return torch.load(
+                mapped or source.open(),
+                map_location="cpu",
+                weights_only=True,
+                mmap=mapped is not None,
+            )
+    # torch refuses in whatever way its parser reaches; what was read already stands.
+    except Exception:
+        return None
+
+
+def _read_legacy(source: Source) -> TorchFile:
+    """Read five pickles, back to back, and the storages behind them."""
+    stream = Window(source.data)
+    rebuild = Rebuilder(storages_are_filled=False)
+    storages = _LegacyStorages(source)
+    magic = read_pickle(stream, storages.refuse, rebuild).value
+    version = read_pickle(stream, storages.refuse, rebuild).value
+    if magic != _MAGIC_NUMBER or version != _PROTOCOL_VERSION:
+        raise BadPickle("another magic number than torch's legacy format")
+    read_pickle(stream, storages.refuse, rebuild)  # sizes of C types where it was written
+    pickled: Pickled = read_pickle(stream, storages.load, rebuild, global_value)
+    keys = read_pickle(stream, storages.refuse, rebuild).value
+    storages.fill(keys, stream.tell())
+    rebuild.check_contents()
+    return TorchFile(
+        value=pickled.value,
+        wanted=pickled.wanted,
+        is_legacy=True,
+        protocol=pickled.protocol,
+        sources=storages.sources,
+    )
+
+
+class _LegacyStorages:
+    """Storages that are named by the pickle first and follow it in the file."""
+
+    def __init__(self, source: Source) -> None:
+        self.sources: dict[str, str] = {}
+        self._source = source
+        self._made: dict[str, Storage] = {}
+        self._views: dict[str, Storage] = {}
+        self._room = len(source)
+
+    def refuse(self, identifier: Any) -> Any:
+        raise BadPickle("a storage outside the pickle that may name some")
+
+    def load(self, identifier: Any) -> Any:
+        if isinstance(identifier, tuple) and identifier[:1] == ("module",):
+            return self._module(identifier)
+        dtype, key, numel = _storage_identifier(identifier, length=6)
+        storage = self._made.get(key) or self._make(key, dtype, numel)
+        view = identifier[5]
+        if view is None:
+            return storage
+        return self._view(storage, view)
+
+    def fill(self, keys: Any, position: int) -> None:
+        """Copy each storage's content from the file: its count of elements, then the elements."""
+        if not isinstance(keys, list) or sorted(map(str, keys)) != sorted(self._made):
+            raise BadPickle("storages that are not those of its list")
+        for key in keys:
+            storage = self._made[key]
+            head = self._source.part(f"storage {key}", position, _COUNT_BYTES).data
+            position += _COUNT_BYTES
+            if int.from_bytes(head, "little") * storage.dtype.itemsize != storage.nbytes:
+                raise BadPickle(f"storage {key!r} with another size than the pickle says")
+            content = self._source.part(f"storage {key}", position, storage.nbytes)
+            position += storage.nbytes
+            found = content.storage(0, storage.nbytes)
+            # The file is little-endian, wherever it was written.
+            is_big = sys.byteorder == "big"
+            storage.untyped.copy_(copy_swapped(found, storage.dtype) if is_big else found)
+
+    def _make(self, key: str, dtype: torch.dtype, numel: int) -> Storage:
+        # Each storage's bytes are in the file, so all of them are no more than it has.
+        self._room -= numel * dtype.itemsize
+        if self._room < 0:
+            raise BadPickle(f"storage {key!r} of {numel} × {dtype}, more than the file has")
+        made = torch.zeros(numel * dtype.itemsize, dtype=torch.uint8).untyped_storage()
+        self._made[key] = Storage(made, dtype)
+        return self._made[key]
+
+    def _view(self, storage: Storage, view: Any) -> Storage:
+        if not isinstance(view, tuple) or len(view) != 3:
+            raise BadPickle("a view of a storage that is no range")
+        key, *span = view
+        if not all(type(number) is int and number >= 0 for number in span):
+            raise BadPickle("a view of a storage that is no range")
+        start, size = (number * storage.dtype.itemsize for number in span)
+        if start + size > storage.nbytes:
+            raise BadPickle("a view that leaves its storage")
+        if str(key) not in self._views:
+            self._views[str(key)] = Storage(storage.untyped[start : start + size], storage.dtype)
+        return self._views[str(key)]
+
+    def _module(self, identifier: tuple[Any, ...]) -> Any:
+        """Keep the text of a module's class for a person to read."""
+        if len(identifier) != 4 or not isinstance(identifier[1], Global):
+            raise BadPickle("a module without a class")
+        _, found, _file, text = identifier
+        if isinstance(text, str):
+            self.sources[found.dotted] = text
+        return found
+
+
+def _storage_identifier(identifier: Any, length: int) -> tuple[torch.dtype, str, int]:
+    """Read `("storage", type, key, location, number of elements, …)`; the location is ignored."""
+    if not isinstance(identifier, tuple) or len(identifier) != length:
+        raise BadPickle("a persistent id that is no storage")
+    word, kind, key, _location, numel = identifier[:5]
+    if word not in ("storage", b"storage") or not isinstance(key, str):
+        raise BadPickle("a persistent id that is no storage")
+    if type(numel) is not int or not 0 <= numel < 1 << 56:
+        raise BadPickle(f"a storage of {numel} elements")
+    return storage_dtype(kind), key, numel

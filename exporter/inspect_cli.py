@@ -1,0 +1,234 @@
+"""The command `modelyard inspect`."""
+
+import json
+import sys
+import threading
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+inspect_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_PIPE_COLUMNS = 500
+_TEXT_SHOWN = 160
+
+_HELP = """Say what a checkpoint, an artifact or an archive is and holds; none of its code runs.
+
+Checkpoints: files of torch.save, safetensors, and the folders of Lightning, Hugging Face,
+Determined, DeepSpeed, torch.distributed and others. Artifacts: pt2, ONNX, TorchScript. Archives:
+.mar.
+
+Example:
+
+    modelyard inspect runs/last.ckpt --top 5
+
+Exit codes: 0 described; 1 it cannot be read, and why; 2 wrong usage.
+"""
+
+
+@inspect_app.command("inspect", help=_HELP)
+def inspect_command(
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE|FOLDER", help="Checkpoint, artifact or archive.")
+    ],
+    weights_key: Annotated[
+        str | None,
+        typer.Option(help="Path of the weights to list, where there are several, as in ema.model."),
+    ] = None,
+    ema: Annotated[bool, typer.Option("--ema", help="List the averaged weights.")] = False,
+    top: Annotated[
+        int, typer.Option(min=0, help="How many tensors to list, the largest; 0 lists all.")
+    ] = 20,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print everything as one JSON object.")
+    ] = False,
+    graph: Annotated[
+        Path | None,
+        typer.Option(help="Write a page of the artifact's graph; it needs no network."),
+    ] = None,
+    netron: Annotated[
+        bool, typer.Option("--netron", help="Open the artifact in Netron, if it is installed.")
+    ] = False,
+    model_explorer: Annotated[
+        bool,
+        typer.Option(
+            "--model-explorer", help="Open the artifact in Model Explorer, if it is installed."
+        ),
+    ] = False,
+) -> None:
+    """Parse, call `exporter.inspection.describe` once, print; show the graph where asked."""
+    # Here, not above: importing torch takes a second that `modelyard --help` need not wait.
+    from exporter.errors import ExportError, UsageError
+    from exporter.inspection import describe
+
+    try:
+        found = describe(path, weights_key, ema=ema)
+        if graph is not None:
+            _write_graph(path, graph)
+    except ExportError as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
+    if as_json:
+        typer.echo(json.dumps(found, indent=2, allow_nan=False))
+    else:
+        _print(found, top)
+    if graph is not None:
+        typer.echo(f"graph: {graph}", err=True)
+    if netron or model_explorer:
+        _show(path, netron=netron)
+
+
+def _write_graph(artifact: Path, page: Path) -> None:
+    """Write the page of an artifact's graph."""
+    from exporter.errors import ExportError
+    from exporter.graph import write_graph_page
+    from handlers.backends import LoadError
+
+    try:
+        write_graph_page(artifact, page)
+    except (LoadError, OSError) as error:
+        raise ExportError(f"--graph: {error}") from error
+
+
+def _show(artifact: Path, *, netron: bool) -> None:
+    """Open another program's view of an artifact, until it is interrupted."""
+    from exporter.errors import UsageError
+    from exporter.viewers import open_model_explorer, open_netron
+    from handlers.backends import LoadError
+
+    try:
+        if not netron:
+            open_model_explorer(artifact)
+            return
+        typer.echo(f"Netron: {open_netron(artifact)} until Ctrl-C", err=True)
+    except (UsageError, LoadError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
+    with suppress(KeyboardInterrupt):
+        threading.Event().wait()
+
+
+def _print(found: Mapping[str, Any], top: int) -> None:
+    # Rich takes 80 columns for what is no terminal and would fold names.
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
+    for part in (_summary(found), *_details(found), *_tensor_tables(found, top)):
+        console.print(part)
+    for name in found.get("refused", []):
+        console.print(f"[red]refused[/red] {escape(name)}: not imported")
+    for note in found.get("notes", []):
+        console.print(f"[yellow]note[/yellow] {escape(note)}")
+
+
+def _summary(found: Mapping[str, Any]) -> Table:
+    weights = found.get("weights") or {}
+    hint = found.get("class")
+    rows: list[tuple[str, Any]] = [
+        ("file", found["file"]),
+        (found["what"], found["kind"]),
+        ("writer", _joined(found.get("writer"), found.get("writer_version"))),
+        ("read by", found.get("loader")),
+        ("class", hint and f"{hint['name']} ({hint['source']})"),
+        ("weights at", weights.get("key")),
+        ("other weights", _counts(weights.get("alternatives"))),
+        ("averaged weights", weights.get("ema_key")),
+        ("parameters", f"{weights['parameters']:,}" if weights else None),
+        ("size", size(weights["size_bytes"]) if weights.get("size_bytes") else None),
+        ("dtypes", ", ".join(f"{name} × {n}" for name, n in found.get("dtypes", {}).items())),
+        ("stripped", ", ".join(weights.get("prefixes_stripped") or ())),
+        ("tied", "; ".join(" = ".join(names) for names in weights.get("tied") or ())),
+        ("not finite", ", ".join(weights.get("non_finite") or ())),
+        ("operators", found.get("operators")),
+        ("opset", ", ".join(found.get("opset", ()))),
+    ]
+    table = _table(("", "left"), ("", "left"), show_header=False)
+    for name, value in rows:
+        if value not in (None, "", []):
+            style = "bold red" if name == "not finite" else "bold"
+            table.add_row(f"[{style}]{name}[/{style}]", _cell(value))
+    return table
+
+
+def _details(found: Mapping[str, Any]) -> Iterable[Table]:
+    for key, title in (
+        ("hyper_parameters", "hyper-parameters"),
+        ("training", "training"),
+        ("labels", "labels"),
+        ("dims", "dims"),
+    ):
+        if found.get(key):
+            table = _table((title, "left"), ("", "left"))
+            for name, value in list(found[key].items())[:40]:
+                table.add_row(escape(str(name)), _cell(value))
+            yield table
+    for key in ("inputs", "outputs"):
+        if found.get(key):
+            table = _table((key, "left"), ("dtype", "left"), ("shape", "left"))
+            for value in found[key]:
+                table.add_row(escape(str(value["name"])), value["dtype"], _shape(value["shape"]))
+            yield table
+    if found["what"] == "archive" or len(found.get("files", ())) > 1:
+        table = _table(("file", "left"), ("bytes", "right"), ("sha256", "left"))
+        for file in found["files"]:
+            table.add_row(escape(file["name"]), f"{file['size_bytes']:,}", file["sha256"][:12])
+        yield table
+
+
+def _tensor_tables(found: Mapping[str, Any], top: int) -> Iterable[Table]:
+    tensors = found.get("tensors") or []
+    if not tensors:
+        return
+    shown = tensors
+    if top and len(tensors) > top:
+        shown = sorted(tensors, key=lambda tensor: -(tensor["size_bytes"] or 0))[:top]
+    title = f"tensor (the {len(shown)} largest of {len(tensors)})"
+    heading = title if len(shown) < len(tensors) else f"tensor ({len(tensors)})"
+    table = _table((heading, "left"), ("dtype", "left"), ("shape", "left"), ("size", "right"))
+    for tensor in shown:
+        bytes_ = tensor["size_bytes"]
+        table.add_row(
+            escape(tensor["name"]),
+            tensor["dtype"],
+            _shape(tensor["shape"]),
+            "" if bytes_ is None else size(bytes_),
+        )
+    total = sum(tensor["size_bytes"] or 0 for tensor in tensors)
+    table.add_row("[bold]total[/bold]", "", "", f"[bold]{size(total)}[/bold]")
+    yield table
+
+
+def _table(*columns: tuple[str, Any], show_header: bool = True) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold cyan", show_header=show_header)
+    for heading, justify in columns:
+        table.add_column(heading, justify=justify, overflow="fold")
+    return table
+
+
+def _cell(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return escape(text if len(text) <= _TEXT_SHOWN else f"{text[:_TEXT_SHOWN]}…")
+
+
+def _shape(shape: Iterable[Any]) -> str:
+    return escape(f"[{', '.join(str(size) for size in shape)}]")
+
+
+def _counts(alternatives: Mapping[str, int] | None) -> str:
+    return ", ".join(f"{key} ({count:,} parameters)" for key, count in (alternatives or {}).items())
+
+
+def _joined(*parts: Any) -> str:
+    return " ".join(str(part) for part in parts if part)
+
+
+def size(size_bytes: int) -> str:
+    """Write a number of bytes for a person."""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.1f} {unit}"
+    return f"{size_bytes / 1e3:.1f} kB" if size_bytes >= 1e3 else f"{size_bytes} B"

@@ -1,0 +1,343 @@
+"""A checkpoint, an artifact or an archive → what a person wants to know of it, as JSON.
+
+Nothing that a file holds is run: weights come from `ingest`, a program's description from its own
+JSON or protobuf, an archive's from its manifest. Archives are read here, not by `archiver`, because
+their weights are, and no room imports another for its command line; `modelyard verify` is what
+checks an archive's digests.
+"""
+
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exporter.errors import CheckpointError
+from exporter.ingest import Checkpoint
+from exporter.ingest.exported_program import ExportedProgram, read_exported_program
+from exporter.ingest.plain import Placeholder
+from exporter.ingest.read import choose, read_draft, take_weights
+from exporter.ingest.single_file import danger_notes
+from exporter.ingest.sniff import sniff, sniff_source
+from exporter.ingest.source import Source
+from exporter.ingest.torchscript import read_script
+from exporter.ingest.torchserve import ServeArchive, open_serve_archive
+from exporter.ingest.value import count_parameters, digest_files
+
+_MAX_DEPTH = 12
+_MAX_ITEMS = 1000
+_MAX_TEXT = 2000
+_ELEMENTS_AT_ONCE = 1 << 24
+
+
+def describe(path: Path, weights_key: str | None = None, *, ema: bool = False) -> dict[str, Any]:
+    """Describe a file or folder of any kind, in values of JSON.
+
+    Args:
+        path: checkpoint, artifact or archive.
+        weights_key: path of the weights to list, in a checkpoint that has several.
+        ema: list the averaged weights.
+
+    Raises:
+        CheckpointError: it is none of them, or is damaged.
+        UsageError: it has no such weights.
+    """
+    found = sniff(path)
+    if found == "TorchServe archive":
+        return {"file": path.name, **_archive(path)}
+    if found in _ARTIFACTS:
+        content = _ARTIFACTS[found](Source.of_file(path))
+        return {"file": path.name, **content, "files": _files(path, [path])}
+    draft = read_draft(path)
+    notes: tuple[str, ...] = ()
+    if weights_key is None and not ema and draft.default is None:
+        largest = max(draft.weights, key=lambda key: draft.weights[key].parameters)
+        notes = (f"nothing tells which weights are meant; these are the largest, {largest}",)
+        key = largest
+    else:
+        key = choose(draft, path.name, weights_key, ema)
+    return {"file": path.name, **_checkpoint(take_weights(draft, path, key), notes)}
+
+
+def _checkpoint(found: Checkpoint, notes: tuple[str, ...]) -> dict[str, Any]:
+    return {
+        "what": "checkpoint",
+        "kind": found.kind,
+        "writer": found.writer,
+        "writer_version": found.writer_version,
+        "loader": found.loader,
+        "class": None
+        if found.class_hint is None
+        else {"name": found.class_hint.name, "source": found.class_hint.source},
+        "weights": {
+            "key": found.weights_key,
+            "parameters": found.parameters,
+            "size_bytes": found.size_bytes,
+            "prefixes_stripped": list(found.prefixes),
+            "tied": [list(names) for names in found.tied],
+            "non_finite": [name for name, value in found.tensors.items() if not is_finite(value)],
+            "alternatives": dict(found.alternatives),
+            "ema_key": found.ema_key,
+        },
+        "dtypes": _dtypes(found.tensors),
+        "tensors": _tensors(found.tensors),
+        "hyper_parameters": jsonable(found.hyper_parameters),
+        "hyper_parameters_name": found.hyper_parameters_name,
+        "training": jsonable(found.training),
+        "labels": {str(index): label for index, label in found.labels.items()},
+        "refused": list(found.refused),
+        "notes": [*notes, *found.notes],
+        "sha256": found.sha256,
+        "files": [vars(file) for file in found.files],
+    }
+
+
+def _program(source: Source) -> dict[str, Any]:
+    program = read_exported_program(source)
+    return {
+        "what": "artifact",
+        "kind": "exported program",
+        "writer": "torch.export",
+        "writer_version": program.torch_version,
+        "loader": "json",
+        "weights": {
+            "parameters": count_parameters(program.tensors.values()),
+            "size_bytes": _size_bytes(program.tensors),
+        },
+        "dtypes": _dtypes(program.tensors),
+        "tensors": _tensors(program.tensors),
+        "inputs": [dict(value) for value in program.inputs],
+        "outputs": [dict(value) for value in program.outputs],
+        "dims": {name: dict(span) for name, span in program.dims.items()},
+        "operators": program.operators,
+        "refused": list(program.refused),
+        "notes": _program_notes(program),
+    }
+
+
+def _program_notes(program: ExportedProgram) -> list[str]:
+    notes = [f"schema version {program.schema_version}"] if program.schema_version else []
+    if program.unsafe:
+        notes.append(f"not safe to load: it holds {'; '.join(program.unsafe)}")
+    return [*notes, *danger_notes(program.refused)]
+
+
+def _script(source: Source) -> dict[str, Any]:
+    script = read_script(source)
+    notes = ["TorchScript is deprecated upstream: serve it, and export anew to pt2 or onnx"]
+    if script.traced_shapes:
+        shapes = ", ".join(str(list(shape)) for shape in script.traced_shapes)
+        rows = ", and the rows themselves are inside" if script.has_rows else ""
+        notes.append(f"it was traced with tensors of shape {shapes}{rows}")
+    return {
+        "what": "artifact",
+        "kind": "TorchScript (mobile)" if script.is_mobile else "TorchScript",
+        "writer": "torch.jit",
+        "writer_version": None,
+        "loader": "inert",
+        "class": {"name": script.class_name, "source": "the program's text"},
+        "weights": {
+            "parameters": count_parameters(script.tensors.values()),
+            "size_bytes": _size_bytes(script.tensors),
+        },
+        "dtypes": _dtypes(script.tensors),
+        "tensors": _tensors(script.tensors),
+        "code": sorted(script.code),
+        "extra": list(script.extra),
+        "refused": [],
+        "notes": notes,
+    }
+
+
+def _onnx(source: Source) -> dict[str, Any]:
+    import onnx
+
+    try:
+        model = onnx.load_model_from_string(bytes(source.data))
+    # protobuf has an error class of its own for every way in which bytes can be wrong.
+    except Exception as error:
+        raise CheckpointError(f'"{source.name}" is no ONNX model: {error}') from error
+    graph = model.graph
+    weights = {tensor.name for tensor in graph.initializer}
+    tensors = [_onnx_tensor(tensor) for tensor in graph.initializer]
+    outside = sorted({place for tensor in graph.initializer for place in _locations(tensor)})
+    domains = [f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in model.opset_import]
+    return {
+        "what": "artifact",
+        "kind": "ONNX",
+        "writer": model.producer_name or None,
+        "writer_version": model.producer_version or None,
+        "loader": "protobuf",
+        "weights": {
+            "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors),
+            "size_bytes": None if outside else len(source),
+        },
+        "dtypes": dict(Counter(tensor["dtype"] for tensor in tensors)),
+        "tensors": tensors,
+        "inputs": [_onnx_value(value) for value in graph.input if value.name not in weights],
+        "outputs": [_onnx_value(value) for value in graph.output],
+        "operators": len(graph.node),
+        "opset": domains,
+        "refused": [],
+        "notes": [_external_note(place) for place in outside],
+    }
+
+
+def _external_note(place: str) -> str:
+    is_plain = place == Path(place).name and "\\" not in place
+    where = "in a file beside it" if is_plain else "outside of its folder, which is refused"
+    return f'weights lie {where}: "{place}"'
+
+
+def _onnx_tensor(tensor: Any) -> dict[str, Any]:
+    return {
+        "name": tensor.name,
+        "dtype": _onnx_dtype(tensor.data_type),
+        "shape": [int(size) for size in tensor.dims],
+        "size_bytes": len(tensor.raw_data) or None,
+    }
+
+
+def _locations(tensor: Any) -> list[str]:
+    return [entry.value for entry in tensor.external_data if entry.key == "location"]
+
+
+def _onnx_value(value: Any) -> dict[str, Any]:
+    kind = value.type.tensor_type
+    shape = [dim.dim_param or int(dim.dim_value) for dim in kind.shape.dim]
+    return {"name": value.name, "dtype": _onnx_dtype(kind.elem_type), "shape": shape}
+
+
+def _onnx_dtype(number: int) -> str:
+    import onnx
+
+    names: dict[int, str] = {
+        value: name.lower() for name, value in onnx.TensorProto.DataType.items()
+    }
+    name = names.get(number, str(number))
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+def _archive(path: Path) -> dict[str, Any]:
+    archive = open_serve_archive(path)
+    seal = archive.manifest.get("modelyard")
+    name = archive.file_named("serializedFile")
+    notes = [] if isinstance(seal, dict) else ["it holds no digests: not made by modelyard"]
+    inside: dict[str, Any] = {}
+    if name is None:
+        notes.append("it names no file of weights: its handler makes the model itself")
+    else:
+        try:
+            inside = _describe_inside(archive, name)
+        except CheckpointError as error:
+            notes.append(str(error))
+    notes += inside.pop("notes", [])
+    return {
+        **inside,
+        "what": "archive",
+        "kind": f"model archive ({archive.form})",
+        "writer": "modelyard" if isinstance(seal, dict) else "TorchServe",
+        "writer_version": archive.manifest.get("archiverVersion"),
+        "manifest": jsonable(archive.manifest),
+        "serialized": {"name": name, "kind": inside.get("kind")},
+        "notes": notes,
+        "files": [
+            {"name": name, "size_bytes": size, "sha256": _digest(archive, name)}
+            for name, size in sorted(archive.sizes.items())
+        ],
+    }
+
+
+def _describe_inside(archive: ServeArchive, name: str) -> dict[str, Any]:
+    source = archive.open(name)
+    found = sniff_source(source)
+    if found in _ARTIFACTS:
+        return _ARTIFACTS[found](source)
+    draft = read_draft(archive.path)
+    described = _checkpoint(take_weights(draft, archive.path, choose(draft, name)), ())
+    return {key: value for key, value in described.items() if key not in ("files", "sha256")}
+
+
+def _digest(archive: ServeArchive, name: str) -> str:
+    return hashlib.sha256(archive.open(name).data if archive.sizes[name] else b"").hexdigest()
+
+
+def _files(root: Path, paths: list[Path]) -> list[dict[str, Any]]:
+    return [vars(file) for file in digest_files(root, paths)]
+
+
+def _tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": name,
+            "dtype": _dtype(tensor),
+            "shape": list(tensor.shape),
+            "size_bytes": tensor.numel() * tensor.element_size(),
+        }
+        for name, tensor in tensors.items()
+    ]
+
+
+def _dtypes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    return dict(Counter(_dtype(tensor) for tensor in tensors.values()))
+
+
+def _dtype(tensor: Tensor) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    is_dense = tensor.layout is torch.strided
+    return name if is_dense else f"{name} ({str(tensor.layout).removeprefix('torch.')})"
+
+
+def _size_bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Tell whether a tensor has neither NaN nor infinity, a part at a time."""
+    if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
+        return True
+    if tensor.layout is not torch.strided:
+        tensor = tensor._values() if tensor.layout is torch.sparse_coo else tensor.values()
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    if 0 in tensor.stride():  # repeated values: once is enough
+        tensor = tensor[
+            tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
+        ]
+    if tensor.element_size() == 1:
+        tensor = tensor.to(torch.float32)
+    parts = torch.split(tensor.reshape(-1), _ELEMENTS_AT_ONCE)
+    return all(bool(part.isfinite().all()) for part in parts)
+
+
+def jsonable(value: Any, depth: int = 0) -> Any:
+    """Give a value of JSON for anything that a checkpoint keeps; long ones are cut."""
+    if depth > _MAX_DEPTH:
+        return "…"
+    if isinstance(value, bool | int | None):
+        return value
+    if isinstance(value, str):
+        return value if len(value) <= _MAX_TEXT else f"{value[:_MAX_TEXT]}…"
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        items = list(value.items())[:_MAX_ITEMS]
+        return {str(key)[:_MAX_TEXT]: jsonable(item, depth + 1) for key, item in items}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [jsonable(item, depth + 1) for item in list(value)[:_MAX_ITEMS]]
+    if isinstance(value, Tensor):
+        return f"tensor {_dtype(value)}{list(value.shape)}"
+    if isinstance(value, Placeholder):
+        return str(value)
+    if isinstance(value, type):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, nn.Module):
+        return f"<{type(value).__module__}.{type(value).__qualname__}>"
+    return f"<{type(value).__name__}>"
+
+
+_ARTIFACTS = {"exported program": _program, "TorchScript": _script, "ONNX": _onnx}

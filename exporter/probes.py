@@ -1,0 +1,219 @@
+"""The inputs on which checkpoint and artifact are compared, and the one that is traced.
+
+All are made from a fixed seed. Kinds: `random` (floats from a standard normal distribution),
+`zeros`, `large` (four times random; the largest integers that the model takes; all true), and for
+floats `tiny` (next to the smallest number of the dtype, half of them denormal) and `negative`.
+
+A mask (an input of integers or flags with "mask" in its name) holds 0 and 1, and always lets the
+first position through: attention over nothing has no answer that two libraries would agree on.
+
+A model that is slow gets fewer of them, by its arithmetic and not by the clock, so that equal
+exports prove the same: see `plan`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import torch
+from torch import Tensor
+
+from exporter.signature import DTYPES, DimRange, Signature, TensorSpec
+
+KINDS = ("random", "zeros", "large", "tiny", "negative")
+_FLOAT_KINDS = ("tiny", "negative")
+LARGE = 4.0
+# Up to here every size is tried; a wider range is tried at its start, at doublings and at its end.
+ALL_SIZES_UP_TO = 32
+# Two to four seconds of two cores, for the checkpoint and again for each artifact.
+BUDGET_GFLOP = 250.0
+# What lets a position through, by what the name holds; torch's padding masks say what to leave out.
+_OPEN = {"padding_mask": 0, "mask": 1}
+
+
+@dataclass(frozen=True)
+class Probe:
+    """One input to try: `sizes` of the dynamic dimensions, and how the values are made.
+
+    The kind `sample` is a file's: its values are not made here.
+    """
+
+    kind: str
+    sizes: Mapping[str, int]
+
+    def __str__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
+        return f"{sizes or 'the fixed shape'} ({self.kind} values)"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What will be tried, and what that costs."""
+
+    probes: tuple[Probe, ...]
+    gflop: float
+    """Estimated arithmetic of one pass over all probes, 1e9 floating-point operations."""
+    is_reduced: bool
+
+    def to_json(self) -> dict[str, object]:
+        """Give the form that the report holds."""
+        every = "every batch size in every kind of values"
+        few = "batch 1, 2, a prime and the largest; edge values at one size"
+        return {
+            "tried": few if self.is_reduced else every,
+            "gflop": float(f"{self.gflop:.3g}"),
+            "budget_gflop": BUDGET_GFLOP,
+        }
+
+
+def plan(signature: Signature, row_gflop: float) -> Plan:
+    """Choose the probes: every size of the batch dimension with both ends of all others.
+
+    Args:
+        signature: the inputs.
+        row_gflop: arithmetic per element of the dynamic dimensions' product; 0 when unknown.
+
+    In every kind while one pass stays in the budget; else random values at the smallest batch, 2,
+    a prime and the largest, and the other kinds at one size. These are never dropped.
+    """
+    kinds = tuple(
+        kind
+        for kind in KINDS
+        if kind not in _FLOAT_KINDS or any(spec.is_float for spec in signature.inputs)
+    )
+    every = _probes(signature, _sizes(signature), kinds)
+    cost = _gflop(every, row_gflop)
+    if cost <= BUDGET_GFLOP:
+        return Plan(every, cost, is_reduced=False)
+    few = _probes(signature, _few_sizes(signature), ("random",))
+    sizes = _edge_sizes(signature)
+    few += tuple(Probe(kind, sizes) for kind in kinds if kind != "random")
+    return Plan(few, _gflop(few, row_gflop), is_reduced=True)
+
+
+def example_sizes(signature: Signature) -> dict[str, int]:
+    """Choose the sizes to trace with: never 1, and equal to no other size where possible.
+
+    A tracer takes a dimension of size 1, or two of equal size, for something that always holds.
+    """
+    taken = {size for spec in signature.inputs for size in spec.shape if isinstance(size, int)}
+    chosen: dict[str, int] = {}
+    for name, dim in signature.dims.items():
+        candidates = [size for size in (5, 3, 7, dim.min, dim.max) if _fits(size, dim)]
+        candidates += range(max(dim.min, 2), dim.max + 1)
+        free = (size for size in candidates if size not in taken)
+        chosen[name] = next(free, candidates[0])
+        taken.add(chosen[name])
+    return chosen
+
+
+def is_mask(spec: TensorSpec) -> bool:
+    """Say whether an input is a mask, by its name: nothing else tells it from token numbers."""
+    return "mask" in spec.name and not spec.is_float
+
+
+def make_inputs(
+    signature: Signature, probe: Probe, below: Mapping[str, int], *, seed: int = 0
+) -> tuple[Tensor, ...]:
+    """Make one tensor per input on the CPU; equal arguments give equal values.
+
+    Args:
+        signature: the inputs.
+        probe: sizes and kind.
+        below: for each integer input, the bound that its values stay under.
+        seed: another seed gives other random values.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        _values(spec, spec.sizes(probe.sizes), probe.kind, below.get(spec.name, 2), generator)
+        for spec in signature.inputs
+    )
+
+
+def _values(
+    spec: TensorSpec, shape: tuple[int, ...], kind: str, below: int, generator: torch.Generator
+) -> Tensor:
+    dtype = DTYPES[spec.dtype]
+    if dtype.is_floating_point:
+        return _floats(torch.randn(shape, generator=generator), kind, dtype)
+    highest = 1 if dtype is torch.bool else below - 1
+    if kind in ("zeros", "large"):
+        values = torch.full(shape, 0 if kind == "zeros" else highest, dtype=dtype)
+    else:
+        values = torch.randint(0, highest + 1, shape, generator=generator).to(dtype)
+    if is_mask(spec):
+        values[..., 0] = next(value for part, value in _OPEN.items() if part in spec.name)
+    return values
+
+
+def _floats(normal: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    if kind == "zeros":
+        normal = torch.zeros_like(normal)
+    elif kind == "large":
+        normal = normal * LARGE
+    elif kind == "tiny":
+        normal = normal.double() * torch.finfo(dtype).tiny
+    elif kind == "negative":
+        normal = -normal.abs()
+    return normal.to(dtype)
+
+
+def _probes(
+    signature: Signature, sizes: Mapping[str, tuple[int, ...]], kinds: tuple[str, ...]
+) -> tuple[Probe, ...]:
+    return tuple(
+        Probe(kind, dict(zip(sizes, chosen, strict=True)))
+        for chosen in product(*sizes.values())
+        for kind in kinds
+    )
+
+
+def _sizes(signature: Signature) -> dict[str, tuple[int, ...]]:
+    return {
+        name: _batch_sizes(dim) if name == signature.batch_dim else (dim.min, dim.max)
+        for name, dim in signature.dims.items()
+    }
+
+
+def _few_sizes(signature: Signature) -> dict[str, tuple[int, ...]]:
+    return {
+        name: _few_batch_sizes(dim) if name == signature.batch_dim else (dim.min, dim.max)
+        for name, dim in signature.dims.items()
+    }
+
+
+def _edge_sizes(signature: Signature) -> dict[str, int]:
+    """Choose the one size for edge values: two rows where that is in the range."""
+    return {
+        name: max(2, dim.min) if name == signature.batch_dim else dim.min
+        for name, dim in signature.dims.items()
+    }
+
+
+def _batch_sizes(dim: DimRange) -> tuple[int, ...]:
+    if dim.max - dim.min < ALL_SIZES_UP_TO:
+        return tuple(range(dim.min, dim.max + 1))
+    first = range(dim.min, dim.min + ALL_SIZES_UP_TO // 2)
+    doublings = [2**power for power in range(dim.max.bit_length()) if dim.min < 2**power]
+    return tuple(sorted({*first, *doublings, *_largest_prime(dim), dim.max}))
+
+
+def _few_batch_sizes(dim: DimRange) -> tuple[int, ...]:
+    return tuple(sorted({dim.min, max(2, dim.min), *_largest_prime(dim), dim.max}))
+
+
+def _largest_prime(dim: DimRange) -> tuple[int, ...]:
+    """Find the largest odd prime below the end of the range: a size that no tile divides."""
+    for size in range(dim.max - 1, max(dim.min, 3) - 1, -1):
+        if all(size % factor for factor in range(2, int(size**0.5) + 1)):
+            return (size,)
+    return ()
+
+
+def _gflop(probes: tuple[Probe, ...], row_gflop: float) -> float:
+    return sum(prod(probe.sizes.values()) for probe in probes) * row_gflop
+
+
+def _fits(size: int, dim: DimRange) -> bool:
+    return size > 1 and dim.min <= size <= dim.max

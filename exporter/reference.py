@@ -1,0 +1,372 @@
+"""Run the checkpoint's model eagerly: what every artifact must reproduce."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from exporter.arguments import flatten, give_tensors, is_plain, own_name
+from exporter.batching import find_batching
+from exporter.errors import ModelError, UsageError, cause
+from exporter.probes import Plan, Probe, example_sizes, is_mask, make_inputs, plan
+from exporter.samples import Sample
+from exporter.signature import DTYPES, Signature, TensorSpec
+from exporter.watch import Watched, in_train_mode, plain_tensors, watch
+
+Tensors = tuple[Tensor, ...]
+
+# Tried in this order as the bound of an integer input's values, after the sizes of the model's
+# embedding tables: a vocabulary, bytes, a flag.
+_INTEGER_BOUNDS = (1000, 256, 100, 10, 2)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One probe, its inputs and what the checkpoint gives for them; all on the CPU.
+
+    Where the artifact is of a lower precision, the inputs are too (each a value that both hold
+    exactly), and the outputs are those of the checkpoint in float32.
+    """
+
+    probe: Probe
+    inputs: Tensors
+    outputs: Tensors
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What is known of a model once it has run."""
+
+    signature: Signature
+    example: Tensors
+    """Inputs to trace with, on the model's device."""
+    cases: tuple[Case, ...]
+    plan: Plan
+    original: nn.Module
+    """The checkpoint's model, on its device; in float32 where a dtype was asked for."""
+    model: nn.Module
+    """The one to export: `original`, in the dtype that was asked for."""
+    below: Mapping[str, int]
+    """For each integer input, the bound that the compared values stay under."""
+    samples: tuple[Sample, ...] = ()
+    warnings: tuple[str, ...] = ()
+    """What the author may want to change, in a sentence each."""
+
+    @property
+    def precision(self) -> str:
+        """Name what the artifact is compared with."""
+        same = self.model is self.original
+        return "the checkpoint" if same else "the checkpoint in float32"
+
+
+def observe(
+    model: nn.Module,
+    inputs: Signature,
+    output_names: Sequence[str],
+    device: torch.device,
+    *,
+    dtype: torch.dtype | None = None,
+    samples: Sequence[Sample] = (),
+) -> Reference:
+    """Run `model` (eval mode, on the CPU) on every probe and sample, on `device`, where it stays.
+
+    Args:
+        model: takes one tensor per input, by place.
+        inputs: as the checkpoint's model takes them.
+        output_names: one per output, or none.
+        device: where to run.
+        dtype: what weights and floating-point inputs become in the artifact; None keeps them.
+        samples: real inputs, compared beside the probes.
+
+    Raises:
+        ModelError: the model cannot take an input, gives something else than tensors, gives
+            different values for the same input, stays in train mode, or overflows in `dtype`.
+        UsageError: the number of output names is not the number of outputs.
+    """
+    _check_eval_mode(model)
+    original = model if dtype is None else model.float()
+    given = inputs.in_precision(dtype)
+    # Integers out of range are an error on the CPU; on CUDA they end the process.
+    below = _integer_bounds(original, given, dtype)
+    original.to(device)
+    with full_precision(device):
+        example_probe = Probe("random", example_sizes(given))
+        example = _to(make_inputs(given, example_probe, below), device)
+        call = (given, example_probe, _raised(example, dtype))
+        output = _call(original, *call)
+        named = _name_outputs(flatten(output), output_names)
+        watched = watch(original, _raised(example, dtype))
+        again = flatten(_call(original, *call))
+        _check_repeats(named, flatten(output), again, watched)
+        lowered = _lower(original, dtype)
+        if lowered is not original:
+            output = _call(lowered, given, example_probe, example)
+        chosen = plan(given, _row_gflop(original, given, watched))
+        cases = [
+            _run_case(original, given, probe, make_inputs(given, probe, below, seed=seed), dtype)
+            for seed, probe in enumerate(chosen.probes, start=1)
+        ]
+        cases += [
+            _run_case(
+                original, given, Probe("sample", sample.sizes), _lowered(sample, given), dtype
+            )
+            for sample in samples
+        ]
+        outputs = tuple(_describe(name, axis, cases) for axis, name in enumerate(named))
+        _check_finite(outputs, cases)
+        batching = find_batching(
+            lambda tensors: _outputs(original, given, example_probe, tensors, dtype),
+            replace(given, outputs=outputs),
+            below,
+            watched.batch_norm,
+        )
+    dtypes = [_dtype_name(value) for value in flatten(output).values()]
+    outputs = tuple(replace(a, dtype=b) for a, b in zip(outputs, dtypes, strict=True))
+    return Reference(
+        signature=replace(given, outputs=outputs, batching=batching),
+        example=example,
+        cases=tuple(cases),
+        plan=chosen,
+        original=original,
+        model=lowered if is_plain(output) else give_tensors(lowered, given),
+        below=below,
+        samples=tuple(samples),
+        warnings=(*watched.warnings(), *_plain_tensor_warnings(original)),
+    )
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[None]:
+    """Keep CUDA convolutions from rounding float32 to TensorFloat-32, 1e-3 apart, meanwhile."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+
+
+def _check_eval_mode(model: nn.Module) -> None:
+    if left := in_train_mode(model):
+        raise ModelError(
+            f"{', '.join(left[:5])} stay in train mode after model.eval(), and in an artifact "
+            "would drop values or use the statistics of the batch; expected eval mode: remove the "
+            "train() that the class overrides or calls"
+        )
+
+
+def _plain_tensor_warnings(model: nn.Module) -> list[str]:
+    return [
+        f'"{name}" is a tensor outside the state dict, so its value is the class\'s and not the '
+        "checkpoint's; register_buffer() would keep it in both"
+        for name in plain_tensors(model)
+    ]
+
+
+def _integer_bounds(
+    model: nn.Module, signature: Signature, dtype: torch.dtype | None
+) -> dict[str, int]:
+    """Find for each integer input the largest bound whose values give finite outputs."""
+    below: dict[str, int] = {}
+    sizes = example_sizes(signature)
+    tables = {
+        module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    tried = (*sorted(tables, reverse=True), *_INTEGER_BOUNDS)
+    for place, spec in enumerate(signature.inputs):
+        kind = DTYPES[spec.dtype]
+        if kind.is_floating_point or kind is torch.bool:
+            continue
+        zeros = make_inputs(signature, Probe("zeros", sizes), below)
+        inputs = list(_raised(zeros, dtype))
+        bounds = [bound for bound in tried if bound - 1 <= torch.iinfo(kind).max]
+        if is_mask(spec):
+            bounds = [2]
+        below[spec.name] = bounds[-1]
+        for bound in bounds:
+            inputs[place] = torch.full_like(inputs[place], bound - 1)
+            if _gives_finite(model, inputs):
+                below[spec.name] = bound
+                break
+    return below
+
+
+def _gives_finite(model: nn.Module, inputs: Sequence[Tensor]) -> bool:
+    try:
+        with torch.no_grad():
+            outputs = flatten(model(*(tensor.clone() for tensor in inputs)))
+    # The model is the author's code and may refuse a value in any way.
+    except Exception:
+        return False
+    return all(bool(value.isfinite().all()) for value in outputs.values())
+
+
+def _row_gflop(model: nn.Module, signature: Signature, watched: Watched) -> float:
+    """Estimate the arithmetic per element of the dynamic dims' product.
+
+    At least one multiplication and addition per weight: recurrent layers are not counted.
+    """
+    elements = 1
+    for size in example_sizes(signature).values():
+        elements *= size
+    rows = example_sizes(signature).get(str(signature.batch_dim), 1)
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    return max(watched.gflop, 2e-9 * weights * rows) / elements
+
+
+def _lower(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
+    """Copy the model into `dtype`; refuse weights that it cannot hold."""
+    if dtype in (None, torch.float32):
+        return model
+    assert dtype is not None
+    largest = torch.finfo(dtype).max
+    for name, value in model.state_dict().items():
+        if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+            found = value[value.isfinite()].abs().max().item() if value.isfinite().any() else 0.0
+            if found > largest:
+                raise ModelError(
+                    f'weight "{own_name(name)}" holds {found:.3g}, and {_short(dtype)} ends at '
+                    f"{largest:g}: it would overflow to Inf; use --dtype bf16, or keep fp32"
+                )
+    return copy.deepcopy(model).to(dtype)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _raised(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
+    """Give the inputs as the checkpoint's model takes them: the same values in float32."""
+    if dtype is None:
+        return tensors
+    return tuple(value.float() if value.is_floating_point() else value for value in tensors)
+
+
+def _lowered(sample: Sample, signature: Signature) -> Tensors:
+    return tuple(
+        value.to(DTYPES[spec.dtype])
+        for value, spec in zip(sample.inputs, signature.inputs, strict=True)
+    )
+
+
+def _call(model: nn.Module, signature: Signature, probe: Probe, inputs: Tensors) -> Any:
+    """Run the model on copies: it may write into its input."""
+    try:
+        with torch.no_grad():
+            return model(*(tensor.clone() for tensor in inputs))
+    # The model is the author's code and may fail in any way.
+    except Exception as error:
+        given = ", ".join(
+            f'"{spec.name}" {_dtype_name(tensor)}[{",".join(map(str, tensor.shape))}]'
+            for spec, tensor in zip(signature.inputs, inputs, strict=True)
+        )
+        raise ModelError(
+            f"the model cannot take input {given} at {probe}: {cause(error)}; "
+            "change --input to what forward() expects: dtype, shape, range of a dim"
+        ) from error
+
+
+def _outputs(
+    model: nn.Module,
+    signature: Signature,
+    probe: Probe,
+    inputs: Tensors,
+    dtype: torch.dtype | None,
+) -> Tensors:
+    """Run the checkpoint's model, on its own device, and give its outputs on the CPU."""
+    device = next((value.device for value in model.state_dict().values()), torch.device("cpu"))
+    given = _to(_raised(inputs, dtype), device)
+    return _to(tuple(flatten(_call(model, signature, probe, given)).values()), torch.device("cpu"))
+
+
+def _run_case(
+    model: nn.Module,
+    signature: Signature,
+    probe: Probe,
+    inputs: Tensors,
+    dtype: torch.dtype | None,
+) -> Case:
+    return Case(probe, inputs, _outputs(model, signature, probe, inputs, dtype))
+
+
+def _name_outputs(outputs: dict[str, Tensor], names: Sequence[str]) -> list[str]:
+    if not names:
+        own = list(outputs)
+        if own == [""]:
+            return ["output"]
+        return [f"output_{name}" if name.isdecimal() else name for name in own]
+    if len(names) != len(outputs) or len(set(names)) != len(names):
+        raise UsageError(
+            f"--output names {', '.join(names)}; the model gives {len(outputs)} "
+            f"output{'s' if len(outputs) > 1 else ''}, each of which needs one name of its own"
+        )
+    return list(names)
+
+
+def _check_repeats(
+    names: Sequence[str],
+    first: Mapping[str, Tensor],
+    second: Mapping[str, Tensor],
+    watched: Watched,
+) -> None:
+    """Refuse a model that gives two answers to one input: there is nothing to agree with."""
+    for name, one, two in zip(names, first.values(), second.values(), strict=True):
+        # CUDA may add in another order each time; a CPU with a fixed number of threads does not.
+        allowed = 1e-5 if one.is_cuda else 0.0
+        if not torch.allclose(one, two, rtol=0.0, atol=allowed, equal_nan=True):
+            apart = (one.double() - two.double()).abs().max().item()
+            raise ModelError(
+                f'output "{name}" differs by {apart:.1e} between two runs on one input; expected '
+                f"the same values: {_unsteady(watched)}"
+            )
+
+
+def _unsteady(watched: Watched) -> str:
+    """Say what to remove so that a model repeats."""
+    for operator, place in watched.random.items():
+        return f"remove what is random in forward(){place}: {operator}, as dropout uses in training"
+    return (
+        "remove what is random in forward() (dropout with training=True, torch.rand) or what it "
+        "remembers from call to call"
+    )
+
+
+def _describe(name: str, place: int, cases: Sequence[Case]) -> TensorSpec:
+    """Find an output's dtype and shape, and which input dim each varying size follows."""
+    seen = [case.outputs[place] for case in cases]
+    kinds = sorted({f"{_dtype_name(tensor)} with {tensor.ndim} dims" for tensor in seen})
+    dtype = _dtype_name(seen[0])
+    if len(kinds) > 1 or dtype not in DTYPES:
+        raise ModelError(
+            f'output "{name}" is {" or ".join(kinds)}; expected one of {", ".join(DTYPES)} '
+            "and the same number of dims for every input"
+        )
+    shape = tuple(_describe_axis(name, place, axis, cases) for axis in range(seen[0].ndim))
+    return TensorSpec(name, dtype, shape)
+
+
+def _describe_axis(name: str, place: int, axis: int, cases: Sequence[Case]) -> int | str:
+    sizes = [case.outputs[place].shape[axis] for case in cases]
+    if len(set(sizes)) == 1:
+        return sizes[0]
+    for dim in cases[0].probe.sizes:
+        if sizes == [case.probe.sizes[dim] for case in cases]:
+            return dim
+    return f"{name}_{axis}"
+
+
+def _check_finite(outputs: Sequence[TensorSpec], cases: Sequence[Case]) -> None:
+    for place, spec in enumerate(outputs):
+        if not any(bool(case.outputs[place].isfinite().any()) for case in cases):
+            raise ModelError(
+                f'output "{spec.name}" has no finite value on any of {len(cases)} inputs, so '
+                "nothing can be compared; look for NaN in the checkpoint's weights"
+            )
+
+
+def _dtype_name(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _to(tensors: Tensors, device: torch.device) -> Tensors:
+    return tuple(tensor.to(device) for tensor in tensors)

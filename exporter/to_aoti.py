@@ -1,0 +1,90 @@
+"""The exported program → native code for this CPU (an AOTInductor package, `.aoti.pt2`)."""
+
+import json
+import logging
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from zipfile import ZipFile, ZipInfo
+
+import torch
+from torch.export import ExportedProgram
+
+from exporter.diagnose import explain
+from exporter.errors import ConversionError
+from exporter.signature import Signature
+
+METADATA = "modelyard"
+"""The package's metadata key that holds the signature: the code itself checks no input."""
+
+_TIED = (
+    "native code: it runs with this torch version, on this platform and instruction set only, and "
+    "loading it runs what it holds"
+)
+
+
+def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[str, object]:
+    """Compile with g++ and package; say what the package is tied to.
+
+    Raises:
+        ConversionError: no compiler, or the model has no native form.
+    """
+    if shutil.which("g++") is None and shutil.which("clang++") is None:
+        raise ConversionError(
+            "--format aoti compiles C++, and neither g++ nor clang++ is on the PATH; install g++, "
+            "or export --format onnx, which needs no compiler"
+        )
+    raw = path.with_name("raw.pt2")
+    stated = {METADATA: json.dumps({"torch": torch.__version__, **signature.to_json()})}
+    try:
+        with _quiet():
+            torch._inductor.aoti_compile_and_package(
+                program,
+                package_path=str(raw),
+                inductor_configs={"aot_inductor.metadata": stated},
+            )
+    # The compiler lowers every operator by a function of its own, and then runs g++.
+    except Exception as error:
+        raise explain(error, "AOTInductor", signature) from error
+    tied = _write_without_sources(raw, path)
+    raw.unlink()
+    return {
+        "native_code": _TIED,
+        "torch": torch.__version__,
+        "platform": f"{tied.get('AOTI_PLATFORM', '?')} {tied.get('AOTI_MACHINE', '?')}",
+        "cpu_isa": tied.get("AOTI_CPU_ISA", "?"),
+    }
+
+
+def _write_without_sources(raw: Path, path: Path) -> dict[str, str]:
+    """Keep what runs; leave out the C++, which names the folders of this machine."""
+    tied: dict[str, str] = {}
+    with ZipFile(raw) as source, ZipFile(path, "w") as target:
+        for entry in source.infolist():
+            if entry.filename.endswith(".cpp"):
+                continue
+            if entry.filename.endswith("metadata.json"):
+                tied.update(json.loads(source.read(entry)))
+            kept = ZipInfo(entry.filename)
+            kept.file_size = entry.file_size  # decides whether it needs the large form
+            with source.open(entry) as content, target.open(kept, "w") as copy:
+                shutil.copyfileobj(content, copy)
+    return tied
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what the compiler's own modules warn about when they are imported and run."""
+    logger = logging.getLogger("torch._inductor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)  # the error that is raised says it
+    try:
+        with warnings.catch_warnings():
+            # torch._inductor defines a script method at import, which torch.jit deprecates.
+            warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is", DeprecationWarning)
+            warnings.filterwarnings("ignore", r".*treespec, LeafSpec", FutureWarning)
+            yield
+    finally:
+        logger.setLevel(level)

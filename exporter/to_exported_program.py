@@ -1,0 +1,217 @@
+"""The model → an exported program (`.pt2`), which is also what ONNX is made from."""
+
+import inspect
+import linecache
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from io import StringIO
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+from torch.fx import GraphModule
+
+from exporter.diagnose import explain
+from exporter.errors import ConversionError
+from exporter.rnn import any_length
+from exporter.signature import Signature
+
+_SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
+_FLAT_WEIGHTS = r"The tensor attributes? (self\.\S*_flat_weights\[\d+\](, )?)+ w"
+_TALKATIVE = ("torch.export._trace", _SHAPES_LOG)
+_SOURCE_FILE = re.compile(r'(?<=File ")[^"\n]*[/\\](?=[^"/\\\n]+")')
+# How torch logs why a size became a number, with the end of the file's path:
+# eval Eq(s77, 5) [guard added] (r/net.py:12 in forward), for more info …
+_GUARD = re.compile(r"eval Eq\(\w+, \d+\) \[guard added\] \(([^)\s]+):(\d+) in ")
+
+
+def capture(model: nn.Module, signature: Signature, example: tuple[Tensor, ...]) -> ExportedProgram:
+    """Trace the model into a program in which every named dim stays dynamic.
+
+    Raises:
+        ConversionError: the model cannot be traced, or fixes a named dim; names dim and input.
+    """
+    try:
+        program = _trace(model, example, _shapes(model, signature))
+    # Tracing runs the author's code on unknown sizes, which fails in any way.
+    except Exception as error:
+        raise _why_not(model, signature, example, error) from error
+    if fixed := _fixed_dims(program, signature):
+        raise ConversionError(_fixed_message(fixed))
+    if narrowed := _narrowed_dims(program, signature):
+        raise ConversionError(_narrowed_message(narrowed))
+    _shorten_paths(program)
+    return program
+
+
+def write(program: ExportedProgram, path: Path) -> dict[str, object]:
+    """Save the program without the inputs it was traced with: they may be somebody's data."""
+    program._example_inputs = None
+    torch.export.save(program, path)
+    return {}
+
+
+def _trace(
+    model: nn.Module, example: tuple[Tensor, ...], shapes: tuple[object, ...]
+) -> ExportedProgram:
+    """Trace without what torch prints when it fails: the error that it raises says it."""
+    with _levels(logging.CRITICAL), _quiet():
+        return torch.export.export(model, example, dynamic_shapes=shapes)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings(), redirect_stderr(StringIO()), any_length():
+        # Recurrent layers of torch set their list of weights anew in every call.
+        warnings.filterwarnings("ignore", _FLAT_WEIGHTS, UserWarning)
+        yield
+
+
+@contextmanager
+def _levels(level: int) -> Iterator[None]:
+    loggers = [logging.getLogger(name) for name in _TALKATIVE]
+    before = [logger.level for logger in loggers]
+    try:
+        for logger in loggers:
+            logger.setLevel(level)
+        yield
+    finally:
+        for logger, old in zip(loggers, before, strict=True):
+            logger.setLevel(old)
+
+
+@contextmanager
+def _overheard(lines: StringIO) -> Iterator[None]:
+    """Write down, and keep from the terminal, what torch logs about sizes that it fixes."""
+    logger, handler = logging.getLogger(_SHAPES_LOG), logging.StreamHandler(lines)
+    before = logger.handlers, logger.propagate, logger.level
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.handlers, logger.propagate = before[:2]
+        logger.setLevel(before[2])
+
+
+def _shapes(
+    model: nn.Module, signature: Signature, kind: object = Dim.DYNAMIC
+) -> tuple[object, ...]:
+    """Say for each argument of forward() which axes are dynamic.
+
+    Dim.DYNAMIC fails where the model needs one size; Dim.AUTO would quietly keep that size. No
+    range is set: the report states the proven one, and explaining runs larger batches.
+    """
+    shapes = tuple(
+        {axis: kind for axis, size in enumerate(spec.shape) if isinstance(size, str)}
+        for spec in signature.inputs
+    )
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_rest = [parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters]
+    if True in takes_rest:  # torch wants the arguments that *args gathers as one tuple
+        place = takes_rest.index(True)
+        return (*shapes[:place], shapes[place:])
+    return shapes
+
+
+def _why_not(
+    model: nn.Module, signature: Signature, example: tuple[Tensor, ...], error: Exception
+) -> ConversionError:
+    """Explain a failed trace: by the dims that the model fixes, else by what stopped torch."""
+    lines = StringIO()
+    shapes = _shapes(model, signature, Dim.AUTO)
+    try:
+        with _overheard(lines), _quiet():
+            program = torch.export.export(model, example, dynamic_shapes=shapes)
+    except Exception:
+        return explain(error, "torch.export", signature)
+    said = ""
+    if fixed := _fixed_dims(program, signature):
+        said = _fixed_message(fixed, _guard_place(model, lines.getvalue()))
+    return explain(error, "torch.export", signature, said=said, heard=lines.getvalue())
+
+
+def _guard_place(model: nn.Module, said: str) -> str:
+    """Name the author's line at which a size became a number: ` at net.py:12 "x.view(5, 3)"`."""
+    files = {}
+    for kind in {type(module) for module in model.modules()}:
+        with suppress(TypeError, OSError):  # a class from a notebook or a string has no file
+            path = Path(inspect.getfile(kind))
+            files[path.name] = path
+    for file, line in _GUARD.findall(said):
+        name = Path(file).name
+        if name in files:
+            source = linecache.getline(str(files[name]), int(line)).strip()
+            return f' at {name}:{line} "{source}"'
+    return ""
+
+
+def _fixed_dims(program: ExportedProgram, signature: Signature) -> list[tuple[str, str, int]]:
+    """Find the named dims that the program holds as one size: (dim, input, size)."""
+    return [
+        (name, spec.name, size)
+        for spec, shape in zip(signature.inputs, _traced_shapes(program), strict=True)
+        for name, size in zip(spec.shape, shape, strict=True)
+        if isinstance(name, str) and _is_one_size(size)
+    ]
+
+
+def _traced_shapes(program: ExportedProgram) -> list[torch.Size]:
+    user_inputs = set(program.graph_signature.user_inputs)
+    return [
+        node.meta["val"].shape
+        for node in program.graph.nodes
+        if node.op == "placeholder" and node.name in user_inputs
+    ]
+
+
+def _is_one_size(size: int | torch.SymInt) -> bool:
+    """Say whether a traced size is a number, if only after all that the trace found out."""
+    return isinstance(size, int) or bool(size.node.expr.is_number)
+
+
+def _fixed_message(fixed: list[tuple[str, str, int]], where: str = "") -> str:
+    dims = ", ".join(f'dim "{dim}" of input "{name}" to {size}' for dim, name, size in fixed)
+    return (
+        f"the model fixes {dims}{where}; expected it to take every size: use x.shape[…] or -1 "
+        "instead of a number in forward(), or write the dim as a number in --input"
+    )
+
+
+def _narrowed_dims(program: ExportedProgram, signature: Signature) -> list[tuple[str, int, str]]:
+    """Find the named dims for which the trace holds in a part of their range: (dim, from, to)."""
+    found: dict[str, tuple[str, int, str]] = {}
+    for spec, shape in zip(signature.inputs, _traced_shapes(program), strict=True):
+        for name, size in zip(spec.shape, shape, strict=True):
+            if not isinstance(name, str) or isinstance(size, int):
+                continue
+            limits = program.range_constraints.get(size.node.expr)
+            if limits is None:
+                continue
+            low, high = int(limits.lower), limits.upper
+            wanted = signature.dims[name]
+            # A lower limit of 2 is the tracer's own assumption, not the model's.
+            if low > max(2, wanted.min) or bool(high < wanted.max):
+                found[name] = (name, low, str(high) if high.is_Integer else "…")
+    return list(found.values())
+
+
+def _narrowed_message(narrowed: list[tuple[str, int, str]]) -> str:
+    dims = ", ".join(f"{name}={low}..{high}" for name, low, high in narrowed)
+    return (
+        f"forward() chooses by a size, and what the example took holds for {dims} only; expected "
+        "one way for every size: use torch.cond, give --input that range, or export --format "
+        "torchscript"
+    )
+
+
+def _shorten_paths(program: ExportedProgram) -> None:
+    """Keep file names and lines of the author's code, not the folders of this machine."""
+    for module in program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            if trace := node.meta.get("stack_trace"):
+                node.meta["stack_trace"] = _SOURCE_FILE.sub("", trace)

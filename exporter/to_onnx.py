@@ -1,0 +1,147 @@
+"""The exported program → ONNX, weights inside, every dynamic dim under its own name."""
+
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.export import ExportedProgram
+
+from exporter.diagnose import explain
+from exporter.errors import ConversionError, cause
+from exporter.rnn import any_length
+from exporter.signature import Signature
+
+# The largest file that protobuf, and so a single .onnx, can be.
+_MAX_BYTES = 2**31 - 1
+_OPERATOR = re.compile(r"target=torch\.ops\.\w+\.(\w+)")
+
+
+def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[str, object]:
+    """Convert, check against the ONNX specification and save as one file.
+
+    Raises:
+        ConversionError: an operator has no ONNX form, the model is over 2 GB, or ONNX refuses it.
+    """
+    import onnx
+
+    _check_recurrent(program)
+    try:
+        with _quiet(), any_length():
+            converted = torch.onnx.export(
+                program,
+                dynamo=True,
+                verbose=False,
+                input_names=[spec.name for spec in signature.inputs],
+                output_names=[spec.name for spec in signature.outputs],
+                dynamic_shapes=_shapes(signature),
+            )
+    # The converter wraps whatever one of its hundreds of functions raised.
+    except Exception as error:
+        heard = _where(program, str(error.__cause__ or error))
+        raise explain(error, "ONNX", signature, heard=heard) from error
+    assert converted is not None
+    size_bytes = sum(weight.nbytes for weight in program.state_dict.values())
+    if size_bytes > _MAX_BYTES:
+        raise ConversionError(
+            f"the model's {size_bytes / 1e9:.1f} GB do not fit in one ONNX file of at most 2 GB; "
+            "export --format pt2 instead"
+        )
+    converted.save(path, external_data=False)
+    try:
+        onnx.checker.check_model(path, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ConversionError(
+            f"ONNX's own checker refuses the file: {cause(error)}; export --format pt2 instead"
+        ) from error
+    return {"opset": converted.model.opset_imports[""]}
+
+
+def _check_recurrent(program: ExportedProgram) -> None:
+    """Refuse plain RNNs: the converter has no form for them, and would take them apart wrongly."""
+    plain = {torch.ops.aten.rnn_tanh.input, torch.ops.aten.rnn_relu.input}
+    if any(node.target in plain for node in program.graph.nodes):
+        raise ConversionError(
+            "the model cannot be written by ONNX: torch's converter has no form for nn.RNN; use "
+            "nn.GRU or nn.LSTM, or export --format pt2 instead"
+        )
+
+
+def _where(program: ExportedProgram, message: str) -> str:
+    """Find the lines that asked for the operator which has no ONNX form."""
+    named = _OPERATOR.search(message)
+    if named is None:
+        return ""
+    traces = (
+        str(node.meta.get("stack_trace", ""))
+        for node in program.graph.nodes
+        if node.op == "call_function" and named[1] in str(node.target)
+    )
+    return next(traces, "")
+
+
+def quantize(path: Path) -> dict[str, object]:
+    """Replace the weights of a saved model by 8-bit ones; activations are quantised as it runs.
+
+    Weights are unsigned: signed ones saturate on CPUs without VNNI, which changes the answers.
+
+    Raises:
+        ConversionError: nothing in the model can be quantised.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = onnx.load(path)
+    # The quantiser infers shapes anew, and takes those of transposed weights for a contradiction.
+    del model.graph.value_info[:]
+    plain = path.with_name("plain.onnx")
+    onnx.save(model, plain)
+    with _quiet():
+        quantize_dynamic(plain, path, weight_type=QuantType.QUInt8)
+    plain.unlink()
+    kinds = [node.op_type for node in onnx.load(path).graph.node]
+    quantized = sum(kinds.count(kind) for kind in _QUANTIZED)
+    if not quantized:
+        raise ConversionError(
+            "--quantize int8-dynamic found no matrix product, convolution or LSTM with weights; "
+            "export without it"
+        )
+    return {"quantize": "int8-dynamic", "quantized_operators": quantized}
+
+
+# What onnxruntime's quantiser puts in the place of an operator with weights.
+_QUANTIZED = ("MatMulInteger", "ConvInteger", "DynamicQuantizeLSTM", "QAttention")
+
+
+def _shapes(signature: Signature) -> tuple[dict[int, str], ...]:
+    return tuple(
+        {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
+        for spec in signature.inputs
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence what torch's converter says about itself on every run."""
+    registry = logging.getLogger("torch.onnx._internal.exporter._registration")
+    level, root = registry.level, logging.getLogger()
+    registry.setLevel(logging.ERROR)  # "torchvision is not installed"
+    root.addFilter(_is_not_advice)
+    try:
+        with warnings.catch_warnings():
+            # Raised inside torch.onnx, which copies programs made by the same torch.
+            warnings.filterwarnings("ignore", r".*treespec, LeafSpec", FutureWarning)
+            # One name that stands in two inputs is one size: what the signature means.
+            warnings.filterwarnings("ignore", "# The axis name: .* will not be used", UserWarning)
+            yield
+    finally:
+        registry.setLevel(level)
+        root.removeFilter(_is_not_advice)
+
+
+def _is_not_advice(record: logging.LogRecord) -> bool:
+    """Drop what onnxruntime's quantiser advises on every run, through the root logger."""
+    return "Please consider to run pre-processing" not in record.getMessage()

@@ -1,0 +1,104 @@
+"""The model → TorchScript: scripted where its Python allows that, else traced."""
+
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from zipfile import ZipFile, ZipInfo
+
+import torch
+from torch import Tensor, nn
+
+from exporter.diagnose import explain, find_place
+from exporter.errors import cause
+from exporter.signature import Signature
+
+_TracerWarning: type[Warning] = torch.jit.TracerWarning  # type: ignore[attr-defined]
+
+
+DEPRECATION = (
+    "PyTorch deprecates TorchScript in favour of torch.export; choose --format pt2 where it works"
+)
+
+
+def write(
+    model: nn.Module, signature: Signature, example: tuple[Tensor, ...], path: Path
+) -> dict[str, object]:
+    """Save the model, and say whether it was scripted or traced, and why.
+
+    A script keeps every branch of forward(). A trace keeps the one that the example took: it is
+    used where scripting fails, with the tracer's warnings in the report.
+
+    Raises:
+        ConversionError: neither way works; holds both reasons.
+    """
+    details: dict[str, object]
+    program: torch.jit.ScriptModule
+    with _deprecated():
+        try:
+            with warnings.catch_warnings():
+                # Scripting reads every property of the author's classes, deprecated ones too.
+                warnings.simplefilter("ignore", FutureWarning)
+                program = torch.jit.script(model)
+            details = {"torchscript": "script"}
+        # Scripting compiles the author's Python, and refuses most of the language in many ways.
+        except Exception as error:
+            program, found = _trace(model, signature, example, error)
+            details = {"torchscript": "trace", "not_scripted": cause(error), "warnings": found}
+        raw = path.with_suffix(".raw")
+        torch.jit.save(program, raw)
+    _write_without_paths(raw, path)
+    raw.unlink()
+    return {**details, "deprecated": DEPRECATION}
+
+
+def _write_without_paths(raw: Path, path: Path) -> None:
+    """Keep what runs; leave out the debug entries, which name the folders of this machine."""
+    with ZipFile(raw) as source, ZipFile(path, "w") as target:
+        for entry in source.infolist():
+            if entry.filename.endswith(".debug_pkl"):
+                continue
+            kept = ZipInfo(entry.filename)
+            kept.file_size = entry.file_size  # decides whether it needs the large form
+            with source.open(entry) as content, target.open(kept, "w") as copy:
+                shutil.copyfileobj(content, copy)
+
+
+def _trace(
+    model: nn.Module,
+    signature: Signature,
+    example: tuple[Tensor, ...],
+    why_not_script: Exception,
+) -> tuple[torch.jit.ScriptModule, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", _TracerWarning)
+        try:
+            # Parity compares the saved file on far more than the tracer's own check would.
+            program = torch.jit.trace(  # type: ignore[no-untyped-call]
+                model, example, check_trace=False, strict=False
+            )
+        except Exception as error:
+            said = (
+                f"it can be neither scripted ({_said(why_not_script)}) "
+                f"nor traced ({_said(error)}); export --format pt2 instead"
+            )
+            raise explain(error, "TorchScript", signature, said=said) from why_not_script
+    found = [
+        f"{Path(warning.filename).name}:{warning.lineno}: {str(warning.message).splitlines()[0]}"
+        for warning in caught
+        if issubclass(warning.category, _TracerWarning)
+    ]
+    return program, found
+
+
+def _said(error: Exception) -> str:
+    return f"{cause(error)}{find_place(error)}"
+
+
+@contextmanager
+def _deprecated() -> Iterator[None]:
+    """Allow torch.jit: TorchScript is deprecated, and still what many deployments run."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is", DeprecationWarning)
+        yield

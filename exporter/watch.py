@@ -1,0 +1,154 @@
+"""What a model does that an artifact cannot keep or an explanation cannot cross, seen in one run.
+
+Every operator passes by, with the line of the author's that asked for it: random numbers,
+batch-norm on the statistics of its batch, and work done under `torch.no_grad()`.
+"""
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from exporter.arguments import own_name
+
+_OURS = str(Path(__file__).parent)
+_TORCH = str(Path(torch.__file__).parent)
+
+
+@dataclass
+class Watched:
+    """What one run showed; each entry is a place in the author's code, "" when not known."""
+
+    random: dict[str, str] = field(default_factory=dict)
+    """Operator that draws random numbers → place."""
+    batch_norm: list[str] = field(default_factory=list)
+    """Places that normalise by the statistics of the batch."""
+    cut: list[str] = field(default_factory=list)
+    """Places where gradients end under torch.no_grad()."""
+    gflop: float = 0.0
+    """Arithmetic of the run, 1e9 floating-point operations."""
+
+    def warnings(self) -> list[str]:
+        """Say in a sentence each what the author may want to change."""
+        found = [
+            f"forward() draws random numbers{place} ({operator}), so outputs may not repeat; "
+            "draw them outside and pass them as an input"
+            for operator, place in self.random.items()
+        ]
+        found += [
+            f"gradients end{place}, under torch.no_grad() inside forward(), so explanations would "
+            "leave that part out; remove it there and use it around the call"
+            for place in dict.fromkeys(self.cut)
+        ]
+        return found
+
+
+def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
+    """Run the model once and note what it does; a failure ends the watching, without an error.
+
+    Args:
+        model: in eval mode.
+        inputs: not changed.
+    """
+    found = Watched()
+    # Products are no leaves, so that a model may still write into its input.
+    given = [
+        tensor.clone().requires_grad_() * 1 if tensor.is_floating_point() else tensor.clone()
+        for tensor in inputs
+    ]
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.enable_grad(), counter, _Watch(found):
+            model(*given)
+    # Gradients are not promised yet: a model may fail in any way where it now asks for them.
+    except Exception:
+        pass
+    found.gflop = counter.get_total_flops() / 1e9
+    return found
+
+
+def plain_tensors(model: nn.Module) -> list[str]:
+    """Name the tensors that are neither parameter nor buffer, so in no checkpoint."""
+    return [
+        ".".join(filter(None, (own_name(name), attribute)))
+        for name, module in model.named_modules()
+        for attribute, value in vars(module).items()
+        if isinstance(value, Tensor)
+    ]
+
+
+def in_train_mode(model: nn.Module) -> list[str]:
+    """Name the layers that act otherwise in training and are left in that mode."""
+    kinds = (nn.modules.dropout._DropoutNd, nn.modules.batchnorm._NormBase)
+    return [
+        f'"{own_name(name)}" ({type(module).__name__})'
+        for name, module in model.named_modules()
+        if module.training and isinstance(module, kinds)
+    ]
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Note the operators of `Watched` as they are dispatched."""
+
+    def __init__(self, found: Watched) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._found = found
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        given = dict(kwargs or {})
+        name = func.name().removeprefix("aten::")
+        # Attention is marked as random for the dropout that it may do, and repeats without.
+        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name:
+            self._found.random.setdefault(name.partition(".")[0], _author_place())
+        if "batch_norm" in name and _argument(func, args, given, "training"):
+            self._found.batch_norm.append(_author_place())
+        if not torch.is_grad_enabled() and _cuts(func, args):
+            self._found.cut.append(_author_place())
+        return func(*args, **given)
+
+
+def _author_place() -> str:
+    """Name the innermost line of the stack that is not torch's: " at net.py:12"; "" without one."""
+    frame: FrameType | None = sys._getframe(2)  # the caller of __torch_dispatch__
+    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+        file = frame.f_code.co_filename
+        if not file.startswith((_TORCH, "<")):
+            return f" at {Path(file).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def _cuts(func: Any, args: Sequence[Any]) -> bool:
+    """Say whether an operator gives, from a tensor with gradients, another without."""
+    differentiable = any(
+        isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
+        for value in args
+    )
+    gives_numbers = any("Tensor" in str(result.type) for result in func._schema.returns)
+    return differentiable and gives_numbers and not func.name().startswith("aten::detach")
+
+
+def _argument(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> object:
+    """Give an operator's argument by the name that its schema has for it."""
+    names = [argument.name for argument in func._schema.arguments]
+    if name not in names:
+        return None
+    place = names.index(name)
+    return args[place] if place < len(args) else kwargs.get(name)
+
+
+Run = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
+"""A model as it is compared: tensors in, tensors out, in eval mode and without gradients."""
