@@ -1,0 +1,303 @@
+"""The commands `modelyard archive`, `modelyard verify` and `modelyard keygen`."""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+
+from archiver.collect import plan_archive
+from archiver.errors import ArchiveError, BadName, Differs
+from archiver.read import Archive, open_archive
+from archiver.signature import ENVIRONMENT_KEY, generate_keys, read_signing_key, read_trusted_keys
+from archiver.verify import Check, verify_archive
+from archiver.write import Packed, write_plan
+
+archive_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+verify_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+keygen_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+JsonOutput = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+class Format(StrEnum):
+    """What `--archive-format` takes; `default` is our default, `zip-store`."""
+
+    default = "default"
+    zip_store = "zip-store"
+    tgz = "tgz"
+    no_archive = "no-archive"
+
+
+@archive_app.command(
+    epilog="Example: modelyard archive digits --artifact out/digits.onnx "
+    "--handler image_classifier --version 1.0 --extra-files index_to_name.json "
+    "--example scans/7.png=7 -o model_store"
+)
+def archive(
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="The model's name; the archive is NAME.mar.")
+    ],
+    artifact: Annotated[Path, typer.Option(help="Exported file; its report is packed too.")],
+    handler: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE.py[:Class]", help="A built-in handler, or a file and its class."
+        ),
+    ],
+    version: Annotated[str, typer.Option(help="The model's version, as 1.0.")],
+    output_dir: Annotated[
+        Path, typer.Option("-o", "--output-dir", help="Folder for the archive; made when missing.")
+    ],
+    example: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FILE[=EXPECTED]",
+            help="A request and its answer: a label, JSON, or a JSON file. Without one, what the "
+            "handler answers now. Repeatable.",
+        ),
+    ] = None,
+    explain_with: Annotated[
+        Path | None,
+        typer.Option(
+            help="Artifact with gradients that explains this one. "
+            "Default for ONNX: the .pt2 of the same name beside it."
+        ),
+    ] = None,
+    extra_files: Annotated[
+        list[str] | None,
+        typer.Option(metavar="FILE[,FILE…]", help="Further files to pack. Repeatable."),
+    ] = None,
+    config_file: Annotated[
+        Path | None, typer.Option(help="Configuration of the model, as model-config.yaml.")
+    ] = None,
+    requirements: Annotated[
+        Path | None,
+        typer.Option(help="What the handler imports, as pip reads it; pinned with hashes now."),
+    ] = None,
+    wheels: Annotated[
+        Path | None,
+        typer.Option(help="Folder of the requirements' wheels, which then travel inside."),
+    ] = None,
+    archive_format: Annotated[
+        Format,
+        typer.Option(help="A zip without compression, NAME.tar.gz, or a folder NAME."),
+    ] = Format.default,
+    sign: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="KEY_FILE",
+            help=f"Sign with this key of `modelyard keygen`; default: ${ENVIRONMENT_KEY}.",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run/--no-dry-run",
+            help="Load the archive as a worker does and replay the examples before writing it.",
+        ),
+    ] = True,
+    force: Annotated[bool, typer.Option("--force", help="Replace an archive that exists.")] = False,
+    as_json: JsonOutput = False,
+) -> None:
+    """Pack an artifact, its handler and extra files into one sealed archive."""
+    with _exit_codes():
+        key = read_signing_key(sign)
+        plan = plan_archive(
+            name,
+            version=version,
+            artifact=artifact,
+            handler=handler,
+            explain_artifact=explain_with,
+            extra_files=_paths(extra_files or []),
+            config_file=config_file,
+            examples=example or [],
+            requirements_file=requirements,
+            wheels_dir=wheels,
+        )
+        for warning in plan.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
+        with _progress("packing") as progress:
+            packed = write_plan(
+                plan,
+                output_dir,
+                archive_format="zip-store" if archive_format is Format.default else archive_format,
+                dry_run=dry_run,
+                key=key,
+                force=force,
+                progress=progress,
+            )
+    if as_json:
+        print(json.dumps(_packed_to_json(packed, name, version, plan.warnings), indent=2))
+    else:
+        _print_table((file.name, file.size_bytes, file.sha256, file.role) for file in packed.files)
+        print(f"{packed.path}: {len(packed.files)} files, digest {packed.digest}")
+
+
+@verify_app.command(epilog="Example: modelyard verify model_store/digits.mar")
+def verify(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The archive.")],
+    public_key: Annotated[
+        Path | None,
+        typer.Option(help="File of public keys; one of them must have signed the archive."),
+    ] = None,
+    run: Annotated[
+        bool,
+        typer.Option(
+            "--run/--no-run",
+            help="Replay the golden requests and the parity check, which runs the archive's code.",
+        ),
+    ] = True,
+    device: Annotated[str, typer.Option(help="Where it runs: auto, cpu, cuda or cuda:N.")] = "auto",
+    as_json: JsonOutput = False,
+) -> None:
+    """Check an archive here: digests, signature, golden requests, parity."""
+    result: dict[str, Any] = {"archive": str(file)}
+    try:
+        with _exit_codes():
+            keys = read_trusted_keys(public_key) if public_key else None
+            with _progress("checking") as progress, open_archive(file, progress=progress) as opened:
+                result = _archive_to_json(opened)
+                checks = verify_archive(opened, keys=keys, run=run, device=device)
+            result["checks"] = [vars(check) for check in checks]
+            if not as_json:
+                _print_checked(result, checks)
+            if problems := [
+                f"{check.subject}: {check.problem}" for check in checks if check.problem
+            ]:
+                raise Differs(f"{file.name} is not here what it was", problems)
+    except _Failed as failed:
+        result["problems"] = failed.problems
+        raise
+    finally:
+        if as_json:
+            print(json.dumps(result, indent=2))
+
+
+@keygen_app.command(epilog="Example: modelyard keygen release")
+def keygen(
+    name: Annotated[
+        Path, typer.Argument(metavar="NAME", help="Writes NAME.key and NAME.pub (PEM).")
+    ],
+) -> None:
+    """Make a key pair (Ed25519) to sign archives with."""
+    private, public = generate_keys()
+    with _exit_codes():
+        _write_new(name.with_name(f"{name.name}.key"), private, 0o600)
+        _write_new(name.with_name(f"{name.name}.pub"), public, 0o644)
+    print(f"{name}.key signs: keep it secret; {name}.pub is what --trusted-keys takes")
+
+
+def _write_new(file: Path, data: bytes, mode: int) -> None:
+    try:
+        fd = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+    except OSError as error:
+        raise ArchiveError(f"cannot write {file}: {error.strerror}") from error
+    with os.fdopen(fd, "wb") as opened:
+        opened.write(data)
+
+
+class _Failed(typer.Exit):
+    """Leave with an exit code after the error was printed."""
+
+    def __init__(self, error: ArchiveError) -> None:
+        # 2 is wrong usage, 1 a job that failed.
+        super().__init__(2 if isinstance(error, BadName) else 1)
+        self.problems = list(error.problems)
+
+
+@contextmanager
+def _exit_codes() -> Iterator[None]:
+    try:
+        yield
+    except ArchiveError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise _Failed(error) from error
+
+
+@contextmanager
+def _progress(verb: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on standard error when it is a terminal; it disappears at the end."""
+    console = Console(stderr=True)
+    columns = (
+        TextColumn(verb),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+        task = bar.add_task(verb, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+def _paths(texts: Iterable[str]) -> list[Path]:
+    """Split comma lists, as TorchServe's archiver takes them; a file may hold a comma itself."""
+    paths: list[Path] = []
+    for text in texts:
+        pieces = [text] if Path(text).exists() else text.split(",")
+        paths += [Path(piece.strip()) for piece in pieces if piece.strip()]
+    return paths
+
+
+def _print_table(rows: Iterable[tuple[Any, ...]]) -> None:
+    """Print name, size, the first 12 digits of the SHA-256 and, when there is one, the role."""
+    head = ("FILE", "BYTES", "SHA256", "ROLE")
+    lines = [(name, f"{size:,}", digest[:12], *rest) for name, size, digest, *rest in rows]
+    lines.insert(0, head[: len(lines[0])])
+    widths = [max(len(line[column]) for line in lines) for column in range(2)]
+    for name, size, *rest in lines:
+        digest, *role = rest
+        print(f"{name:<{widths[0]}}  {size:>{widths[1]}}  {digest:<12}  {' '.join(role)}".rstrip())
+
+
+def _print_checked(result: dict[str, Any], checks: Iterable[Check]) -> None:
+    """Print the files, then what was checked and what came of it."""
+    _print_table((f["name"], f["size_bytes"], f["sha256"]) for f in result["files"])
+    lines = [("CHECK", "RESULT"), *((check.subject, check.result) for check in checks)]
+    width = max(len(subject) for subject, _ in lines)
+    print()
+    for subject, outcome in lines:
+        print(f"{subject:<{width}}  {outcome}")
+    print(f"{result['archive']}: {len(result['files'])} files, digest {result['digest']}")
+
+
+def _packed_to_json(
+    packed: Packed, name: str, version: str, warnings: Iterable[str]
+) -> dict[str, Any]:
+    return {
+        "archive": str(packed.path),
+        "name": name,
+        "version": version,
+        "digest": packed.digest,
+        "files": [vars(file) for file in packed.files],
+        "warnings": list(warnings),
+    }
+
+
+def _archive_to_json(opened: Archive) -> dict[str, Any]:
+    return {
+        "archive": str(opened.path),
+        "name": opened.manifest.model_name,
+        "version": opened.manifest.model_version,
+        "digest": opened.digest,
+        "is_sealed": opened.manifest.modelyard is not None,
+        "files": [vars(file) for file in opened.files],
+        "problems": [],
+    }

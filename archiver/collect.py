@@ -1,0 +1,333 @@
+"""The files given to `modelyard archive` → a plan: what is packed under which name."""
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from archiver.entry_point import EntryPoint, parse_handler
+from archiver.errors import CannotArchive
+from archiver.example import TOLERANCE, parse_example
+from archiver.manifest import ARCHIVER_VERSION, Explain, Golden, Manifest, Seal, Tensor
+from archiver.names import (
+    LOCK_NAME,
+    MANIFEST_NAME,
+    SBOM_NAME,
+    WHEELS_FOLDER,
+    check_name,
+    check_version,
+    collisions,
+    file_name_problem,
+    quoted,
+)
+from archiver.report import Report, read_report
+from archiver.requirements import Resolved, resolve
+from archiver.source_checks import Source, source_warnings
+from archiver.zip_directory import MAX_ENTRIES
+
+# Formats that give gradients: they explain themselves and others.
+DIFFERENTIABLE_FORMATS = ("pt2", "torchscript")
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One file to pack."""
+
+    name: str
+    """Its path inside the archive."""
+    source: Path | bytes
+    role: str
+    sha256: str | None = None
+    """What it must be, if that is known; checked while it is copied."""
+    vouched_by: str = "its report describes"
+    """Who says so, to end the sentence "it is not the file that …"."""
+
+    @property
+    def label(self) -> str:
+        """What the author knows it by."""
+        return str(self.source) if isinstance(self.source, Path) else self.name
+
+    @property
+    def size_bytes(self) -> int:
+        """How large it is now."""
+        if isinstance(self.source, bytes):
+            return len(self.source)
+        return self.source.stat().st_size
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that goes into an archive, checked as far as possible without reading it all."""
+
+    manifest: Manifest
+    """Without the digests, which are known when the files were copied."""
+    parts: tuple[Part, ...]
+    """Sorted by name; without the manifest."""
+    warnings: tuple[str, ...] = ()
+    unanswered: tuple[Golden, ...] = ()
+    """Golden requests whose expected answer the dry run records; its part is still missing."""
+
+    def rehearsed(self, answers: Mapping[str, bytes], digests: Mapping[str, str]) -> "Plan":
+        """Return the plan with what the dry run answered; its files must stay what they were.
+
+        Args:
+            answers: files of golden answers, by name.
+            digests: SHA-256 of every file that the dry run saw, by name.
+        """
+        parts = [
+            replace(part, sha256=digests[part.name], vouched_by="the dry run saw")
+            if part.sha256 is None
+            else part
+            for part in self.parts
+        ]
+        parts += [Part(name, data, "golden answer") for name, data in answers.items()]
+        return replace(self, parts=_sorted(parts), unanswered=())
+
+
+def plan_archive(
+    name: str,
+    *,
+    version: str,
+    artifact: Path,
+    handler: str,
+    explain_artifact: Path | None = None,
+    extra_files: Sequence[Path] = (),
+    config_file: Path | None = None,
+    examples: Sequence[str] = (),
+    requirements_file: Path | None = None,
+    wheels_dir: Path | None = None,
+) -> Plan:
+    """Find, name and check the files; see `write_archive` for the arguments.
+
+    Raises:
+        BadName: the name or version breaks the rule.
+        CannotArchive: something is missing or does not fit; holds all problems.
+    """
+    check_name(name)
+    check_version(version)
+    collector = _Collector()
+    report = collector.add_artifact(artifact)
+    explain = collector.add_twin(artifact, report, explain_artifact)
+    entry_point = collector.add_handler(handler)
+    for file in extra_files:
+        collector.add_file(file, "extra file")
+    if config_file is not None:
+        collector.add_file(config_file, "configuration")
+    golden = collector.add_examples(examples)
+    resolved = collector.add_requirements(requirements_file, wheels_dir)
+    created = collector.attempt(created_on)
+    parts = collector.checked_parts()
+    if collector.problems or entry_point is None:
+        raise CannotArchive(f"cannot archive {name}", collector.problems)
+    manifest = Manifest(
+        model_name=name,
+        model_version=version,
+        handler=entry_point.recorded,
+        serialized_file=artifact.name,
+        requirements_file=requirements_file.name if requirements_file else None,
+        config_file=config_file.name if config_file else None,
+        created_on=created,
+        archiver_version=ARCHIVER_VERSION,
+        modelyard=Seal(
+            digests={},
+            report=report.path.name if report else None,
+            signature=report.signature if report else None,
+            explain=explain,
+            golden=golden,
+            requirements=tuple(map(str, resolved.pins)),
+        ),
+    )
+    names = [part.name for part in parts]
+    warnings = source_warnings(names, _python_sources(parts), resolved.pins)
+    return Plan(manifest, parts, (*collector.warnings, *warnings), tuple(collector.unanswered))
+
+
+class _Collector:
+    """Gathers parts, problems and warnings, so that one run reports all of them."""
+
+    def __init__(self) -> None:
+        self.parts: list[Part] = []
+        self.problems: list[str] = []
+        self.warnings: list[str] = []
+        self.unanswered: list[Golden] = []
+
+    def attempt(self, step: Callable[[], _T]) -> _T | None:
+        """Run a step and keep its problems instead of stopping at them."""
+        try:
+            return step()
+        except CannotArchive as error:
+            self.problems.extend(error.problems)
+            return None
+
+    def add_file(self, file: Path, role: str, sha256: str | None = None) -> None:
+        """Pack a file under its own name; a file given twice is packed once."""
+        if not file.exists():
+            self.problems.append(f"{role} {file}: there is no such file")
+        elif file.is_dir():
+            self.problems.append(f"{role} {file} is a folder; name the files in it")
+        elif not file.is_file():
+            self.problems.append(f"{role} {file} is no regular file")
+        elif not any(_is_same(part.source, file) for part in self.parts):
+            self.parts.append(Part(file.name, file, role, sha256))
+
+    def add_artifact(self, artifact: Path) -> Report | None:
+        """Pack the artifact and its report."""
+        problems_before = len(self.problems)
+        report = self.attempt(lambda: read_report(artifact))
+        self.add_file(artifact, "artifact", report.artifact_sha256 if report else None)
+        if report:
+            self.add_file(report.path, "report")
+        elif len(self.problems) == problems_before:
+            self.warnings.append(
+                f"{artifact.name} has no report beside it: its signature and parity are unknown "
+                "and it cannot be explained; write both with `modelyard export`"
+            )
+        return report
+
+    def add_twin(self, artifact: Path, report: Report | None, twin: Path | None) -> Explain | None:
+        """Pack what explains the artifact: the artifact itself, or its differentiable twin."""
+        if report is None:
+            if twin is not None and not self.problems:
+                self.problems.append(
+                    f"{artifact.name} has no report: whether {twin.name} is the same model "
+                    "cannot be known; write both with `modelyard export`"
+                )
+            return None
+        if twin is None and report.format in DIFFERENTIABLE_FORMATS:
+            return Explain(artifact.name, report.path.name)
+        twin = twin or self._sibling(artifact)
+        if twin is None:
+            self.warnings.append(
+                f"{artifact.name} ({report.format}) gives no gradients and cannot be explained; "
+                f"export it as pt2 too, into the same folder, or name one with --explain-with"
+            )
+            return None
+        return self._add_other(artifact, report, twin)
+
+    def add_handler(self, text: str) -> EntryPoint | None:
+        """Pack the handler's file, unless it is built in."""
+        entry_point = self.attempt(lambda: parse_handler(text))
+        if entry_point and entry_point.file:
+            self.add_file(entry_point.file, "handler")
+        return entry_point
+
+    def add_examples(self, texts: Iterable[str]) -> tuple[Golden, ...]:
+        """Pack each example's request and expected answer, numbered from 0."""
+        golden = []
+        for i, text in enumerate(texts):
+            example = self.attempt(lambda text=text: parse_example(text))  # type: ignore[misc]
+            if example is None:
+                continue
+            request, expected = f"MAR-INF/golden/{i}.request", f"MAR-INF/golden/{i}.expected.json"
+            self.parts.append(Part(request, example.request, "golden request"))
+            golden.append(Golden(request, example.content_type, expected, TOLERANCE))
+            if example.expected is None:
+                self.unanswered.append(golden[-1])
+            else:
+                self.parts.append(Part(expected, example.expected, "golden answer"))
+        return tuple(golden)
+
+    def add_requirements(self, file: Path | None, wheels_dir: Path | None) -> Resolved:
+        """Pin the handler's requirements; pack them as given, as pinned, and their wheels."""
+        nothing = Resolved((), ())
+        if file is None:
+            if wheels_dir is not None:
+                self.problems.append("--wheels needs --requirements, which says what is wanted")
+            return nothing
+        resolved = self.attempt(lambda: resolve(file, wheels_dir)) or nothing
+        if file.is_file():
+            self.add_file(file, "requirements")
+        if resolved.pins:
+            self.parts.append(Part(LOCK_NAME, resolved.lock, "pinned requirements"))
+        for wheel, pin in zip(resolved.wheels, resolved.pins, strict=False):
+            name = f"{WHEELS_FOLDER}/{wheel.name}"
+            self.parts.append(Part(name, wheel, "wheel", pin.sha256, "pip chose"))
+        return resolved
+
+    def checked_parts(self) -> tuple[Part, ...]:
+        """Return the parts by name; note names that the reader would refuse."""
+        for part in self.parts:
+            if problem := file_name_problem(part.name):
+                self.problems.append(f"{part.role} {quoted(part.name)}: {problem}")
+        later = [golden.expected for golden in self.unanswered] + [SBOM_NAME, MANIFEST_NAME]
+        for problem in collisions([*(part.name for part in self.parts), *later]):
+            self.problems.append(f"{problem}: all files lie in one folder; rename one")
+        most = MAX_ENTRIES - len(later) - 1  # and a signature
+        if len(self.parts) > most:
+            self.problems.append(f"{len(self.parts)} files; an archive holds {most}")
+        return _sorted(self.parts)
+
+    def _sibling(self, artifact: Path) -> Path | None:
+        twin = artifact.with_name(f"{artifact.stem.removesuffix('.aoti')}.pt2")
+        has_report = twin.with_name(f"{twin.name}.report.json").exists()
+        return twin if twin != artifact and twin.exists() and has_report else None
+
+    def _add_other(self, artifact: Path, report: Report, twin: Path) -> Explain | None:
+        known = len(self.problems)
+        twin_report = self.attempt(lambda: read_report(twin))
+        self.add_file(twin, "twin", twin_report.artifact_sha256 if twin_report else None)
+        if twin_report is None:
+            if len(self.problems) == known:
+                self.problems.append(f"twin {twin} has no report; write it with `modelyard export`")
+            return None
+        self.add_file(twin_report.path, "twin's report")
+        if problem := _twin_problem(report, twin_report):
+            self.problems.append(f"{twin.name} cannot explain {artifact.name}: {problem}")
+        return Explain(twin.name, twin_report.path.name)
+
+
+def _sorted(parts: Iterable[Part]) -> tuple[Part, ...]:
+    return tuple(sorted(parts, key=lambda part: part.name))
+
+
+def _twin_problem(report: Report, twin: Report) -> str | None:
+    if twin.format not in DIFFERENTIABLE_FORMATS:
+        return f"{twin.format} gives no gradients; expected {' or '.join(DIFFERENTIABLE_FORMATS)}"
+    if twin.checkpoint_sha256 != report.checkpoint_sha256:
+        return (
+            f"their checkpoints differ (SHA-256 {twin.checkpoint_sha256[:12]}… and "
+            f"{report.checkpoint_sha256[:12]}…); export both from one checkpoint"
+        )
+    ours, theirs = _static(report.signature.inputs), _static(twin.signature.inputs)
+    if ours != theirs:
+        return f"it takes {theirs} instead of {ours}; export both with the same --input"
+    return None
+
+
+def _static(tensors: Iterable[Tensor]) -> str:
+    """Write dtypes and shapes without the names, in which two exports may differ."""
+    return ", ".join(
+        f"{tensor.dtype}[{','.join('*' if isinstance(n, str) else str(n) for n in tensor.shape)}]"
+        for tensor in tensors
+    )
+
+
+def _python_sources(parts: Iterable[Part]) -> Iterator[Source]:
+    for part in parts:
+        if part.name.endswith(".py") and isinstance(part.source, Path):
+            with contextlib.suppress(OSError):
+                yield Source(part.name, part.source.read_bytes())
+
+
+def created_on() -> str:
+    """Format SOURCE_DATE_EPOCH as TorchServe does; without it a fixed time, never the clock's.
+
+    Source: https://reproducible-builds.org/specs/source-date-epoch/
+    """
+    # 315532800 is 1980-01-01, where zip's own times begin.
+    text = os.environ.get("SOURCE_DATE_EPOCH", "315532800")
+    try:
+        return time.strftime("%d/%m/%Y %H:%M:%S", time.gmtime(int(text)))
+    except (ValueError, OverflowError, OSError) as error:
+        raise CannotArchive(
+            f"SOURCE_DATE_EPOCH is {quoted(text)}; expected seconds since 1970"
+        ) from error
+
+
+def _is_same(source: Path | bytes, file: Path) -> bool:
+    return isinstance(source, Path) and source.samefile(file)

@@ -1,0 +1,45 @@
+"""Run a planned archive before it is written: it loads, and its examples are answered as said."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from archiver.collect import Plan
+from archiver.errors import CannotArchive, DoesNotRun
+from archiver.replay import GoldenResult, replay
+
+
+def rehearse(plan: Plan, folder: Path) -> Mapping[str, bytes]:
+    """Load the plan's files, which lie in `folder`, as a worker does, and replay the examples.
+
+    Returns:
+        For examples without an expected answer: the golden answer's file → what was answered.
+
+    Raises:
+        CannotArchive: the archive does not load, or answers something else than expected; the
+            message is the worker's own.
+    """
+    summary = f"cannot archive {plan.manifest.model_name}, its dry run failed"
+    try:
+        outcome = replay(folder, plan.manifest, record=plan.unanswered)
+    except DoesNotRun as error:
+        raise CannotArchive(summary, error.problems) from error
+    problems = [_problem(plan, result) for result in outcome.golden if result.difference]
+    if problems:
+        raise CannotArchive(summary, problems)
+    return {
+        result.golden.expected: _expected(result.answer)
+        for result in outcome.golden
+        if result.golden in plan.unanswered
+    }
+
+
+def _problem(plan: Plan, result: GoldenResult) -> str:
+    """Name the example by its file, which the author knows."""
+    (request,) = (part for part in plan.parts if part.name == result.golden.request)
+    return f"example {request.label}: {result.difference}"
+
+
+def _expected(answer: Any) -> bytes:
+    return (json.dumps({"answer": answer}, indent=2) + "\n").encode()

@@ -1,0 +1,78 @@
+"""The archiver's errors.
+
+ArchiveError
+├── BadName          a model name or version breaks the one rule for names
+├── CannotArchive    the given files cannot become an archive
+├── ArchiveExists    the archive is there already and may not be replaced
+├── ArchiveNotFound  there is no archive at the given path
+├── BadManifest      MAR-INF/MANIFEST.json cannot be read as a manifest
+├── RefusedArchive   the archive is damaged, was changed, or is unsafe to unpack
+├── BadSignature     the archive is not signed by a key that is trusted, or a key cannot be used
+├── DoesNotRun       a worker could not load the archive; the message is the worker's own
+└── Differs          the archive does not answer here as it did where it was made
+"""
+
+from collections.abc import Sequence
+
+SHOWN_PROBLEMS = 20
+
+
+class ArchiveError(Exception):
+    """Base of the room's errors: a summary, and every problem that was found.
+
+    Attributes:
+        problems: one sentence each, never empty; the message shows the first 20.
+    """
+
+    def __init__(self, summary: str, problems: Sequence[str] = ()) -> None:
+        self.problems = tuple(problems) or (summary,)
+        super().__init__(_message(summary, problems))
+
+
+class BadName(ArchiveError):
+    """Raise when a model name or version breaks the rule of `archiver.names`."""
+
+
+class CannotArchive(ArchiveError):
+    """Raise when the files given to `write_archive` cannot become an archive."""
+
+
+class ArchiveExists(ArchiveError):
+    """Raise when the archive exists and replacing it was not allowed."""
+
+
+class ArchiveNotFound(ArchiveError):
+    """Raise when there is no file at the path of an archive."""
+
+
+class BadManifest(ArchiveError):
+    """Raise when a manifest is not JSON or has fields of the wrong type."""
+
+
+class RefusedArchive(ArchiveError):
+    """Raise when an archive is damaged, was changed, or is unsafe to unpack."""
+
+
+class BadSignature(ArchiveError):
+    """Raise when an archive is not signed by a trusted key, or a key file cannot be used."""
+
+
+class DoesNotRun(ArchiveError):
+    """Raise when an archive cannot be loaded the way a worker loads it."""
+
+
+class Differs(ArchiveError):
+    """Raise when golden requests or parity give something else than the archive states."""
+
+
+def _message(summary: str, problems: Sequence[str]) -> str:
+    if not problems:
+        return summary
+    if len(problems) == 1:
+        return f"{summary}: {problems[0]}"
+    lines = [f"{summary}: {len(problems)} problems"]
+    lines += [f"  - {problem}" for problem in problems[:SHOWN_PROBLEMS]]
+    hidden = len(problems) - SHOWN_PROBLEMS
+    if hidden > 0:
+        lines.append(f"  … and {hidden} more")
+    return "\n".join(lines)

@@ -1,0 +1,363 @@
+"""Manifest ↔ MAR-INF/MANIFEST.json: TorchServe's keys, and the seal under `modelyard`."""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from archiver.errors import BadManifest, BadName
+from archiver.names import (
+    MANIFEST_NAME,
+    check_name,
+    check_version,
+    file_name_problem,
+    quoted,
+)
+from archiver.strict_json import Fields, parse_json
+
+__all__ = [
+    "MANIFEST_NAME",
+    "Batching",
+    "Dim",
+    "Explain",
+    "Golden",
+    "Manifest",
+    "Seal",
+    "Signature",
+    "Tensor",
+    "check_name",
+    "check_version",
+    "format_manifest",
+    "parse_manifest",
+    "parse_signature",
+    "signature_to_json",
+]
+
+SCHEMA = 1
+MAX_MANIFEST_BYTES = 1024 * 1024
+# TorchServe logs a warning when these differ from what it knows; 0.12.0 is its last release.
+ARCHIVER_VERSION = "0.12.0"
+RUNTIMES = ("python", "python3", "LSP")
+
+PIN = re.compile(
+    r"(?P<name>[A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)"
+    r"==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*) --hash=sha256:(?P<sha256>[0-9a-f]{64})"
+)
+"""A pinned requirement, as pip's requirements files have it."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One input or output of an artifact."""
+
+    name: str
+    dtype: str
+    shape: tuple[int | str, ...]
+    """Sizes; a string names a dynamic dimension."""
+
+
+@dataclass(frozen=True)
+class Dim:
+    """The sizes of a dynamic dimension that were compared with the checkpoint."""
+
+    min: int
+    max: int
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Whether requests may share a call, as the export found it."""
+
+    batchable: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Signature:
+    """An artifact's inputs and outputs, as its report states them."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    dims: Mapping[str, Dim]
+    batching: Batching | None = None
+    """None in reports of versions that did not look."""
+
+
+@dataclass(frozen=True)
+class Explain:
+    """The differentiable artifact that explanations are computed with."""
+
+    artifact: str
+    report: str
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A real request and the answer that a worker must give before it is ready."""
+
+    request: str
+    content_type: str
+    expected: str
+    """A JSON file: {"label": "7"} or {"answer": …}."""
+    tolerance: float
+    """Largest absolute difference allowed for each number of the answer."""
+
+
+@dataclass(frozen=True)
+class Seal:
+    """What `modelyard archive` adds to TorchServe's keys."""
+
+    digests: Mapping[str, str]
+    """SHA-256 in lower-case hex of every file but the manifest."""
+    report: str | None = None
+    signature: Signature | None = None
+    explain: Explain | None = None
+    golden: tuple[Golden, ...] = ()
+    requirements: tuple[str, ...] = ()
+    """What the handler imports beside the archive, pinned: `NAME==VERSION --hash=sha256:…`."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The archive's description of itself; absent keys of TorchServe's part are None."""
+
+    model_name: str | None
+    model_version: str = "1.0"
+    handler: str | None = None
+    serialized_file: str | None = None
+    model_file: str | None = None
+    requirements_file: str | None = None
+    config_file: str | None = None
+    runtime: str = "python"
+    created_on: str | None = None
+    archiver_version: str | None = None
+    modelyard: Seal | None = None
+    """None in archives of TorchServe's own archiver."""
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """Read a manifest: TorchServe's keys as TorchServe does, `modelyard` strictly.
+
+    Raises:
+        BadManifest: not JSON, or fields are wrong; each problem names its field.
+    """
+    try:
+        document = parse_json(data, MAX_MANIFEST_BYTES)
+    except ValueError as error:
+        raise BadManifest(f"{MANIFEST_NAME} cannot be read", [str(error)]) from error
+    problems: list[str] = []
+    manifest = _manifest(Fields(document, "", problems))
+    if problems:
+        raise BadManifest(f"{MANIFEST_NAME} is wrong", problems)
+    return manifest
+
+
+def format_manifest(manifest: Manifest) -> bytes:
+    """Write a manifest: TorchServe's keys in TorchServe's order, 2-space indent, UTF-8."""
+    model = {
+        "modelName": manifest.model_name,
+        "serializedFile": manifest.serialized_file,
+        "handler": manifest.handler,
+        "modelFile": manifest.model_file,
+        "modelVersion": manifest.model_version,
+        "requirementsFile": manifest.requirements_file,
+        "configFile": manifest.config_file,
+    }
+    document: dict[str, Any] = {
+        "createdOn": manifest.created_on,
+        "runtime": manifest.runtime,
+        "model": {key: value for key, value in model.items() if value is not None},
+        "archiverVersion": manifest.archiver_version,
+        "modelyard": _seal_to_json(manifest.modelyard),
+    }
+    document = {key: value for key, value in document.items() if value is not None}
+    return (json.dumps(document, indent=2) + "\n").encode()
+
+
+def parse_signature(fields: Fields) -> Signature:
+    """Read a signature as reports and manifests hold it."""
+    dims = fields.object("dims")
+    signature = Signature(
+        inputs=tuple(_tensor(item) for item in fields.objects("inputs")),
+        outputs=tuple(_tensor(item) for item in fields.objects("outputs")),
+        dims={name: _dim(dims.object(name)) for name in dims.values},
+        batching=_optional(fields, "batching", _batching),
+    )
+    named = {size for tensor in signature.inputs for size in tensor.shape if isinstance(size, str)}
+    for name in sorted(named - set(signature.dims)):
+        fields.problems.append(f"{dims.at(name)}: an input names it, its range is missing")
+    return signature
+
+
+def _manifest(fields: Fields) -> Manifest:
+    model = fields.object("model")
+    runtime = fields.text("runtime")
+    if runtime and runtime not in RUNTIMES:
+        fields.wrong("runtime", f"one of {', '.join(RUNTIMES)}", runtime)
+    return Manifest(
+        model_name=_checked(model, "modelName", check_name),
+        model_version=_version(model),
+        handler=_handler(model),
+        serialized_file=_file(model, "serializedFile"),
+        model_file=_file(model, "modelFile"),
+        requirements_file=_file(model, "requirementsFile"),
+        config_file=_file(model, "configFile"),
+        runtime=runtime,
+        created_on=fields.text_or_none("createdOn"),
+        archiver_version=fields.text_or_none("archiverVersion"),
+        modelyard=_seal(fields.object("modelyard")) if "modelyard" in fields.values else None,
+    )
+
+
+def _checked(fields: Fields, key: str, check: Callable[[str], None]) -> str | None:
+    value = fields.text_or_none(key)
+    if value:
+        try:
+            check(value)
+        except BadName as error:
+            fields.problems.append(f"{fields.at(key)}: {error}")
+    return value
+
+
+def _version(fields: Fields) -> str:
+    """Read the version as TorchServe does: absent means 1.0, empty is refused."""
+    if fields.values.get("modelVersion") == "":
+        return fields.text("modelVersion")
+    return _checked(fields, "modelVersion", check_version) or "1.0"
+
+
+def _handler(fields: Fields) -> str | None:
+    """Read `name`, `file.py` or `file.py:Class`; a path must stay inside the archive."""
+    value = fields.text_or_none("handler")
+    if value and (problem := file_name_problem(value.partition(":")[0])):
+        fields.problems.append(f"{fields.at('handler')}: {quoted(value)}: {problem}")
+    return value
+
+
+def _file(fields: Fields, key: str) -> str | None:
+    value = fields.text_or_none(key)
+    if value and (problem := file_name_problem(value)):
+        fields.problems.append(f"{fields.at(key)}: {quoted(value)}: {problem}")
+    return value
+
+
+def _seal(fields: Fields) -> Seal:
+    schema = fields.integer("schema")
+    if schema != SCHEMA and "schema" in fields.values:
+        fields.problems.append(
+            f"{fields.at('schema')}: this version reads {SCHEMA}, found {schema}; "
+            "update modelyard or write the archive again"
+        )
+        return Seal(digests={})
+    seal = Seal(
+        digests=_digests(fields.object("digests")),
+        report=_file(fields, "report"),
+        signature=_optional(fields, "signature", parse_signature),
+        explain=_optional(fields, "explain", _explain),
+        golden=tuple(_golden(item) for item in fields.objects("golden")),
+        requirements=_requirements(fields),
+    )
+    _check_references(fields, seal)
+    return seal
+
+
+def _digests(fields: Fields) -> Mapping[str, str]:
+    for name in fields.values:
+        digest = fields.text(name)
+        if digest and not _SHA256.fullmatch(digest):
+            fields.wrong(name, "64 lower-case hexadecimal digits", digest)
+    return dict(fields.values)
+
+
+def _check_references(fields: Fields, seal: Seal) -> None:
+    """Refuse a seal that names files which it holds no digest of."""
+    named = [("report", seal.report)]
+    if seal.explain:
+        named += [("explain.artifact", seal.explain.artifact)]
+        named += [("explain.report", seal.explain.report)]
+    for i, golden in enumerate(seal.golden):
+        named += [(f"golden[{i}].request", golden.request)]
+        named += [(f"golden[{i}].expected", golden.expected)]
+    fields.problems.extend(
+        f"{fields.path}.{field}: {quoted(name)} has no digest in {fields.at('digests')}"
+        for field, name in named
+        if name and name not in seal.digests
+    )
+
+
+def _optional(fields: Fields, key: str, read: Callable[[Fields], Any]) -> Any:
+    return None if fields.values.get(key) is None else read(fields.object(key))
+
+
+def _explain(fields: Fields) -> Explain:
+    return Explain(fields.text("artifact"), fields.text("report"))
+
+
+def _golden(fields: Fields) -> Golden:
+    tolerance = fields.number("tolerance")
+    if tolerance < 0:
+        fields.wrong("tolerance", "a number of at least 0", tolerance)
+    return Golden(
+        fields.text("request"), fields.text("content_type"), fields.text("expected"), tolerance
+    )
+
+
+def _requirements(fields: Fields) -> tuple[str, ...]:
+    items = fields.items("requirements")
+    for i, item in enumerate(items):
+        if not isinstance(item, str) or not PIN.fullmatch(item):
+            fields.wrong(f"requirements[{i}]", "NAME==VERSION --hash=sha256:DIGEST", item)
+    return tuple(items)
+
+
+def _tensor(fields: Fields) -> Tensor:
+    shape = fields.items("shape")
+    for i, size in enumerate(shape):
+        is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
+        if not is_size and not (isinstance(size, str) and size):
+            fields.wrong(f"shape[{i}]", "a size of at least 0 or a dimension's name", size)
+    return Tensor(fields.text("name"), fields.text("dtype"), tuple(shape))
+
+
+def _dim(fields: Fields) -> Dim:
+    dim = Dim(fields.integer("min"), fields.integer("max"))
+    if not 0 <= dim.min <= dim.max:
+        fields.problems.append(
+            f"{fields.path}: expected 0 <= min <= max, found {dim.min} and {dim.max}"
+        )
+    return dim
+
+
+def _batching(fields: Fields) -> Batching:
+    return Batching(fields.boolean("batchable"), fields.text("reason"))
+
+
+def _seal_to_json(seal: Seal | None) -> dict[str, Any] | None:
+    if seal is None:
+        return None
+    return {
+        "schema": SCHEMA,
+        "digests": dict(seal.digests),
+        "report": seal.report,
+        "signature": signature_to_json(seal.signature),
+        "explain": vars(seal.explain) if seal.explain else None,
+        "golden": [vars(golden) for golden in seal.golden],
+        "requirements": list(seal.requirements),
+    }
+
+
+def signature_to_json(signature: Signature | None) -> dict[str, Any] | None:
+    """Write a signature as reports and manifests hold it."""
+    if signature is None:
+        return None
+    document: dict[str, Any] = {
+        "inputs": [vars(tensor) for tensor in signature.inputs],
+        "outputs": [vars(tensor) for tensor in signature.outputs],
+        "dims": {name: vars(dim) for name, dim in signature.dims.items()},
+    }
+    if signature.batching:
+        document["batching"] = vars(signature.batching)
+    return document

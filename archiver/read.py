@@ -1,0 +1,272 @@
+"""Open → verify → unpack safely.
+
+Everything is checked before `open_archive` returns, all problems are raised as one error, and
+nothing is written before. Every check and every later read goes through one open file or folder,
+so an archive that is replaced on disk meanwhile is not mixed in; what is unpacked is compared once
+more with what was checked.
+"""
+
+import hashlib
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+from archiver.container import Damaged, Member, Reader
+from archiver.digest import Digest
+from archiver.errors import ArchiveError, BadManifest, RefusedArchive
+from archiver.folder import FolderReader
+from archiver.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Seal, parse_manifest
+from archiver.names import SIGNATURE_NAME, quoted
+from archiver.tar_reader import GZIP_MAGIC, TarReader
+from archiver.zip_reader import ZipReader
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes to do."""
+
+
+@dataclass(frozen=True)
+class ArchivedFile:
+    """One file of an archive that passed every check."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+
+
+class Archive:
+    """An archive whose every name, size and digest has been checked; close it after use.
+
+    Attributes:
+        path: the file it was opened from.
+        manifest: its manifest.
+        files: its files, the manifest included, in the archive's order.
+        digest: one SHA-256 that names the whole content: of the manifest when the manifest holds
+            the other files' digests, else of the sorted lines `sha256  name` of all files. The
+            same content has the same digest as a zip, as a tar and as a folder.
+    """
+
+    def __init__(
+        self, path: Path, reader: Reader, manifest: Manifest, files: dict[str, ArchivedFile]
+    ) -> None:
+        self.path = path
+        self.manifest = manifest
+        self.files = tuple(files.values())
+        self.digest = _archive_digest(manifest, files)
+        self._reader = reader
+        self._files = files
+        self._members: dict[str, Member] = {member.name: member for member in reader.members}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """List the files' names."""
+        return tuple(self._files)
+
+    def read(self, name: str) -> bytes:
+        """Return one file's content.
+
+        Raises:
+            KeyError: the archive has no such file.
+            RefusedArchive: the archive was changed after it was opened.
+        """
+        return b"".join(self._checked_chunks(self._files[name]))
+
+    def unpack(self, folder: Path) -> None:
+        """Write all files under `folder`, which must be absent or empty; on failure nothing stays.
+
+        Raises:
+            RefusedArchive: the archive was changed after it was opened.
+            ArchiveError: the folder holds something, or cannot be written.
+        """
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise ArchiveError(f"{folder} is not an empty folder; unpack into a new one")
+        staging = folder.parent / f".{folder.name}.{secrets.token_hex(8)}"
+        try:
+            staging.mkdir(parents=True)
+            for name in self._members:
+                self._unpack_one(name, staging)
+            if folder.exists():
+                staging.chmod(stat.S_IMODE(folder.stat().st_mode))
+            staging.replace(folder)
+        except OSError as error:
+            raise ArchiveError(f"cannot unpack {self.path.name}: {error.strerror}") from error
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def close(self) -> None:
+        """Close the file; reading and unpacking end here."""
+        self._reader.close()
+
+    def __enter__(self) -> "Archive":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _unpack_one(self, name: str, staging: Path) -> None:
+        target = staging / name
+        if name.endswith("/"):
+            target.mkdir(parents=True, exist_ok=True)
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with target.open("xb") as file:
+            for chunk in self._checked_chunks(self._files[name]):
+                file.write(chunk)
+
+    def _checked_chunks(self, expected: ArchivedFile) -> Iterator[bytes]:
+        """Yield a file's content; raise at its end when it is not what was checked."""
+        with Digest() as digest:
+            try:
+                for chunk in self._reader.chunks(self._members[expected.name]):
+                    digest.update(chunk)
+                    yield chunk
+            except Damaged as error:
+                raise self._changed(expected.name) from error
+            if digest.hexdigest() != expected.sha256:
+                raise self._changed(expected.name)
+
+    def _changed(self, name: str) -> RefusedArchive:
+        return RefusedArchive(f"{self.path.name}: {name} was changed after the archive was opened")
+
+
+def open_archive(path: Path | str, *, progress: Progress | None = None) -> Archive:
+    """Open an archive and check every name, size and digest in it.
+
+    Archives of TorchServe's archiver hold no digests; their structure, names and checksums are
+    checked.
+
+    Raises:
+        ArchiveNotFound: there is no file at `path`.
+        RefusedArchive: the archive is damaged, was changed or is unsafe; holds all problems.
+    """
+    path = Path(path)
+    reader = _open(path)
+    try:
+        return _verify(path, reader, progress or (lambda done, total: None))
+    except BaseException:
+        reader.close()
+        raise
+
+
+def _open(path: Path) -> Reader:
+    """Choose the reader: a folder is one, `.mar` is a zip, and a gzip stream holds a tar."""
+    if path.is_dir():
+        return FolderReader(path)
+    if path.suffix != ".mar" and path.is_file():
+        with path.open("rb") as file:
+            if file.read(len(GZIP_MAGIC)) == GZIP_MAGIC:
+                return TarReader(path)
+    return ZipReader(path)
+
+
+def _verify(path: Path, reader: Reader, progress: Progress) -> Archive:
+    problems = reader.check()
+    if not reader.is_readable:
+        raise RefusedArchive(f"{path.name} is refused", problems)
+    manifest, manifest_problems = _read_manifest(reader)
+    files, damages = _hash_files(reader, progress)
+    problems += manifest_problems
+    if manifest is not None and manifest.modelyard is not None:
+        changed = _changed_files(manifest.modelyard.digests, files)
+        problems += changed.values()
+        problems += _seal_problems(manifest, manifest.modelyard, reader)
+        damages = {name: damage for name, damage in damages.items() if name not in changed}
+    problems += [f"{quoted(name)}: {damage}" for name, damage in damages.items()]
+    if problems or manifest is None:
+        raise RefusedArchive(f"{path.name} is refused", problems)
+    return Archive(path, reader, manifest, files)
+
+
+def _read_manifest(reader: Reader) -> tuple[Manifest | None, list[str]]:
+    member = next((member for member in reader.members if member.name == MANIFEST_NAME), None)
+    if member is None:
+        return None, [f"{MANIFEST_NAME} is missing: this {reader.kind} is no model archive"]
+    size = member.size_bytes
+    if size > MAX_MANIFEST_BYTES:
+        return None, [f"{MANIFEST_NAME} has {size} bytes; at most {MAX_MANIFEST_BYTES} are read"]
+    try:
+        return parse_manifest(b"".join(reader.chunks(member))), []
+    except BadManifest as error:
+        return None, [f"{MANIFEST_NAME}: {problem}" for problem in error.problems]
+    except Damaged:
+        return None, []  # named among the damaged files
+
+
+def _hash_files(
+    reader: Reader, progress: Progress
+) -> tuple[dict[str, ArchivedFile], dict[str, str]]:
+    """Read everything once; return the files by name, and what is damaged in which."""
+    files, damages = {}, {}
+    total, done = sum(member.size_bytes for member in reader.members), 0
+    for member in (member for member in reader.members if not member.is_folder):
+        with Digest() as digest:
+            try:
+                for chunk in reader.chunks(member):
+                    digest.update(chunk)
+                    done += len(chunk)
+                    progress(done, total)
+            except Damaged as damage:
+                damages[member.name] = str(damage)
+            files[member.name] = ArchivedFile(member.name, member.size_bytes, digest.hexdigest())
+    return files, damages
+
+
+def _changed_files(digests: Mapping[str, str], files: Mapping[str, ArchivedFile]) -> dict[str, str]:
+    return {
+        name: (
+            f"{quoted(name)}: SHA-256 is {file.sha256[:12]}…, the manifest says "
+            f"{digests[name][:12]}…: the file is damaged or was changed"
+        )
+        for name, file in files.items()
+        if name in digests and file.sha256 != digests[name]
+    }
+
+
+def _seal_problems(manifest: Manifest, seal: Seal, reader: Reader) -> list[str]:
+    """Compare the files that are there with those that the manifest lists and names."""
+    there = {member.name for member in reader.members} - {MANIFEST_NAME, SIGNATURE_NAME}
+    there -= _parents([*seal.digests, MANIFEST_NAME])
+    listed = set(seal.digests)
+    problems = [f"{quoted(name)} is missing" for name in sorted(listed - there)]
+    problems += [
+        f"{quoted(name)} is not among the manifest's digests: it was added later"
+        for name in sorted(there - listed)
+    ]
+    handler = (manifest.handler or "").partition(":")[0]
+    named = {
+        "serializedFile": manifest.serialized_file,
+        "handler": handler if handler.endswith(".py") else None,
+        "modelFile": manifest.model_file,
+        "requirementsFile": manifest.requirements_file,
+        "configFile": manifest.config_file,
+    }
+    problems += [
+        f"{MANIFEST_NAME}: model.{key}: {quoted(name)} is not in the archive"
+        for key, name in named.items()
+        if name and name not in there | listed
+    ]
+    return problems
+
+
+def _parents(names: Iterable[str]) -> set[str]:
+    """Return the folders that files of these names lie in, each with a "/" at its end."""
+    return {
+        "/".join(parts[:end]) + "/"
+        for parts in (name.split("/") for name in names)
+        for end in range(1, len(parts))
+    }
+
+
+def _archive_digest(manifest: Manifest, files: Mapping[str, ArchivedFile]) -> str:
+    if manifest.modelyard is not None:
+        return files[MANIFEST_NAME].sha256
+    lines = sorted(f"{file.sha256}  {file.name}\n" for file in files.values())
+    return hashlib.sha256("".join(lines).encode()).hexdigest()

@@ -1,0 +1,202 @@
+"""Run an unpacked archive in a process of its own, loaded the way a worker loads it.
+
+The process is `serve.worker`, named and never imported here: the archiver itself runs no code of
+an archive and needs no torch.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from archiver.errors import ArchiveError, DoesNotRun
+from archiver.manifest import MANIFEST_NAME, Golden, Manifest, Signature, signature_to_json
+
+TIMEOUT_S = 600.0
+"""For loading the model and answering everything."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An artifact and the twin that was proven to agree with the same checkpoint."""
+
+    artifacts: tuple[tuple[str, str], tuple[str, str]]
+    """File and format of each."""
+    signature: Signature
+    tolerance: float
+    """Largest difference allowed between the two: the sum of what each was allowed."""
+
+
+@dataclass(frozen=True)
+class GoldenResult:
+    """One golden request, replayed."""
+
+    golden: Golden
+    answer: Any
+    """What the handler gave, as JSON holds it."""
+    difference: str | None
+    """How the answer differs from the expected one; None when it agrees."""
+
+
+@dataclass(frozen=True)
+class ParityResult:
+    """Artifact and twin, compared on this machine."""
+
+    pair: Pair
+    cases: int
+    outputs: dict[str, tuple[float | None, str]]
+    """Output → largest absolute difference (None: values that are not finite differ), and where."""
+    error: str | None = None
+    """Why they could not be compared."""
+
+    @property
+    def differences(self) -> list[str]:
+        """Say what is over the tolerance, one sentence each."""
+        if self.error is not None:
+            return [self.error]
+        return [
+            f'output "{name}": '
+            + ("infinite or missing values differ" if apart is None else f"max_abs {apart:.1e}")
+            + f" over tolerance {self.pair.tolerance:g} at {place}"
+            for name, (apart, place) in self.outputs.items()
+            if apart is None or apart > self.pair.tolerance
+        ]
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What came of running an archive."""
+
+    device: str
+    golden: tuple[GoldenResult, ...]
+    parity: ParityResult | None
+
+
+def replay(
+    folder: Path,
+    manifest: Manifest,
+    *,
+    record: Sequence[Golden] = (),
+    pair: Pair | None = None,
+    device: str = "auto",
+) -> Replay:
+    """Load the archive that is unpacked in `folder`, and answer its golden requests.
+
+    The archive's own code runs in the child process.
+
+    Args:
+        folder: with `MAR-INF/MANIFEST.json`, as a worker finds it.
+        manifest: that manifest.
+        record: golden requests without an expected answer yet; their results hold the answer.
+        pair: two artifacts to compare on seeded inputs.
+        device: auto, cpu, cuda or cuda:N.
+
+    Raises:
+        DoesNotRun: the archive does not load; the message is the worker's own.
+    """
+    golden = manifest.modelyard.golden if manifest.modelyard else ()
+    task = {
+        "load": _load_message(folder, manifest, device),
+        "proven_batch": _proven_batch(manifest),
+        "golden": [
+            asdict(each) | ({"expected": None} if each in record else {}) for each in golden
+        ],
+        "parity": _pair_to_json(pair),
+    }
+    result = _run_child(task)
+    if "error" in result:
+        raise DoesNotRun(result["error"])
+    return Replay(
+        device=result["device"],
+        golden=tuple(
+            GoldenResult(each, found["answer"], found["difference"])
+            for each, found in zip(golden, result["golden"], strict=True)
+        ),
+        parity=_parity_result(pair, result["parity"]) if pair else None,
+    )
+
+
+def _load_message(folder: Path, manifest: Manifest, device: str) -> dict[str, Any]:
+    """Say what the server says to a worker."""
+    if not manifest.handler:
+        raise DoesNotRun("the manifest names no handler")
+    return {
+        "name": manifest.model_name,
+        "folder": str(folder.absolute()),
+        "manifest": json.loads((folder / MANIFEST_NAME).read_bytes()),
+        "handler": manifest.handler,
+        "config_file": manifest.config_file,
+        "device": device,
+    }
+
+
+def _proven_batch(manifest: Manifest) -> int | None:
+    signature = manifest.modelyard.signature if manifest.modelyard else None
+    if signature is None or not signature.inputs or not signature.inputs[0].shape:
+        return None
+    batch = signature.inputs[0].shape[0]
+    return signature.dims[batch].max if isinstance(batch, str) else 1
+
+
+def _pair_to_json(pair: Pair | None) -> dict[str, Any] | None:
+    if pair is None:
+        return None
+    return {"artifacts": pair.artifacts, "signature": signature_to_json(pair.signature)}
+
+
+def _parity_result(pair: Pair, found: dict[str, Any]) -> ParityResult:
+    outputs = {
+        name: (output["max_abs"], output["at"]) for name, output in found.get("outputs", {}).items()
+    }
+    return ParityResult(pair, found.get("cases", 0), outputs, found.get("error"))
+
+
+def _run_child(task: dict[str, Any]) -> dict[str, Any]:
+    """Start a worker's process on the task and read what it leaves."""
+    with tempfile.TemporaryDirectory(prefix="modelyard-") as name:
+        exchange = Path(name)
+        (exchange / "task.json").write_text(json.dumps(task), encoding="utf-8")
+        # -P keeps files of the working folder from being imported.
+        command = [sys.executable, "-P", "-m", "serve.worker", "--check", name]
+        with (exchange / "log").open("wb") as log:
+            code = _run(command, log.fileno())
+        try:
+            result: dict[str, Any] = json.loads((exchange / "result.json").read_bytes())
+        except (OSError, ValueError) as error:
+            raise DoesNotRun(
+                f"the process that runs the archive {code} and left no result: "
+                f"{_last_line(exchange / 'log')}"
+            ) from error
+        return result
+
+
+def _run(command: Sequence[str], log: int) -> str:
+    """Run a command in a session of its own; say how it ended. Nothing of it stays behind."""
+    process = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+    )
+    try:
+        code = process.wait(TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return f"did not end within {TIMEOUT_S:g} s"
+    except OSError as error:
+        raise ArchiveError(f"cannot run the archive: {error}") from error
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return f"ended with signal {-code}" if code < 0 else f"ended with code {code}"
+
+
+def _last_line(log: Path) -> str:
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 4000))
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "it said nothing")

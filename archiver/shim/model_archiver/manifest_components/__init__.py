@@ -1,0 +1,1 @@
+"""TorchServe's name for the manifest's parts."""

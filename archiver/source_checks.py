@@ -1,0 +1,160 @@
+"""Warn of what an author's code does that goes wrong elsewhere: found in the source, never run."""
+
+import ast
+import importlib.metadata
+import re
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+from archiver.names import quoted
+from archiver.requirements import Pin, normalised, own_distributions
+
+# Names on a worker's path before the archive's own folder; `ts` is what old handlers import.
+OUR_MODULES = ("archiver", "exporter", "handlers", "modelyard", "serve", "ts")
+
+# At least two parts, as /home/me; a route or a separator has fewer, most of the time.
+_ABSOLUTE = re.compile(r"(/(?!dev/|proc/|sys/)[\w.@+-]+(/[\w.@+ -]+)+/?|[A-Za-z]:[\\/][\w. -]+.*)")
+
+
+@dataclass(frozen=True)
+class Source:
+    """One Python file of an archive."""
+
+    name: str
+    code: bytes
+
+
+def source_warnings(
+    names: Collection[str], sources: Iterable[Source], pins: Collection[Pin]
+) -> list[str]:
+    """Return one sentence per thing that is likely to fail in a worker.
+
+    Args:
+        names: of all files of the archive.
+        sources: the Python files among them.
+        pins: the packages that the archive's requirements pin.
+    """
+    packages = _import_names(pins)
+    warnings = [*_shadows(names, packages)]
+    known = {*_modules(names), *OUR_MODULES, *sys.stdlib_module_names, *packages}
+    for source in sources:
+        try:
+            tree = ast.parse(source.code, filename=source.name)
+        except (SyntaxError, ValueError, RecursionError):
+            continue  # a file for another Python, or a template; the handler itself was parsed
+        warnings += _unknown_imports(source.name, tree, known)
+        warnings += _absolute_paths(source.name, tree)
+    return warnings
+
+
+def _modules(names: Iterable[str]) -> set[str]:
+    """Return the names by which the archive's own files are imported."""
+    return {
+        name.partition("/")[0] if "/" in name else name.partition(".")[0]
+        for name in names
+        if name.endswith((".py", ".so", ".pyd"))
+    }
+
+
+def _shadows(names: Iterable[str], packages: Mapping[str, str]) -> Iterator[str]:
+    """Warn of modules that other code would find instead of the one it asks for."""
+    for name in names:
+        module, dot, suffix = name.partition(".")
+        if not dot or suffix != "py":
+            continue
+        if module in OUR_MODULES:
+            yield (
+                f"{name} has the name of a module of modelyard; in the worker, your own "
+                f"`import {module}` finds your file"
+            )
+        elif module in sys.stdlib_module_names:
+            yield (
+                f"{name} hides the standard library's {module} from every library that the "
+                "worker imports later; rename it"
+            )
+        elif module in packages:
+            yield (
+                f"{name} hides the required package {packages[module]}: `import {module}` finds "
+                "your file; rename it"
+            )
+
+
+def _import_names(pins: Iterable[Pin]) -> dict[str, str]:
+    """Return what the pinned packages are imported as → package.
+
+    A package says so where it is installed; of the others, the package's own name is taken.
+    """
+    names = {pin.name.replace("-", "_"): pin.name for pin in pins}
+    required = {pin.name for pin in pins}
+    for module, distributions in importlib.metadata.packages_distributions().items():
+        for distribution in map(normalised, distributions):
+            if distribution in required:
+                names[module] = distribution
+    return names
+
+
+def _unknown_imports(name: str, tree: ast.Module, known: Collection[str]) -> Iterator[str]:
+    unknown: dict[str, int] = {}
+    for module, line in _imports(tree.body):
+        if module not in known:
+            unknown.setdefault(module, line)
+    if not unknown:
+        return
+    provided = _provided_by_modelyard()
+    for module, line in unknown.items():
+        if module not in provided:
+            yield (
+                f"{name}:{line} imports {module}, which is neither in the archive nor in every "
+                "server: add its file with --extra-files, or its package with --requirements"
+            )
+
+
+def _imports(body: Iterable[ast.stmt]) -> Iterator[tuple[str, int]]:
+    """Yield the top-level names that must be importable, and their lines.
+
+    Left out is what code itself expects to be missing: imports in `try`, and for type checkers.
+    """
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if not node.level and node.module:
+                yield node.module.partition(".")[0], node.lineno
+        elif isinstance(node, ast.If):
+            if "TYPE_CHECKING" not in ast.dump(node.test):
+                yield from _imports(node.body)
+            yield from _imports(node.orelse)
+        elif not isinstance(node, ast.Try):
+            for field in ("body", "orelse", "finalbody"):
+                yield from _imports(getattr(node, field, ()))
+
+
+def _provided_by_modelyard() -> set[str]:
+    """Return what every server can import because Modelyard needs it."""
+    own = own_distributions()
+    return {
+        module
+        for module, distributions in importlib.metadata.packages_distributions().items()
+        if any(normalised(distribution) in own for distribution in distributions)
+    }
+
+
+def _absolute_paths(name: str, tree: ast.Module) -> Iterator[str]:
+    described = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in described
+            and _ABSOLUTE.fullmatch(node.value)
+        ):
+            yield (
+                f"{name}:{node.lineno} names the path {quoted(node.value)}, which other machines "
+                "may not have; pack the file, and open it by its name: the archive is the "
+                "worker's working folder"
+            )

@@ -1,0 +1,1 @@
+"""`torch-model-archiver`: TorchServe's archiver, with its flags, messages and archives."""

@@ -1,0 +1,222 @@
+"""TorchServe's arguments → a plan, written as TorchServe's readers expect it.
+
+The archive has TorchServe's keys only: no digests, no golden requests. Facts: `docs/archive.md`.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from archiver.collect import Part, Plan, created_on
+from archiver.container import SUFFIXES
+from archiver.errors import ArchiveExists, BadName, CannotArchive
+from archiver.manifest import ARCHIVER_VERSION, Manifest
+from archiver.names import MANIFEST_NAME, check_name, check_version, collisions, file_name_problem
+from archiver.names import quoted as quote
+from archiver.torchserve.extra_files import expand_extra_files
+from archiver.write import write_plan
+from archiver.zip_directory import MAX_ENTRIES
+
+# What `--archive-format` says → how we call it.
+FORMATS = {
+    "default": "zip-deflate",
+    "tgz": "tgz",
+    "no-archive": "no-archive",
+    "zip-store": "zip-store",
+}
+
+BUILTIN_HANDLERS = (
+    "base_handler",
+    "text_classifier",
+    "image_classifier",
+    "object_detector",
+    "image_segmenter",
+    "dali_image_classifier",
+    "vllm_handler",
+    "trt_llm_handler",
+)
+# Built into TorchServe's C++ backend (runtime LSP).
+_LSP_HANDLERS = ("BaseHandler", "TorchScriptHandler")
+
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_\-.]*$")
+
+Warn = Callable[[str], None]
+"""Called with one line for the user."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The command's arguments, under its names."""
+
+    model_name: str
+    version: str
+    handler: str
+    serialized_file: str | None = None
+    model_file: str | None = None
+    extra_files: str | None = None
+    keep_tree: bool = False
+    runtime: str = "python"
+    export_path: str = "."
+    archive_format: str = "default"
+    force: bool = False
+    requirements_file: str | None = None
+    config_file: str | None = None
+    check: bool = False
+
+
+def archive_for_torchserve(wanted: Wanted, warn: Warn) -> Path:
+    """Write the archive, whole or not at all; return its path.
+
+    Raises:
+        FileNotFoundError: a file is not there.
+        ArchiveError: a name breaks the rule, the archive exists, or files do not fit together.
+    """
+    check_model_name(wanted.model_name)
+    check_version(wanted.version)
+    folder = _export_folder(wanted.export_path, warn)
+    archive_format = FORMATS[wanted.archive_format]
+    _check_target(folder / f"{wanted.model_name}{SUFFIXES[archive_format]}", wanted.force, warn)
+    plan = plan_for_torchserve(wanted, warn)
+    packed = write_plan(
+        plan,
+        folder,
+        archive_format=archive_format,
+        dry_run=wanted.check,
+        force=wanted.force,
+    )
+    return packed.path
+
+
+def check_model_name(name: str) -> None:
+    """Refuse a name as TorchServe does, and one that is too long for the rule used everywhere.
+
+    Raises:
+        BadName: the name breaks the rule.
+    """
+    if not _NAME.match(name):
+        raise BadName(
+            "Model name contains special characters.\n"
+            f"The allowed regular expression filter for model name is: {_NAME.pattern}"
+        )
+    check_name(name)
+
+
+def plan_for_torchserve(wanted: Wanted, warn: Warn) -> Plan:
+    """Find the files that are to be packed.
+
+    Raises:
+        FileNotFoundError: one of them is not there.
+        CannotArchive: their names cannot be unpacked everywhere.
+    """
+    handler = _handler_file(wanted.handler, wanted.runtime)
+    given = [
+        (handler, "handler"),
+        (wanted.model_file and Path(wanted.model_file), "model file"),
+        (wanted.serialized_file and Path(wanted.serialized_file), "weights"),
+    ]
+    parts = [_part(file, role) for file, role in given if file]
+    parts += expand_extra_files(wanted.extra_files or "", wanted.keep_tree, warn)
+    for file, role in (
+        (wanted.requirements_file, "requirements"),
+        (wanted.config_file, "configuration"),
+    ):
+        if file:
+            parts.append(_part(Path(file), role))
+    return Plan(_manifest(wanted), _checked(parts, warn))
+
+
+def _export_folder(export_path: str, warn: Warn) -> Path:
+    folder = Path(export_path)
+    if folder.is_file():
+        raise CannotArchive(
+            f"Given export-path {export_path} is not a directory. "
+            "Point to a valid export-path directory."
+        )
+    if not folder.exists():
+        warn(f"Given export-path {export_path} does not exist; it is created.")
+    return folder
+
+
+def _check_target(target: Path, force: bool, warn: Warn) -> None:
+    if not target.exists():
+        return
+    if not force:
+        raise ArchiveExists(
+            f"{target} already exists.\n"
+            "Please specify --force/-f option to overwrite the model archive output file.\n"
+            "See -h/--help for more details."
+        )
+    warn(f"Overwriting {target} ...")
+
+
+def _handler_file(handler: str, runtime: str) -> Path | None:
+    """Return the file of a handler: `path.py`, `path`, either with `:function`, or none."""
+    builtin = _LSP_HANDLERS if runtime == "LSP" else BUILTIN_HANDLERS
+    if handler in builtin:
+        return None
+    path = handler.rpartition(":")[0] or handler
+    suffix = ".so" if runtime == "LSP" else ".py"
+    is_complete = Path(path).suffix in ((".so", ".dylib") if runtime == "LSP" else (".py",))
+    return Path(path if is_complete else path + suffix)
+
+
+def _part(file: Path, role: str) -> Part:
+    if not file.is_file():
+        raise FileNotFoundError(f"[Errno 2] No such file or directory: '{file}'")
+    return Part(file.name, file, role)
+
+
+def _checked(parts: list[Part], warn: Warn) -> tuple[Part, ...]:
+    """Keep the last file of each name, as TorchServe does, and say so; check the names."""
+    kept: dict[str, Part] = {}
+    for part in parts:
+        before = kept.get(part.name)
+        if before is not None and not _is_same(before, part):
+            warn(f"{part.label} is packed as {part.name}, in place of {before.label}")
+        kept[part.name] = part
+    problems = [
+        f"{part.label}: {problem}" for part in kept.values() if (problem := _problem(part.name))
+    ]
+    problems += collisions([*kept, MANIFEST_NAME])
+    if len(kept) >= MAX_ENTRIES:
+        problems.append(f"{len(kept)} files; an archive holds {MAX_ENTRIES - 1}")
+    if problems:
+        raise CannotArchive("these files cannot be packed", problems)
+    return tuple(kept[name] for name in sorted(kept))
+
+
+def _problem(name: str) -> str | None:
+    if name.partition("/")[0].lower() == "mar-inf":
+        return f"{quote(name)}: MAR-INF is where the archive's own files lie"
+    return file_name_problem(name)
+
+
+def _is_same(one: Part, other: Part) -> bool:
+    assert isinstance(one.source, Path) and isinstance(other.source, Path)
+    return one.source.samefile(other.source)
+
+
+def _manifest(wanted: Wanted) -> Manifest:
+    return Manifest(
+        model_name=wanted.model_name,
+        model_version=wanted.version,
+        handler=_recorded_handler(wanted.handler),
+        serialized_file=_name(wanted.serialized_file),
+        model_file=_name(wanted.model_file),
+        requirements_file=_name(wanted.requirements_file),
+        config_file=_name(wanted.config_file),
+        runtime=wanted.runtime,
+        created_on=created_on(),
+        archiver_version=ARCHIVER_VERSION,
+    )
+
+
+def _recorded_handler(handler: str) -> str:
+    """Return the handler's base name as given; `file.py:function` as TorchServe reads it."""
+    path, colon, function = handler.rpartition(":")
+    return f"{Path(path).name.removesuffix('.py')}:{function}" if colon else Path(handler).name
+
+
+def _name(file: str | None) -> str | None:
+    return Path(file).name if file else None

@@ -1,0 +1,126 @@
+"""Check an archive on this machine: its signature, its golden requests, its parity."""
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from archiver.errors import ArchiveError, DoesNotRun
+from archiver.manifest import Seal
+from archiver.names import SIGNATURE_NAME
+from archiver.read import Archive
+from archiver.replay import Pair, ParityResult, Replay, replay
+from archiver.report import Report, parse_report
+from archiver.signature import check_signature
+
+if TYPE_CHECKING:
+    from archiver.signature import PublicKey
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was compared."""
+
+    subject: str
+    """`digests`, `signature`, `loading`, `golden 0`, `parity`."""
+    result: str
+    """What was seen, in a few words."""
+    problem: str | None = None
+    """What differs; None when nothing does."""
+
+
+def verify_archive(
+    archive: Archive,
+    *,
+    keys: "Mapping[str, PublicKey] | None" = None,
+    run: bool = True,
+    device: str = "auto",
+) -> list[Check]:
+    """Compare what an open archive states with what it does here.
+
+    Args:
+        archive: opened, so its names, sizes and digests agree already.
+        keys: public keys by id, one of which must have signed it; checked before anything runs.
+        run: whether to load it and run its code, as a worker does.
+        device: where it runs: auto, cpu, cuda or cuda:N.
+
+    Raises:
+        BadSignature: none of the keys signed it.
+    """
+    seal = archive.manifest.modelyard
+    if seal is None:
+        checks = [Check("digests", "none to compare with: not written by `modelyard archive`")]
+    else:
+        checks = [Check("digests", f"all {len(seal.digests)} agree with the manifest")]
+    if keys is not None:
+        checks.append(Check("signature", f"by the trusted key {check_signature(archive, keys)}"))
+    elif SIGNATURE_NAME in archive.names:
+        checks.append(Check("signature", "there; not checked without --public-key"))
+    if seal is not None and run:
+        checks += _run(archive, seal, device)
+    return checks
+
+
+def find_pair(archive: Archive, seal: Seal) -> Pair | None:
+    """Return the archive's artifact and its twin, when it holds two that can be compared."""
+    artifact = archive.manifest.serialized_file
+    if not (seal.explain and seal.report and seal.signature and artifact):
+        return None
+    if seal.explain.artifact == artifact:
+        return None
+    one, other = _report(archive, seal.report), _report(archive, seal.explain.report)
+    if one.tolerance is None or other.tolerance is None:
+        return None
+    return Pair(
+        ((artifact, one.format), (seal.explain.artifact, other.format)),
+        seal.signature,
+        one.tolerance + other.tolerance,
+    )
+
+
+def _report(archive: Archive, name: str) -> Report:
+    return parse_report(archive.read(name), Path(name))
+
+
+def _run(archive: Archive, seal: Seal, device: str) -> Iterator[Check]:
+    try:
+        pair = find_pair(archive, seal)
+        with tempfile.TemporaryDirectory(prefix="modelyard-") as name:
+            folder = Path(name) / "archive"
+            archive.unpack(folder)
+            outcome = replay(folder, archive.manifest, pair=pair, device=device)
+    except DoesNotRun as error:
+        yield Check("loading", "failed", str(error))
+        return
+    except ArchiveError as error:
+        yield Check("loading", "not possible", str(error))
+        return
+    yield Check("loading", f"as a worker, on {outcome.device}")
+    yield from _golden_checks(outcome)
+    if outcome.parity is None:
+        yield Check("parity", "nothing to compare: the archive holds one artifact")
+    else:
+        yield _parity_check(outcome.parity)
+
+
+def _golden_checks(outcome: Replay) -> Iterator[Check]:
+    for i, result in enumerate(outcome.golden):
+        yield Check(
+            f"golden {i}",
+            "differs" if result.difference else "answered as expected",
+            result.difference and f"{result.golden.request}: {result.difference}",
+        )
+
+
+def _parity_check(parity: ParityResult) -> Check:
+    (one, _), (other, _) = parity.pair.artifacts
+    differences = parity.differences
+    if differences:
+        return Check("parity", "differs", f"{one} and {other}: {'; '.join(differences)}")
+    largest = max((apart or 0.0 for apart, _ in parity.outputs.values()), default=0.0)
+    return Check(
+        "parity",
+        f"{one} and {other} agree in {parity.cases} cases: max_abs {largest:.1e}, "
+        f"tolerance {parity.pair.tolerance:g}",
+    )

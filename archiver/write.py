@@ -1,0 +1,328 @@
+"""Collect → check names → dry run → container, byte for byte reproducible."""
+
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from archiver.collect import Part, Plan, plan_archive
+from archiver.container import CHUNK_BYTES, SUFFIXES, Writer
+from archiver.digest import Digest
+from archiver.dry_run import rehearse
+from archiver.errors import ArchiveExists, CannotArchive
+from archiver.folder import FolderWriter
+from archiver.manifest import MAX_MANIFEST_BYTES, Manifest, format_manifest
+from archiver.names import MANIFEST_NAME, SBOM_NAME, SIGNATURE_NAME
+from archiver.sbom import format_sbom
+from archiver.signature import sign
+from archiver.tar_writer import TarWriter
+from archiver.zip_writer import ZipWriter, shrinks
+
+if TYPE_CHECKING:
+    from archiver.signature import PrivateKey
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes to do."""
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """One file that was packed."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+    role: str
+
+
+@dataclass(frozen=True)
+class Packed:
+    """An archive that was written."""
+
+    path: Path
+    digest: str
+    """SHA-256 of the manifest, which holds the digest of every other file."""
+    files: tuple[PackedFile, ...]
+
+
+def write_archive(
+    name: str,
+    *,
+    version: str,
+    artifact: Path,
+    handler: str,
+    output_dir: Path,
+    explain_artifact: Path | None = None,
+    extra_files: Sequence[Path] = (),
+    config_file: Path | None = None,
+    examples: Sequence[str] = (),
+    requirements_file: Path | None = None,
+    wheels_dir: Path | None = None,
+    archive_format: str = "zip-store",
+    dry_run: bool = False,
+    key: "PrivateKey | None" = None,
+    force: bool = False,
+) -> Path:
+    """Write `<output_dir>/<name>.mar`, whole or not at all; same inputs give the same bytes.
+
+    Args:
+        name: the model's name, by the rule of `check_name`.
+        version: the model's version, by the rule of `check_version`.
+        artifact: exported file; `<artifact>.report.json` beside it is packed too.
+        handler: a built-in handler's name, `FILE.py` or `FILE.py:Class`.
+        output_dir: created when missing.
+        explain_artifact: differentiable twin; default: the artifact, or for formats without
+            gradients the `.pt2` of the same stem beside it.
+        extra_files: packed under their base names.
+        config_file: the model's YAML configuration.
+        examples: `FILE=EXPECTED`, as `7.png=7`; `FILE` alone records what the handler answers,
+            which needs the dry run.
+        requirements_file: what the handler imports, as pip reads it; pinned now, with pip.
+        wheels_dir: where its wheels are, to travel inside; nothing is downloaded then.
+        archive_format: `zip-store`, `tgz` (`<name>.tar.gz`) or `no-archive` (a folder `<name>`).
+        dry_run: load the archive in a worker's process and replay the examples before it is
+            written; this runs the handler's code and needs the other rooms.
+        key: signs the archive; see `archiver.signature`.
+        force: replace an archive that exists.
+
+    Raises:
+        BadName: the name or version breaks the rule.
+        CannotArchive: something is missing, does not fit, or fails in the dry run; holds all
+            problems.
+        ArchiveExists: the archive exists and `force` is false.
+    """
+    plan = plan_archive(
+        name,
+        version=version,
+        artifact=artifact,
+        handler=handler,
+        explain_artifact=explain_artifact,
+        extra_files=extra_files,
+        config_file=config_file,
+        examples=examples,
+        requirements_file=requirements_file,
+        wheels_dir=wheels_dir,
+    )
+    for warning in plan.warnings:
+        logger.warning("archive %s: %s", name, warning)
+    return write_plan(
+        plan, output_dir, archive_format=archive_format, dry_run=dry_run, key=key, force=force
+    ).path
+
+
+def write_plan(
+    plan: Plan,
+    output_dir: Path,
+    *,
+    archive_format: str = "zip-store",
+    dry_run: bool = False,
+    key: "PrivateKey | None" = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Packed:
+    """Write a planned archive; see `write_archive`."""
+    target = output_dir / f"{plan.manifest.model_name}{SUFFIXES[archive_format]}"
+    if plan.unanswered and not dry_run:
+        raise CannotArchive(
+            f"cannot archive {plan.manifest.model_name}: an example without an expected answer "
+            "is answered in the dry run; write FILE=EXPECTED, or leave out --no-dry-run"
+        )
+    runs = 2 if dry_run else 1
+    meter = _Meter(progress, runs * sum(part.size_bytes for part in plan.parts))
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        _refuse_existing(target, force)
+        if dry_run:
+            plan = _rehearsed(plan, output_dir, meter)
+        with _replacing(target, plan, archive_format) as writer:
+            files = _pack(plan, writer, meter, key)
+            _refuse_existing(target, force)
+    except OSError as error:
+        raise CannotArchive(f"cannot write {target}: {error.strerror or error}") from error
+    digest = next(file.sha256 for file in files if file.name == MANIFEST_NAME)
+    return Packed(target, digest, files)
+
+
+class _Meter:
+    """Counts bytes for a progress callback."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def add(self, count: int) -> None:
+        self._done = min(self._done + count, self._total)
+        if self._progress:
+            self._progress(self._done, self._total)
+
+
+def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> Plan:
+    """Run the archive as a folder beside its target; return the plan with what that gave."""
+    staging = output_dir / f".{plan.manifest.model_name}.{secrets.token_hex(8)}.tmp"
+    staging.mkdir(mode=0o700)
+    try:
+        files = _pack(plan, FolderWriter(staging / "archive"), meter, None)
+        answers = rehearse(plan, staging / "archive")
+        return plan.rehearsed(answers, {file.name: file.sha256 for file in files})
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _refuse_existing(target: Path, force: bool) -> None:
+    if target.exists() and not force:
+        raise ArchiveExists(f"{target} already exists; add --force to replace it")
+
+
+@contextmanager
+def _replacing(target: Path, plan: Plan, archive_format: str) -> Iterator[Writer]:
+    """Write beside the target and take its place at the end, or leave nothing."""
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    try:
+        if archive_format == "no-archive":
+            yield FolderWriter(temporary)
+            _replace_folder(temporary, target)
+        else:
+            with temporary.open("xb") as file:
+                with _closing(_writer(archive_format, file, plan)) as writer:
+                    yield writer
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(target)
+        _sync_folder(target.parent)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def _closing(writer: Writer) -> Iterator[Writer]:
+    """Close the writer; after a failure its own error would only hide the first one."""
+    try:
+        yield writer
+    except BaseException:
+        with suppress(OSError, ValueError):
+            writer.close()
+        raise
+    writer.close()
+
+
+def _writer(archive_format: str, file: Any, plan: Plan) -> Writer:
+    if archive_format == "tgz":
+        return TarWriter(file, str(plan.manifest.model_name))
+    if archive_format == "zip-store":
+        return ZipWriter(file)
+    deflated = {
+        part.name
+        for part in plan.parts
+        if shrinks(lambda: _chunks(part.source), part.size_bytes)  # noqa: B023
+    }
+    return ZipWriter(file, {*deflated, MANIFEST_NAME})
+
+
+def _replace_folder(new: Path, target: Path) -> None:
+    """Put a folder in the place of another; a folder cannot be replaced in one step."""
+    if target.exists() and not (target / MANIFEST_NAME).is_file():
+        raise CannotArchive(f"{target} is no archive; it is not replaced, remove it yourself")
+    for file in new.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as written:
+                os.fsync(written.fileno())
+    old = target.with_name(f".{target.name}.{secrets.token_hex(8)}.old")
+    if target.exists():
+        target.rename(old)
+    try:
+        new.rename(target)
+    except OSError:
+        if old.exists():
+            old.rename(target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the rename outlast a power cut; a file system that cannot is left as it is."""
+    if os.name == "posix":
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _pack(
+    plan: Plan, writer: Writer, meter: _Meter, key: "PrivateKey | None"
+) -> tuple[PackedFile, ...]:
+    """Write all parts, then what is known only after them: bill of materials, manifest, signature.
+
+    Raises:
+        CannotArchive: a file is not the one that its report or the dry run saw.
+    """
+    packed, problems = [], []
+    for part in plan.parts:
+        written = _write_part(writer, part, meter)
+        packed.append(written)
+        if part.sha256 not in (None, written.sha256):
+            problems.append(
+                f"{part.name} is not the file that {part.vouched_by} (SHA-256 "
+                f"{written.sha256[:12]}…, not {str(part.sha256)[:12]}…); make both again"
+            )
+    if problems:
+        raise CannotArchive(f"cannot archive {plan.manifest.model_name}", problems)
+    if plan.manifest.modelyard is not None:
+        digests = {file.name: file.sha256 for file in packed}
+        sbom = Part(SBOM_NAME, format_sbom(plan.manifest, digests), "bill of materials")
+        packed.append(_write_part(writer, sbom, meter))
+    manifest = _manifest(plan.manifest, packed)
+    packed.append(_write_part(writer, Part(MANIFEST_NAME, manifest, "manifest"), meter))
+    if key is not None:
+        signature = Part(SIGNATURE_NAME, sign(manifest, key), "signature")
+        packed.append(_write_part(writer, signature, meter))
+    return tuple(packed)
+
+
+def _write_part(writer: Writer, part: Part, meter: _Meter) -> PackedFile:
+    """Copy one file into the archive, taking its digest on the way."""
+    digest, size, expected = Digest(), 0, part.size_bytes
+
+    def counted() -> Iterable[bytes]:
+        nonlocal size
+        for chunk in _chunks(part.source):
+            digest.update(chunk)
+            size += len(chunk)
+            yield chunk
+            if size > expected:
+                break
+            meter.add(len(chunk))
+
+    with digest:
+        writer.add(part.name, expected, counted())
+    if size != expected:
+        raise CannotArchive(f"{part.name} changed while it was read; archive it again")
+    return PackedFile(part.name, size, digest.hexdigest(), part.role)
+
+
+def _manifest(manifest: Manifest, packed: Sequence[PackedFile]) -> bytes:
+    """Write the manifest; one with a seal gets the digests."""
+    if manifest.modelyard is not None:
+        digests = {file.name: file.sha256 for file in packed}
+        manifest = replace(manifest, modelyard=replace(manifest.modelyard, digests=digests))
+    data = format_manifest(manifest)
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise CannotArchive(f"the manifest would have {len(data)} bytes; pack fewer files")
+    return data
+
+
+def _chunks(source: Path | bytes) -> Iterator[bytes]:
+    if isinstance(source, bytes):
+        yield source
+        return
+    with source.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            yield chunk
