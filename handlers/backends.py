@@ -1,0 +1,463 @@
+"""Artifact file → callable on torch tensors: one function per format, and the table of them."""
+
+import json
+import logging
+import os
+import warnings
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export.passes import move_to_device_pass
+
+# Under their own names: the exporter sees this room through this module alone.
+from handlers.errors import InputMismatch
+from handlers.errors import LoadError as LoadError
+from handlers.errors import UnsafeProgram as UnsafeProgram
+from handlers.safe_program import load_program as load_program
+
+_log = logging.getLogger(__name__)
+
+Output = Tensor | tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class DynamicDim:
+    """A dimension whose size may vary from `low` to `high`; no `high` means no known limit."""
+
+    name: str
+    low: int = 0
+    high: int | None = None
+
+    def __str__(self) -> str:
+        if self.high is None:
+            return self.name
+        return f"{self.name}={self.low}..{self.high}"
+
+    def holds(self, size: int) -> bool:
+        """Say whether `size` lies in the range."""
+        return self.low <= size and (self.high is None or size <= self.high)
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What one input of an artifact must be; None where the file does not say."""
+
+    name: str
+    dtype: torch.dtype | None = None
+    shape: tuple[int | DynamicDim, ...] | None = None
+
+    def __str__(self) -> str:
+        dtype = "tensor" if self.dtype is None else _dtype_name(self.dtype)
+        shape = "" if self.shape is None else f"[{','.join(map(str, self.shape))}]"
+        return f"{self.name}:{dtype}{shape}"
+
+    def accepts(self, tensor: Tensor) -> bool:
+        """Say whether the artifact takes `tensor` here; on the hot path, so without a message."""
+        if self.dtype is not None and tensor.dtype is not self.dtype:
+            return False
+        if self.shape is None:
+            return True
+        sizes = tensor.shape
+        if len(sizes) != len(self.shape):
+            return False
+        for size, dim in zip(sizes, self.shape, strict=True):
+            if size != dim if isinstance(dim, int) else not dim.holds(size):
+                return False
+        return True
+
+
+class Artifact:
+    """A loaded artifact: call it with one tensor per input, in order.
+
+    Args:
+        format: its key in `FORMATS`.
+        run: takes the tensors as they are, gives what the model gives.
+        inputs: what the file says about its inputs.
+        device: where the tensors must be.
+        module: the torch module inside, None where gradients cannot flow.
+
+    A single output comes as a tensor, several as a tuple in the model's order.
+    """
+
+    def __init__(
+        self,
+        format: str,
+        run: Callable[..., Any],
+        inputs: Sequence[InputSpec],
+        device: torch.device,
+        module: nn.Module | None = None,
+    ) -> None:
+        self.format = format
+        self.inputs = tuple(inputs)
+        self.device = device
+        self.module = module
+        self._run = run
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The inputs' names, in the order of the call."""
+        return tuple(spec.name for spec in self.inputs)
+
+    @property
+    def is_differentiable(self) -> bool:
+        """Whether gradients can flow through a call."""
+        return self.module is not None
+
+    def __call__(self, *tensors: Tensor) -> Output:
+        """Run the artifact.
+
+        Raises:
+            InputMismatch: a tensor's number, dtype or shape is not what the artifact takes.
+        """
+        if len(tensors) != len(self.inputs) or not all(
+            spec.accepts(tensor) for spec, tensor in zip(self.inputs, tensors, strict=True)
+        ):
+            raise InputMismatch(_mismatch(self.inputs, tensors))
+        output = self._run(*tensors)
+        return output if isinstance(output, Tensor) else _as_output(output)
+
+
+def open_artifact(path: Path, format: str, device: str | torch.device = "cpu") -> Artifact:
+    """Load an artifact so that a worker can call it.
+
+    Args:
+        path: the artifact file.
+        format: a key of `FORMATS`.
+        device: "cpu" or "cuda[:N]"; an artifact exported on one device runs on the other.
+
+    Raises:
+        LoadError: unknown format, no such device, or a file that is not what `format` says.
+
+    The number of threads is torch's own (OMP_NUM_THREADS), for every format.
+    """
+    if format not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise LoadError(f'unknown artifact format "{format}" of {path.name}; known are {known}')
+    if not path.is_file():
+        raise LoadError(f"artifact {path.name} is not there; expected a file at {path}")
+    place = _check_device(torch.device(device))
+    found = detect_format(path)
+    if found != format:
+        raise LoadError(
+            f"{path.name} holds {found}, not {format}; say {found} or give the other file"
+        )
+    try:
+        return FORMATS[format](path, place)
+    except LoadError:
+        raise
+    # The loaders raise whatever their parsers raise on a damaged file (KeyError, RuntimeError,
+    # json and protobuf errors …), so no narrower class covers "this file does not load".
+    except Exception as error:
+        reason = str(error).strip().splitlines() or [""]
+        raise LoadError(
+            f"{path.name} is damaged or from another version: {type(error).__name__}: {reason[0]}; "
+            f"export it again with the torch that serves it ({torch.__version__})"
+        ) from error
+
+
+def detect_format(path: Path) -> str:
+    """Tell an artifact's format from its content, never from its name.
+
+    Raises:
+        LoadError: the file is none of `FORMATS`; a checkpoint is named as such.
+    """
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as container:
+            members = {name.partition("/")[2] for name in container.namelist()}
+        if any(name.startswith("data/aotinductor/") for name in members):
+            return "aoti"
+        if "archive_format" in members and any(name.startswith("models/") for name in members):
+            return "pt2"
+        if "constants.pkl" in members and any(name.startswith("code/") for name in members):
+            return "torchscript"
+        if "data.pkl" in members:
+            raise LoadError(
+                f"{path.name} is a checkpoint, not an artifact; run `modelyard export` on it first"
+            )
+    elif _is_onnx(path):
+        return "onnx"
+    raise LoadError(f"{path.name} is no artifact; expected the content of {' or '.join(FORMATS)}")
+
+
+def open_pt2(path: Path, device: torch.device) -> Artifact:
+    """Load an exported program; gradients flow through it exactly as through the checkpoint.
+
+    Raises:
+        UnsafeProgram: the file holds more than a program.
+    """
+    program = load_program(path)
+    tensors = [*program.state_dict.values(), *program.constants.values()]
+    if any(isinstance(value, Tensor) and value.device != device for value in tensors):
+        program = move_to_device_pass(program, device)
+    inputs = _program_inputs(program)
+    own_check_is_enough = _has_free_dims_only(program)
+    module = program.module(check_guards=not own_check_is_enough)
+    _freeze(module)
+    # The program's own check of its inputs is a hook, which forward() leaves out; on a small model
+    # it costs as much as the model.
+    run = module.forward if own_check_is_enough else _guarded(module)
+    return Artifact("pt2", run, inputs, device, module)
+
+
+def open_torchscript(path: Path, device: torch.device) -> Artifact:
+    """Load a scripted or traced module; the file states its inputs' names, not their shapes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.load` is", DeprecationWarning)
+        module = torch.jit.load(os.fspath(path), map_location=device)  # type: ignore[no-untyped-call]
+    module.eval()
+    _freeze(module)
+    arguments = module.forward.schema.arguments[1:]  # the first is the module itself
+    inputs = [
+        InputSpec(argument.name) for argument in arguments if not argument.has_default_value()
+    ]
+    return Artifact("torchscript", module, inputs, device, module)
+
+
+def open_onnx(path: Path, device: torch.device) -> Artifact:
+    """Load an ONNX model into onnxruntime; tensors pass through numpy without a copy on the CPU."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # errors only: probing for devices warns on machines without
+    # Spinning threads cost other workers their cores between two requests.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    providers = _onnx_providers(onnxruntime.get_available_providers(), device)
+    session = onnxruntime.InferenceSession(os.fspath(path), options, providers=providers)
+    inputs = [_onnx_input(node.name, node.type, node.shape) for node in session.get_inputs()]
+    input_names = [spec.name for spec in inputs]
+    output_names = [node.name for node in session.get_outputs()]
+
+    def run(*tensors: Tensor) -> Output:
+        feed = {
+            name: tensor.detach().numpy() for name, tensor in zip(input_names, tensors, strict=True)
+        }
+        outputs = session.run(output_names, feed)
+        if len(outputs) == 1:
+            return torch.from_numpy(outputs[0])
+        return tuple(map(torch.from_numpy, outputs))
+
+    # onnxruntime takes its inputs from the host and copies to its own device itself.
+    return Artifact("onnx", run, inputs, torch.device("cpu"))
+
+
+def open_aoti(path: Path, device: torch.device) -> Artifact:
+    """Load an AOTInductor package: native code, which runs in this process as it is.
+
+    Raises:
+        LoadError: it is not modelyard's, or was compiled for another torch, device or CPU.
+    """
+    loader = torch._C._aoti.AOTIModelPackageLoader(os.fspath(path), "model", False, 1, -1)
+    metadata: dict[str, str] = loader.get_metadata()
+    stated = json.loads(metadata.get("modelyard", "{}"))
+    if not stated:
+        raise LoadError(
+            f"{path.name} does not state its inputs, and native code checks none; "
+            "expected a package from modelyard export --format aoti"
+        )
+    _check_native(path, stated["torch"], metadata, device)
+    inputs = [
+        InputSpec(
+            spec["name"],
+            getattr(torch, spec["dtype"]),
+            tuple(size if isinstance(size, int) else DynamicDim(size) for size in spec["shape"]),
+        )
+        for spec in stated["inputs"]
+    ]
+
+    def run(*tensors: Tensor) -> Any:
+        _check_equal_dims(inputs, tensors)
+        # The code takes the strides of what it was compiled with for granted.
+        return loader.run([tensor.contiguous() for tensor in tensors])
+
+    return Artifact("aoti", run, inputs, device)
+
+
+FORMATS: Mapping[str, Callable[[Path, torch.device], Artifact]] = {
+    "pt2": open_pt2,
+    "onnx": open_onnx,
+    "torchscript": open_torchscript,
+    "aoti": open_aoti,
+}
+
+_ONNX_DTYPES = {
+    "tensor(float)": torch.float32,
+    "tensor(float16)": torch.float16,
+    "tensor(double)": torch.float64,
+    "tensor(int64)": torch.int64,
+    "tensor(int32)": torch.int32,
+    "tensor(int16)": torch.int16,
+    "tensor(int8)": torch.int8,
+    "tensor(uint8)": torch.uint8,
+    "tensor(bool)": torch.bool,
+}
+
+
+def _check_device(device: torch.device) -> torch.device:
+    """Give the device with its index, and refuse one that this machine does not have."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if device.type != "cuda":
+        raise LoadError(f'device "{device}" is not served; expected cpu or cuda[:N]')
+    present = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    index = device.index or 0
+    if index >= present:
+        raise LoadError(
+            f'device "{device}" is not on this machine, which has {present} CUDA devices; '
+            "use --device cpu, or install a torch build for CUDA"
+        )
+    return torch.device("cuda", index)
+
+
+def _freeze(module: nn.Module) -> None:
+    for parameter in module.parameters():
+        parameter.requires_grad_(False)
+
+
+def _program_inputs(program: torch.export.ExportedProgram) -> list[InputSpec]:
+    names = set(program.graph_signature.user_inputs)
+    return [
+        InputSpec(node.name, *_traced_type(node.meta["val"], program.range_constraints))
+        for node in program.graph.nodes
+        if node.op == "placeholder" and node.name in names
+    ]
+
+
+def _guarded(module: nn.Module) -> Callable[..., Any]:
+    """Give a failed guard of an exported program the error that other unfit inputs get."""
+
+    def run(*tensors: Tensor) -> Any:
+        try:
+            return module(*tensors)
+        except AssertionError as error:
+            seen = ", ".join(str(list(tensor.shape)) for tensor in tensors)
+            raise InputMismatch(f"inputs of shapes {seen} do not go together: {error}") from error
+
+    return run
+
+
+def _has_free_dims_only(program: torch.export.ExportedProgram) -> bool:
+    """Say whether `InputSpec` states all that the program asks: no size depends on another."""
+    sizes: list[Any] = [
+        size
+        for node in program.graph.nodes
+        if node.op == "placeholder" and isinstance(node.meta["val"], Tensor)
+        for size in node.meta["val"].shape
+        if not isinstance(size, int)
+    ]
+    symbols = [size.node.expr for size in sizes]
+    return len(set(symbols)) == len(symbols) and all(symbol.is_Symbol for symbol in symbols)
+
+
+def _traced_type(
+    value: Any, ranges: Mapping[Any, Any]
+) -> tuple[torch.dtype | None, tuple[int | DynamicDim, ...] | None]:
+    if not isinstance(value, Tensor):
+        return None, None
+    return value.dtype, tuple(_traced_dim(size, ranges) for size in value.shape)
+
+
+def _traced_dim(size: int | torch.SymInt, ranges: Mapping[Any, Any]) -> int | DynamicDim:
+    if isinstance(size, int):
+        return size
+    limits = ranges.get(size.node.expr)
+    if limits is None:
+        return DynamicDim(str(size))
+    # A lower limit of 2 is the tracer's own assumption, not the model's: 0 and 1 do run.
+    low = int(limits.lower) if int(limits.lower) > 2 else 0
+    return DynamicDim(str(size), low, int(limits.upper) if limits.upper.is_Integer else None)
+
+
+def _check_native(
+    path: Path, version: str, metadata: Mapping[str, str], device: torch.device
+) -> None:
+    """Refuse native code that this torch or machine cannot run: it would end the process."""
+    made_for = metadata.get("AOTI_DEVICE_KEY", "cpu")
+    instructions = metadata.get("AOTI_CPU_ISA", "").partition(" ")[0]
+    here = torch.backends.cpu.get_cpu_capability()
+    lacking = made_for == "cpu" and instructions == "AVX512" and here != "AVX512"
+    if version != torch.__version__ or made_for != device.type or lacking:
+        raise LoadError(
+            f"{path.name} was compiled for torch {version} on {made_for} {instructions}; this is "
+            f"torch {torch.__version__} on {device.type} {here}: export --format aoti here again"
+        )
+
+
+def _check_equal_dims(inputs: Sequence[InputSpec], tensors: Sequence[Tensor]) -> None:
+    """Refuse inputs that differ in a dimension which they share: native code reads past the end."""
+    sizes: dict[str, int] = {}
+    for spec, tensor in zip(inputs, tensors, strict=True):
+        for dim, size in zip(spec.shape or (), tensor.shape, strict=True):
+            if isinstance(dim, DynamicDim) and sizes.setdefault(dim.name, size) != size:
+                raise InputMismatch(
+                    f'input "{spec.name}" has {dim.name}={size}, another {sizes[dim.name]}; '
+                    "expected one size for each name"
+                )
+
+
+def _onnx_input(name: str, kind: str, shape: Sequence[int | str | None]) -> InputSpec:
+    if kind not in _ONNX_DTYPES:
+        raise LoadError(
+            f'input "{name}" is a {kind}, which cannot be handed to onnxruntime from here; '
+            f"expected one of {', '.join(_ONNX_DTYPES)}: export it as pt2 instead"
+        )
+    dims = (size if isinstance(size, int) else DynamicDim(size or "?") for size in shape)
+    return InputSpec(name, _ONNX_DTYPES[kind], tuple(dims))
+
+
+def _onnx_providers(available: Sequence[str], device: torch.device) -> list[Any]:
+    if device.type == "cpu":
+        return ["CPUExecutionProvider"]
+    if "CUDAExecutionProvider" not in available:
+        # The CPU gives the same answers; a model that must not run there is exported as pt2.
+        _log.warning(
+            "this onnxruntime has no CUDA support, so ONNX artifacts run on the CPU; "
+            "install onnxruntime-gpu, or serve the pt2 artifact"
+        )
+        return ["CPUExecutionProvider"]
+    return [("CUDAExecutionProvider", {"device_id": device.index}), "CPUExecutionProvider"]
+
+
+def _is_onnx(path: Path) -> bool:
+    """Recognise the first field of an ONNX ModelProto: `ir_version`, a small varint."""
+    with path.open("rb") as file:
+        head = file.read(3)
+    return len(head) == 3 and head[0] == 0x08 and 3 <= head[1] < 0x80 and head[2] & 7 in (0, 2)
+
+
+def _as_output(output: Any) -> Output:
+    tensors = tuple(_tensors(output))
+    return tensors[0] if len(tensors) == 1 else tensors
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    if isinstance(output, Tensor):
+        return [output]
+    if isinstance(output, Mapping):
+        return [tensor for value in output.values() for tensor in _tensors(value)]
+    if isinstance(output, tuple | list):
+        return [tensor for value in output for tensor in _tensors(value)]
+    raise TypeError(f"the model gave a {type(output).__name__}; expected tensors")
+
+
+def _mismatch(inputs: Sequence[InputSpec], tensors: Sequence[Tensor]) -> str:
+    takes = ", ".join(map(str, inputs))
+    if len(inputs) != len(tensors):
+        return f"{len(tensors)} inputs given, the artifact takes {len(inputs)}: {takes}"
+    spec, tensor = next(
+        (spec, tensor)
+        for spec, tensor in zip(inputs, tensors, strict=True)
+        if not spec.accepts(tensor)
+    )
+    seen = f"{_dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
+    return f'input "{spec.name}" is {seen}, the artifact takes {spec}'
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

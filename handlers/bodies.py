@@ -1,0 +1,104 @@
+"""A request's body → numbers of the dtype and shape that a model's input has."""
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from handlers.backends import DynamicDim, InputSpec
+from handlers.errors import BadInput, InputMismatch
+
+
+def body_of(row: Mapping[str, Any]) -> Any:
+    """Give a request's content: the part named "data", else the body.
+
+    Raises:
+        BadInput: both are empty.
+    """
+    value = row.get("data")
+    if value is None or _is_empty(value):
+        value = row.get("body")
+        if not row:
+            raise BadInput(
+                "the request is a form without fields, as `curl -d` sends one; send the input as "
+                "the body: `curl -T FILE`, or with `-H 'Content-Type: application/json'`"
+            )
+        if value is None or _is_empty(value):
+            raise BadInput("the body is empty; send the input as the body, as `curl -T FILE` does")
+    return value
+
+
+def parse_json(body: Any) -> Any:
+    """Parse a body, unless its content type had it parsed already."""
+    if not isinstance(body, bytes | bytearray | str):
+        return body
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f"the body is not JSON: {error}; this model takes JSON numbers") from error
+
+
+def read_numbers(spec: InputSpec, value: Any) -> np.ndarray:
+    """Turn nested lists into one row of an input, without its batch dimension.
+
+    Raises:
+        BadInput: not numbers, numbers of the wrong kind, not finite, or of another shape.
+    """
+    wanted = _numpy_dtype(spec)
+    try:
+        found = np.asarray(value)
+    except ValueError:
+        _refuse(spec, "lists of unequal length")
+    if found.dtype.kind not in "biuf":
+        _refuse(spec, "something else than numbers")
+    if found.dtype.kind == "f":
+        if wanted.kind != "f" and found.size:
+            _refuse(spec, "fractional numbers")
+        if not np.isfinite(found).all():
+            _refuse(spec, "NaN or Infinity")
+    if spec.shape is not None and not _fits(found.shape, spec.shape[1:]):
+        _refuse(spec, f"numbers of shape {list(found.shape)}")
+    return found.astype(wanted)
+
+
+def stack(spec: InputSpec, rows: Sequence[np.ndarray]) -> Tensor:
+    """Gather the rows (*S) of a batch into one tensor (N, *S) of the input's dtype.
+
+    Raises:
+        InputMismatch: the rows differ in shape, which no single request is to blame for.
+    """
+    shapes = {row.shape for row in rows}
+    if len(shapes) > 1:
+        raise InputMismatch(
+            f'input "{spec.name}" has rows of shapes {sorted(map(list, shapes))} in one batch; '
+            "pad them in preprocess, or set batchSize: 1 in model-config.yaml"
+        )
+    tensor = torch.from_numpy(rows[0][None] if len(rows) == 1 else np.array(rows))
+    return tensor if spec.dtype is None else tensor.to(spec.dtype)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, bytes | bytearray | str) and not value
+
+
+def _numpy_dtype(spec: InputSpec) -> np.dtype[Any]:
+    dtype = spec.dtype or torch.float32
+    if dtype == torch.bfloat16:  # unknown to numpy; float32 holds all of its values
+        dtype = torch.float32
+    return np.dtype(str(dtype).removeprefix("torch."))
+
+
+def _refuse(spec: InputSpec, seen: str) -> NoReturn:
+    shape = "" if spec.shape is None else f" of shape [{', '.join(map(str, spec.shape[1:]))}]"
+    dtype = str(spec.dtype or torch.float32).removeprefix("torch.")
+    raise BadInput(f'input "{spec.name}" holds {seen}; expected {dtype} numbers{shape}')
+
+
+def _fits(sizes: Sequence[int], dims: Sequence[int | DynamicDim]) -> bool:
+    return len(sizes) == len(dims) and all(
+        size == dim if isinstance(dim, int) else dim.holds(size)
+        for size, dim in zip(sizes, dims, strict=True)
+    )

@@ -1,0 +1,181 @@
+"""What a handler is told: its model, its settings, and the requests of the current batch.
+
+The shape is TorchServe's, whose handlers run here unchanged; ours are `device`, `query`, `reset`.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+SERVER_NAME = "MMS"
+SERVER_VERSION = "0.12.0"  # handlers written for TorchServe compare against its last version
+
+
+class RequestProcessor:
+    """One request's headers, and what the handler wants to answer besides the body."""
+
+    def __init__(self, request_header: Mapping[str, Any]) -> None:
+        self._request_header = dict(request_header)
+        self._response_headers: dict[str, str] = {}
+        self._status_code = 200
+        self._reason_phrase: str | None = None
+
+    def get_request_property(self, key: str) -> Any:
+        """Give a request header by its exact name, else by its name in any case, else None."""
+        if key in self._request_header:
+            return self._request_header[key]
+        wanted = key.lower()
+        for name, value in self._request_header.items():
+            if name.lower() == wanted:
+                return value
+        return None
+
+    def get_request_properties(self) -> dict[str, Any]:
+        """Give all request headers, spelled as they came."""
+        return self._request_header
+
+    def report_status(self, code: int, reason_phrase: str | None = None) -> None:
+        """Set the HTTP status of this answer."""
+        self._status_code = code
+        self._reason_phrase = reason_phrase
+
+    def get_response_status_code(self) -> int:
+        """Give the HTTP status of this answer, 200 unless it was set."""
+        return self._status_code
+
+    def get_response_status_phrase(self) -> str | None:
+        """Give the reason phrase that was set with the status."""
+        return self._reason_phrase
+
+    def add_response_property(self, key: str, value: str) -> None:
+        """Set a header of this answer."""
+        self._response_headers[key] = value
+
+    def get_response_headers(self) -> dict[str, str]:
+        """Give the headers set for this answer."""
+        return self._response_headers
+
+    def get_response_header(self, key: str) -> str | None:
+        """Give one header set for this answer."""
+        return self._response_headers.get(key)
+
+
+class Context:
+    """Everything a handler may know; one object per worker, given to every call.
+
+    Args:
+        model_name: the name it is registered under.
+        model_dir: the folder that holds the unpacked archive.
+        manifest: MANIFEST.json of the archive as written, None without one.
+        batch_size: the most requests that come at once.
+        gpu: CUDA device index, None on a CPU.
+        mms_version: the version that handlers written for TorchServe look for.
+        limit_max_image_pixels: False lifts the limit on the size of images.
+        metrics: where handlers add their own metrics.
+        model_yaml_config: the archive's model-config.yaml, parsed.
+
+    Authors attach attributes of their own, so the class takes any.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        model_dir: str,
+        manifest: dict[str, Any] | None,
+        batch_size: int = 1,
+        gpu: int | None = None,
+        mms_version: str = SERVER_VERSION,
+        limit_max_image_pixels: bool = True,
+        metrics: Any = None,
+        model_yaml_config: dict[str, Any] | None = None,
+    ) -> None:
+        self.model_name = model_name
+        self.manifest = manifest
+        self.device = "cpu" if gpu is None else f"cuda:{gpu}"
+        self.system_properties: dict[str, Any] = {
+            "model_dir": str(model_dir),
+            "gpu_id": gpu,
+            "batch_size": batch_size,
+            "server_name": SERVER_NAME,
+            "server_version": mms_version,
+            "limit_max_image_pixels": limit_max_image_pixels,
+        }
+        self.model_yaml_config: dict[str, Any] = model_yaml_config or {}
+        self.metrics = metrics
+        self.stopping_criteria: Any = None
+        self.cl_socket: Any = None
+        self.header_key_sequence_id = "ts_request_sequence_id"
+        self.header_key_sequence_start = "ts_request_sequence_start"
+        self.header_key_sequence_end = "ts_request_sequence_end"
+        self.request_ids: dict[int, str] = {}
+        self.request_processor: list[RequestProcessor] = []
+        self.query: list[dict[str, str]] = []
+
+    def reset(
+        self,
+        request_ids: Sequence[str],
+        headers: Sequence[Mapping[str, Any]] = (),
+        queries: Sequence[Mapping[str, str]] = (),
+    ) -> None:
+        """Begin a batch: forget the last one's requests and answers.
+
+        Args:
+            request_ids: one per request, in the order of the batch.
+            headers: request headers of each request; none at all stands for empty ones.
+            queries: query parameters of each request; none at all stands for empty ones.
+        """
+        count = len(request_ids)
+        self.request_ids = dict(enumerate(request_ids))
+        self.request_processor = [RequestProcessor(h) for h in headers or [{}] * count]
+        self.query = [dict(parameters) for parameters in queries or [{}] * count]
+        if len(self.request_processor) != count or len(self.query) != count:
+            raise ValueError(
+                f"{count} request ids, {len(self.request_processor)} headers and "
+                f"{len(self.query)} queries; expected as many of each"
+            )
+
+    def get_request_id(self, idx: int = 0) -> str | None:
+        """Give the id of request `idx`, None where there is no such request."""
+        return self.request_ids.get(idx)
+
+    def get_request_header(self, idx: int, key: str) -> Any:
+        """Give a header of request `idx`, whatever the case of its name; None where absent."""
+        return self.request_processor[idx].get_request_property(key)
+
+    def get_all_request_header(self, idx: int) -> dict[str, Any]:
+        """Give all headers of request `idx`."""
+        return self.request_processor[idx].get_request_properties()
+
+    def set_response_content_type(self, idx: int, value: str) -> None:
+        """Set the content type of answer `idx`."""
+        self.set_response_header(idx, "content-type", value)
+
+    def get_response_content_type(self, idx: int) -> str | None:
+        """Give the content type set for answer `idx`, None where none was."""
+        return self.request_processor[idx].get_response_header("content-type")
+
+    def set_response_status(self, code: int = 200, phrase: str = "", idx: int = 0) -> None:
+        """Set the HTTP status of answer `idx` (TorchServe's order: the index comes last)."""
+        self.request_processor[idx].report_status(code, phrase)
+
+    def set_all_response_status(self, code: int = 200, phrase: str = "") -> None:
+        """Set the HTTP status of every answer of the batch."""
+        for processor in self.request_processor:
+            processor.report_status(code, phrase)
+
+    def get_response_status(self, idx: int) -> tuple[int, str | None]:
+        """Give status code and reason phrase of answer `idx`."""
+        processor = self.request_processor[idx]
+        return processor.get_response_status_code(), processor.get_response_status_phrase()
+
+    def set_response_header(self, idx: int, key: str, value: str) -> None:
+        """Set a header of answer `idx`; a header set twice keeps the later value."""
+        self.request_processor[idx].add_response_property(key, value)
+
+    def get_response_headers(self, idx: int) -> dict[str, str]:
+        """Give the headers set for answer `idx`."""
+        return self.request_processor[idx].get_response_headers()
+
+    def get_sequence_id(self, idx: int) -> str | None:
+        """Give the sequence that request `idx` belongs to, None outside one."""
+        value = self.get_request_header(idx, self.header_key_sequence_id)
+        return None if value is None else str(value)
