@@ -1,0 +1,1 @@
+"""HTTP: parse → one call → format. One module per audience."""

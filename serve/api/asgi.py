@@ -1,0 +1,176 @@
+"""What every answer of the three APIs has in common: token check, error form, headers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+import secrets
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from archiver import ArchiveError
+from serve.auth import TokenCheck
+from serve.errors import BadRequest, ServeError, Unauthorized, Unavailable, error_body, http_status
+from serve.listener import ANSWER
+
+logger = logging.getLogger(__name__)
+
+Scope = MutableMapping[str, Any]
+Headers = list[tuple[bytes, bytes]]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+
+COMMON_HEADERS: Headers = [
+    (b"pragma", b"no-cache"),
+    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
+    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
+]
+"""On every answer, as TorchServe's clients know them."""
+
+_RUN = str(uuid.uuid4())[:24]
+_count = itertools.count(secrets.randbits(32))
+"""A new id is a UUID whose last twelve digits count: a tenth of the cost of a random one."""
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+
+
+def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the client's own request id when it is harmless, else a new one."""
+    for name, value in headers:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value.decode()
+    return f"{_RUN}{next(_count):012x}"
+
+
+def error_answer(error: Exception, id: str) -> tuple[int, Headers, bytes]:
+    """Return status, headers and JSON body for an error."""
+    status, _ = http_status(error)
+    body = json.dumps(error_body(error, id)).encode()
+    headers = [(b"content-type", b"application/json")]
+    if isinstance(error, Unavailable):
+        headers.append((b"retry-after", str(error.retry_after_s).encode()))
+    if isinstance(error, Unauthorized):
+        headers.append((b"www-authenticate", b"Bearer"))
+    return status, headers, body
+
+
+class Phase:
+    """Where the server is in its life; shared by all that must know."""
+
+    is_starting = True
+    """Models are being loaded; one that is not there yet may come."""
+    is_draining = False
+    """The server is being stopped; connections close with their answer."""
+
+
+class Api(FastAPI):
+    """A FastAPI application behind a token check, whose errors are our JSON.
+
+    Args:
+        check: the token check; it comes before routing, so that no route can forget it.
+        phase: shared with the server.
+        description: for the documentation.
+    """
+
+    def __init__(self, title: str, description: str, check: TokenCheck, phase: Phase) -> None:
+        super().__init__(
+            title=title,
+            description=description,
+            version=version("modelyard"),
+            openapi_url=None,  # `docs.py` describes all three APIs in one document
+        )
+        self.check = check
+        self.phase = phase
+        for kind in (ServeError, ArchiveError, Exception):
+            self.add_exception_handler(kind, _answer_error)
+        self.add_exception_handler(RequestValidationError, _answer_validation)  # type: ignore[arg-type]
+        self.add_exception_handler(HTTPException, _answer_http)  # type: ignore[arg-type]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check the token, then route; add the common headers to the answer."""
+        if scope["type"] != "http":
+            await super().__call__(scope, receive, send)
+            return
+        id = scope.setdefault("state", {})["request_id"] = request_id(scope["headers"])
+        try:
+            self.check(scope["path"], scope["headers"])
+        except Unauthorized as error:
+            await self.send_answer(scope, send, id, *error_answer(error, id))
+            return
+
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], *self.headers(id)]
+            await send(message)
+
+        await super().__call__(scope, receive, send_with_headers)
+
+    def headers(self, id: str) -> Headers:
+        """Return the headers that every answer has."""
+        headers = [(b"x-request-id", id.encode()), *COMMON_HEADERS]
+        if self.phase.is_draining:
+            headers.append((b"connection", b"close"))
+        return headers
+
+    async def send_answer(
+        self, scope: Scope, send: Send, id: str, status: int, headers: Headers, body: bytes
+    ) -> None:
+        """Send a whole answer, in one piece where the connection can."""
+        headers = [*headers, (b"content-length", b"%d" % len(body)), *self.headers(id)]
+        extensions = scope.get("extensions")
+        if extensions and not self.phase.is_draining:
+            at_once = extensions.get(ANSWER)
+            if at_once is not None and at_once(status, headers, body):
+                return
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+def _respond(request: Request, error: Exception) -> Response:
+    status, headers, body = error_answer(error, request.state.request_id)
+    return Response(body, status, {k.decode(): v.decode() for k, v in headers})
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if not isinstance(error, (ServeError, ArchiveError)):
+        logger.exception("request %s", request.state.request_id, exc_info=error)
+    return _respond(request, error)
+
+
+async def _answer_validation(request: Request, error: RequestValidationError) -> Response:
+    problems = "; ".join(
+        f"{'.'.join(str(part) for part in e['loc'][1:])}: {e['msg']}, got {e.get('input')!r}"
+        for e in error.errors()
+    )
+    return _respond(request, BadRequest(problems))
+
+
+async def _answer_http(request: Request, error: HTTPException) -> Response:
+    kind, message = {
+        404: (
+            "ResourceNotFoundException",
+            "Requested resource is not found, please refer to API document.",
+        ),
+        405: (
+            "MethodNotAllowedException",
+            "Requested method is not allowed, please refer to API document.",
+        ),
+    }.get(error.status_code, ("InternalServerException", str(error.detail)))
+    content = {
+        "code": error.status_code,
+        "type": kind,
+        "message": message,
+        "request_id": request.state.request_id,
+    }
+    return Response(
+        json.dumps(content), error.status_code, error.headers, media_type="application/json"
+    )

@@ -1,0 +1,51 @@
+"""Health: alive, ready, and TorchServe's ping."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from serve.api.asgi import Phase
+from serve.registry import Registry
+
+OPEN_PATHS = ("/ping", "/health/live", "/health/ready")
+"""Probes carry no token."""
+
+
+def health_routes(registry: Registry, phase: Phase) -> APIRouter:
+    """Return the routes that probes ask."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/ping", summary="Ping")
+    async def ping() -> JSONResponse:
+        """Healthy while every model's default version has a worker; TorchServe's answer."""
+        sick = _without_worker(registry)
+        status = "Unhealthy" if sick else "Healthy"
+        return JSONResponse({"status": status}, 500 if sick else 200)
+
+    @router.get("/health/live", summary="Alive")
+    async def live() -> dict[str, bool]:
+        """The process responds."""
+        return {"live": True}
+
+    @router.get("/health/ready", summary="Ready")
+    async def ready() -> JSONResponse:
+        """Predictions can be answered now; else the reason."""
+        if phase.is_starting or phase.is_draining:
+            doing = "starting" if phase.is_starting else "being stopped"
+            return JSONResponse({"ready": False, "reason": f"the server is {doing}"}, 503)
+        if sick := _without_worker(registry):
+            reason = f"no worker is ready for {', '.join(sick)}"
+            return JSONResponse({"ready": False, "reason": reason}, 503)
+        return JSONResponse({"ready": True})
+
+    return router
+
+
+def _without_worker(registry: Registry) -> list[str]:
+    """Return the models whose default version should have workers but has none ready."""
+    return [
+        model.name
+        for model in registry
+        if registry.is_default(model) and model.pool.seats and not model.pool.ready_count
+    ]

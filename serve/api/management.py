@@ -1,0 +1,180 @@
+"""The management API: what is served, and changing it. TorchServe's routes and answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Query
+
+from serve.api.asgi import Api, Phase
+from serve.api.inference import ModelName, Version, error_responses
+from serve.auth import TokenCheck
+from serve.batcher import EXPLAIN, PREDICT
+from serve.errors import BadRequest
+from serve.lifecycle import Lifecycle
+from serve.registry import ModelVersion, Registry
+
+PAGE = 100
+
+
+def create_management(
+    registry: Registry, lifecycle: Lifecycle, check: TokenCheck, phase: Phase
+) -> Api:
+    """Return the application for operators."""
+    api = Api("Modelyard management", "Register, scale and remove models.", check, phase)
+    api.include_router(_routes(registry, lifecycle))
+    return api
+
+
+def _routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
+    router = APIRouter(tags=["management"], responses=error_responses(400, 401, 404))
+
+    def describe(model: ModelVersion) -> dict[str, Any]:
+        return describe_model(model, registry.is_default(model))
+
+    @router.get("/models", summary="List models")
+    async def list_models(
+        limit: Annotated[int, Query(ge=1, le=PAGE)] = PAGE,
+        next_page_token: Annotated[int, Query(ge=0)] = 0,
+    ) -> dict[str, Any]:
+        """List the default version of each model, by name."""
+        defaults = [model for model in registry if registry.is_default(model)]
+        page = defaults[next_page_token : next_page_token + limit]
+        answer: dict[str, Any] = {}
+        if next_page_token + limit <= len(defaults):
+            answer["nextPageToken"] = str(next_page_token + limit)
+        answer["models"] = [{"modelName": m.name, "modelUrl": m.file} for m in page]
+        return answer
+
+    @router.get("/models/{model}", summary="Describe a model")
+    async def describe_default(model: ModelName) -> list[dict[str, Any]]:
+        """Describe the default version: settings, workers, queue."""
+        return [describe(registry.get(model))]
+
+    @router.get("/models/{model}/{version}", summary="Describe a version")
+    async def describe_version(model: ModelName, version: Version) -> list[dict[str, Any]]:
+        """Describe one version, or `all`."""
+        if version == "all":
+            return [describe(each) for each in registry.versions(model)]
+        return [describe(registry.get(model, version))]
+
+    @router.post("/models", summary="Register", responses=error_responses(409, 500))
+    async def register(
+        url: Annotated[str, Query(description="File name of an archive in the model store.")],
+        model_name: Annotated[str | None, Query(description="Default: the archive's.")] = None,
+        initial_workers: Annotated[
+            int | None,
+            Query(
+                ge=0, le=1024, description="Default: the server's, the archive's, else by cores."
+            ),
+        ] = None,
+    ) -> dict[str, str]:
+        """Check an archive and start serving it; answers when its workers are ready."""
+        model = await lifecycle.register(url, model_name, initial_workers)
+        count = len(model.pool.seats)
+        return _status(
+            f'Model "{model.name}" Version: {model.version} registered with {count} initial workers'
+        )
+
+    @router.put("/models/{model}", summary="Scale", responses=error_responses(500))
+    async def scale(
+        model: ModelName,
+        min_worker: Annotated[int, Query(ge=0, le=1024)] = 1,
+        max_worker: Annotated[int | None, Query(ge=0, le=1024)] = None,
+    ) -> dict[str, str]:
+        """Have `min_worker` workers of the default version; answers when they are ready."""
+        return await scale_version(model, None, min_worker, max_worker)
+
+    @router.put("/models/{model}/{version}", summary="Scale a version")
+    async def scale_one(
+        model: ModelName,
+        version: Version,
+        min_worker: Annotated[int, Query(ge=0, le=1024)] = 1,
+        max_worker: Annotated[int | None, Query(ge=0, le=1024)] = None,
+    ) -> dict[str, str]:
+        """Have `min_worker` workers of one version; answers when they are ready."""
+        return await scale_version(model, version, min_worker, max_worker)
+
+    async def scale_version(
+        name: str, version: str | None, least: int, most: int | None
+    ) -> dict[str, str]:
+        if most is not None and most < least:
+            raise BadRequest("max_worker cannot be less than min_worker.")
+        model = registry.get(name, version)
+        await lifecycle.scale(model, least)
+        suffix = f", version: {version}" if version else ""
+        return _status(f"Workers scaled to {least} for model: {name}{suffix}")
+
+    @router.delete("/models/{model}", summary="Unregister", responses=error_responses(403))
+    async def unregister(model: ModelName) -> dict[str, str]:
+        """Remove the default version, when it is the only one."""
+        await lifecycle.unregister(registry.get(model))
+        return _status(f'Model "{model}" unregistered')
+
+    @router.delete("/models/{model}/{version}", summary="Unregister a version")
+    async def unregister_version(model: ModelName, version: Version) -> dict[str, str]:
+        """Remove one version."""
+        await lifecycle.unregister(registry.get(model, version))
+        return _status(f'Model "{model}" unregistered')
+
+    @router.put("/models/{model}/{version}/set-default", summary="Set the default version")
+    async def set_default(model: ModelName, version: Version) -> dict[str, str]:
+        """Send the requests that name no version to this one."""
+        lifecycle.set_default(model, version)
+        return _status(f'Default version successfully updated for model "{model}" to "{version}"')
+
+    return router
+
+
+def _status(text: str) -> dict[str, str]:
+    return {"status": text}
+
+
+def describe_model(model: ModelVersion, is_default: bool) -> dict[str, Any]:
+    """Return a model version as the management API describes it (TorchServe's fields, and ours)."""
+    config, pool = model.config, model.pool
+    return {
+        "modelName": model.name,
+        "modelVersion": model.version,
+        "modelUrl": model.file,
+        "runtime": model.manifest.get("runtime", "python"),
+        "minWorkers": len(pool.seats),
+        "maxWorkers": len(pool.seats),
+        "batchSize": config.batch_size,
+        "maxBatchDelay": config.batch_delay_ms,
+        "responseTimeout": int(config.response_timeout_s),
+        "startupTimeout": int(config.startup_timeout_s),
+        "clientTimeoutInMills": int(config.request_timeout_s * 1000),
+        "isDefault": is_default,
+        "digest": model.digest,
+        "workers": [
+            {
+                "id": str(seat.number),
+                "startTime": model.started_at.strftime("%Y-%m-%dT%H:%M:%S.000Z"),
+                "status": "READY" if seat.worker and seat.worker.is_ready else "UNLOADING",
+                "memoryUsage": memory_bytes(seat.worker.pid) if seat.worker else 0,
+                "pid": seat.worker.pid if seat.worker else -1,
+                "gpu": config.device.startswith("cuda"),
+                "restarts": seat.restarts,
+            }
+            for seat in pool.seats
+        ],
+        "jobQueueStatus": {
+            "remainingCapacity": model.batchers[PREDICT].room,
+            "pendingRequests": model.batchers[PREDICT].waiting,
+            "pendingExplanations": model.batchers[EXPLAIN].waiting,
+        },
+    }
+
+
+def memory_bytes(pid: int) -> int:
+    """Return a process's proportional set size; 0 when it is gone.
+
+    Pages that workers share, torch's libraries above all, count once in the sum over all of them.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)

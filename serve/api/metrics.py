@@ -1,0 +1,27 @@
+"""The metrics API: Prometheus text."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter
+from fastapi.responses import PlainTextResponse
+from prometheus_client.exposition import generate_latest
+
+from serve.api.asgi import Api, Phase
+from serve.auth import TokenCheck
+from serve.metrics import Metrics
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def create_metrics(metrics: Metrics, check: TokenCheck, phase: Phase) -> Api:
+    """Return the application that a Prometheus server scrapes."""
+    api = Api("Modelyard metrics", "Prometheus metrics.", check, phase)
+    router = APIRouter(tags=["metrics"])
+
+    @router.get("/metrics", summary="Metrics", response_class=PlainTextResponse)
+    async def read_metrics() -> PlainTextResponse:
+        """Requests, errors, latency, queue time, batch size, workers and their restarts."""
+        return PlainTextResponse(generate_latest(metrics.registry), media_type=CONTENT_TYPE)
+
+    api.include_router(router)
+    return api

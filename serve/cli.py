@@ -1,0 +1,456 @@
+"""`modelyard serve start | stop | status | token`, `modelyard predict`, `modelyard explain`."""
+
+from __future__ import annotations
+
+import json
+import logging
+import mimetypes
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from archiver import ArchiveError
+from serve.auth import read_key
+from serve.client import Answer, call
+from serve.errors import ServeError, StartError
+from serve.settings import Settings, load_settings
+from serve.state import StateDir, describe_running
+
+serve_app = typer.Typer(
+    help="Start, stop and look at the server.", no_args_is_help=True, add_completion=False
+)
+predict_app = typer.Typer(add_completion=False)
+explain_app = typer.Typer(add_completion=False)
+
+StateDirOption = Annotated[
+    Path | None,
+    typer.Option("--state-dir", help="Folder of pid file, keys and logs; one server each."),
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+UrlOption = Annotated[
+    str | None, typer.Option(help="Base URL of the server; default: the one of the state folder.")
+]
+
+STOP_GRACE_S = 10.0
+"""Beyond the server's own drain time."""
+
+# Where nobody looks, in a file or a pipe, lines are as long as their text.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Turn a known error into one line and exit code 1."""
+    try:
+        yield
+    except (ServeError, ArchiveError) as error:
+        err.print(f"[red]error:[/red] {_plain(str(error))}")
+        raise typer.Exit(1) from error
+
+
+def _plain(text: str) -> str:
+    """Escape what the console would take for markup."""
+    return text.replace("[", "\\[")
+
+
+# -- serve -------------------------------------------------------------------------------------
+
+
+@serve_app.command()
+def start(
+    models: Annotated[
+        list[str] | None,
+        typer.Option("--models", help="NAME or NAME=FILE of the model store, or ALL; repeatable."),
+    ] = None,
+    more_models: Annotated[list[str] | None, typer.Argument(metavar="[NAME[=FILE]]...")] = None,
+    model_store: Annotated[Path | None, typer.Option(help="Folder of the archives.")] = None,
+    config: Annotated[Path | None, typer.Option(help="YAML file with any of the settings.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address; default 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="Inference; default 8080.")] = None,
+    management_port: Annotated[int | None, typer.Option(help="Management; default 8081.")] = None,
+    metrics_port: Annotated[int | None, typer.Option(help="Metrics; default 8082.")] = None,
+    device: Annotated[str | None, typer.Option(help="auto, cpu or cuda[:N].")] = None,
+    workers: Annotated[int | None, typer.Option(help="Per model; default by cores.")] = None,
+    auth: Annotated[
+        str | None, typer.Option(help="Tokens: auto (off on loopback), always, never.")
+    ] = None,
+    trusted_keys: Annotated[
+        Path | None, typer.Option(help="File of public keys whose signatures are accepted.")
+    ] = None,
+    require_signature: Annotated[
+        bool | None,
+        typer.Option("--require-signature", help="Serve only what a trusted key signed."),
+    ] = None,
+    install_requirements: Annotated[
+        bool | None,
+        typer.Option(
+            "--install-requirements",
+            help="Install what an archive requires, into an environment of its own.",
+        ),
+    ] = None,
+    state_dir: StateDirOption = None,
+    foreground: Annotated[bool, typer.Option("--foreground", help="Stay attached.")] = False,
+    json_output: JsonOption = False,
+) -> None:
+    """Start the server and return when its models are ready.
+
+    Example: modelyard serve start --model-store model_store --models digits
+    """
+    named = [name for option in models or [] for name in option.split(",") if name]
+    named += more_models or []
+    with _errors():
+        settings = load_settings(
+            {
+                "models": tuple(named) or None,
+                "model_store": model_store,
+                "host": host,
+                "port": port,
+                "management_port": management_port,
+                "metrics_port": metrics_port,
+                "device": device,
+                "workers": workers,
+                "auth": auth,
+                "trusted_keys": trusted_keys,
+                "require_signature": require_signature,
+                "install_requirements": install_requirements,
+                "state_dir": state_dir,
+            },
+            config,
+        )
+        state = StateDir(settings.state_dir)
+        if (running := state.running()) is not None:
+            raise StartError(describe_running(running))
+        if foreground:
+            raise typer.Exit(_run_attached(settings))
+        about = _start_detached(settings, state)
+    if json_output:
+        out.print_json(json.dumps(about))
+    else:
+        out.print(f"[green]ready[/green], pid {about['pid']}")
+        _print_addresses(about)
+
+
+def _start_detached(settings: Settings, state: StateDir) -> dict[str, Any]:
+    """Start the server process and follow its events until it is ready."""
+    try:
+        state.create()
+        log = state.log_file.open("ab")
+    except OSError as error:
+        raise StartError(f"cannot use the state folder {state.root}: {error}") from error
+    with log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "serve.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=state.root,
+            start_new_session=True,
+            text=True,
+        )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        with err.status("starting") as status:
+            process.stdin.write(settings.model_dump_json())
+            process.stdin.close()
+            for line in process.stdout:
+                event = json.loads(line)
+                if event["event"] == "ready":
+                    return dict(event)
+                if event["event"] == "error":
+                    raise StartError(event["message"])
+                status.update(f"{event['model']}: {event['text']}")
+    except (KeyboardInterrupt, BrokenPipeError):
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        process.stdout.close()
+    raise StartError(f"the server ended with code {process.wait()}; its log is {state.log_file}")
+
+
+def _run_attached(settings: Settings) -> int:
+    from serve.server import run
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def report(event: dict[str, Any]) -> None:
+        if event["event"] == "ready":
+            err.print("[green]ready[/green]; stop with Ctrl-C")
+            _print_addresses(event)
+
+    return run(settings, report)
+
+
+def _print_addresses(about: dict[str, Any]) -> None:
+    grid = Table.grid(padding=(0, 2))
+    for name in ("inference", "management", "metrics"):
+        grid.add_row(name, about[name])
+    grid.add_row("docs", f"{about['inference']}/docs")
+    grid.add_row("log", about["log"])
+    out.print(grid, soft_wrap=True)
+
+
+@serve_app.command()
+def stop(state_dir: StateDirOption = None) -> None:
+    """Answer what was accepted, then end the server.
+
+    Example: modelyard serve stop
+    """
+    with _errors():
+        state = StateDir(load_settings({"state_dir": state_dir}).state_dir)
+        running = state.running()
+        if running is None:
+            out.print("no server is running")
+            return
+        if not running:
+            raise StartError("the server is just starting; try again in a moment")
+        pid = int(running["pid"])
+        os.kill(pid, signal.SIGTERM)
+        limit = time.monotonic() + float(running["drain_timeout_s"]) + STOP_GRACE_S
+        with err.status("waiting for requests in progress"):
+            while state.is_locked() and time.monotonic() < limit:
+                time.sleep(0.02)
+        if state.is_locked():
+            raise StartError(f"pid {pid} has not ended; `kill -9 {pid}` ends it without answers")
+    out.print(f"stopped, pid {pid}")
+
+
+@serve_app.command()
+def status(state_dir: StateDirOption = None, json_output: JsonOption = False) -> None:
+    """Show models, versions, workers and queues. Exit code 1 when no server runs.
+
+    Example: modelyard serve status
+    """
+    with _errors():
+        state = StateDir(load_settings({"state_dir": state_dir}).state_dir)
+        running = state.running()
+        if not running:
+            text = "no server is running" if running is None else "a server is starting"
+            out.print_json(json.dumps({"running": False})) if json_output else out.print(text)
+            raise typer.Exit(1)
+        token = read_key(state.key_file, "management")
+        names = _all_models(running["management"], token)
+        models = [
+            model
+            for name in names
+            for model in call(
+                running["management"], "GET", f"/models/{quote(name)}/all", token=token
+            ).json()
+        ]
+    if json_output:
+        out.print_json(json.dumps({"running": True, **running, "models": models}))
+        return
+    out.print(f"running, pid {running['pid']}, since {running['started']}")
+    _print_addresses(running)
+    table = Table("model", "version", "file", "workers", "pids", "restarts", "memory", "queue")
+    for model in models:
+        workers = model["workers"]
+        ready = sum(worker["status"] == "READY" for worker in workers)
+        queue = model["jobQueueStatus"]
+        room = queue["remainingCapacity"] + queue["pendingRequests"]
+        table.add_row(
+            model["modelName"],
+            model["modelVersion"] + (" (default)" if model["isDefault"] else ""),
+            model["modelUrl"],
+            f"{ready}/{len(workers)} ready",
+            " ".join(str(worker["pid"]) for worker in workers),
+            str(sum(worker["restarts"] for worker in workers)),
+            f"{sum(worker['memoryUsage'] for worker in workers) / 1e6:.0f} MB",
+            f"{queue['pendingRequests']} of {room}",
+        )
+    out.print(table)
+
+
+def _all_models(url: str, token: str) -> list[str]:
+    names: list[str] = []
+    page: str | None = "0"
+    while page is not None:
+        answer = call(url, "GET", "/models", query={"next_page_token": page}, token=token).json()
+        names += [model["modelName"] for model in answer["models"]]
+        page = answer.get("nextPageToken")
+    return names
+
+
+@serve_app.command()
+def token(
+    api: Annotated[str, typer.Argument(help="management or inference.")] = "management",
+    state_dir: StateDirOption = None,
+) -> None:
+    """Print the running server's bearer token of one API.
+
+    Example: curl -H "Authorization: Bearer $(modelyard serve token)" http://127.0.0.1:8081/models
+    """
+    with _errors():
+        state = StateDir(load_settings({"state_dir": state_dir}).state_dir)
+        typer.echo(read_key(state.key_file, api))
+
+
+# -- predict and explain -----------------------------------------------------------------------
+
+ModelArgument = Annotated[str, typer.Argument(metavar="NAME[/VERSION]")]
+FileArgument = Annotated[Path, typer.Argument(help="The input; - reads standard input.")]
+
+
+@predict_app.command()
+def predict(
+    model: ModelArgument,
+    file: FileArgument,
+    url: UrlOption = None,
+    state_dir: StateDirOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Ask the running server for a prediction.
+
+    Example: modelyard predict digits examples/digits/scans/7.png
+    """
+    with _errors():
+        answer = _ask("predictions", model, file, url, state_dir, {}, {})
+    if json_output or not _print_labels(answer):
+        _print_answer(answer)
+
+
+@explain_app.command()
+def explain(
+    model: ModelArgument,
+    file: FileArgument,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Heat map (.png) or answer (.json).")
+    ] = None,
+    method: Annotated[str | None, typer.Option()] = None,
+    target: Annotated[str | None, typer.Option(help="Class index, label or predicted.")] = None,
+    baseline: Annotated[str | None, typer.Option(help="zero, black or white.")] = None,
+    n_steps: Annotated[int | None, typer.Option(help="Fixed number of steps.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Raise the steps until the sum is this close.")
+    ] = None,
+    url: UrlOption = None,
+    state_dir: StateDirOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Ask the running server which input values made the answer, and how sure that is.
+
+    Example: modelyard explain digits examples/digits/scans/7.png -o heatmap.png
+    """
+    query = {
+        "method": method,
+        "target": target,
+        "baseline": baseline,
+        "n_steps": n_steps,
+        "tolerance": tolerance,
+    }
+    is_picture = output is not None and output.suffix.lower() == ".png"
+    accept = {"Accept": "image/png" if is_picture else "application/json"}
+    with _errors():
+        answer = _ask("explanations", model, file, url, state_dir, query, accept)
+        if output is not None:
+            _write(output, answer.body)
+            out.print(f"wrote {output}", soft_wrap=True)
+    if output is None and (json_output or not _print_explanation(answer)):
+        _print_answer(answer)
+
+
+def _ask(
+    api: str,
+    model: str,
+    file: Path,
+    url: str | None,
+    state_dir: Path | None,
+    query: dict[str, Any],
+    headers: dict[str, str],
+) -> Answer:
+    """Send a file to the running server."""
+    try:
+        body = sys.stdin.buffer.read() if str(file) == "-" else file.read_bytes()
+    except OSError as error:
+        raise StartError(f"cannot read {file}: {error.strerror}") from error
+    media_type, _ = mimetypes.guess_type(file.name)
+    key = None
+    if url is None:
+        state = StateDir(load_settings({"state_dir": state_dir}).state_dir)
+        running = state.running()
+        if not running:
+            raise StartError(
+                "no server is running in this state folder; start one with "
+                "`modelyard serve start`, or name one with --url"
+            )
+        url = str(running["inference"])
+        key = read_key(state.key_file, "inference")
+    sent = {"Content-Type": media_type or "application/octet-stream", **headers}
+    path = f"/{api}/{quote(model)}"
+    return call(url, "POST", path, query=query, body=body, headers=sent, token=key)
+
+
+def _print_answer(answer: Answer) -> None:
+    if answer.content_type.startswith("application/json"):
+        out.print_json(answer.body.decode())
+    else:
+        sys.stdout.buffer.write(answer.body)
+        sys.stdout.buffer.flush()
+
+
+def _print_labels(answer: Answer) -> bool:
+    """Print label → probability as bars; tell whether the answer is of that form."""
+    scores = answer.json() if answer.content_type.startswith("application/json") else None
+    if not isinstance(scores, dict) or not scores:
+        return False
+    if not all(isinstance(value, float) and 0 <= value <= 1 for value in scores.values()):
+        return False
+    grid = Table.grid(padding=(0, 2))
+    for label, value in scores.items():
+        grid.add_row(_plain(label), f"{value:.4f}", "█" * round(40 * value) or "▏")
+    out.print(grid)
+    return True
+
+
+def _print_explanation(answer: Answer) -> bool:
+    """Print what an explanation says of itself; tell whether the answer is one."""
+    content = answer.json() if answer.content_type.startswith("application/json") else None
+    if not isinstance(content, dict) or "attributions" not in content:
+        return False
+    grid = Table.grid(padding=(0, 2))
+    rows: list[tuple[str, Callable[[Any], str]]] = [
+        ("label", str),
+        ("target", str),
+        ("method", str),
+        ("baseline", str),
+        ("f_input", "{:.6g}".format),
+        ("f_baseline", "{:.6g}".format),
+        ("convergence_delta", "{:.3g}".format),
+        ("n_steps", str),
+        ("tolerance_met", str),
+        ("shape", str),
+    ]
+    for name, show in rows:
+        if name in content:
+            grid.add_row(name, _plain(show(content[name])))
+    out.print(grid)
+    out.print("-o FILE.png draws the heat map, --json prints the attributions")
+    return True
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a whole file or nothing."""
+    temporary = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as new:
+            temporary = Path(new.name)
+            new.write(content)
+        temporary.chmod(0o644)
+        temporary.replace(file)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        raise StartError(f"cannot write {file}: {error.strerror}") from error

@@ -1,0 +1,154 @@
+"""The errors of `serve`, and the one table that maps every room's errors to HTTP.
+
+    ServeError
+    ├── BadRequest            a parameter or body is wrong
+    │   └── BadModelConfig    model-config.yaml is wrong
+    ├── ModelNotFound
+    │   └── VersionNotFound
+    ├── FileNotInStore
+    ├── Conflict              the version is registered already
+    ├── DefaultVersion        the default version cannot be removed while others exist
+    ├── BodyTooLarge
+    ├── Unauthorized
+    ├── Unavailable           no worker can take the request now
+    │   ├── QueueFull
+    │   └── Draining
+    ├── DeadlinePassed
+    ├── WorkerDied            while it held the request, and again when it was tried alone
+    ├── LoadFailed            a worker could not load the model
+    └── StartError            the server cannot start or was not found (command line only)
+
+`type` is TorchServe's class name wherever it has one, because clients compare it.
+"""
+
+from __future__ import annotations
+
+from archiver.errors import ArchiveError
+
+
+class ServeError(Exception):
+    """Base of all errors of this room."""
+
+
+class BadRequest(ServeError):
+    """A parameter or body is wrong; the message names it."""
+
+
+class BadModelConfig(BadRequest):
+    """The archive's model-config.yaml is wrong; the message names the key."""
+
+
+class ModelNotFound(ServeError):
+    """No model of that name is registered."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"Model not found: {name}")
+
+
+class VersionNotFound(ModelNotFound):
+    """The model has no such version."""
+
+    def __init__(self, name: str, version: str) -> None:
+        Exception.__init__(self, f"Model version: {version} does not exist for model: {name}")
+
+
+class FileNotInStore(ServeError):
+    """The model store holds no such archive."""
+
+
+class Conflict(ServeError):
+    """The version is registered already."""
+
+
+class DefaultVersion(ServeError):
+    """The default version cannot be removed while others exist."""
+
+
+class BodyTooLarge(ServeError):
+    """The request body is over the limit."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            f"the request body is larger than {limit} bytes, the limit of this server "
+            "(max_request_bytes)"
+        )
+
+
+class Unauthorized(ServeError):
+    """The bearer token is missing or wrong."""
+
+
+class Unavailable(ServeError):
+    """No worker can take the request now.
+
+    Args:
+        message: what the client reads.
+        retry_after_s: when it is worth another try.
+    """
+
+    def __init__(self, message: str, retry_after_s: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFull(Unavailable):
+    """The queue of the model version holds as many requests as it may."""
+
+
+class Draining(Unavailable):
+    """The server or the model version is being stopped."""
+
+
+class DeadlinePassed(ServeError):
+    """The request was not answered in time."""
+
+
+class WorkerDied(ServeError):
+    """A worker died while it held the request, and the request may not be tried again."""
+
+    def __init__(self) -> None:
+        super().__init__("Worker died.")
+
+
+class LoadFailed(ServeError):
+    """A worker could not load the model; the message is the worker's own."""
+
+
+class StartError(ServeError):
+    """The server cannot start, or none was found; the message says what to do."""
+
+
+STATUS: dict[type[Exception], tuple[int, str]] = {
+    BadRequest: (400, "BadRequestException"),
+    ModelNotFound: (404, "ModelNotFoundException"),
+    VersionNotFound: (404, "ModelVersionNotFoundException"),
+    FileNotInStore: (404, "ModelNotFoundException"),
+    Conflict: (409, "ConflictStatusException"),
+    DefaultVersion: (403, "InvalidModelVersionException"),
+    BodyTooLarge: (413, "RequestTooLargeException"),
+    Unauthorized: (401, "InvalidKeyException"),
+    Unavailable: (503, "ServiceUnavailableException"),
+    DeadlinePassed: (504, "RequestTimeoutException"),
+    WorkerDied: (500, "InternalServerException"),
+    LoadFailed: (500, "InternalServerException"),
+    ArchiveError: (400, "InvalidModelException"),
+}
+
+
+def http_status(error: Exception) -> tuple[int, str]:
+    """Return the HTTP status and the `type` of an error, by its nearest listed ancestor."""
+    for kind in type(error).__mro__:
+        if kind in STATUS:
+            return STATUS[kind]
+    return 500, "InternalServerException"
+
+
+def error_body(error: Exception, request_id: str) -> dict[str, object]:
+    """Return the JSON object that a client gets for `error`.
+
+    An error that no room declared may say anything, so only its class reaches the client.
+    """
+    code, kind = http_status(error)
+    declared = isinstance(error, (ServeError, ArchiveError))
+    message = str(error) if declared else f"internal error ({type(error).__name__})"
+    return {"code": code, "type": kind, "message": message, "request_id": request_id}

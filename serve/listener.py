@@ -1,0 +1,225 @@
+"""One listening address: sockets, connections, and an orderly end.
+
+uvicorn's HTTP protocol on httptools does the parsing; its `Server` is not used, because it closes
+idle connections and the listening socket the moment it is told to stop, and a request that is on
+its way then is lost without an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import (
+    STATUS_LINE,
+    HttpToolsProtocol,
+    RequestResponseCycle,
+)
+from uvicorn.server import ServerState
+
+from serve.errors import StartError
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 75
+SWEEP_S = 5.0
+QUIET_S = 0.5
+"""A connection without a request for this long is idle, not about to send one."""
+
+
+ANSWER = "modelyard.answer"
+"""ASGI extension: sends a whole answer at once, see `send_at_once`."""
+
+
+JOIN_BYTES = 1 << 16
+"""Bodies below this are copied behind their head: uvloop's write of one buffer is the fast one."""
+
+
+class Connection(HttpToolsProtocol):
+    """One client connection that knows since when it has been quiet."""
+
+    quiet_since = 0.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start to count."""
+        super().connection_made(transport)
+        self.quiet_since = self.loop.time()
+
+    def on_headers_complete(self) -> None:
+        """Offer the application to send its answer in one piece."""
+        super().on_headers_complete()
+        answer: Any = partial(send_at_once, self.cycle)
+        self.scope["extensions"] = {ANSWER: answer}
+
+    def on_response_complete(self) -> None:
+        """Start to count again; the listener closes what stays idle, uvicorn would set a timer."""
+        self.quiet_since = self.loop.time()
+        if self.pipeline:
+            super().on_response_complete()
+        elif not self.transport.is_closing():
+            self.flow.resume_reading()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is being read or answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+
+def send_at_once(
+    cycle: RequestResponseCycle,
+    status: int,
+    headers: Sequence[tuple[bytes, bytes]],
+    body: bytes,
+) -> bool:
+    """Write head and body in one system call; return False where only ASGI's way will do.
+
+    uvicorn writes them apart, and checks every header by two patterns: a quarter of what the server
+    process spends on a small request.
+    """
+    if cycle.flow.write_paused or cycle.response_started or cycle.scope["method"] == "HEAD":
+        return False
+    if cycle.disconnected:
+        return True
+    lines = [STATUS_LINE[status]]
+    for name, value in headers:
+        lines += (name, b": ", value, b"\r\n")
+    if not cycle.keep_alive:
+        lines.append(b"connection: close\r\n")
+    lines.append(b"\r\n")
+    head = b"".join(lines)
+    line_count = len(headers) + 2 + (not cycle.keep_alive)
+    if head.count(b"\n") != line_count or head.count(b"\r") != line_count:
+        return False  # a line break inside a header; uvicorn refuses it
+    if len(body) < JOIN_BYTES:
+        cycle.transport.write(head + body)
+    else:
+        cycle.transport.writelines((head, body))
+    cycle.response_started = cycle.response_complete = True
+    cycle.message_event.set()
+    if not cycle.keep_alive:
+        cycle.transport.close()
+    cycle.on_response()
+    return True
+
+
+class Listener:
+    """A bound socket and the connections that it accepted.
+
+    Args:
+        app: the ASGI application that answers.
+        host: address to bind.
+        port: 0 lets the system choose.
+
+    Raises:
+        StartError: the address cannot be bound; the message says why and what to do.
+    """
+
+    def __init__(self, app: Any, host: str, port: int) -> None:
+        self._socket = _bind(host, port)
+        self.host = host
+        self.port: int = self._socket.getsockname()[1]
+        self._config = uvicorn.Config(
+            app,
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            access_log=False,
+            log_config=None,
+            proxy_headers=False,
+            server_header=False,
+            date_header=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+        )
+        self._config.load()
+        self._state = ServerState()
+        self._server: asyncio.Server | None = None
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    @property
+    def url(self) -> str:
+        """The address as a client writes it."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    async def start(self) -> None:
+        """Begin to accept."""
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(self._connect, sock=self._socket, backlog=BACKLOG)
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Close the connections that have been idle for long, now and then."""
+        self.close_idle(KEEP_ALIVE_S)
+        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    def abandon(self) -> None:
+        """Give the address back without having accepted anything."""
+        self._socket.close()
+
+    def _connect(self) -> Connection:
+        return Connection(self._config, self._state, {})
+
+    async def stop_accepting(self) -> None:
+        """Close the listening socket, after taking every connection that is already complete."""
+        if self._server is None:
+            self.abandon()
+            return
+        loop = asyncio.get_running_loop()
+        accepted = []
+        while True:
+            try:
+                accepted.append(self._socket.accept()[0])
+            except OSError:
+                break
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        self._server.close()
+        self._socket.close()
+        for connection in accepted:
+            await loop.connect_accepted_socket(self._connect, connection)
+
+    @property
+    def busy_count(self) -> int:
+        """Connections with a request in progress."""
+        return sum(connection.is_busy for connection in self._connections())
+
+    def close_idle(self, quiet_s: float = QUIET_S) -> int:
+        """Close the connections that are neither busy nor just opened; return how many remain."""
+        now = asyncio.get_running_loop().time()
+        remain = 0
+        for connection in self._connections():
+            if connection.is_busy or now - connection.quiet_since < quiet_s:
+                remain += 1
+            else:
+                connection.transport.close()
+        return remain
+
+    def _connections(self) -> list[Connection]:
+        return [c for c in self._state.connections if isinstance(c, Connection)]
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # TCP_NODELAY reaches accepted connections only through a socket that names its protocol:
+    # without it every keep-alive answer waits 40 ms for the client's delayed acknowledgement.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            reason = "is in use: stop the process that holds it, or choose another port"
+        elif error.errno == errno.EACCES:
+            reason = "needs more rights: choose a port from 1024 up"
+        else:
+            reason = f"cannot be bound: {error.strerror}"
+        raise StartError(f"port {port} on {host} {reason}") from error
+    listening.setblocking(False)
+    return listening

@@ -1,0 +1,141 @@
+"""Every metric's name, unit and labels (Prometheus)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+)
+
+KINDS = ("predict", "explain")
+"""Label values by kind of job: index 0 and 1."""
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Metrics:
+    """The metrics of one server. Labels come from registered models only, so they are bounded."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a time stamp beside every series, which nobody reads
+        self.registry = CollectorRegistry()
+        model = ("model", "version")
+        kind = (*model, "kind")
+        self.requests = Counter(
+            "modelyard_requests",
+            "Requests answered, by HTTP status.",
+            (*kind, "code"),
+            registry=self.registry,
+        )
+        self.errors = Counter(
+            "modelyard_errors",
+            "Requests answered with status 400 or above.",
+            (*kind, "code"),
+            registry=self.registry,
+        )
+        self.latency = Histogram(
+            "modelyard_request_latency_seconds",
+            "From the whole body read to the answer ready, in seconds.",
+            kind,
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.queue_time = Histogram(
+            "modelyard_queue_time_seconds",
+            "From arrival in the queue to hand-over to a worker, in seconds.",
+            kind,
+            buckets=SECONDS,
+            registry=self.registry,
+        )
+        self.batch_size = Histogram(
+            "modelyard_batch_size",
+            "Requests in one handler call.",
+            kind,
+            buckets=SIZES,
+            registry=self.registry,
+        )
+        self.queue_length = Gauge(
+            "modelyard_queue_length", "Requests waiting now.", kind, registry=self.registry
+        )
+        self.restarts = Counter(
+            "modelyard_worker_restarts",
+            "Workers that ended unasked and were replaced.",
+            model,
+            registry=self.registry,
+        )
+        self.ready_workers = Gauge(
+            "modelyard_ready_workers", "Workers that can take work.", model, registry=self.registry
+        )
+        self.unrouted = Counter(
+            "modelyard_unrouted_requests",
+            "Requests for no registered model, or without the right to it, by HTTP status.",
+            ("code",),
+            registry=self.registry,
+        )
+
+
+class VersionMetrics:
+    """The metrics of one model version, label lookups done once."""
+
+    def __init__(self, metrics: Metrics, model: str, version: str) -> None:
+        self._metrics = metrics
+        self._labels = (model, version)
+        self.kinds = tuple(KindMetrics(metrics, model, version, kind) for kind in KINDS)
+        self.restarts = metrics.restarts.labels(model, version)
+
+    def watch_workers(self, ready: Callable[[], float]) -> None:
+        """Read the number of ready workers from `ready` at each scrape."""
+        self._metrics.ready_workers.labels(*self._labels).set_function(ready)
+
+    def remove(self) -> None:
+        """Forget the series of this model version."""
+        metrics = self._metrics
+        metrics.restarts.remove(*self._labels)
+        metrics.ready_workers.remove(*self._labels)
+        for kind in self.kinds:
+            kind.remove()
+
+
+class KindMetrics:
+    """The metrics of one model version and kind of job."""
+
+    def __init__(self, metrics: Metrics, model: str, version: str, kind: str) -> None:
+        self._metrics = metrics
+        self._labels = (model, version, kind)
+        self._codes: dict[int, tuple[Counter, ...]] = {}
+        self.latency = metrics.latency.labels(*self._labels)
+        self.queue_time = metrics.queue_time.labels(*self._labels)
+        self.batch_size = metrics.batch_size.labels(*self._labels)
+        self.queue_length = metrics.queue_length.labels(*self._labels)
+
+    def answered(self, code: int, seconds: float) -> None:
+        """Count one answer and how long it took."""
+        counters = self._codes.get(code)
+        if counters is None:
+            metrics, labels = self._metrics, (*self._labels, str(code))
+            families = (metrics.requests, metrics.errors) if code >= 400 else (metrics.requests,)
+            counters = self._codes[code] = tuple(family.labels(*labels) for family in families)
+        for counter in counters:
+            counter.inc()
+        self.latency.observe(seconds)
+
+    def remove(self) -> None:
+        """Forget the series of this kind."""
+        metrics, labels = self._metrics, self._labels
+        for family in (
+            metrics.latency,
+            metrics.queue_time,
+            metrics.batch_size,
+            metrics.queue_length,
+        ):
+            family.remove(*labels)
+        for code in self._codes:
+            metrics.requests.remove(*labels, str(code))
+            if code >= 400:
+                metrics.errors.remove(*labels, str(code))

@@ -1,0 +1,561 @@
+"""Start, watch, restart and scale the workers of one model version.
+
+A worker is a process of its own session, joined by one end of a socket pair: no path that anybody
+else could open, and its end of file is the worker's death. Async ends here; below is plain blocking
+code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any, cast
+
+from serve import wire
+from serve.batcher import EXPLAIN, Batcher, Job, Reply
+from serve.errors import (
+    DeadlinePassed,
+    Draining,
+    LoadFailed,
+    ServeError,
+    Unavailable,
+    WorkerDied,
+)
+from serve.metrics import VersionMetrics
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.05
+LONGEST_BACKOFF_S = 30.0
+GIVE_UP_AFTER = 5
+"""Failed loads in a row, with no worker ready, after which waiting requests are refused."""
+EXIT_GRACE_S = 2.0
+"""From the end of file on its socket to SIGKILL."""
+LOG_TAIL_BYTES = 2000
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What every worker of a model version is started with."""
+
+    label: str
+    """`name 1.0`, for logs and messages."""
+    load: dict[str, Any]
+    """The LOAD message, read by `worker.load`; a worker's number is added to it."""
+    log_dir: Path
+    threads: int
+    batch_size: int
+    startup_timeout_s: float
+    response_timeout_s: float
+    retry: bool
+    """Whether a request that a worker died with is tried once more."""
+    max_reply_bytes: int
+    interpreter: str = sys.executable
+    """Python of the workers; another one where the archive brings requirements."""
+
+
+class Worker(asyncio.Protocol):
+    """One worker process and the server's end of its socket."""
+
+    def __init__(self, pool: Pool, number: int) -> None:
+        self._pool = pool
+        self._loop = asyncio.get_running_loop()
+        self._decoder = wire.Decoder(pool.plan.max_reply_bytes)
+        self._transport: asyncio.Transport | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._next_id = 0
+        self.number = number
+        self.log = pool.plan.log_dir / f"worker-{number}.log"
+        self.loaded: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self.is_ready = False
+        self.is_alone = False
+        """It runs a retried job, and nothing beside it."""
+        self.is_reserved = False
+        """It takes nothing new until it is idle."""
+        self.is_closing = False
+        """It takes nothing new any more."""
+        self.flight: dict[int, Job] = {}
+        self.held = [0, 0]
+        self.busy_since = 0.0
+        self.answered = 0
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the process and wait until it is loaded and right.
+
+        Raises:
+            LoadFailed: with the worker's own error.
+        """
+        try:
+            ours = self._spawn()
+        except OSError as error:
+            raise LoadFailed(
+                f"{self._pool.plan.label}: no worker process can be started: {error.strerror}"
+            ) from error
+        await self._loop.connect_accepted_socket(lambda: self, ours)
+        load = {**self._pool.plan.load, "worker": self.number}
+        assert self._transport is not None
+        self._transport.write(wire.encode_control(wire.LOAD, load))
+        limit = self._pool.plan.startup_timeout_s
+        try:
+            async with asyncio.timeout(limit):
+                await self.loaded
+        except TimeoutError:
+            self.kill()
+            raise LoadFailed(
+                f"{self._pool.plan.label}: not ready after {limit:g} s (startup_timeout_s); "
+                f"the log ends: {self._log_tail()}"
+            ) from None
+
+    def _spawn(self) -> socket.socket:
+        """Start the process, watch for its end, and return our end of its socket."""
+        ours, theirs = socket.socketpair()
+        try:
+            with theirs, self.log.open("ab") as log:
+                self._process = subprocess.Popen(
+                    [self._pool.plan.interpreter, "-P", "-m", "serve.worker", str(theirs.fileno())],
+                    pass_fds=[theirs.fileno()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=_worker_environment(self._pool.plan.threads),
+                    start_new_session=True,
+                )
+            self._pidfd = os.pidfd_open(self._process.pid)
+        except OSError:
+            ours.close()
+            if self._process is not None:
+                self._process.kill()
+                self._process.wait()
+                self._process = None
+            raise
+        self._loop.add_reader(self._pidfd, self._exited)
+        return ours
+
+    @property
+    def pid(self) -> int:
+        """Process id; -1 before the start."""
+        return self._process.pid if self._process else -1
+
+    def kill(self) -> None:
+        """End the process and whatever it started, at once."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """Let an idle process end by itself, or kill it after a short while."""
+        if self._process is None:
+            return
+        if not self.is_ready or self.flight:
+            self.kill()
+        if self._transport is not None:
+            self._transport.close()
+        try:
+            async with asyncio.timeout(EXIT_GRACE_S):
+                await asyncio.shield(self.ended)
+        except TimeoutError:
+            self.kill()
+            await self.ended
+
+    def _exited(self) -> None:
+        """The process has ended: reap it. Replies that it had sent may still be on their way."""
+        assert self._process is not None
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._process.wait()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # what it started and left behind
+        if self._transport is None or self._transport.is_closing():
+            self._finish()
+        else:
+            # End of file comes by itself, unless a process it forked holds the socket open.
+            self._loop.call_later(0.5, self._transport.abort)
+
+    def _finish(self) -> None:
+        """Once both process and connection have ended: tell who waits."""
+        if not self.loaded.done():
+            assert self._process is not None
+            self.loaded.set_exception(
+                LoadFailed(
+                    f"{self._pool.plan.label}: the worker ended with "
+                    f"{_describe_exit(self._process.returncode)} before it was ready; "
+                    f"the log ends: {self._log_tail()}"
+                )
+            )
+            self.loaded.exception()  # whoever waited may have left
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    def _log_tail(self) -> str:
+        with contextlib.suppress(OSError), self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
+            lines = log.read().decode(errors="replace").strip().splitlines()
+            return lines[-1] if lines else "(empty)"
+        return "(unreadable)"
+
+    # -- the connection ------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Take replies and control messages; a worker that talks nonsense is ended."""
+        try:
+            for frame in self._decoder.feed(data):
+                if frame[0].id == 0:
+                    self._control(frame[0])
+                else:
+                    self._replies(frame)
+        except wire.WireError as error:
+            logger.error("%s worker %d: %s; ending it", self._pool.plan.label, self.number, error)
+            self.kill()
+        self._pool.pump()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Give back what it held; the process, if it still runs, is ended."""
+        self.is_ready = False
+        self._pool.lost(self)
+        assert self._process is not None
+        if self._process.returncode is not None:
+            self._finish()
+        elif error is not None or self.flight:
+            self.kill()
+        else:
+            self._loop.call_later(EXIT_GRACE_S, self.kill)
+
+    def _control(self, item: wire.Item) -> None:
+        message = wire.decode_control(item)
+        if self.loaded.done():
+            raise wire.WireError("a control message from a worker that is loaded")
+        if item.code == wire.READY and message.get("protocol") == wire.PROTOCOL:
+            self.is_ready = True
+            self.loaded.set_result(message)
+        elif item.code == wire.FAILED:
+            text = f"{self._pool.plan.label}: {message.get('message', 'no reason given')}"
+            self.loaded.set_exception(LoadFailed(text))
+        else:
+            raise wire.WireError(f"control message {item.code} that nobody expects")
+
+    def _replies(self, frame: list[wire.Item]) -> None:
+        now = monotonic()
+        kind = 0
+        for id, status, _, headers, body in frame:
+            if id not in self.flight:
+                raise wire.WireError(f"a reply to job {id}, which it does not hold")
+            if not 200 <= status <= 599 or (headers and headers.count(0) % 2 == 0):
+                raise wire.WireError(f"a reply with status {status} and headers {headers[:200]!r}")
+            job = self.flight.pop(id)
+            kind = job.kind
+            self.held[kind] -= 1
+            if not job.future.done():
+                job.future.set_result(Reply(status, headers, body))
+        self.answered += len(frame)
+        self._pool.measured(kind, len(frame), now - self.busy_since)
+        self.busy_since = now
+        if not self.flight:
+            self.is_alone = self.is_reserved = False
+
+    # -- a replica, as the batcher knows it ----------------------------------------------------
+
+    def room(self, kind: int) -> int:
+        """Return how many more jobs of this kind it takes.
+
+        Two batches of predictions, one of explanations, which are long.
+        """
+        depth = 1 if kind == EXPLAIN else 2
+        return depth * self._pool.plan.batch_size - self.held[kind]
+
+    def run(self, jobs: list[Job]) -> None:
+        """Send the jobs in one frame; `_replies` answers them, or the pool if it dies."""
+        assert self._transport is not None
+        if not self.flight:
+            self.busy_since = monotonic()
+        frame = wire.Frame()
+        for job in jobs:
+            self._next_id = self._next_id % 0xFFFFFFFF + 1
+            self.flight[self._next_id] = job
+            self.held[job.kind] += 1
+            flags = (wire.EXPLAIN if job.kind == EXPLAIN else 0) | (
+                wire.ALONE if job.retried else 0
+            )
+            frame.add(self._next_id, 0, flags, job.meta, job.parts)
+        self._transport.writelines(frame.buffers())
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it may be given anything new."""
+        return self.is_ready and not (self.is_alone or self.is_reserved or self.is_closing)
+
+
+@dataclass
+class Seat:
+    """A place for one worker, refilled when the worker dies."""
+
+    number: int
+    task: asyncio.Task[None] | None = None
+    worker: Worker | None = None
+    restarts: int = 0
+    is_closing: bool = False
+
+
+class Pool:
+    """The workers of one model version; the engine that `batcher.py` speaks of."""
+
+    def __init__(self, plan: Plan, metrics: VersionMetrics) -> None:
+        self.plan = plan
+        self._metrics = metrics
+        self._loop = asyncio.get_running_loop()
+        self._batchers: Sequence[Batcher] = ()
+        self._retries: deque[Job] = deque()
+        self._cost_s = [0.0, 0.0]
+        self._failures = 0
+        self._last_failure = ""
+        self._sweeper: asyncio.TimerHandle | None = None
+        self._is_stopping = False
+        self.seats: list[Seat] = []
+        metrics.watch_workers(lambda: self.ready_count)
+
+    def feed(self, batchers: Sequence[Batcher]) -> None:
+        """Name the batchers to wake when a worker has room."""
+        self._batchers = batchers
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def scale(self, count: int, drain_timeout_s: float) -> None:
+        """Have `count` workers: start missing ones, let surplus ones finish and end.
+
+        Raises:
+            LoadFailed: a new worker could not load; the workers that ran before still run.
+        """
+        if self._sweeper is None:
+            self._sweeper = self._loop.call_later(0.1, self._sweep)
+        new: list[tuple[Seat, asyncio.Future[None]]] = []
+        while len(self.seats) < count:
+            number = max((seat.number for seat in self.seats), default=0) + 1
+            seat, first = Seat(number), self._loop.create_future()
+            seat.task = self._loop.create_task(self._keep(seat, first))
+            self.seats.append(seat)
+            new.append((seat, first))
+        outcomes = await asyncio.gather(*(first for _, first in new), return_exceptions=True)
+        failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
+        if failures:
+            await self._close([seat for seat, _ in new], 0)
+            raise failures[0]
+        await self._close(self.seats[count:], drain_timeout_s)
+        if (reason := self.why_none) is not None:
+            self._refuse(Unavailable(reason, retry_after_s=5))
+
+    async def stop(self, drain_timeout_s: float) -> None:
+        """Answer what was accepted, as far as the time allows, and end all workers."""
+        deadline = self._loop.time() + drain_timeout_s
+        while self._loop.time() < deadline and self.ready_count and self._is_busy:
+            await asyncio.sleep(0.02)
+        self._is_stopping = True
+        self._refuse(Draining("the model is being removed"))
+        await self._close(list(self.seats), max(0.0, deadline - self._loop.time()))
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        self._refuse(Draining("the model is being removed"))
+
+    def _refuse(self, error: ServeError) -> None:
+        """Answer everything that waits with `error`."""
+        for batcher in self._batchers:
+            batcher.fail(error)
+        while self._retries:
+            self._retries.popleft().fail(error)
+
+    @property
+    def _is_busy(self) -> bool:
+        return (
+            any(batcher.waiting for batcher in self._batchers)
+            or bool(self._retries)
+            or any(seat.worker and seat.worker.flight for seat in self.seats)
+        )
+
+    async def _close(self, seats: Sequence[Seat], drain_timeout_s: float) -> None:
+        """End these seats' workers, each after it has answered what it holds."""
+        for seat in seats:
+            seat.is_closing = True
+            if seat.worker is not None:
+                seat.worker.is_closing = True
+        deadline = self._loop.time() + drain_timeout_s
+        while self._loop.time() < deadline and any(s.worker and s.worker.flight for s in seats):
+            await asyncio.sleep(0.02)
+        for seat in seats:
+            if seat.task is not None:
+                seat.task.cancel()
+        await asyncio.gather(*(s.worker.stop() for s in seats if s.worker is not None))
+        self.seats = [seat for seat in self.seats if seat not in seats]
+
+    async def _keep(self, seat: Seat, first: asyncio.Future[None]) -> None:
+        """Keep one worker alive in this seat; `first` tells how the first start went."""
+        backoff_s = FIRST_BACKOFF_S
+        while True:
+            worker = seat.worker = Worker(self, seat.number)
+            try:
+                await worker.start()
+            except (LoadFailed, OSError) as error:
+                if not first.done():
+                    first.set_exception(error)
+                    return
+                self._load_failed(error)
+            else:
+                self._failures = 0
+                logger.info("%s worker %d ready, pid %d", self.plan.label, seat.number, worker.pid)
+                if not first.done():
+                    first.set_result(None)
+                self.pump()
+                await asyncio.shield(worker.ended)
+                if worker.answered:
+                    backoff_s = FIRST_BACKOFF_S
+            if seat.is_closing:
+                return
+            seat.restarts += 1
+            self._metrics.restarts.inc()
+            logger.warning(
+                "%s worker %d ended; replacing it in %g s", self.plan.label, seat.number, backoff_s
+            )
+            await asyncio.sleep(backoff_s)
+            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+
+    def _load_failed(self, error: Exception) -> None:
+        self._failures += 1
+        self._last_failure = str(error)
+        logger.error("%s", error)
+        if (reason := self.why_none) is not None:
+            self._refuse(LoadFailed(reason))
+
+    # -- work ----------------------------------------------------------------------------------
+
+    @property
+    def workers(self) -> list[Worker]:
+        """The workers that have a process, loading ones included."""
+        return [seat.worker for seat in self.seats if seat.worker is not None]
+
+    @property
+    def ready_count(self) -> int:
+        """How many workers are loaded and right."""
+        return sum(worker.is_ready for worker in self.workers)
+
+    @property
+    def why_none(self) -> str | None:
+        """Why no worker will come up soon, or None."""
+        if self._is_stopping:
+            return f"{self.plan.label} is being removed"
+        if not self.seats:
+            return f"{self.plan.label} has no workers; scale it up"
+        if self._failures >= GIVE_UP_AFTER and not self.ready_count:
+            return f"no worker of {self.plan.label} can be started any more: {self._last_failure}"
+        return None
+
+    def pick(self, kind: int) -> Worker | None:
+        """Return the worker to give work to: no explanation running, fewest jobs held."""
+        able = (w for w in self.workers if w.takes_work and w.room(kind) > 0)
+        return min(able, key=lambda w: (w.held[EXPLAIN], len(w.flight)), default=None)
+
+    def seconds_per_job(self, kind: int) -> float:
+        """Return a running mean of a worker's time per job."""
+        return self._cost_s[kind]
+
+    def measured(self, kind: int, jobs: int, seconds: float) -> None:
+        """Take note of one batch: its size and how long the worker was busy with it."""
+        cost = seconds / jobs
+        self._cost_s[kind] = 0.9 * self._cost_s[kind] + 0.1 * cost if self._cost_s[kind] else cost
+        self._metrics.kinds[kind].batch_size.observe(jobs)
+
+    def pump(self) -> None:
+        """Hand out work: first what a dead worker held, then what waits."""
+        self._serve_retries()
+        for batcher in self._batchers:
+            if batcher.waiting:
+                batcher.pump()
+
+    def lost(self, worker: Worker) -> None:
+        """Try once more, each alone, what a worker held when it died.
+
+        Alone, because one of them may be what kills workers: it must not take the others along.
+        """
+        for job in worker.flight.values():
+            if job.future.done():
+                continue
+            if job.retried or not self.plan.retry:
+                job.fail(WorkerDied())
+            else:
+                job.retried = True
+                self._retries.append(job)
+        worker.flight.clear()
+        self.pump()
+
+    def _serve_retries(self) -> None:
+        while self._retries:
+            if self._retries[0].future.done():
+                self._retries.popleft()
+                continue
+            able = (w for w in self.workers if w.is_ready and not (w.is_alone or w.is_closing))
+            worker = min(able, key=lambda w: len(w.flight), default=None)
+            if worker is None:
+                return
+            if worker.flight:
+                worker.is_reserved = True
+                return
+            worker.is_alone = True
+            worker.run([self._retries.popleft()])
+
+    def _sweep(self) -> None:
+        """Answer 504 where a deadline has passed, and replace workers that hang."""
+        now = monotonic()
+        self._sweeper = self._loop.call_later(0.1, self._sweep)
+        late: ServeError = DeadlinePassed("the answer took longer than the request's time")
+        for worker in self.workers:
+            for job in worker.flight.values():
+                if job.deadline <= now:
+                    job.fail(late)
+            limit = self.plan.response_timeout_s
+            if worker.is_ready and worker.flight and now - worker.busy_since > limit:
+                logger.error("%s worker %d: no answer for %g s; ending it",
+                             self.plan.label, worker.number, limit)  # fmt: skip
+                oldest = next(iter(worker.flight.values()))
+                oldest.fail(DeadlinePassed(f"the worker gave no answer for {limit:g} s"))
+                worker.kill()
+        for job in self._retries:
+            if job.deadline <= now:
+                job.fail(late)
+        for batcher in self._batchers:
+            batcher.sweep(now)
+
+
+def _worker_environment(threads: int) -> dict[str, str]:
+    """Return the environment of a worker: thread counts must be set before torch is imported.
+
+    OpenMP teams that spin at their barriers collapse when anything else runs on their cores (a
+    call of 2 ms took 100); GOMP_SPINCOUNT=0 makes them sleep.
+    """
+    count = str(threads)
+    return {
+        **os.environ,
+        "OMP_NUM_THREADS": count,
+        "MKL_NUM_THREADS": count,
+        "OPENBLAS_NUM_THREADS": count,
+        "GOMP_SPINCOUNT": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _describe_exit(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

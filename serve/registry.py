@@ -1,0 +1,103 @@
+"""Model name → versions → state. A table without I/O; the only owner of the default version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from serve.batcher import Batcher
+from serve.errors import Conflict, DefaultVersion, ModelNotFound, VersionNotFound
+from serve.metrics import VersionMetrics
+from serve.model_config import ModelConfig
+from serve.pool import Pool
+
+
+@dataclass
+class ModelVersion:
+    """One archive registered under a name, with everything that runs it."""
+
+    name: str
+    version: str
+    file: str
+    """Name of the archive in the model store."""
+    digest: str
+    """Of the archive."""
+    manifest: dict[str, Any]
+    config: ModelConfig
+    folder: Path
+    """Where the archive is unpacked."""
+    pool: Pool
+    batchers: tuple[Batcher, Batcher]
+    """For predictions and explanations."""
+    metrics: VersionMetrics
+    started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+
+class Registry:
+    """The registered model versions."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, dict[str, ModelVersion]] = {}
+        self._defaults: dict[str, str] = {}
+
+    def get(self, name: str, version: str | None = None) -> ModelVersion:
+        """Return a model version, the default one unless named.
+
+        Raises:
+            ModelNotFound, VersionNotFound.
+        """
+        versions = self._models.get(name)
+        if versions is None:
+            raise ModelNotFound(name)
+        found = versions.get(version if version is not None else self._defaults[name])
+        if found is None:
+            raise VersionNotFound(name, str(version))
+        return found
+
+    def versions(self, name: str) -> list[ModelVersion]:
+        """Return all versions of a model, in the order of registration."""
+        self.get(name)
+        return list(self._models[name].values())
+
+    def is_default(self, model: ModelVersion) -> bool:
+        """Tell whether requests that name no version go to this one."""
+        return self._defaults.get(model.name) == model.version
+
+    def refuse_duplicate(self, name: str, version: str) -> None:
+        """Raise Conflict when the version is registered already."""
+        if version in self._models.get(name, {}):
+            raise Conflict(f"Model version {version} is already registered for model {name}")
+
+    def refuse_default(self, model: ModelVersion) -> None:
+        """Raise DefaultVersion when the version is the default and not the only one."""
+        if self.is_default(model) and len(self._models[model.name]) > 1:
+            raise DefaultVersion(f"Cannot remove default version for model {model.name}")
+
+    def add(self, model: ModelVersion) -> None:
+        """Register; the first version of a name becomes its default."""
+        self.refuse_duplicate(model.name, model.version)
+        self._models.setdefault(model.name, {})[model.version] = model
+        self._defaults.setdefault(model.name, model.version)
+
+    def remove(self, model: ModelVersion) -> None:
+        """Forget a version."""
+        self.refuse_default(model)
+        versions = self._models[model.name]
+        del versions[model.version]
+        if not versions:
+            del self._models[model.name], self._defaults[model.name]
+
+    def set_default(self, name: str, version: str) -> None:
+        """Make a version the one that answers when a request names none."""
+        self._defaults[name] = self.get(name, version).version
+
+    def __iter__(self) -> Iterator[ModelVersion]:
+        """Yield all versions, models in the order of their names."""
+        for name in sorted(self._models):
+            yield from self._models[name].values()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._models.values()))

@@ -1,0 +1,181 @@
+"""The server process: start up, run, drain, end. `python -P -m serve.server`."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import uvloop
+
+from archiver import ArchiveError
+from serve.app import Server, create_server
+from serve.auth import make_keys
+from serve.errors import ServeError, StartError
+from serve.settings import Settings
+from serve.state import StateDir, write_json
+
+logger = logging.getLogger(__name__)
+
+Event = dict[str, Any]
+Report = Callable[[Event], None]
+
+ANNOUNCE_S = 0.2
+"""After SIGTERM connections are still taken for this long, and told to close with their answer."""
+FLUSH_S = 2.0
+"""For the last error answers to reach their clients."""
+
+
+def run(settings: Settings, report: Report) -> int:
+    """Run a server until SIGTERM or SIGINT; return its exit code.
+
+    Args:
+        settings: what to serve and where.
+        report: told about each step: {"event": "loading" | "loaded" | "ready" | "error", …}.
+    """
+    state = StateDir(settings.state_dir)
+    try:
+        state.create()
+        with state.lock():
+            uvloop.run(_serve(settings, state, report))
+    except (ServeError, ArchiveError) as error:
+        logger.error("%s", error)
+        report({"event": "error", "message": str(error)})
+        return 1
+    except OSError as error:
+        message = f"cannot use the state folder {state.root}: {error}"
+        logger.error("%s", message)
+        report({"event": "error", "message": message})
+        return 1
+    return 0
+
+
+async def _serve(settings: Settings, state: StateDir, report: Report) -> None:
+    """Start, wait for the signal to stop, stop."""
+    shutil.rmtree(state.unpacked, ignore_errors=True)
+    state.unpacked.mkdir(mode=0o700)
+    server = create_server(settings, make_keys(state.key_file))
+    stop = _watch_signals()
+    try:
+        for listener in server.listeners:
+            await listener.start()
+        about = _describe(server, state, settings)
+        write_json(state.server_file, about)
+        loading = asyncio.ensure_future(
+            server.lifecycle.start(
+                lambda model, text: report({"event": "loading", "model": model, "text": text})
+            )
+        )
+        stopped = asyncio.ensure_future(stop.first.wait())
+        await asyncio.wait([loading, stopped], return_when=asyncio.FIRST_COMPLETED)
+        if not loading.done():
+            loading.cancel()
+            await asyncio.wait([loading])  # it ends the workers that it has started
+            raise StartError("stopped while it was starting")
+        await loading
+        server.phase.is_starting = False
+        gc.collect()
+        gc.freeze()
+        logger.info("ready: %s", about)
+        report({"event": "ready", **about})
+        await stopped
+        await _drain(server, settings.drain_timeout_s, stop.second)
+    finally:
+        await _end(server, state)
+
+
+def _describe(server: Server, state: StateDir, settings: Settings) -> Event:
+    return {
+        "pid": os.getpid(),
+        "inference": server.inference.url,
+        "management": server.management.url,
+        "metrics": server.metrics.url,
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "key_file": str(state.key_file),
+        "log": str(state.log_file),
+        "drain_timeout_s": settings.drain_timeout_s,
+    }
+
+
+class StopSignals:
+    """SIGTERM or SIGINT, once and twice."""
+
+    def __init__(self) -> None:
+        self.first = asyncio.Event()
+        self.second = asyncio.Event()
+
+    def received(self) -> None:
+        """Note one more signal."""
+        (self.second if self.first.is_set() else self.first).set()
+
+
+def _watch_signals() -> StopSignals:
+    stop = StopSignals()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.received)
+    return stop
+
+
+async def _drain(server: Server, timeout_s: float, now: asyncio.Event) -> None:
+    """Answer what was accepted, close connections only after an answer, take nothing new.
+
+    First every answer says `Connection: close`, so that clients which keep connections open leave
+    by themselves; then the listening sockets close; then idle connections. A second signal, or the
+    end of the time, skips the waiting.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    logger.info("stopping; up to %g s for requests in progress", timeout_s)
+    server.phase.is_draining = True
+    await asyncio.sleep(min(ANNOUNCE_S, timeout_s))
+    for listener in server.listeners:
+        await listener.stop_accepting()
+    while not now.is_set() and loop.time() < deadline:
+        if not sum([listener.close_idle() for listener in server.listeners]):
+            return
+        await asyncio.sleep(0.02)
+    logger.warning("the time for requests in progress is over")
+
+
+async def _end(server: Server, state: StateDir) -> None:
+    """End workers and connections; what is still unanswered gets its 503."""
+    loop = asyncio.get_running_loop()
+    await server.lifecycle.stop(0)
+    deadline = loop.time() + FLUSH_S
+    while any(listener.busy_count for listener in server.listeners) and loop.time() < deadline:
+        await asyncio.sleep(0.01)
+    for listener in server.listeners:
+        await listener.stop_accepting()
+        listener.close_idle(0)
+    state.server_file.unlink(missing_ok=True)
+    logger.info("stopped")
+
+
+def main() -> int:
+    """Run detached: settings as JSON on standard input, events as JSON lines on standard output."""
+    settings = Settings(**json.load(sys.stdin))
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+
+    def report(event: Event) -> None:
+        try:
+            print(json.dumps(event), flush=True)  # noqa: T201 - the protocol with the command line
+        except (BrokenPipeError, ValueError):
+            return
+        if event["event"] == "ready":
+            # The command that started us leaves now; nothing must be written to its pipe.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    return run(settings, report)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""What the server is told: defaults < configuration file < environment < command line."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
+
+from serve.errors import StartError
+
+ENV_PREFIX = "MODELYARD_"
+
+
+def default_state_dir() -> Path:
+    """Return the folder for pid file, keys, logs and state, per the XDG base directory rules."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "modelyard"
+
+
+class Settings(BaseModel):
+    """One server's settings; frozen. Every field can be set as MODELYARD_<NAME> too."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", protected_namespaces=(), validate_default=True
+    )
+
+    model_store: Path = Path("model_store")
+    """Folder of the archives that may be served."""
+    models: tuple[str, ...] = ()
+    """NAME or NAME=FILE of the store, or ALL; empty restores what was served last."""
+    state_dir: Path = Field(default_factory=default_state_dir)
+    """Folder of pid file, keys, logs and saved state; one server each."""
+    host: str = "127.0.0.1"
+    """Address of all three APIs."""
+    port: int = Field(8080, ge=0, le=65535)
+    """Port of the inference API; 0 lets the system choose, for the other two as well."""
+    management_port: int = Field(8081, ge=0, le=65535)
+    metrics_port: int = Field(8082, ge=0, le=65535)
+    auth: Literal["auto", "always", "never"] = "auto"
+    """Bearer tokens. auto: management always, inference unless the address is loopback."""
+    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    """Where models run; auto takes CUDA where there is one."""
+    workers: int = Field(0, ge=0, le=1024)
+    """Workers of each model; 0 chooses by cores and number of models."""
+    queue_size: int = Field(100, ge=1)
+    """Requests that may wait per model version and kind."""
+    request_timeout_s: float = Field(60, gt=0)
+    """From arrival to answer; a request that takes longer is answered 504."""
+    response_timeout_s: float = Field(120, gt=0)
+    """For one batch in a worker; a worker that takes longer is replaced."""
+    startup_timeout_s: float = Field(120, gt=0)
+    """For a worker to load its model and answer the golden requests."""
+    drain_timeout_s: float = Field(30, ge=0)
+    """After SIGTERM, for requests that were accepted."""
+    max_request_bytes: int = Field(6_553_500, ge=1)
+    """Size of a request body; a larger one is answered 413."""
+    trusted_keys: Path | None = None
+    """File of public keys (PEM), whose signatures are accepted."""
+    require_signature: bool = False
+    """Serve only archives that one of the trusted keys signed."""
+    install_requirements: bool = False
+    """Install what an archive requires, into an environment of its own."""
+
+    @field_validator("models", mode="before")
+    @classmethod
+    def _split(cls, value: Any) -> Any:
+        """Take a comma or space separated list where a list is asked for."""
+        return value.replace(",", " ").split() if isinstance(value, str) else value
+
+    @field_validator("model_store", "state_dir", "trusted_keys")
+    @classmethod
+    def _absolute(cls, value: Path | None) -> Path | None:
+        return value.expanduser().absolute() if value else None
+
+    @field_validator("require_signature")
+    @classmethod
+    def _has_keys(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and not info.data.get("trusted_keys"):
+            raise ValueError("name the file of public keys with --trusted-keys")
+        return value
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+def load_settings(
+    command_line: Mapping[str, Any],
+    file: Path | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Settings:
+    """Merge the sources; a None on the command line means "not given".
+
+    Raises:
+        StartError: a value or name is wrong; the message names each field.
+    """
+    merged: dict[str, Any] = dict(_read_file(file)) if file else {}
+    for field in Settings.model_fields:
+        if (value := environment.get(ENV_PREFIX + field.upper())) is not None:
+            merged[field] = value
+    merged.update({name: value for name, value in command_line.items() if value is not None})
+    try:
+        return Settings(**merged)
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}"
+            for e in error.errors()
+        )
+        raise StartError(f"wrong settings: {problems}") from error
+
+
+def _read_file(file: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise StartError(f"cannot read the configuration file {file}: {error}") from error
+    if not isinstance(content, dict):
+        raise StartError(f"the configuration file {file} holds no `name: value` lines")
+    return content

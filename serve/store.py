@@ -1,0 +1,64 @@
+"""Model name or file name → archive in the model store: a zip, a gzip'ed tar or a folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from archiver.manifest import MANIFEST_NAME, check_name
+from serve.errors import BadRequest, FileNotInStore
+
+SUFFIXES = (".mar", ".tar.gz")
+
+
+def find_archive(store: Path, location: str) -> Path:
+    """Return the archive that `location` names: a file or folder of the store.
+
+    `.mar` and `.tar.gz` may be left out. Only what lies directly in the store is served; a location
+    that holds anything but a plain name is refused, whatever it would resolve to.
+
+    Raises:
+        BadRequest: not a plain file name.
+        FileNotInStore: no such file; the message lists what is there.
+    """
+    if location in ("", ".", "..") or any(mark in location for mark in "/\\%\0:"):
+        raise BadRequest(
+            f"url: expected the name of a file in the model store, got {location!r}; "
+            "fetching from elsewhere is not allowed"
+        )
+    for path in (store / location, *(store / (location + suffix) for suffix in SUFFIXES)):
+        if path.is_file() or is_archive_folder(path):
+            return path
+    there = ", ".join(list_archives(store)) or "no archives"
+    raise FileNotInStore(f"Model not found at: {location}; the model store holds {there}")
+
+
+def list_archives(store: Path) -> list[str]:
+    """Return the names of the store's archives, sorted."""
+    if not store.is_dir():
+        return []
+    return sorted(
+        path.name
+        for path in store.iterdir()
+        if not path.name.startswith(".")
+        and ((path.name.endswith(SUFFIXES) and path.is_file()) or is_archive_folder(path))
+    )
+
+
+def is_archive_folder(path: Path) -> bool:
+    """Tell whether a folder holds an archive, directly or in the one folder that is in it."""
+    if not path.is_dir():
+        return False
+    return (path / MANIFEST_NAME).is_file() or any(path.glob(f"*/{MANIFEST_NAME}"))
+
+
+def parse_model_option(option: str) -> tuple[str | None, str]:
+    """Split `NAME=FILE` or `NAME` into the name to register under (None: the manifest's) and file.
+
+    Raises:
+        BadName: the name breaks the rule for names.
+    """
+    name, separator, location = option.partition("=")
+    if not separator:
+        return None, option
+    check_name(name)
+    return name, location

@@ -1,0 +1,111 @@
+"""Boot one worker: `python -P -m serve.worker FD`, or run an archive once: `… --check FOLDER`.
+
+The order matters, because an archive may hold files named like our modules. `-P` keeps the
+working folder off the path until ours are imported:
+
+1. tie this process's life to the server's;
+2. import everything of ours, the `ts` shim included;
+3. put the archive's folder in front of the path and work there, as TorchServe does;
+4. forget those of our names that the archive ships too: its `import handlers` finds its own file,
+   our code keeps the objects it holds. Hence no import of our packages inside functions here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import pkgutil
+import signal
+import socket
+import sys
+import traceback
+from pathlib import Path
+
+from serve import wire
+from serve.worker import check, load, loop
+
+SHIM = Path(__file__).parent / "shim"
+OURS = ("modelyard", "exporter", "archiver", "handlers", "serve", "ts")
+PR_SET_PDEATHSIG = 1
+
+
+def main(fd: int) -> int:
+    """Load what the server's first frame names, then serve until its end of the socket closes."""
+    _die_with_parent()
+    connection = socket.socket(fileno=fd)
+    connection.set_inheritable(False)
+    reader = loop.Reader(connection)
+    message = wire.decode_control(reader.read()[0])
+    try:
+        _import_shim()
+        _enter(Path(message["folder"]))
+        service = load.load_service(message)
+        loop.check_golden(service, message["golden"])
+    except BaseException as error:
+        traceback.print_exc()
+        reason = load.describe(error, Path(message["folder"]))
+        connection.sendall(wire.encode_control(wire.FAILED, {"message": reason}))
+        return 1
+    ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}
+    connection.sendall(wire.encode_control(wire.READY, ready))
+    loop.run(reader, service)
+    return 0
+
+
+def check_archive(exchange: Path) -> int:
+    """Load the unpacked archive that `exchange/task.json` names, run it, leave `result.json`.
+
+    The archiver calls this before it writes an archive and when it verifies one. What goes wrong
+    is in the result; the exit code only says that there is one.
+    """
+    _die_with_parent()
+    task = check.read_task(exchange)
+    folder = Path(task["load"]["folder"])
+    try:
+        _import_shim()
+        _enter(folder)
+        result = check.run(task)
+    except BaseException as error:
+        traceback.print_exc()
+        result = {"error": load.describe(error, folder)}
+    check.write_result(exchange, result)
+    return 0
+
+
+def _die_with_parent() -> None:
+    """Tie this process's life to the one that started it, and leave Ctrl-C to that one."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        sys.exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+
+
+def _import_shim() -> None:
+    """Import TorchServe's names from our shim, before anything else could provide them."""
+    sys.path.insert(0, str(SHIM))
+    shim = importlib.import_module("ts")
+    for module in pkgutil.walk_packages(shim.__path__, "ts."):
+        importlib.import_module(module.name)
+
+
+def _enter(folder: Path) -> None:
+    """Make the archive's folder the working folder and the first place for imports."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    for name in OURS:
+        if (folder / f"{name}.py").exists() or (folder / name).is_dir():
+            for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
+                del sys.modules[module]
+
+
+if __name__ == "__main__":
+    try:
+        if sys.argv[1] == "--check":
+            sys.exit(check_archive(Path(sys.argv[2])))
+        sys.exit(main(int(sys.argv[1])))
+    except (EOFError, ConnectionError):
+        sys.exit(0)  # the server has gone

@@ -1,0 +1,3 @@
+"""`from ts.context import Context`."""
+
+from handlers import Context as Context

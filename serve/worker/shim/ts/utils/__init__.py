@@ -1,0 +1,1 @@
+"""TorchServe's helpers, as far as handlers import them."""

@@ -1,0 +1,3 @@
+"""`from ts.utils.util import PredictionException`."""
+
+from handlers.errors import PredictionException as PredictionException
