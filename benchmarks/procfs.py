@@ -1,0 +1,74 @@
+"""What Linux says about processes and the machine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """One process's memory, in MB (10^6 bytes)."""
+
+    rss_mb: float
+    pss_mb: float
+    """As RSS, but a page that n processes share counts 1/n."""
+
+
+def cpu_s(pid: int) -> float:
+    """Return the CPU time of a process so far, all threads, user and system."""
+    return parse_cpu_s((PROC / str(pid) / "stat").read_text())
+
+
+def parse_cpu_s(stat: str) -> float:
+    """Read user and system time from /proc/PID/stat; the name in it may hold anything."""
+    fields = stat.rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def memory(pid: int) -> Memory:
+    """Return a process's memory now."""
+    return parse_memory((PROC / str(pid) / "smaps_rollup").read_text())
+
+
+def parse_memory(rollup: str) -> Memory:
+    """Read RSS and PSS from /proc/PID/smaps_rollup."""
+    kb = {
+        name: int(value.split()[0])
+        for name, _, value in (line.partition(":") for line in rollup.splitlines())
+        if name in ("Rss", "Pss")
+    }
+    return Memory(kb["Rss"] * 1024 / 1e6, kb["Pss"] * 1024 / 1e6)
+
+
+def busy_s() -> float:
+    """Return the CPU time that all processes of the machine have used."""
+    return parse_busy_s((PROC / "stat").read_text())
+
+
+def parse_busy_s(stat: str) -> float:
+    """Read user, nice, system, irq and softirq time from /proc/stat."""
+    fields = [int(value) for value in stat.splitlines()[0].split()[1:]]
+    user, nice, system, _idle, _iowait, irq, softirq = fields[:7]
+    return (user + nice + system + irq + softirq) / TICKS_PER_S
+
+
+def describe_machine() -> dict[str, object]:
+    """Return what a reader needs to judge the figures; no name of this machine."""
+    names = [
+        line.partition(":")[2].strip()
+        for line in (PROC / "cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "cpu": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gb": round(pages / 1e9, 1),
+        "kernel": platform.release(),
+    }
