@@ -1,0 +1,292 @@
+"""Archives run in a worker's process: before they are written, and when they are verified."""
+
+import json
+import os
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from archiver import open_archive, write_archive
+from archiver.cli import archive_app, verify_app
+from archiver.errors import CannotArchive
+from archiver.manifest import MANIFEST_NAME
+from tests.conftest import DIGITS
+
+SCANS = DIGITS / "scans"
+ECHO = "def handle(data, context):\n    return [str(row['body']) for row in data or []]\n"
+
+
+def echo(folder: Path, code: str = ECHO, *examples: str, **changes: Any) -> Path:
+    """Archive a handler that needs no model, with the dry run."""
+    folder.mkdir(exist_ok=True)
+    (folder / "weights.bin").write_bytes(b"none")
+    (folder / "echo.py").write_text(code)
+    (folder / "request.txt").write_text("7")
+    arguments: dict[str, Any] = {
+        "version": "1.0",
+        "artifact": folder / "weights.bin",
+        "handler": f"{folder}/echo.py",
+        "output_dir": folder / "store",
+        "examples": [f"{folder}/{example}" for example in examples],
+        "dry_run": True,
+    }
+    return write_archive("echo", **{**arguments, **changes})
+
+
+def problems(write: Callable[[], Any]) -> tuple[str, ...]:
+    with pytest.raises(CannotArchive) as caught:
+        write()
+    return caught.value.problems
+
+
+def archive_digits(artifacts: Mapping[str, Path], store: Path, *options: str) -> Any:
+    arguments = [
+        *("digits", f"--artifact={artifacts['onnx']}", "--handler=image_classifier"),
+        *("--version=1.0", f"--extra-files={DIGITS}/index_to_name.json", f"--output-dir={store}"),
+        *(f"--config-file={DIGITS}/model-config.yaml", *options),
+    ]
+    return CliRunner().invoke(archive_app, arguments)
+
+
+def rewrite(path: Path, change: Callable[[dict[str, bytes]], None]) -> None:
+    """Change an archive's files and seal it again, as somebody would who wants it to be served."""
+    import hashlib
+
+    with zipfile.ZipFile(path) as zipped:
+        content = {name: zipped.read(name) for name in zipped.namelist()}
+    change(content)
+    manifest = json.loads(content[MANIFEST_NAME])
+    manifest["modelyard"]["digests"] = {
+        name: hashlib.sha256(data).hexdigest()
+        for name, data in content.items()
+        if name != MANIFEST_NAME
+    }
+    content[MANIFEST_NAME] = json.dumps(manifest).encode()
+    with zipfile.ZipFile(path, "w") as zipped:
+        for name, data in content.items():
+            zipped.writestr(name, data)
+
+
+# -- dry run -------------------------------------------------------------------------------------
+
+
+def test_an_example_without_an_answer_records_what_the_handler_answers(
+    digits_artifacts: dict[str, Path], tmp_path: Path
+) -> None:
+    result = archive_digits(
+        digits_artifacts, tmp_path, f"--example={SCANS}/7.png", f"--example={SCANS}/3.png=3"
+    )
+
+    assert result.exit_code == 0, result.stderr
+    with open_archive(tmp_path / "digits.mar") as archive:
+        recorded = json.loads(archive.read("MAR-INF/golden/0.expected.json"))["answer"]
+        assert json.loads(archive.read("MAR-INF/golden/1.expected.json")) == {"label": "3"}
+    assert max(recorded, key=recorded.get) == "7"
+    assert sum(recorded.values()) == pytest.approx(1)
+    assert [path.name for path in tmp_path.iterdir()] == ["digits.mar"]
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("import not_there\n" + ECHO, "ModuleNotFoundError: No module named 'not_there'"),
+        (
+            "import os, signal\nprint('bye', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n",
+            "ended with signal 9 and left no result: bye",
+        ),
+    ],
+    ids=["import", "killed"],
+)
+def test_an_archive_that_does_not_load_is_not_written(tmp_path: Path, code: str, said: str) -> None:
+    (problem,) = problems(lambda: echo(tmp_path / "in", code))
+
+    assert said in problem
+    assert list((tmp_path / "in" / "store").iterdir()) == []
+
+
+def test_every_example_that_is_answered_otherwise_is_named(
+    digits_artifacts: dict[str, Path], tmp_path: Path
+) -> None:
+    result = archive_digits(
+        digits_artifacts,
+        tmp_path / "store",
+        *(f"--example={SCANS}/{scan}.png={label}" for scan, label in ((7, 1), (3, 3), (2, 0))),
+    )
+
+    assert result.exit_code == 1
+    lines = result.stderr.splitlines()
+    assert lines[0] == "error: cannot archive digits, its dry run failed: 2 problems"
+    assert lines[1] == f'  - example {SCANS}/7.png: expected the label "1", got "7"'
+    assert lines[2] == f'  - example {SCANS}/2.png: expected the label "0", got "2"'
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+def test_a_handler_that_refuses_an_example_is_not_recorded(tmp_path: Path) -> None:
+    code = "def handle(data, context):\n    return [1 / 0 for row in data or []]\n"
+
+    (problem,) = problems(lambda: echo(tmp_path / "in", code, "request.txt"))
+
+    assert "request.txt: status 500" in problem
+    assert "ZeroDivisionError" in problem
+
+
+def test_the_dry_run_is_skipped_when_asked(tmp_path: Path) -> None:
+    path = echo(tmp_path / "in", "raise OSError('no licence')\n", dry_run=False)
+
+    with open_archive(path) as archive:
+        assert "echo.py" in archive.names
+
+
+def test_an_answer_cannot_be_recorded_without_the_dry_run(tmp_path: Path) -> None:
+    (problem,) = problems(lambda: echo(tmp_path / "in", ECHO, "request.txt", dry_run=False))
+
+    assert "an example without an expected answer is answered in the dry run" in problem
+
+
+def test_the_dry_run_works_on_a_copy(tmp_path: Path) -> None:
+    code = "open('echo.py', 'a').write('# changed')\nopen('new', 'w').close()\n" + ECHO
+
+    with open_archive(echo(tmp_path / "in", code, "request.txt")) as archive:
+        assert archive.read("echo.py").decode() == code
+        assert "new" not in archive.names
+        assert json.loads(archive.read("MAR-INF/golden/0.expected.json")) == {"answer": 7}
+    assert (tmp_path / "in" / "echo.py").read_text() == code
+
+
+def test_a_file_that_changes_after_the_dry_run_is_refused(tmp_path: Path) -> None:
+    code = f"open({str(tmp_path / 'in' / 'weights.bin')!r}, 'wb').write(b'evil')\n" + ECHO
+
+    (problem,) = problems(lambda: echo(tmp_path / "in", code))
+
+    assert problem.startswith("weights.bin is not the file that the dry run saw (SHA-256 ")
+    assert list((tmp_path / "in" / "store").iterdir()) == []
+
+
+def test_a_recorded_archive_has_the_same_bytes_again(tmp_path: Path) -> None:
+    paths = [echo(tmp_path / name, ECHO, "request.txt") for name in ("one", "two")]
+
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+# -- verify --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def digits(digits_store: Path, tmp_path: Path) -> Path:
+    """Copy the ONNX archive, which has a twin and two golden requests."""
+    path = tmp_path / "digits.mar"
+    path.write_bytes((digits_store / "onnx.mar").read_bytes())
+    return path
+
+
+def verified(path: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    result = CliRunner().invoke(verify_app, [str(path), "--json", *options])
+    found: dict[str, Any] = json.loads(result.stdout)
+    return result.exit_code, found
+
+
+def test_verify_replays_digests_golden_requests_and_parity(digits: Path) -> None:
+    code, found = verified(digits, "--device=cpu")
+
+    checks = {check["subject"]: check["result"] for check in found["checks"]}
+    assert (code, found["problems"]) == (0, [])
+    assert list(checks) == ["digests", "loading", "golden 0", "golden 1", "parity"]
+    assert checks["loading"] == "as a worker, on cpu"
+    assert checks["golden 1"] == "answered as expected"
+    assert "onnx and digits.pt2 agree in 24 cases" in checks["parity"]
+
+
+def test_verify_prints_an_aligned_table(digits: Path) -> None:
+    result = CliRunner().invoke(verify_app, [str(digits)])
+
+    lines = result.stdout.splitlines()
+    table = lines[lines.index("") + 1 : -1]
+    assert table[0] == "CHECK     RESULT"
+    assert {line[10] != " " and line[9] == " " for line in table} == {True}
+
+
+def test_verify_without_running_runs_nothing(tmp_path: Path) -> None:
+    canary = tmp_path / "canary"
+    path = echo(tmp_path / "in", f"open({str(canary)!r}, 'w')\n" + ECHO, dry_run=False)
+
+    code, found = verified(path, "--no-run")
+
+    assert (code, [check["subject"] for check in found["checks"]]) == (0, ["digests"])
+    assert not canary.exists()
+    assert verified(path)[0] == 0
+    assert canary.exists()
+
+
+def test_changed_labels_are_found(digits: Path) -> None:
+    def swap(content: dict[str, bytes]) -> None:
+        content["index_to_name.json"] = b'{"7": "2", "2": "7"}'
+
+    rewrite(digits, swap)
+    code, found = verified(digits)
+
+    assert code == 1
+    assert found["problems"] == [
+        'golden 0: MAR-INF/golden/0.request: expected the label "2", got "7"',
+        'golden 1: MAR-INF/golden/1.request: expected the label "7", got "2"',
+    ]
+
+
+def test_a_changed_artifact_is_found_by_parity(
+    digits: Path, digits_artifacts: dict[str, Path]
+) -> None:
+    def change(content: dict[str, bytes]) -> None:
+        import onnx
+        from onnx import numpy_helper
+
+        model = onnx.load_from_string(content["digits.onnx"])
+        tensor = next(each for each in model.graph.initializer if each.name.endswith("bias"))
+        values = numpy_helper.to_array(tensor) + 0.01
+        tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
+        content["digits.onnx"] = model.SerializeToString()
+
+    rewrite(digits, change)
+    code, found = verified(digits)
+
+    (problem,) = found["problems"]
+    assert code == 1
+    assert problem.startswith('parity: digits.onnx and digits.pt2: output "logits": max_abs ')
+    assert " over tolerance 0.0002 at batch=" in problem
+
+
+def test_an_archive_that_does_not_load_here_says_the_workers_error(tmp_path: Path) -> None:
+    path = echo(tmp_path / "in", "import not_there\n", dry_run=False)
+
+    result = CliRunner().invoke(verify_app, [str(path)])
+
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "error: echo.mar is not here what it was: loading: ModuleNotFoundError: No module named "
+        "'not_there' (echo.py:1)\n"
+    )
+
+
+def test_an_archive_of_torchserve_is_checked_for_safety_only(tmp_path: Path) -> None:
+    manifest = {"runtime": "python", "model": {"modelName": "noop", "handler": "noop.py"}}
+    with zipfile.ZipFile(tmp_path / "noop.mar", "w") as zipped:
+        zipped.writestr("noop.py", "raise SystemExit\n")
+        zipped.writestr(MANIFEST_NAME, json.dumps(manifest))
+
+    code, found = verified(tmp_path / "noop.mar")
+
+    assert (code, found["is_sealed"], len(found["checks"])) == (0, False, 1)
+
+
+def test_verify_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import tempfile
+
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    path = echo(tmp_path / "in", ECHO, "request.txt=7")
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+
+    assert verified(path)[0] == 0
+    assert os.listdir(temporary) == []  # noqa: PTH208

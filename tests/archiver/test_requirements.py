@@ -1,0 +1,140 @@
+import hashlib
+import json
+from pathlib import Path
+
+import pytest
+
+from archiver import open_archive, write_archive
+from archiver.errors import CannotArchive
+from archiver.names import LOCK_NAME, SBOM_NAME
+from archiver.requirements import own_distributions, parse_pin, resolve
+from tests.archiver.wheels import build_wheel
+
+
+@pytest.fixture
+def wheels(tmp_path: Path) -> Path:
+    """Build `salt`, and `soup` that requires it and torch."""
+    build_wheel(tmp_path / "wheels", "salt", "1.5")
+    build_wheel(tmp_path / "wheels", "salt", "2.0")
+    build_wheel(tmp_path / "wheels", "soup", "3.1", requires="salt<2")
+    return tmp_path / "wheels"
+
+
+def requirements(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "requirements.txt").write_text(text)
+    return folder / "requirements.txt"
+
+
+def problems(file: Path, wheels: Path | None) -> str:
+    with pytest.raises(CannotArchive) as caught:
+        resolve(file, wheels)
+    return str(caught.value)
+
+
+def test_requirements_and_what_they_require_are_pinned_with_their_hashes(
+    wheels: Path, tmp_path: Path
+) -> None:
+    resolved = resolve(requirements(tmp_path, "Soup\n"), wheels)
+
+    expected = [wheels / f"{name}-py3-none-any.whl" for name in ("salt-1.5", "soup-3.1")]
+    digests = [hashlib.sha256(wheel.read_bytes()).hexdigest() for wheel in expected]
+    assert [wheel.resolve() for wheel in resolved.wheels] == expected
+    assert resolved.lock.decode() == (
+        f"salt==1.5 --hash=sha256:{digests[0]}\nsoup==3.1 --hash=sha256:{digests[1]}\n"
+    )
+
+
+def test_what_every_server_has_is_not_pinned(wheels: Path, tmp_path: Path) -> None:
+    build_wheel(wheels, "stew", requires="torch>=2")
+
+    resolved = resolve(requirements(tmp_path, "stew\nnumpy>=2\n"), wheels)
+
+    assert [pin.name for pin in resolved.pins] == ["stew"]
+
+
+def test_what_only_this_machine_has_is_not_taken_for_granted(wheels: Path, tmp_path: Path) -> None:
+    """pytest is installed here, and on no server."""
+    assert "No matching distribution found for pytest" in problems(
+        requirements(tmp_path, "pytest\n"), wheels
+    )
+    assert "torch" in own_distributions()
+    assert "pytest" not in own_distributions()
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("soup\nsalt==2.0\n", "pip cannot resolve the requirements"),
+        ("nothing-like-this\n", "No matching distribution found for nothing-like-this"),
+        ("soup ==\n", "pip cannot resolve the requirements"),
+    ],
+    ids=["conflict", "unknown", "broken"],
+)
+def test_what_pip_refuses_is_an_error_in_its_words(
+    wheels: Path, tmp_path: Path, text: str, said: str
+) -> None:
+    assert said in problems(requirements(tmp_path, text), wheels)
+
+
+def test_missing_files_are_named(tmp_path: Path) -> None:
+    assert "there is no such file" in problems(tmp_path / "lost.txt", None)
+    assert "there is no such folder" in problems(requirements(tmp_path, ""), tmp_path / "lost")
+
+
+@pytest.mark.parametrize("text", ["six", "six==1", "six==1 --hash=md5:1", "-e .", "../x==1"])
+def test_only_pins_are_read(text: str) -> None:
+    with pytest.raises(ValueError, match="expected NAME==VERSION"):
+        parse_pin(text)
+
+
+def test_lock_wheels_and_pins_are_in_the_archive(
+    inputs: Path, wheels: Path, tmp_path: Path
+) -> None:
+    file = requirements(tmp_path / "req", "soup\n")
+    path = write_archive(
+        "digits",
+        version="1.0",
+        artifact=inputs / "digits.onnx",
+        handler=f"{inputs}/handler.py",
+        output_dir=tmp_path / "store",
+        requirements_file=file,
+        wheels_dir=wheels,
+    )
+
+    with open_archive(path) as archive:
+        seal = archive.manifest.modelyard
+        assert seal is not None
+        assert archive.manifest.requirements_file == "requirements.txt"
+        assert archive.read("requirements.txt") == b"soup\n"
+        assert archive.read(LOCK_NAME).decode().splitlines() == list(seal.requirements)
+        for name in ("salt-1.5", "soup-3.1"):
+            wheel = f"{name}-py3-none-any.whl"
+            assert archive.read(f"MAR-INF/wheels/{wheel}") == (wheels / wheel).read_bytes()
+        bill = json.loads(archive.read(SBOM_NAME))["components"]
+    assert {each["purl"] for each in bill if "purl" in each} == {
+        "pkg:pypi/salt@1.5",
+        "pkg:pypi/soup@3.1",
+    }
+
+
+def test_wheels_without_requirements_are_an_error(inputs: Path, wheels: Path) -> None:
+    with pytest.raises(CannotArchive, match="--wheels needs --requirements"):
+        write_archive(
+            "digits",
+            version="1.0",
+            artifact=inputs / "digits.onnx",
+            handler="image_classifier",
+            output_dir=inputs,
+            wheels_dir=wheels,
+        )
+
+
+@pytest.mark.network
+def test_an_index_gives_versions_and_hashes(tmp_path: Path) -> None:
+    resolved = resolve(requirements(tmp_path, "six==1.17.0\n"))
+
+    assert str(resolved.pins[0]) == (
+        "six==1.17.0 --hash=sha256:4721f391ed90541fddacab5acf947aa0d3dc7d27b2e1e8eda2be8970586c3274"
+    )
+    assert resolved.wheels == ()

@@ -1,0 +1,3 @@
+"""The author's own module, named like one of ours."""
+
+NAME = "author's exporter"

@@ -1,0 +1,3 @@
+"""Imported with the first request, as many handlers do."""
+
+NAME = "author's late"

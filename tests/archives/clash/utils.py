@@ -1,0 +1,3 @@
+"""A name that every second archive uses."""
+
+NAME = "author's utils"

@@ -1,0 +1,47 @@
+"""The digits model, exported once and archived per artifact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from archiver import write_archive
+from exporter import export
+
+DIGITS = Path(__file__).parent.parent / "examples" / "digits"
+FORMATS = ("pt2", "onnx", "torchscript")
+
+
+@pytest.fixture(scope="session")
+def digits_artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Export the digits checkpoint; give format → artifact, each with its report beside it."""
+    reports = export(
+        DIGITS / "digits.pt",
+        f"{DIGITS / 'net.py'}:DigitsNet",
+        ["image:float32[batch,1,8,8]"],
+        output_names=["logits"],
+        formats=FORMATS,
+        output_dir=tmp_path_factory.mktemp("artifacts"),
+    )
+    return {report.format: report.artifact for report in reports}
+
+
+@pytest.fixture(scope="session")
+def digits_store(
+    digits_artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Archive each artifact of the digits model under its format's name; give the model store."""
+    store = tmp_path_factory.mktemp("store")
+    for format, artifact in digits_artifacts.items():
+        write_archive(
+            format,
+            version="1.0",
+            artifact=artifact,
+            handler="image_classifier",
+            output_dir=store,
+            extra_files=[DIGITS / "index_to_name.json"],
+            config_file=DIGITS / "model-config.yaml",
+            examples=[f"{DIGITS / 'scans' / f'{digit}.png'}={digit}" for digit in (2, 7)],
+        )
+    return store

@@ -1,0 +1,128 @@
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from exporter import to_torchscript
+from exporter.differences import compare
+from exporter.errors import ParityError
+from exporter.parity import Parity, check
+from exporter.reference import Reference, observe
+from exporter.signature import parse_inputs
+
+
+class Scale(nn.Module):
+    """Gives `factor * x`, and x itself as a second output."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.factor, x
+
+
+class Count(nn.Module):
+    def __init__(self, more: int) -> None:
+        super().__init__()
+        self.more = more
+
+    def forward(self, n: Tensor) -> Tensor:
+        return n + self.more
+
+
+class Columns(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width = width
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : self.width]
+
+
+def _observe(model: nn.Module, text: str, names: list[str]) -> Reference:
+    return observe(model.eval(), parse_inputs([text]), names, torch.device("cpu"))
+
+
+def _check(
+    reference: Reference, other: nn.Module, folder: Path, tolerance: float | None = None
+) -> Parity:
+    """Compare `reference` with a TorchScript artifact of another model."""
+    artifact, exchange = folder / "net.pt", folder / "exchange"
+    exchange.mkdir()
+    to_torchscript.write(other.eval(), reference.signature, reference.example, artifact)
+    return check(artifact, "torchscript", reference, exchange, tolerance=tolerance)
+
+
+def test_differences_are_the_known_ones() -> None:
+    wanted = torch.tensor([[3.0, 4.0], [0.0, 10.0]])
+    found = torch.tensor([[4.0, 3.0], [0.0, 10.0]])
+    assert compare(wanted, found) == {
+        "max_abs": 1.0,
+        "scaled": 0.25,
+        "largest": 10.0,
+        "max_rel": 0.1,
+        "cosine": pytest.approx(124 / 125),
+        "rows": 2,
+        "same": 1,
+        "margin": 1.0,
+    }
+
+
+def test_equal_infinities_and_nans_agree_and_others_do_not() -> None:
+    wanted = torch.tensor([1.0, math.inf, math.nan])
+    assert compare(wanted, wanted.clone())["max_abs"] == 0.0
+    assert compare(wanted, torch.tensor([1.0, -math.inf, math.nan]))["max_abs"] == math.inf
+    assert compare(wanted, torch.tensor([math.nan, math.inf, math.nan]))["max_abs"] == math.inf
+    assert compare(torch.zeros(1), torch.full((1,), math.nan))["max_abs"] == math.inf
+
+
+def test_an_artifact_that_agrees_is_measured_in_every_batch_size(tmp_path: Path) -> None:
+    reference = _observe(Scale(2.0), "x:float32[batch=1..4,3]", ["scaled", "same"])
+    parity = _check(reference, Scale(2.0), tmp_path)
+    assert (parity.batches, parity.cases, parity.tolerance) == ((1, 2, 3, 4), 20, 1e-4)
+    assert {name: found.max_abs for name, found in parity.outputs.items()} == {
+        "scaled": 0.0,
+        "same": 0.0,
+    }
+
+
+def test_the_output_that_differs_is_named_with_its_difference_and_place(tmp_path: Path) -> None:
+    reference = _observe(Scale(2.0), "x:float32[batch,3]", ["scaled", "same"])
+    largest = max(float(case.inputs[0].abs().max()) for case in reference.cases)
+    with pytest.raises(ParityError) as caught:
+        _check(reference, Scale(2.5), tmp_path)
+    message = str(caught.value)
+    assert f'output "scaled": max_abs {largest / 2:.1e} (2.5e-01 scaled to values up to' in message
+    assert "over tolerance 0.0001 at batch=" in message
+    assert '"same"' not in message
+
+
+def test_a_tolerance_of_ones_own_decides(tmp_path: Path) -> None:
+    reference = _observe(Scale(2.0), "x:float32[batch,3]", ["scaled", "same"])
+    parity = _check(reference, Scale(2.001), tmp_path, tolerance=0.1)
+    assert 1e-3 < parity.max_abs < 0.1
+
+
+def test_integers_must_be_equal_whatever_the_tolerance(tmp_path: Path) -> None:
+    reference = _observe(Count(1), "n:int64[batch]", ["n_plus"])
+    with pytest.raises(ParityError, match=r"max_abs 1\.0e\+00 .* over tolerance 0 at"):
+        _check(reference, Count(2), tmp_path, tolerance=10)
+
+
+def test_another_shape_is_a_disagreement(tmp_path: Path) -> None:
+    reference = _observe(Columns(2), "x:float32[batch,5]", ["out"])
+    with pytest.raises(
+        ParityError, match=r'"out" is float32\[1,3\] at batch=1 .*expected float32\[1,2\]'
+    ):
+        _check(reference, Columns(3), tmp_path)
+
+
+def test_a_file_that_no_worker_can_load_is_a_disagreement(tmp_path: Path) -> None:
+    reference = _observe(Count(1), "n:int64[batch]", ["out"])
+    (tmp_path / "net.pt").write_bytes(b"PK\x03\x04 broken")
+    (tmp_path / "exchange").mkdir()
+    with pytest.raises(ParityError, match="torchscript: the artifact does not load"):
+        check(tmp_path / "net.pt", "torchscript", reference, tmp_path / "exchange")

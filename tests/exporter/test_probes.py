@@ -1,0 +1,104 @@
+import pytest
+import torch
+
+from exporter.probes import BUDGET_GFLOP, Probe, example_sizes, make_inputs, plan
+from exporter.signature import parse_inputs
+
+
+def test_every_batch_size_meets_both_ends_of_every_other_dim_in_every_kind() -> None:
+    signature = parse_inputs(["tokens:int64[batch,length=2..16]"])
+    tried = {
+        (probe.sizes["batch"], probe.sizes["length"], probe.kind)
+        for probe in plan(signature, 0.0).probes
+    }
+    assert tried == {
+        (batch, length, kind)
+        for batch in range(1, 9)
+        for length in (2, 16)
+        for kind in ("random", "zeros", "large")
+    }
+
+
+def test_a_fixed_shape_is_tried_as_it_is() -> None:
+    assert [probe.sizes for probe in plan(parse_inputs(["x:float32[4,3]"]), 0.0).probes] == [{}] * 5
+
+
+def test_a_wide_batch_range_is_tried_at_its_start_at_doublings_and_at_its_end() -> None:
+    signature = parse_inputs(["x:float32[batch=1..300]"])
+    tried = sorted({probe.sizes["batch"] for probe in plan(signature, 0.0).probes})
+    assert tried == [*range(1, 17), 32, 64, 128, 256, 293, 300]
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [
+        pytest.param("x:float32[batch,1,8,8]", {"batch": 5}, id="usual"),
+        pytest.param("x:float32[batch,5]", {"batch": 3}, id="five is taken"),
+        pytest.param("x:int64[batch,length]", {"batch": 5, "length": 3}, id="two dims"),
+        pytest.param("x:float32[batch=1..2]", {"batch": 2}, id="never one"),
+        pytest.param("x:float32[batch,height=224..512]", {"batch": 5, "height": 224}, id="range"),
+        pytest.param("x:float32[batch=1..2,2]", {"batch": 2}, id="nothing else left"),
+    ],
+)
+def test_the_example_is_never_of_size_one_and_equals_no_other_size(
+    text: str, sizes: dict[str, int]
+) -> None:
+    assert example_sizes(parse_inputs([text])) == sizes
+
+
+def test_equal_seeds_give_equal_values_and_others_do_not() -> None:
+    signature = parse_inputs(["x:float32[batch,3]", "flag:bool[batch]", "n:int64[batch,9]"])
+    probe = Probe("random", {"batch": 8})
+    first, again = (make_inputs(signature, probe, {"n": 100}, seed=1) for _ in range(2))
+    other = make_inputs(signature, probe, {"n": 100}, seed=2)
+    assert all(torch.equal(one, two) for one, two in zip(first, again, strict=True))
+    assert not any(torch.equal(one, two) for one, two in zip(first, other, strict=True))
+
+
+def test_making_inputs_leaves_the_global_random_state_alone() -> None:
+    before = torch.get_rng_state()
+    make_inputs(parse_inputs(["x:float32[4]"]), Probe("random", {}), {})
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_integers_stay_below_the_bound_and_reach_it_when_large() -> None:
+    signature = parse_inputs(["n:int64[batch,50]"])
+    random, zeros, large = (
+        make_inputs(signature, Probe(kind, {"batch": 8}), {"n": 10})[0]
+        for kind in ("random", "zeros", "large")
+    )
+    assert (int(random.min()), int(random.max())) == (0, 9)
+    assert (int(zeros.max()), int(large.min())) == (0, 9)
+
+
+def test_floats_are_also_tried_next_to_zero_and_below_it() -> None:
+    signature = parse_inputs(["x:float32[batch,200]"])
+    tiny, negative = (
+        make_inputs(signature, Probe(kind, {"batch": 2}), {})[0] for kind in ("tiny", "negative")
+    )
+    smallest = torch.finfo(torch.float32).tiny
+    assert 0 < tiny.abs().max() < 10 * smallest
+    assert ((tiny != 0) & (tiny.abs() < smallest)).any()
+    assert negative.max() <= 0
+
+
+def test_a_slow_model_keeps_batch_1_2_a_prime_and_the_largest_and_both_ends() -> None:
+    signature = parse_inputs(["x:float32[batch=1..64,3,side=32..64]"])
+    chosen = plan(signature, BUDGET_GFLOP)
+    assert chosen.is_reduced
+    random = {
+        (probe.sizes["batch"], probe.sizes["side"])
+        for probe in chosen.probes
+        if probe.kind == "random"
+    }
+    assert random == {(batch, side) for batch in (1, 2, 61, 64) for side in (32, 64)}
+    edges = [probe for probe in chosen.probes if probe.kind != "random"]
+    assert {probe.kind for probe in edges} == {"zeros", "large", "tiny", "negative"}
+    assert all(probe.sizes == {"batch": 2, "side": 32} for probe in edges)
+
+
+def test_the_plan_depends_on_arithmetic_and_not_on_the_clock() -> None:
+    signature = parse_inputs(["x:float32[batch,3]"])
+    rows_in_every_kind = 5 * sum(range(1, 9))
+    assert not plan(signature, BUDGET_GFLOP / rows_in_every_kind).is_reduced
+    assert plan(signature, 1.01 * BUDGET_GFLOP / rows_in_every_kind).is_reduced

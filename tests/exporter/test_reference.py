@@ -1,0 +1,173 @@
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from exporter.errors import ModelError, UsageError
+from exporter.reference import Reference, observe
+from exporter.signature import parse_inputs
+
+CPU = torch.device("cpu")
+
+
+class Add(nn.Module):
+    def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return left + right, (left * right).sum(1)
+
+
+class Named(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"double": 2 * x, "half": x / 2}
+
+
+class Lookup(nn.Module):
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.table = nn.Embedding(words, 3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.table(tokens)
+        return out
+
+
+class Bytes(nn.Module):
+    """Has no table that would say how far its integers go."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return nn.functional.one_hot(tokens, 256).float()
+
+
+class Masked(nn.Module):
+    def forward(self, mask: Tensor) -> Tensor:
+        return ((1.0 - mask) * torch.finfo(torch.float32).min).softmax(-1)
+
+
+class Pooled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.max_pool1d(x, 2)
+
+
+class Random(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, training=True)
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.calls
+
+
+class Writes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(2)
+
+
+class Nan(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.nan
+
+
+class Text(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, str]:
+        return x, "text"
+
+
+class Growing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if len(x) > 1 else x[0]
+
+
+def _observe(model: nn.Module, inputs: Sequence[str], names: Sequence[str] = ()) -> Reference:
+    return observe(model.eval(), parse_inputs(inputs), names, CPU)
+
+
+def test_outputs_get_their_dtypes_and_the_dims_that_they_follow() -> None:
+    inputs = ["left:float32[batch,width]", "right:float32[batch,width]"]
+    reference = _observe(Add(), inputs, ["sum", "dot"])
+    assert [str(spec) for spec in reference.signature.outputs] == [
+        "sum:float32[batch,width]",
+        "dot:float32[batch]",
+    ]
+
+
+def test_a_size_that_follows_no_input_dim_gets_a_name_of_its_own() -> None:
+    reference = _observe(Pooled(), ["x:float32[batch,3,length=8..16]"])
+    assert reference.signature.outputs[0].shape == ("batch", 3, "output_2")
+    assert set(reference.signature.dims) == {"batch", "length"}
+
+
+def test_outputs_are_named_after_what_the_model_gives() -> None:
+    (one,) = _observe(nn.Identity(), ["x:float32[batch]"]).signature.outputs
+    two = _observe(Add(), ["left:float32[batch,2]", "right:float32[batch,2]"]).signature.outputs
+    own = _observe(Named(), ["x:float32[batch]"]).signature.outputs
+    assert one.name == "output"
+    assert [spec.name for spec in two] == ["output_0", "output_1"]
+    assert [spec.name for spec in own] == ["double", "half"]
+
+
+@pytest.mark.parametrize("names", [["a"], ["a", "b", "c"], ["a", "a"]])
+def test_another_number_of_output_names_is_wrong_usage(names: list[str]) -> None:
+    inputs = ["left:float32[batch,2]", "right:float32[batch,2]"]
+    with pytest.raises(UsageError, match="the model gives 2 outputs"):
+        _observe(Add(), inputs, names)
+
+
+@pytest.mark.parametrize(("words", "largest"), [(5000, 4999), (300, 299), (64, 63), (2, 1)])
+def test_integers_go_as_high_as_the_model_takes(words: int, largest: int) -> None:
+    reference = _observe(Lookup(words), ["tokens:int64[batch,length]"])
+    assert max(int(case.inputs[0].max()) for case in reference.cases) == largest
+
+
+def test_integers_without_a_table_go_as_high_as_a_usual_bound() -> None:
+    reference = _observe(Bytes(), ["tokens:int64[batch]"])
+    assert reference.below == {"tokens": 256}
+
+
+def test_integers_that_make_everything_infinite_are_not_used() -> None:
+    reference = _observe(Masked(), ["mask:int64[batch,length=2..8]"])
+    assert max(int(case.inputs[0].max()) for case in reference.cases) == 1
+
+
+def test_a_model_that_writes_into_its_input_gets_a_copy() -> None:
+    reference = _observe(Writes(), ["x:float32[batch]"])
+    assert all(torch.equal(case.outputs[0], 2 * case.inputs[0]) for case in reference.cases)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "seen"),
+    [
+        pytest.param(
+            nn.Linear(3, 2),
+            ["x:float32[batch,4]"],
+            'input "x" float32[5,4] at batch=5 (random values): RuntimeError: mat1',
+            id="shape",
+        ),
+        pytest.param(nn.Linear(3, 2), ["x:int64[batch,3]"], 'input "x" int64[5,3]', id="dtype"),
+        pytest.param(
+            Add(), ["left:float32[batch,2]"], "missing 1 required positional", id="too few"
+        ),
+        pytest.param(
+            nn.Linear(3, 2),
+            ["x:float32[batch,width=3..4]"],
+            'input "x" float32[1,4] at batch=1, width=4 (random values)',
+            id="size at the end of a range",
+        ),
+        pytest.param(Random(), ["x:float32[batch,64]"], 'output "output" differs by', id="dropout"),
+        pytest.param(Remembers(), ["x:float32[batch]"], "remembers from call to call", id="state"),
+        pytest.param(Nan(), ["x:float32[batch]"], "no finite value on any of 40", id="nan"),
+        pytest.param(Text(), ["x:float32[batch]"], "a tuple of 0: Tensor, 1: str", id="text"),
+        pytest.param(Growing(), ["x:float32[batch,2]"], "with 1 dims or float32 with 2", id="dims"),
+    ],
+)
+def test_a_model_that_cannot_be_compared_is_refused(
+    model: nn.Module, inputs: list[str], seen: str
+) -> None:
+    with pytest.raises(ModelError) as caught:
+        _observe(model, inputs)
+    assert seen in str(caught.value)

@@ -1,0 +1,150 @@
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from exporter.errors import UsageError
+from exporter.samples import read_samples
+from exporter.signature import Signature, parse_inputs
+
+ROW = parse_inputs(["x:float32[batch,2]"])
+TWO = parse_inputs(["batch.x:float32[n,2]", "tokens:int64[n,length=1..4]"])
+PICTURE = parse_inputs(["image:float32[batch,1,2,3]"])
+
+
+class Evil:
+    """Opens a file when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (open, (str(self.marker), "w"))
+
+
+def _save(path: Path, value: object) -> Path:
+    if path.suffix == ".npz":
+        assert isinstance(value, dict)
+        np.savez(path, **value)
+    elif path.suffix == ".npy":
+        np.save(path, np.asarray(value))
+    elif path.suffix == ".pt":
+        torch.save(value, path)
+    else:
+        path.write_text(json.dumps(value), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("file", "value"),
+    [
+        pytest.param("a.npy", [[1.0, 2.0]], id="npy"),
+        pytest.param("a.npz", {"x": [[1.0, 2.0]]}, id="npz"),
+        pytest.param("a.pt", torch.tensor([[1.0, 2.0]]), id="pt"),
+        pytest.param("a.pt", torch.tensor([1.0, 2.0]), id="one row without its batch dim"),
+        pytest.param("a.pt", (torch.tensor([[1.0, 2.0]]),), id="tuple"),
+        pytest.param("a.json", [[1, 2]], id="json"),
+        pytest.param("a.json", {"x": [[1.0, 2.0]]}, id="json by name"),
+    ],
+)
+def test_every_kind_of_file_gives_the_same_tensor(file: str, value: object, tmp_path: Path) -> None:
+    (sample,) = read_samples([_save(tmp_path / file, value)], ROW)
+    assert (sample.inputs[0].dtype, sample.inputs[0].tolist()) == (torch.float32, [[1.0, 2.0]])
+    assert (sample.file, sample.sizes, sample.rows) == (file, {"batch": 1}, 1)
+
+
+def test_several_inputs_are_read_by_name_or_in_order(tmp_path: Path) -> None:
+    x, tokens = torch.ones(3, 2), torch.ones(3, 4, dtype=torch.int32)
+    by_name = _save(tmp_path / "a.pt", {"tokens": tokens, "batch.x": x})
+    in_order = _save(tmp_path / "b.pt", [x, tokens])
+    for sample in read_samples([by_name, in_order], TWO):
+        assert [value.dtype for value in sample.inputs] == [torch.float32, torch.int64]
+        assert sample.sizes == {"n": 3, "length": 4}
+
+
+def test_a_picture_gives_its_pixels(tmp_path: Path) -> None:
+    pixels = np.array([[0, 51, 102], [153, 204, 255]], dtype=np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "a.png")
+    (scaled,) = read_samples([tmp_path / "a.png"], PICTURE)
+    torch.testing.assert_close(
+        scaled.inputs[0], torch.tensor([[[[0.0, 0.2, 0.4], [0.6, 0.8, 1.0]]]])
+    )
+    as_bytes = parse_inputs(["image:uint8[batch,1,height,width]"])
+    (exact,) = read_samples([tmp_path / "a.png"], as_bytes)
+    assert exact.inputs[0].tolist() == [[pixels.tolist()]]
+
+
+@pytest.mark.parametrize(
+    ("file", "value", "signature", "seen"),
+    [
+        pytest.param("a.csv", [1], ROW, '".csv" is no known suffix', id="suffix"),
+        pytest.param("a.json", [[1, 2, 3]], ROW, "has the shape [1, 3]", id="shape"),
+        pytest.param("a.json", [[1, 2]] * 9, ROW, "with batch=1..8", id="out of the range"),
+        pytest.param("a.json", {"y": [[1, 2]]}, ROW, "holds y; expected exactly", id="name"),
+        pytest.param("a.json", [[1, 2]], TWO, "expected them by name", id="too few"),
+        pytest.param(
+            "a.pt",
+            (torch.ones(1, 2), torch.ones(1, 4)),
+            TWO,
+            '"tokens" is float32; expected int64',
+            id="float for an index",
+        ),
+        pytest.param(
+            "a.pt",
+            torch.ones(1, 2, dtype=torch.int64),
+            ROW,
+            '"x" is int64; expected float32',
+            id="index for a float",
+        ),
+        pytest.param(
+            "a.pt",
+            (torch.ones(2, 2), torch.ones(3, 4, dtype=torch.int64)),
+            TWO,
+            '"tokens" has the shape [3, 4]',
+            id="two sizes of one dim",
+        ),
+        pytest.param("a.pt", "text", ROW, "cannot be read", id="no tensor"),
+    ],
+)
+def test_what_is_not_the_models_input_is_refused(
+    file: str, value: object, signature: Signature, seen: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_samples([_save(tmp_path / file, value)], signature)
+    assert seen in str(caught.value)
+    assert file in str(caught.value)
+
+
+@pytest.mark.parametrize("file", ["a.pt", "a.npy", "a.npz"])
+def test_no_pickle_runs(file: str, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    if file == "a.pt":
+        torch.save(Evil(marker), tmp_path / file)
+    elif file == "a.npy":
+        np.save(tmp_path / file, np.array([Evil(marker)], dtype=object), allow_pickle=True)
+    else:
+        np.savez(tmp_path / file, x=np.array([Evil(marker)], dtype=object))
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_samples([tmp_path / file], ROW)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("mode", "size", "signature", "seen"),
+    [
+        pytest.param("RGB", (3, 2), PICTURE, "has the mode RGB", id="mode"),
+        pytest.param("L", (4, 2), PICTURE, "has the shape [1, 1, 2, 4]", id="size"),
+        pytest.param("L", (3, 2), ROW, "a picture says nothing of", id="no picture"),
+        pytest.param("L", (3, 2), TWO, "a picture says nothing of", id="two inputs"),
+    ],
+)
+def test_a_picture_with_more_than_one_reading_is_refused(
+    mode: str, size: tuple[int, int], signature: Signature, seen: str, tmp_path: Path
+) -> None:
+    Image.new(mode, size).save(tmp_path / "a.png")
+    with pytest.raises(UsageError) as caught:
+        read_samples([tmp_path / "a.png"], signature)
+    assert seen in str(caught.value)

@@ -1,0 +1,253 @@
+import json
+import logging
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from handlers import BadInput, BaseHandler, Context, LoadError, NoGradients
+from handlers.base import load_label_mapping
+
+MakeContext = Callable[..., Context]
+
+IMAGE = [[[0.5] * 8] * 8]
+
+
+class Doubler(BaseHandler):
+    def postprocess(self, outputs: Any) -> list[Any]:
+        return [2 * row[0] for row in super().postprocess(outputs)]
+
+
+class SumAndProduct(nn.Module):
+    def forward(self, left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+        return left.sum(1) + right.sum(1), left * right
+
+
+@pytest.fixture
+def pair_folder(tmp_path: Path) -> Path:
+    """An archive's folder whose model takes `left` and `right` and gives `sum` and `product`."""
+    batch = {0: torch.export.Dim("batch", min=1, max=8)}
+    example = (torch.rand(3, 2), torch.rand(3, 2))
+    program = torch.export.export(SumAndProduct(), example, dynamic_shapes=(batch, batch))
+    torch.export.save(program, tmp_path / "pair.pt2")
+    return tmp_path
+
+
+PAIR_SIGNATURE = {
+    "inputs": [
+        {"name": "left", "dtype": "float32", "shape": ["batch", 2]},
+        {"name": "right", "dtype": "float32", "shape": ["batch", 2]},
+    ],
+    "outputs": [
+        {"name": "sum", "dtype": "float32", "shape": ["batch"]},
+        {"name": "product", "dtype": "float32", "shape": ["batch", 2]},
+    ],
+    "dims": {"batch": {"min": 1, "max": 8}},
+}
+
+
+def initialized(handler: BaseHandler, context: Context) -> BaseHandler:
+    handler.initialize(context)
+    assert handler.initialized
+    return handler
+
+
+@pytest.mark.parametrize("artifact", ["digits.onnx", "digits.pt2", "digits.pt"])
+def test_json_numbers_in_and_the_checkpoints_outputs_out(
+    make_context: MakeContext, digits_net: nn.Module, artifact: str
+) -> None:
+    context = make_context(artifact, requests=2)
+    handler = initialized(BaseHandler(), context)
+    second = torch.rand(1, 8, 8)
+    data: list[dict[str, Any]] = [
+        {"body": IMAGE},
+        {"body": bytearray(json.dumps(second.tolist()), "utf-8")},
+    ]
+    answers = handler.handle(data, context)
+    expected = digits_net(torch.stack([torch.tensor(IMAGE), second])).tolist()
+    assert answers[0] == pytest.approx(expected[0], abs=1e-4)
+    assert answers[1] == pytest.approx(expected[1], abs=1e-4)
+
+
+def test_smallest_handler_changes_one_step(make_context: MakeContext) -> None:
+    context = make_context()
+    plain = initialized(BaseHandler(), context).handle([{"body": IMAGE}], context)
+    doubled = initialized(Doubler(), context).handle([{"body": IMAGE}], context)
+    assert doubled == [2 * plain[0][0]]
+
+
+def test_torchserves_attributes_are_set(make_context: MakeContext, digits_folder: Path) -> None:
+    handler = initialized(BaseHandler(), make_context())
+    assert handler.device == torch.device("cpu")
+    assert handler.map_location == "cpu"
+    assert handler.model_pt_path == str(digits_folder / "digits.onnx")
+    assert handler.manifest["model"]["modelName"] == "digits"
+    assert handler.mapping is not None and handler.mapping["7"] == "7"
+
+
+def test_several_inputs_and_outputs_go_by_name(
+    make_context: MakeContext, pair_folder: Path
+) -> None:
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(BaseHandler(), context)
+    body = {"right": [3, 4], "left": [1, 2]}
+    assert (
+        handler.handle([{"body": body}, {"body": body}], context)
+        == [{"sum": 10.0, "product": [3.0, 8.0]}] * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"left": [1, 2]}, "the body holds the entries left; expected .* left, right"),
+        ([1, 2], "the body holds no object; expected .* exactly: left, right"),
+        ({"left": [1, 2], "right": [1]}, '"right" holds numbers of shape'),
+    ],
+    ids=["missing", "no object", "shape"],
+)
+def test_inputs_that_are_missing_or_wrong_are_named(
+    make_context: MakeContext, pair_folder: Path, body: object, message: str
+) -> None:
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(BaseHandler(), context)
+    with pytest.raises(BadInput, match=message):
+        handler.handle([{"body": body}], context)
+
+
+def test_log_not_client_learns_which_request_of_a_batch_was_bad(
+    make_context: MakeContext, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = make_context(requests=3)
+    handler = initialized(BaseHandler(), context)
+    data: list[dict[str, Any]] = [{"body": IMAGE}, {"body": IMAGE}, {"body": [[1]]}]
+    with caplog.at_level(logging.INFO, "handlers"), pytest.raises(BadInput) as error:
+        handler.handle(data, context)
+    assert "request id-2 (index 2 of its batch)" in caplog.text
+    assert "id-2" not in str(error.value)
+
+
+def test_without_a_signature_the_artifact_says_what_it_takes(
+    make_context: MakeContext,
+) -> None:
+    context = make_context("digits.pt2", None, signature=None)
+    handler = initialized(BaseHandler(), context)
+    with pytest.raises(BadInput, match=r'"image" holds .* shape \[1, 8, 8\]'):
+        handler.handle([{"body": [[1]]}], context)
+
+
+def test_batch_size_beyond_the_proven_range_is_refused(make_context: MakeContext) -> None:
+    with pytest.raises(LoadError, match=r"batchSize is 9, .*batch=1\.\.8.* set batchSize"):
+        BaseHandler().initialize(make_context(batch_size=9))
+
+
+def test_manifest_without_an_artifact_is_refused(make_context: MakeContext) -> None:
+    with pytest.raises(LoadError, match="the manifest names no artifact"):
+        BaseHandler().initialize(make_context(serializedFile=None))
+
+
+def test_artifact_that_the_archive_does_not_hold_is_named(make_context: MakeContext) -> None:
+    context = make_context("gone.pt2", signature=None)
+    with pytest.raises(LoadError, match=r"the manifest names gone\.pt2"):
+        BaseHandler().initialize(context)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", "{"], ids=["empty", "list", "no format", "cut"]
+)
+def test_report_that_cannot_be_read_is_named(
+    make_context: MakeContext, digits_folder: Path, tmp_path: Path, content: str
+) -> None:
+    shutil.copy(digits_folder / "digits.pt2", tmp_path)
+    (tmp_path / "digits.pt2.report.json").write_text(content)
+    with pytest.raises(LoadError, match=r"digits\.pt2\.report\.json cannot be read"):
+        BaseHandler().initialize(make_context("digits.pt2", None, folder=tmp_path))
+
+
+def test_signature_that_cannot_be_read_is_refused(make_context: MakeContext) -> None:
+    with pytest.raises(LoadError, match="the manifest's signature cannot be read"):
+        BaseHandler().initialize(make_context(signature={"inputs": [{"name": "x"}]}))
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"0": "cat"}, {"0": "cat"}),
+        ({"0": ["n02123045", "tabby"]}, {"0": "tabby"}),
+        ({"object_type_names": ["cat", "dog"]}, {"0": "cat", "1": "dog"}),
+    ],
+    ids=["names", "lists", "object type names"],
+)
+def test_label_mapping_has_torchserves_three_forms(
+    tmp_path: Path, content: object, expected: dict[str, str]
+) -> None:
+    path = tmp_path / "index_to_name.json"
+    path.write_text(json.dumps(content))
+    assert load_label_mapping(path) == expected
+
+
+def test_archive_without_labels_names_outputs_by_index(tmp_path: Path) -> None:
+    assert load_label_mapping(tmp_path / "index_to_name.json") is None
+    assert BaseHandler().label(3) == "3"
+
+
+@pytest.mark.parametrize("content", ["", "[1]"], ids=["empty", "list"])
+def test_label_mapping_of_another_form_is_refused(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "index_to_name.json"
+    path.write_text(content)
+    with pytest.raises(LoadError, match=r"index_to_name\.json"):
+        load_label_mapping(path)
+
+
+def test_numbers_can_be_explained(make_context: MakeContext) -> None:
+    context = make_context("digits.onnx", "digits.pt2")
+    handler = initialized(BaseHandler(), context)
+    (answer,) = handler.explain([{"body": IMAGE}], context)
+    assert answer["shape"] == [1, 8, 8]
+    assert answer["tolerance_met"]
+
+
+def test_numbers_are_not_drawn(make_context: MakeContext) -> None:
+    context = make_context()
+    handler = initialized(BaseHandler(), context)
+    context.reset(["a"], queries=[{"format": "png"}])
+    with pytest.raises(BadInput, match="format is png; expected json"):
+        handler.explain([{"body": IMAGE}], context)
+
+
+def test_numbers_have_no_black_or_white(make_context: MakeContext) -> None:
+    context = make_context()
+    handler = initialized(BaseHandler(), context)
+    context.reset(["a"], queries=[{"baseline": "white"}])
+    with pytest.raises(BadInput, match='baseline is "white"; expected zero'):
+        handler.explain([{"body": IMAGE}], context)
+
+
+@pytest.mark.parametrize("twin", [None, "digits.onnx"], ids=["no twin", "onnx as twin"])
+def test_onnx_without_a_differentiable_twin_cannot_be_explained(
+    make_context: MakeContext, twin: str | None
+) -> None:
+    context = make_context("digits.onnx", twin)
+    handler = initialized(BaseHandler(), context)
+    assert handler.handle([{"body": IMAGE}], context)
+    with pytest.raises(NoGradients, match="--explain-with"):
+        handler.explain([{"body": IMAGE}], context)
+
+
+@pytest.mark.parametrize("artifact", ["digits.pt2", "digits.pt"])
+def test_differentiable_artifact_explains_itself(make_context: MakeContext, artifact: str) -> None:
+    handler = initialized(BaseHandler(), make_context(artifact, artifact))
+    assert handler.explainer is handler.model
+
+
+def test_model_of_several_inputs_is_not_explained(
+    make_context: MakeContext, pair_folder: Path
+) -> None:
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(BaseHandler(), context)
+    with pytest.raises(NoGradients, match="models of 2 inputs cannot be explained"):
+        handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)

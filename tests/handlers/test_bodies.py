@@ -1,0 +1,99 @@
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from handlers.backends import DynamicDim, InputSpec
+from handlers.bodies import body_of, parse_json, read_numbers, stack
+from handlers.errors import BadInput, InputMismatch
+
+ROW = InputSpec("x", torch.float32, (DynamicDim("batch", 1, 8), 2, DynamicDim("length", 1, 3)))
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"body": b"a"}, b"a"),
+        ({"data": b"d", "body": b"a"}, b"d"),
+        ({"data": b"", "body": b"a"}, b"a"),
+        ({"body": 0}, 0),
+        ({"body": []}, []),
+    ],
+    ids=["body", "data first", "empty data", "zero", "empty list"],
+)
+def test_content_is_the_data_part_or_the_body(row: dict[str, Any], expected: object) -> None:
+    assert body_of(row) == expected
+
+
+@pytest.mark.parametrize(
+    "row", [{"body": bytearray()}, {"body": ""}, {"body": None}, {"data": b"", "body": b""}]
+)
+def test_empty_body_is_refused(row: dict[str, Any]) -> None:
+    with pytest.raises(BadInput, match="the body is empty"):
+        body_of(row)
+
+
+def test_a_form_without_fields_is_told_from_an_empty_body() -> None:
+    with pytest.raises(BadInput, match="a form without fields, as `curl -d` sends one"):
+        body_of({})
+
+
+@pytest.mark.parametrize("body", [b"[1, 2]", bytearray(b"[1, 2]"), "[1, 2]", [1, 2]])
+def test_json_is_parsed_unless_it_is_already(body: object) -> None:
+    assert parse_json(body) == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "body", [b"\x89PNG", b"[1,", "x", b"[" * 100_000], ids=["png", "cut", "word", "deep"]
+)
+def test_body_that_is_not_json_is_refused(body: object) -> None:
+    with pytest.raises(BadInput, match="the body is not JSON"):
+        parse_json(body)
+
+
+def test_numbers_take_the_inputs_dtype() -> None:
+    numbers = read_numbers(ROW, [[1, 2.5, 3], [4, 5, True]])
+    assert numbers.dtype == np.float32
+    assert numbers.tolist() == [[1.0, 2.5, 3.0], [4.0, 5.0, 1.0]]
+
+
+@pytest.mark.parametrize(
+    ("value", "seen"),
+    [
+        ([[1, 2, 3]], r"numbers of shape \[1, 3\]"),
+        ([[1, 2, 3, 4], [1, 2, 3, 4]], r"numbers of shape \[2, 4\]"),
+        (7, r"numbers of shape \[\]"),
+        ([[1, 2], [3]], "lists of unequal length"),
+        ([["1"], ["2"]], "something else than numbers"),
+        ([[None], [1]], "something else than numbers"),
+        ({"a": 1}, "something else than numbers"),
+        ([[float("nan")], [1]], "NaN or Infinity"),
+        ([[10**400], [1]], "something else than numbers"),
+    ],
+    ids=["rows", "too long", "scalar", "ragged", "text", "null", "object", "nan", "huge"],
+)
+def test_unusable_numbers_are_refused_with_what_is_expected(value: object, seen: str) -> None:
+    expected = r'input "x" holds {}; expected float32 numbers of shape \[2, length=1\.\.3\]'
+    with pytest.raises(BadInput, match=expected.format(seen)):
+        read_numbers(ROW, value)
+
+
+def test_fractions_are_refused_where_whole_numbers_are_expected() -> None:
+    spec = InputSpec("ids", torch.int64, (DynamicDim("batch"), 2))
+    assert read_numbers(spec, [1, 2]).dtype == np.int64
+    with pytest.raises(BadInput, match='"ids" holds fractional numbers; expected int64'):
+        read_numbers(spec, [1.0, 2.5])
+
+
+def test_bfloat16_rows_become_a_bfloat16_tensor() -> None:
+    spec = InputSpec("x", torch.bfloat16, (DynamicDim("batch"), 2))
+    tensor = stack(spec, [read_numbers(spec, [1, 2]), read_numbers(spec, [3, 4])])
+    assert tensor.dtype == torch.bfloat16
+    assert tensor.tolist() == [[1, 2], [3, 4]]
+
+
+def test_rows_of_unequal_shape_cannot_share_a_batch() -> None:
+    rows = [np.zeros((2, 1), np.float32), np.zeros((2, 3), np.float32)]
+    with pytest.raises(InputMismatch, match=r"shapes \[\[2, 1\], \[2, 3\]\] in one batch; pad"):
+        stack(ROW, rows)

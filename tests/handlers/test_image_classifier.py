@@ -1,0 +1,225 @@
+import io
+import json
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+from handlers import BadInput, Context, HandlerError, ImageClassifier, LoadError
+
+MakeContext = Callable[..., Context]
+
+ARTIFACTS = ["digits.onnx", "digits.pt2", "digits.pt"]
+
+
+def classifier(context: Context) -> ImageClassifier:
+    handler = ImageClassifier()
+    handler.initialize(context)
+    return handler
+
+
+def scan_of(body: bytes) -> Tensor:
+    return torch.from_numpy(np.array(Image.open(io.BytesIO(body)))).float().div(255)[None, None]
+
+
+def asking(context: Context, *queries: dict[str, str], accept: str = "*/*") -> None:
+    ids = [f"id-{index}" for index in range(len(queries))]
+    context.reset(ids, [{"Accept": accept}] * len(ids), queries)
+
+
+@pytest.mark.parametrize("artifact", ARTIFACTS)
+def test_every_scan_gets_the_checkpoints_probabilities(
+    make_context: MakeContext, digits_net: nn.Module, scans: list[bytes], artifact: str
+) -> None:
+    context = make_context(artifact, requests=8)
+    answers = classifier(context).handle([{"body": bytearray(scan)} for scan in scans[:8]], context)
+    for scan, answer in zip(scans, answers, strict=False):
+        expected = digits_net(scan_of(scan)).softmax(1)[0]
+        assert len(answer) == 10
+        assert answer == pytest.approx(
+            {str(digit): p for digit, p in enumerate(expected.tolist())}, abs=1e-5
+        )
+
+
+def test_held_out_scans_get_their_labels_likeliest_first(
+    make_context: MakeContext, scans: list[bytes]
+) -> None:
+    context = make_context()
+    handler = classifier(context)
+    for digit, scan in enumerate(scans):
+        (answer,) = handler.handle([{"body": bytearray(scan)}], context)
+        assert next(iter(answer)) == str(digit)
+        assert list(answer.values()) == sorted(answer.values(), reverse=True)
+
+
+@pytest.mark.parametrize(("top_k", "count"), [(1, 1), (3, 3), (500, 10), (None, 5)])
+def test_top_k_says_how_many_labels_come(
+    make_context: MakeContext, scans: list[bytes], top_k: int | None, count: int
+) -> None:
+    section: dict[str, Any] = {"image": {"mode": "L", "size": [8, 8]}}
+    if top_k is not None:
+        section["top_k"] = top_k
+    context = make_context(config={"handler": section})
+    (answer,) = classifier(context).handle([{"body": scans[7]}], context)
+    assert len(answer) == count
+
+
+@pytest.mark.parametrize("top_k", [0, "5", True, 2.5])
+def test_unusable_top_k_is_named(make_context: MakeContext, top_k: object) -> None:
+    config = {"handler": {"image": {"mode": "L", "size": [8, 8]}, "top_k": top_k}}
+    with pytest.raises(LoadError, match=r"handler\.top_k is"):
+        classifier(make_context(config=config))
+
+
+def test_equal_labels_keep_the_likelier(make_context: MakeContext) -> None:
+    handler = classifier(make_context())
+    handler.mapping = {"0": "cat", "1": "dog", "2": "cat"}
+    (answer,) = handler.postprocess(torch.tensor([[1.0, 2.0, 3.0]]))
+    assert list(answer) == ["cat", "dog"]
+    assert answer["cat"] == pytest.approx(0.66524096)
+
+
+def test_large_logits_do_not_overflow(make_context: MakeContext) -> None:
+    handler = classifier(make_context())
+    (answer,) = handler.postprocess(torch.tensor([[5000.0, -5000.0]]))
+    assert answer == {"0": 1.0, "1": 0.0}
+
+
+def test_first_of_several_outputs_is_classified(make_context: MakeContext) -> None:
+    handler = classifier(make_context())
+    first = torch.tensor([[0.0, 2.0]])
+    assert handler.postprocess((first, torch.zeros(1, 3))) == handler.postprocess(first)
+
+
+def test_output_that_is_not_logits_is_refused(make_context: MakeContext) -> None:
+    with pytest.raises(HandlerError, match=r"gave \[1, 2, 2\]; .* needs logits \[N, K\]"):
+        classifier(make_context()).postprocess(torch.zeros(1, 2, 2))
+
+
+@pytest.mark.parametrize("artifact", ARTIFACTS)
+def test_attributions_sum_to_the_difference_within_the_stated_delta(
+    make_context: MakeContext, digits_net: nn.Module, scans: list[bytes], artifact: str
+) -> None:
+    twin = "digits.pt2" if artifact == "digits.onnx" else artifact
+    context = make_context(artifact, twin)
+    handler = classifier(context)
+    for digit, scan in enumerate(scans):
+        asking(context, {})
+        (answer,) = handler.explain([{"body": bytearray(scan)}], context)
+        total = np.asarray(answer["attributions"]).sum()
+        difference = answer["f_input"] - answer["f_baseline"]
+        assert total == pytest.approx(answer["sum_attributions"], abs=1e-9)
+        assert total - difference == pytest.approx(answer["convergence_delta"], abs=1e-9)
+        assert answer["tolerance_met"] == (
+            abs(answer["convergence_delta"]) <= 0.01 * abs(difference)
+        )
+        outputs = digits_net(torch.cat([scan_of(scan), torch.zeros(1, 1, 8, 8)]))[:, digit]
+        assert [answer["f_input"], answer["f_baseline"]] == pytest.approx(
+            outputs.tolist(), abs=1e-4
+        )
+
+
+def test_answer_says_what_was_explained_and_is_json(
+    make_context: MakeContext, scans: list[bytes]
+) -> None:
+    context = make_context()
+    asking(context, {"target": "3", "n_steps": "20", "baseline": "white"})
+    (answer,) = classifier(context).explain([{"body": scans[7]}], context)
+    answer = json.loads(json.dumps(answer, allow_nan=False))
+    chosen = ("model", "version", "method", "target", "label", "baseline", "n_steps", "shape")
+    assert {name: answer[name] for name in chosen} == {
+        "model": "digits",
+        "version": "1.0",
+        "method": "integrated_gradients",
+        "target": 3,
+        "label": "3",
+        "baseline": "white",
+        "n_steps": 20,
+        "shape": [1, 8, 8],
+    }
+    assert context.get_response_content_type(0) is None
+
+
+def test_requests_of_one_batch_are_explained_each_as_it_asked(
+    make_context: MakeContext, scans: list[bytes]
+) -> None:
+    context = make_context(requests=4)
+    handler = classifier(context)
+    queries = [{}, {"n_steps": "30"}, {"target": "1"}, {"n_steps": "30", "target": "4"}]
+    data = [{"body": scan} for scan in scans[4:8]]
+    asking(context, *queries)
+    together = handler.explain(data, context)
+    for row, query, answer in zip(data, queries, together, strict=True):
+        asking(context, query)
+        (alone,) = handler.explain([row], context)
+        assert answer["target"] == alone["target"]
+        assert answer["n_steps"] == alone["n_steps"]
+        difference = np.subtract(answer["attributions"], alone["attributions"])
+        assert np.abs(difference).max() < 1e-5
+    assert [answer["target"] for answer in together] == [4, 5, 1, 4]
+
+
+@pytest.mark.parametrize(("baseline", "value"), [("zero", 0.0), ("black", -2.0), ("white", 2.0)])
+def test_black_and_white_are_set_before_normalising(
+    make_context: MakeContext,
+    digits_net: nn.Module,
+    scans: list[bytes],
+    baseline: str,
+    value: float,
+) -> None:
+    image = {"mode": "L", "size": [8, 8], "mean": [0.5], "std": [0.25]}
+    context = make_context(config={"handler": {"image": image}})
+    asking(context, {"baseline": baseline, "target": "7"})
+    (answer,) = classifier(context).explain([{"body": scans[7]}], context)
+    expected = digits_net(torch.full((1, 1, 8, 8), value))[0, 7]
+    assert answer["f_baseline"] == pytest.approx(float(expected), abs=1e-4)
+
+
+def test_label_of_the_mapping_is_a_target(make_context: MakeContext, scans: list[bytes]) -> None:
+    context = make_context()
+    handler = classifier(context)
+    handler.mapping = {str(digit): f"digit {digit}" for digit in range(10)}
+    asking(context, {"target": "digit 6"})
+    (answer,) = handler.explain([{"body": scans[7]}], context)
+    assert (answer["target"], answer["label"]) == (6, "digit 6")
+
+
+@pytest.mark.parametrize("target", ["10", "-1", "seven", "", "²"])
+def test_unknown_target_names_valid_ones(
+    make_context: MakeContext, scans: list[bytes], target: str
+) -> None:
+    context = make_context()
+    asking(context, {"target": target})
+    with pytest.raises(
+        BadInput, match="expected predicted, an index from 0 to 9, or a label: 0, 1"
+    ):
+        classifier(context).explain([{"body": scans[7]}], context)
+
+
+@pytest.mark.parametrize(
+    ("query", "accept"), [({"format": "png"}, "*/*"), ({}, "image/png")], ids=["query", "accept"]
+)
+def test_heat_map_is_a_png_file(
+    make_context: MakeContext, scans: list[bytes], query: dict[str, str], accept: str
+) -> None:
+    context = make_context()
+    asking(context, query, accept=accept)
+    (answer,) = classifier(context).explain([{"body": scans[7]}], context)
+    assert context.get_response_content_type(0) == "image/png"
+    assert Image.open(io.BytesIO(answer)).format == "PNG"
+
+
+def test_each_request_of_a_batch_gets_the_format_that_it_asked_for(
+    make_context: MakeContext, scans: list[bytes]
+) -> None:
+    context = make_context(requests=2)
+    asking(context, {"format": "png"}, {})
+    picture, answer = classifier(context).explain([{"body": s} for s in scans[:2]], context)
+    assert isinstance(picture, bytes)
+    assert isinstance(answer, dict)
+    assert context.get_response_content_type(0) == "image/png"
+    assert context.get_response_content_type(1) is None

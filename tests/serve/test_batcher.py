@@ -1,0 +1,284 @@
+"""The batcher against an engine of this file, which holds its jobs until the test answers them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from serve.batcher import PREDICT, Batcher, Job, Reply, client_left
+from serve.errors import DeadlinePassed, Draining, QueueFull, Unavailable
+from serve.metrics import Metrics, VersionMetrics
+
+Scenario = Callable[[], Awaitable[None]]
+
+
+class Replica:
+    """Takes jobs as long as it has room."""
+
+    def __init__(self, room: int) -> None:
+        self.free = room
+        self.batches: list[list[int]] = []
+
+    def room(self, kind: int) -> int:
+        return self.free
+
+    def run(self, jobs: list[Job]) -> None:
+        self.free -= len(jobs)
+        self.batches.append([number(job) for job in jobs])
+        for job in jobs:
+            job.future.set_result(Reply(200, b"", job.meta))
+
+
+class Engine:
+    """Hands out its replicas, the one with most room first."""
+
+    def __init__(self, *rooms: int) -> None:
+        self.replicas = [Replica(room) for room in rooms]
+        self.why_none: str | None = None
+        self.cost_s = 0.0
+
+    @property
+    def ready_count(self) -> int:
+        return len(self.replicas)
+
+    def pick(self, kind: int) -> Replica | None:
+        able = [replica for replica in self.replicas if replica.free > 0]
+        return max(able, key=lambda replica: replica.free, default=None)
+
+    def seconds_per_job(self, kind: int) -> float:
+        return self.cost_s
+
+
+def make(engine: Engine, **options: Any) -> Batcher:
+    chosen = {"batch_size": 8, "delay_s": 0.0, "queue_size": 100, **options}
+    metrics = VersionMetrics(Metrics(), "m", "1").kinds[PREDICT]
+    return Batcher(engine, PREDICT, metrics, **chosen)
+
+
+def job(at: int, timeout_s: float = 60, receive: Any = None, age_s: float = 0) -> Job:
+    future = asyncio.get_running_loop().create_future()
+    return Job(PREDICT, b"%d" % at, [b""], receive, monotonic() - age_s, timeout_s, future)
+
+
+def number(one: Job) -> int:
+    return int(one.meta)
+
+
+async def turn() -> None:
+    """Let the loop run what is due."""
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+def test_jobs_that_arrive_together_go_out_together_and_in_order() -> None:
+    async def scenario() -> None:
+        engine = Engine(16)
+        batcher = make(engine)
+        futures = [batcher.submit(job(at)) for at in range(5)]
+        assert batcher.waiting == 5
+        await turn()
+        assert engine.replicas[0].batches == [[0, 1, 2, 3, 4]]
+        assert [int((await future).body) for future in futures] == [0, 1, 2, 3, 4]
+        assert batcher.waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_replica_gets_no_more_than_it_has_room_for() -> None:
+    async def scenario() -> None:
+        engine = Engine(3)
+        batcher = make(engine)
+        for at in range(5):
+            batcher.submit(job(at))
+        await turn()
+        assert engine.replicas[0].batches == [[0, 1, 2]]
+        assert batcher.waiting == 2
+        engine.replicas[0].free = 8
+        batcher.pump()
+        assert engine.replicas[0].batches == [[0, 1, 2], [3, 4]]
+
+    asyncio.run(scenario())
+
+
+def test_idle_replicas_share_what_waits() -> None:
+    async def scenario() -> None:
+        engine = Engine(16, 16)
+        batcher = make(engine)
+        for at in range(8):
+            batcher.submit(job(at))
+        await turn()
+        assert [sum(map(len, replica.batches)) for replica in engine.replicas] == [4, 4]
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        engine.cost_s = 1.5
+        batcher = make(engine, queue_size=2)
+        for at in range(2):
+            batcher.submit(job(at))
+        with pytest.raises(QueueFull, match="2 requests wait") as caught:
+            batcher.submit(job(2))
+        assert caught.value.retry_after_s == 3
+        assert batcher.room == 0
+        assert batcher.waiting == 2
+
+    asyncio.run(scenario())
+
+
+def test_the_wait_after_a_refusal_is_at_least_a_second() -> None:
+    async def scenario() -> None:
+        batcher = make(Engine(), queue_size=1)
+        batcher.submit(job(0))
+        with pytest.raises(QueueFull) as caught:
+            batcher.submit(job(1))
+        assert caught.value.retry_after_s == 1
+
+    asyncio.run(scenario())
+
+
+def test_without_hope_of_a_replica_a_job_is_refused_at_once() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        engine.why_none = "m 1 has no workers; scale it up"
+        with pytest.raises(Unavailable, match="scale it up") as caught:
+            make(engine).submit(job(0))
+        assert caught.value.retry_after_s == 5
+
+    asyncio.run(scenario())
+
+
+def test_a_job_whose_deadline_passes_in_the_queue_is_answered_by_the_sweep() -> None:
+    async def scenario() -> None:
+        batcher = make(Engine())
+        late, later = batcher.submit(job(0, timeout_s=5)), batcher.submit(job(1, timeout_s=50))
+        batcher.sweep(monotonic() + 10)
+        with pytest.raises(DeadlinePassed):
+            await late
+        assert not later.done()
+        assert batcher.waiting == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_job_over_its_deadline_is_never_handed_over() -> None:
+    async def scenario() -> None:
+        engine = Engine(8)
+        batcher = make(engine)
+        late, good = batcher.submit(job(0, timeout_s=1, age_s=2)), batcher.submit(job(1))
+        await turn()
+        with pytest.raises(DeadlinePassed):
+            await late
+        await good
+        assert engine.replicas[0].batches == [[1]]
+
+    asyncio.run(scenario())
+
+
+def test_a_client_that_has_left_is_not_handed_over() -> None:
+    async def gone() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def there() -> dict[str, str]:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    async def scenario() -> None:
+        engine = Engine(8)
+        batcher = make(engine)
+        left = batcher.submit(job(0, receive=gone, age_s=1))
+        batcher.submit(job(1, receive=there, age_s=1))
+        await turn()
+        assert left.cancelled()
+        assert engine.replicas[0].batches == [[1]]
+
+    asyncio.run(scenario())
+
+
+def test_asking_whether_a_client_has_left_leaves_its_connection_readable() -> None:
+    async def scenario() -> None:
+        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        assert not client_left(messages.get)
+        messages.put_nowait({"type": "http.disconnect"})
+        assert client_left(messages.get)
+
+    asyncio.run(scenario())
+
+
+def test_an_answered_job_is_not_handed_over_again() -> None:
+    async def scenario() -> None:
+        engine = Engine(8)
+        batcher = make(engine)
+        batcher.submit(job(0)).cancel()
+        batcher.submit(job(1))
+        await turn()
+        assert engine.replicas[0].batches == [[1]]
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_delay_gathers_jobs_and_is_counted_from_the_first() -> None:
+    async def scenario() -> None:
+        engine = Engine(16)
+        batcher = make(engine, delay_s=0.2, batch_size=8)
+        first = batcher.submit(job(0))
+        await turn()
+        assert batcher.waiting == 1
+        batcher.submit(job(1))
+        await asyncio.wait_for(first, 10)
+        assert engine.replicas[0].batches == [[0, 1]]
+
+    asyncio.run(scenario())
+
+
+def test_a_full_batch_does_not_wait_for_its_delay() -> None:
+    async def scenario() -> None:
+        engine = Engine(16)
+        batcher = make(engine, delay_s=3600.0, batch_size=2)
+        for at in range(2):
+            batcher.submit(job(at))
+        await turn()
+        assert engine.replicas[0].batches == [[0, 1]]
+
+    asyncio.run(scenario())
+
+
+def test_what_waits_can_be_answered_with_an_error() -> None:
+    async def scenario() -> None:
+        batcher = make(Engine())
+        futures = [batcher.submit(job(at)) for at in range(3)]
+        batcher.fail(Draining("going"))
+        for future in futures:
+            with pytest.raises(Draining):
+                await future
+        assert batcher.waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_the_time_in_the_queue_is_measured_for_what_was_handed_over() -> None:
+    async def scenario() -> None:
+        metrics = Metrics()
+        kind = VersionMetrics(metrics, "m", "1").kinds[PREDICT]
+        batcher = Batcher(Engine(8), PREDICT, kind, batch_size=8, delay_s=0, queue_size=9)
+        batcher.submit(job(0, age_s=2))
+        batcher.submit(job(1))
+        assert value(metrics, "modelyard_queue_length") == 2
+        await turn()
+        assert value(metrics, "modelyard_queue_length") == 0
+        assert value(metrics, "modelyard_queue_time_seconds_count") == 2
+        assert 2 <= value(metrics, "modelyard_queue_time_seconds_sum") < 60
+
+    def value(metrics: Metrics, name: str) -> float:
+        labels = {"model": "m", "version": "1", "kind": "predict"}
+        found = metrics.registry.get_sample_value(name, labels)
+        assert found is not None
+        return found
+
+    asyncio.run(scenario())

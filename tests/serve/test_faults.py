@@ -1,0 +1,286 @@
+"""Workers that die, hang and talk nonsense, under real load; every request gets one answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.live import LiveServer, build_archive, poll, running
+
+CONFIGS = {
+    "one": "minWorkers: 1\n",
+    "two": "minWorkers: 2\n",
+    "once": "minWorkers: 1\nretry: false\n",
+    "watched": "minWorkers: 1\nresponseTimeout: 1\n",
+    "impatient": "minWorkers: 1\nbatchSize: 1\nclientTimeoutInMills: 300\n",
+    "narrow": "minWorkers: 1\nbatchSize: 1\njobQueueSize: 2\n",
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("faults")
+    for name, config in CONFIGS.items():
+        build_archive(folder / "store", "mortal", name=name, config=config)
+    with running(folder / "state", folder / "store") as server:
+        server.register_all(*CONFIGS)
+        yield server
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """A file that `until FILE` waits for."""
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(20) as threads:
+        yield threads
+
+
+def handed_over(server: LiveServer, model: str) -> float:
+    """Return how many requests of a model were given to its workers so far."""
+    return server.metric("modelyard_queue_time_seconds_count", model=model, kind="predict")
+
+
+def hold(
+    server: LiveServer, threads: ThreadPoolExecutor, model: str, *bodies: str
+) -> list[Future[httpx.Response]]:
+    """Send requests, and return when the workers hold them all."""
+    before = handed_over(server, model)
+    answers = [threads.submit(server.predict, model, body) for body in bodies]
+    poll(lambda: handed_over(server, model) == before + len(bodies), "they are handed over")
+    return answers
+
+
+def waiting(server: LiveServer, model: str) -> int:
+    return int(server.describe(model)["jobQueueStatus"]["pendingRequests"])
+
+
+def restarts(server: LiveServer, model: str) -> int:
+    return sum(worker["restarts"] for worker in server.describe(model)["workers"])
+
+
+def all_are_ready(server: LiveServer) -> bool:
+    workers = [worker for name in CONFIGS for worker in server.describe(name)["workers"]]
+    return all(worker["status"] == "READY" for worker in workers)
+
+
+@pytest.fixture(autouse=True)
+def everybody_is_well_afterwards(server: LiveServer) -> Iterator[None]:
+    yield
+    poll(lambda: all_are_ready(server), "all workers are back")
+    assert server.client.get("/ping").json() == {"status": "Healthy"}
+
+
+# -- workers that die --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", ["one", "two"])
+def test_a_worker_killed_under_load_costs_no_answer(
+    server: LiveServer, threads: ThreadPoolExecutor, model: str
+) -> None:
+    before = restarts(server, model)
+    answered: Counter[int] = Counter()
+    lock = threading.Lock()
+
+    def ask(client: int) -> None:
+        with httpx.Client(base_url=server.about["inference"], timeout=60) as own:
+            for at in range(25):
+                body = f"sleep 0.005 {client}.{at}"
+                answer = own.post(f"/predictions/{model}", content=body)
+                with lock:
+                    answered[answer.status_code] += 1
+                assert answer.json()["body"] == body
+
+    clients = [threads.submit(ask, client) for client in range(16)]
+    poll(lambda: answered[200] > 20, "the load runs")
+    os.kill(server.worker_pids(model)[0], signal.SIGKILL)
+    for client in clients:
+        client.result()
+    assert answered == {200: 400}
+    poll(lambda: restarts(server, model) == before + 1, "the worker is replaced")
+
+
+def test_a_poisonous_request_fails_alone(
+    server: LiveServer, threads: ThreadPoolExecutor, gate: Path
+) -> None:
+    before = restarts(server, "one")
+    (first,) = hold(server, threads, "one", f"until {gate}")
+    batch = hold(server, threads, "one", "1", "2", "die", "3", "4", "5")
+    gate.touch()
+    answers = [answer.result() for answer in batch]
+    assert first.result().status_code == 200
+    assert [answer.status_code for answer in answers] == [200, 200, 500, 200, 200, 200]
+    assert [answer.json()["body"] for answer in answers if answer.is_success] == list("12345")
+    error = answers[2].json()
+    assert (error["type"], error["message"]) == ("InternalServerException", "Worker died.")
+    assert error["request_id"] == answers[2].headers["x-request-id"]
+    poll(lambda: restarts(server, "one") == before + 2, "both workers are replaced")
+
+
+def test_without_retry_each_request_that_was_held_gets_one_error(
+    server: LiveServer, threads: ThreadPoolExecutor, gate: Path
+) -> None:
+    before = restarts(server, "once")
+    (first,) = hold(server, threads, "once", f"until {gate}")
+    batch = hold(server, threads, "once", "1", "die", "2")
+    gate.touch()
+    answers = [answer.result() for answer in batch]
+    assert first.result().status_code == 200
+    assert [answer.status_code for answer in answers] == [500, 500, 500]
+    assert {answer.json()["message"] for answer in answers} == {"Worker died."}
+    poll(lambda: restarts(server, "once") == before + 1, "the worker is replaced")
+    assert server.predict("once", "after").json()["body"] == "after"
+
+
+def test_a_worker_that_talks_nonsense_is_replaced_and_others_go_on(
+    server: LiveServer, threads: ThreadPoolExecutor
+) -> None:
+    before = restarts(server, "two")
+    garbage = threads.submit(server.predict, "two", "garbage")
+    others = [("two", "1"), ("one", "2"), ("two", "3"), ("once", "4")] * 5
+    answers = list(threads.map(lambda pair: server.predict(*pair), others))
+    assert [answer.json()["body"] for answer in answers] == [body for _, body in others]
+    assert (garbage.result().status_code, garbage.result().json()["message"]) == (
+        500,
+        "Worker died.",
+    )
+    poll(lambda: restarts(server, "two") == before + 2, "both workers are replaced")
+    assert "a frame of 4294967295 items; 1 to 4096 are allowed; ending it" in server.log
+
+
+def test_a_forged_reply_harms_only_its_own_worker(server: LiveServer) -> None:
+    poll(lambda: server.predict("once", "ready").status_code == 200, "a worker is ready")
+    answer = server.predict("once", "forge")
+    assert (answer.status_code, answer.json()["message"]) == (500, "Worker died.")
+    assert "which it does not hold" in server.log or "a reply with status 999" in server.log
+    poll(lambda: server.predict("once", "after").status_code == 200, "the worker is replaced")
+
+
+def test_workers_that_go_answer_what_they_hold_even_without_retry(
+    server: LiveServer, threads: ThreadPoolExecutor
+) -> None:
+    def scale(count: int) -> None:
+        answer = server.management.put("/models/once", params={"min_worker": count})
+        assert answer.status_code == 200, answer.text
+
+    scale(2)
+    done = threading.Event()
+
+    def ask() -> Counter[int]:
+        with httpx.Client(base_url=server.about["inference"], timeout=60) as own:
+            codes: Counter[int] = Counter()
+            while not done.is_set():
+                codes[own.post("/predictions/once", content="sleep 0.02").status_code] += 1
+            return codes
+
+    clients = [threads.submit(ask) for _ in range(8)]
+    before = handed_over(server, "once")
+    poll(lambda: handed_over(server, "once") > before + 40, "the load runs")
+    scale(1)
+    done.set()
+    codes = sum((client.result() for client in clients), Counter[int]())
+    assert set(codes) == {200}
+
+
+def test_workers_that_cannot_be_started_are_tried_ever_more_seldom(server: LiveServer) -> None:
+    log = server.state_dir / "logs" / "narrow-1.0" / "worker-1.log"
+    log.rename(log.with_name("away"))
+    log.mkdir()
+    try:
+        os.kill(server.worker_pids("narrow")[0], signal.SIGKILL)
+        poll(lambda: server.predict("narrow", "x").status_code == 503, "it gives up")
+        refused = server.predict("narrow", "x")
+        assert refused.headers["retry-after"] == "5"
+        assert refused.json()["message"] == (
+            "no worker of narrow 1.0 can be started any more: "
+            "narrow 1.0: no worker process can be started: Is a directory"
+        )
+        ping = server.client.get("/ping")
+        assert (ping.status_code, ping.json()) == (500, {"status": "Unhealthy"})
+        reason = server.client.get("/health/ready").json()["reason"]
+        assert reason == "no worker is ready for narrow"
+        assert server.predict("one", "x").status_code == 200
+    finally:
+        log.rmdir()
+    poll(lambda: server.predict("narrow", "x").status_code == 200, "it recovers", 30)
+    waits = [
+        line.rpartition(" in ")[2].split()[0]
+        for line in server.log.splitlines()
+        if "narrow 1.0 worker 1 ended; replacing it in" in line
+    ]
+    assert waits[:5] == ["0.05", "0.1", "0.2", "0.4", "0.8"]
+
+
+# -- time --------------------------------------------------------------------------------------
+
+
+def test_a_worker_that_hangs_is_replaced_and_its_request_answered(
+    server: LiveServer, threads: ThreadPoolExecutor
+) -> None:
+    before = restarts(server, "watched")
+    (first,) = hold(server, threads, "watched", "hang")
+    behind = threads.submit(server.predict, "watched", "behind")
+    answer = first.result()
+    assert (answer.status_code, answer.json()["type"]) == (504, "RequestTimeoutException")
+    assert answer.json()["message"] == "the worker gave no answer for 1 s"
+    assert behind.result().json()["body"] == "behind"
+    poll(lambda: restarts(server, "watched") == before + 1, "the worker is replaced")
+
+
+def test_a_request_whose_time_passes_is_answered_wherever_it_is(
+    server: LiveServer, threads: ThreadPoolExecutor, gate: Path
+) -> None:
+    bodies = (f"until {gate}", "1", "2", "3")
+    answers = list(threads.map(lambda body: server.predict("impatient", body), bodies))
+    gate.touch()
+    assert [answer.status_code for answer in answers] == [504, 504, 504, 504]
+    assert {answer.json()["type"] for answer in answers} == {"RequestTimeoutException"}
+    assert {answer.json()["message"] for answer in answers} == {
+        "the answer took longer than the request's time",
+        "the request waited longer than its time",
+    }
+    poll(lambda: server.predict("impatient", "x").status_code == 200, "it goes on")
+    assert restarts(server, "impatient") == 0
+
+
+def test_a_full_queue_answers_503_and_when_to_come_back(
+    server: LiveServer, threads: ThreadPoolExecutor, gate: Path
+) -> None:
+    answers = hold(server, threads, "narrow", f"until {gate}", "1")
+    answers += [threads.submit(server.predict, "narrow", body) for body in ("2", "3")]
+    poll(lambda: waiting(server, "narrow") == 2, "the queue is full")
+    refused = server.predict("narrow", "4")
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    assert refused.json()["type"] == "ServiceUnavailableException"
+    assert "the queue is full (2 requests wait)" in refused.json()["message"]
+    assert server.predict("one", "x").status_code == 200
+    gate.touch()
+    assert [answer.result().status_code for answer in answers] == [200, 200, 200, 200]
+
+
+def test_what_a_client_no_longer_waits_for_is_not_run(
+    server: LiveServer, threads: ThreadPoolExecutor, gate: Path
+) -> None:
+    before = restarts(server, "narrow")
+    first, second = hold(server, threads, "narrow", f"until {gate}", "second")
+    with socket.create_connection(server.address, 10) as client:
+        head = b"POST /predictions/narrow HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
+        client.sendall(head + b"die")
+        poll(lambda: waiting(server, "narrow") == 1, "the request waits")
+    gate.touch()
+    assert (first.result().status_code, second.result().status_code) == (200, 200)
+    assert server.predict("narrow", "after").status_code == 200
+    assert restarts(server, "narrow") == before

@@ -1,0 +1,105 @@
+"""The hot path and the documented route beneath it, side by side in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+import uvloop
+
+from serve.api.asgi import Api, Phase
+from serve.api.inference import Inference
+from serve.auth import TokenCheck
+from serve.lifecycle import Lifecycle
+from serve.metrics import Metrics
+from serve.registry import Registry
+from serve.settings import load_settings
+from serve.state import StateDir
+from tests.serve.live import build_archive
+
+REQUESTS = [
+    ("/predictions/picky", b"hello"),
+    ("/predictions/picky/1.0", b"hello"),
+    ("/predictions/picky", b"own header"),
+    ("/predictions/picky", b"status 202"),
+    ("/predictions/picky", b"bad"),
+    ("/predictions/picky", b"broken"),
+    ("/predictions/picky", b""),
+    ("/predictions/picky", b"x" * 2000),
+    ("/explanations/picky", b"hello"),
+    ("/explanations/picky/1.0", b"hello"),
+    ("/predictions/cats", b"hello"),
+    ("/predictions/picky/2.0", b"hello"),
+    ("/predictions/idle", b"hello"),
+]
+Messages = list[MutableMapping[str, Any]]
+
+
+async def ask(application: Any, path: str, body: bytes) -> Messages:
+    sent: Messages = []
+    received = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive() -> MutableMapping[str, Any]:
+        return received.pop() if received else await asyncio.get_running_loop().create_future()
+
+    async def send(message: MutableMapping[str, Any]) -> None:
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": [(b"host", b"here"), (b"x-request-id", b"one"), (b"content-type", b"x/y")],
+        "client": ("127.0.0.1", 1),
+        "server": ("127.0.0.1", 2),
+    }
+    await application(scope, receive, send)
+    return sent
+
+
+def answer_of(messages: Messages) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    """Join what an application sent, as a client sees it."""
+    start, *parts = messages
+    headers = [(bytes(name), bytes(value)) for name, value in start["headers"]]
+    return start["status"], headers, b"".join(part.get("body", b"") for part in parts)
+
+
+def test_both_give_the_same_bytes(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    build_archive(store, "picky")
+    state = tmp_path / "state"
+    settings = load_settings({"model_store": store, "state_dir": state, "device": "cpu"}, None, {})
+
+    async def scenario() -> None:
+        StateDir(state).create()
+        registry, metrics, phase = Registry(), Metrics(), Phase()
+        lifecycle = Lifecycle(settings, registry, metrics)
+        phase.is_starting = False
+        api = Inference(registry, metrics, TokenCheck(None), phase, 1000)
+        try:
+            await lifecycle.register("picky", None, 1)
+            await lifecycle.register("picky", "idle", 0)
+            for path, body in REQUESTS:
+                hot = answer_of(await ask(api, path, body))
+                documented = answer_of(
+                    await ask(lambda *call: Api.__call__(api, *call), path, body)
+                )
+                if hot[0] == 413:  # only the hot path must keep the connection readable
+                    hot[1].remove((b"connection", b"close"))
+                assert (hot[0], sorted(hot[1]), hot[2]) == (
+                    documented[0],
+                    sorted(documented[1]),
+                    documented[2],
+                )
+        finally:
+            await lifecycle.stop(0)
+
+    uvloop.run(scenario())

@@ -1,0 +1,361 @@
+"""The inference API of a real server process: bodies, answers, errors, batches."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.live import LiveServer, build_archive, poll, running
+
+LIMIT = 100_000
+SCANS = Path(__file__).parents[2] / "examples" / "digits" / "scans"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, digits_store: Path) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("inference")
+    store = folder / "store"
+    build_archive(store, "echo")
+    build_archive(store, "picky")
+    build_archive(store, "slow")
+    (store / "digits.mar").symlink_to(digits_store / "pt2.mar")
+    config = folder / "modelyard.yaml"
+    config.write_text(f"max_request_bytes: {LIMIT}\nworkers: 1\n", encoding="utf-8")
+    with running(folder / "state", store, f"--config={config}") as server:
+        server.register_all("echo", "picky", "slow")
+        server.register_all("digits", model_name="digits")
+        yield server
+
+
+def error_of(answer: httpx.Response) -> dict[str, object]:
+    assert answer.headers["content-type"] == "application/json"
+    content: dict[str, object] = answer.json()
+    assert set(content) == {"code", "type", "message", "request_id"}
+    assert content["code"] == answer.status_code
+    assert content["request_id"] == answer.headers["x-request-id"]
+    return content
+
+
+def is_well(server: LiveServer) -> bool:
+    ping = server.client.get("/ping")
+    return ping.json() == {"status": "Healthy"} and server.predict("echo", "x").status_code == 200
+
+
+# -- predictions -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_a_scan_is_read_by_post_and_by_put_as_curl_t_sends_it(
+    server: LiveServer, method: str
+) -> None:
+    body = (SCANS / "7.png").read_bytes()
+    answer = server.client.request(method, "/predictions/digits", content=body)
+    assert answer.status_code == 200, answer.text
+    labels = answer.json()
+    assert next(iter(labels)) == max(labels, key=labels.__getitem__) == "7"
+    assert sum(labels.values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_scan_may_be_sent_as_a_form(server: LiveServer) -> None:
+    file = ("7.png", (SCANS / "7.png").read_bytes(), "image/png")
+    answer = server.client.post("/predictions/digits", files={"data": file})
+    assert answer.status_code == 200, answer.text
+    assert next(iter(answer.json())) == "7"
+
+
+def test_a_version_may_be_named(server: LiveServer) -> None:
+    answer = server.client.post("/predictions/echo/1.0", content=b"x")
+    assert (answer.status_code, answer.json()["version"]) == (200, "1.0")
+
+
+def test_a_handler_is_told_query_path_and_request_id(server: LiveServer) -> None:
+    answer = server.client.post(
+        "/predictions/echo/1.0/more/%E2%82%AC%00?a=1&b=%20",
+        content=b"x",
+        headers={"X-Request-ID": "my-own.id"},
+    )
+    told = answer.json()
+    assert told["query"] == {"a": "1", "b": " "}
+    assert told["url_path"] == "more/\u20ac%00"
+    assert told["request_id"] == answer.headers["x-request-id"] == "my-own.id"
+
+
+def test_an_explanation_reaches_the_handler_as_one(server: LiveServer) -> None:
+    assert server.client.post("/explanations/echo", content=b"x").json()["explain"] == "True"
+    assert server.predict("echo", b"x").json()["explain"] == "False"
+
+
+@pytest.mark.parametrize("id", ["", "a b", "x" * 129, "\u00e9"])
+def test_a_request_id_that_does_not_belong_in_a_log_is_replaced(
+    server: LiveServer, id: str
+) -> None:
+    headers = {b"X-Request-ID": id.encode("latin-1")}
+    answer = server.client.post("/predictions/echo", content=b"x", headers=headers)
+    assert answer.headers["x-request-id"] != id
+    assert len(answer.headers["x-request-id"]) == 36
+
+
+def test_no_answer_may_be_kept_by_a_cache(server: LiveServer) -> None:
+    for answer in (server.predict("echo", b"x"), server.predict("cats"), server.client.get("/x")):
+        assert "no-store" in answer.headers["cache-control"]
+
+
+# -- errors ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "message"),
+    [
+        ("/predictions/cats", "ModelNotFoundException", "Model not found: cats"),
+        ("/explanations/cats", "ModelNotFoundException", "Model not found: cats"),
+        (
+            "/predictions/echo/9.9",
+            "ModelVersionNotFoundException",
+            "Model version: 9.9 does not exist for model: echo",
+        ),
+        (
+            "/predictions/",
+            "ResourceNotFoundException",
+            "Requested resource is not found, please refer to API document.",
+        ),
+        ("/predictions/%2e%2e%2fecho", "ModelNotFoundException", "Model not found: .."),
+        ("/predictions/..%00", "ModelNotFoundException", "Model not found: ..\0"),
+    ],
+)
+def test_what_is_not_there_is_named(server: LiveServer, path: str, kind: str, message: str) -> None:
+    error = error_of(server.client.post(path, content=b"x"))
+    assert (error["code"], error["type"], error["message"]) == (404, kind, message)
+
+
+def test_a_wrong_method_is_refused(server: LiveServer) -> None:
+    answer = server.client.get("/predictions/echo")
+    assert error_of(answer)["type"] == "MethodNotAllowedException"
+    assert answer.status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [(b"", "the body is empty"), (b"no image", "image"), (b"\x89PNG\r\n\x1a\n\0\0", "image")],
+    ids=["empty", "text", "broken png"],
+)
+@pytest.mark.parametrize("api", ["predictions", "explanations"])
+def test_a_body_that_is_no_image_is_the_clients_fault(
+    server: LiveServer, api: str, body: bytes, message: str
+) -> None:
+    error = error_of(server.client.post(f"/{api}/digits", content=body))
+    assert (error["code"], error["type"]) == (400, "BadRequestException")
+    assert message in str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("query", "field"),
+    [
+        ("method=lime", "method"),
+        ("target=77", "target"),
+        ("target=-1", "target"),
+        ("baseline=noise", "baseline"),
+        ("n_steps=0", "n_steps"),
+        ("n_steps=1000000000", "n_steps"),
+        ("n_steps=ten", "n_steps"),
+        ("tolerance=0", "tolerance"),
+        ("tolerance=nan", "tolerance"),
+        ("format=gif", "format"),
+        ("steps=10", "steps"),
+    ],
+)
+def test_an_option_of_an_explanation_that_is_wrong_is_named(
+    server: LiveServer, query: str, field: str
+) -> None:
+    body = (SCANS / "7.png").read_bytes()
+    error = error_of(server.client.post(f"/explanations/digits?{query}", content=body))
+    assert error["code"] == 400
+    assert field in str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "message"),
+    [
+        (b"bad", 400, "body is bad; expected anything else"),
+        (b"broken", 500, "ZeroDivisionError: "),
+        (b"teapot", 418, "short and stout"),
+        (b"nowhere", 500, "no such status"),
+        (b"unprintable", 500, "Unprintable"),
+        (b"exit", 500, "SystemExit: 3"),
+        (b"nul header", 500, "the handler set the header 'x-note'"),
+        (b"split header", 500, "the handler set the header 'x-note'"),
+        (b"status 999", 500, "the handler set the status 999"),
+    ],
+    ids=lambda value: value.decode() if isinstance(value, bytes) else None,
+)
+def test_what_a_handler_gets_wrong_is_one_json_error(
+    server: LiveServer, body: bytes, status: int, message: str
+) -> None:
+    error = error_of(server.predict("picky", body))
+    assert error["code"] == status
+    assert message in str(error["message"])
+    assert "handler.py" not in str(error["message"])
+
+
+def test_a_handler_sets_status_and_headers(server: LiveServer) -> None:
+    assert server.predict("picky", b"status 202").status_code == 202
+    answer = server.predict("picky", b"own header")
+    assert (answer.headers["content-type"], answer.headers["x-note"]) == ("text/csv", "mine")
+
+
+def test_a_sick_model_keeps_its_worker(server: LiveServer) -> None:
+    assert server.describe("picky")["workers"][0]["restarts"] == 0
+
+
+def test_bad_requests_among_good_ones_fail_alone(server: LiveServer) -> None:
+    bodies = [b"one", b"bad", b"two", b"broken", b"three", b"bad", b"four", b"five"] * 3
+    with ThreadPoolExecutor(8) as threads:
+        answers = list(threads.map(lambda body: server.predict("picky", body), bodies))
+    expected = {b"bad": 400, b"broken": 500}
+    assert [answer.status_code for answer in answers] == [expected.get(b, 200) for b in bodies]
+    assert [answer.text for answer in answers if answer.status_code == 200] == [
+        f"fine: {body.decode()}" for body in bodies if body not in expected
+    ]
+
+
+# -- body over the limit -----------------------------------------------------------------------
+
+
+def test_a_body_of_the_limit_is_taken(server: LiveServer) -> None:
+    assert len(server.predict("echo", b"x" * LIMIT).json()["body"]) == LIMIT
+
+
+def test_a_body_that_is_declared_too_long_is_refused_before_it_is_sent(server: LiveServer) -> None:
+    with socket.create_connection(server.address, 10) as client:
+        client.sendall(
+            b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+            b"Content-Length: %d\r\n\r\n" % (LIMIT + 1)
+        )
+        head = client.recv(65536)
+        assert head.startswith(b"HTTP/1.1 413 ")
+        assert b"connection: close" in head
+    assert is_well(server)
+
+
+@pytest.mark.parametrize("size", [LIMIT + 1, 30_000_000])
+def test_a_client_that_sends_on_can_read_why_its_body_was_refused(
+    server: LiveServer, size: int
+) -> None:
+    host, port = server.address
+    connection = http.client.HTTPConnection(host, port, timeout=20)
+    connection.request("POST", "/predictions/echo", b"x" * size)
+    answer = connection.getresponse()
+    error = json.loads(answer.read())
+    connection.close()
+    assert (answer.status, error["type"]) == (413, "RequestTooLargeException")
+    assert f"larger than {LIMIT} bytes" in error["message"]
+    assert is_well(server)
+
+
+def test_a_chunked_body_is_refused_when_it_crosses_the_limit(server: LiveServer) -> None:
+    def chunks() -> Iterator[bytes]:
+        for _ in range(40):
+            yield b"x" * 10_000
+
+    answer = server.client.post("/predictions/echo", content=chunks())
+    assert error_of(answer)["code"] == 413
+    assert is_well(server)
+
+
+def test_a_chunked_body_within_the_limit_is_taken(server: LiveServer) -> None:
+    parts = [b"one ", b"two ", b"three"]
+    answer = server.client.post("/predictions/echo", content=iter(parts))
+    assert answer.json()["body"] == "one two three"
+
+
+def test_a_client_that_leaves_while_it_sends_harms_nobody(server: LiveServer) -> None:
+    with socket.create_connection(server.address, 10) as client:
+        client.sendall(
+            b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\nhalf"
+        )
+    assert is_well(server)
+
+
+# -- batches -----------------------------------------------------------------------------------
+
+
+def test_what_waits_while_a_worker_is_busy_becomes_one_batch(
+    server: LiveServer, tmp_path: Path
+) -> None:
+    series = {"model": "slow", "kind": "predict"}
+
+    def handed_over() -> float:
+        return server.metric("modelyard_queue_time_seconds_count", **series)
+
+    before = handed_over()
+    bodies = [str(at) for at in range(8)]
+    gate = tmp_path / "gate"
+    with ThreadPoolExecutor(9) as threads:
+        first = threads.submit(server.predict, "slow", str(gate))
+        poll(lambda: handed_over() == before + 1, "the worker is busy")
+        waiting = [threads.submit(server.predict, "slow", body) for body in bodies]
+        poll(lambda: handed_over() == before + 9, "the others wait at the worker")
+        gate.touch()
+    assert first.result().json() == {"batch": [str(gate)]}
+    for each in waiting:
+        assert sorted(each.result().json()["batch"]) == bodies
+
+
+# -- tokens and documentation ------------------------------------------------------------------
+
+
+def test_on_loopback_no_token_is_needed(server: LiveServer) -> None:
+    assert "authorization" not in server.client.headers
+    assert server.client.get("/health/ready").json() == {"ready": True}
+    assert server.client.get("/health/live").json() == {"live": True}
+
+
+DOCUMENTED = {
+    "/ping": {"get"},
+    "/health/live": {"get"},
+    "/health/ready": {"get"},
+    "/predictions/{model}": {"post"},
+    "/predictions/{model}/{version}": {"post"},
+    "/explanations/{model}": {"post"},
+    "/explanations/{model}/{version}": {"post"},
+    "/models": {"get", "post"},
+    "/models/{model}": {"get", "put", "delete"},
+    "/models/{model}/{version}": {"get", "put", "delete"},
+    "/models/{model}/{version}/set-default": {"put"},
+    "/metrics": {"get"},
+}
+
+
+def test_one_document_describes_all_three_apis(server: LiveServer) -> None:
+    document = server.client.get("/openapi.json").json()
+    described = {
+        path: {method for method in item if method != "servers"}
+        for path, item in document["paths"].items()
+    }
+    assert described == DOCUMENTED
+    own = [{"url": server.about["inference"]}]
+    servers = {path: item.get("servers", own) for path, item in document["paths"].items()}
+    assert servers["/predictions/{model}"] == own == document["servers"]
+    assert servers["/models"] == [{"url": server.about["management"]}]
+    assert servers["/metrics"] == [{"url": server.about["metrics"]}]
+
+
+def test_the_documentation_needs_nothing_from_elsewhere(server: LiveServer) -> None:
+    page = server.client.get("/docs")
+    assert page.status_code == 200
+    assert "/openapi.json" in page.text
+    assert "https://" not in page.text
+    for asset in ("swagger-ui-bundle.js", "swagger-ui.css"):
+        assert f"/docs/assets/{asset}" in page.text
+        assert server.client.get(f"/docs/assets/{asset}").status_code == 200
+
+
+@pytest.mark.parametrize("path", ["../../etc/passwd", "%2e%2e/%2e%2e/asgi.py", "..%2fasgi.py"])
+def test_the_documentations_files_are_all_that_is_served(server: LiveServer, path: str) -> None:
+    assert server.client.get(f"/docs/assets/{path}").status_code == 404

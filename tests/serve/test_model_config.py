@@ -1,0 +1,193 @@
+import hashlib
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from archiver import open_archive
+from serve import model_config
+from serve.errors import BadModelConfig
+from serve.model_config import (
+    DEFAULT_BATCH_SIZE,
+    ModelConfig,
+    count_gpus,
+    default_workers,
+    load_model_config,
+    proven_batch,
+)
+from serve.settings import Settings, load_settings
+
+Load = Callable[..., ModelConfig]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """Write an archive as TorchServe's archiver does, with this model-config.yaml, and read it."""
+
+    def read(text: str | None, config_file: str | None = "c.yaml", **set_: Any) -> ModelConfig:
+        model = {"modelName": "m", "handler": "h.py", "modelVersion": "1.0"}
+        if config_file is not None:
+            model["configFile"] = config_file
+        file = tmp_path / "m.mar"
+        with zipfile.ZipFile(file, "w") as zipped:
+            manifest = {"runtime": "python", "model": model, "archiverVersion": "0.12.0"}
+            zipped.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
+            zipped.writestr("h.py", "")
+            if text is not None:
+                zipped.writestr("c.yaml", text)
+        settings: Settings = load_settings(set_, None, {})
+        with open_archive(file) as archive:
+            return load_model_config(archive, settings)
+
+    return read
+
+
+def test_torchserves_keys_say_how_a_model_is_run(load: Load) -> None:
+    text = (
+        "minWorkers: 3\nmaxWorkers: 5\nbatchSize: 4\nmaxBatchDelay: 50\njobQueueSize: 7\n"
+        "responseTimeout: 9\nstartupTimeout: 11\nclientTimeoutInMills: 1500\n"
+        "deviceType: cpu\nretry: false\n"
+    )
+    assert load(text, device="cuda") == ModelConfig(
+        workers=3,
+        batch_size=4,
+        batch_delay_ms=50,
+        queue_size=7,
+        request_timeout_s=1.5,
+        response_timeout_s=9,
+        startup_timeout_s=11,
+        device="cpu",
+        retry=False,
+    )
+
+
+@pytest.mark.parametrize(("text", "config_file"), [("", "c.yaml"), ("{}", "c.yaml"), (None, None)])
+def test_what_is_not_said_comes_from_the_settings(
+    load: Load, text: str | None, config_file: str | None
+) -> None:
+    config = load(text, config_file, queue_size=5, request_timeout_s=7, device="cuda:1")
+    assert (config.queue_size, config.request_timeout_s, config.device) == (5, 7, "cuda:1")
+    assert config.batch_size == DEFAULT_BATCH_SIZE
+    assert config.batch_delay_ms == 0
+    assert config.retry is True
+
+
+def test_a_time_of_the_settings_may_be_a_fraction_of_a_second(load: Load) -> None:
+    config = load("{}", response_timeout_s=0.5, startup_timeout_s=1.5)
+    assert (config.response_timeout_s, config.startup_timeout_s) == (0.5, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("batchSize: 0", "batchSize"),
+        ("batchSize: many", "batchSize"),
+        ("batchSize: 1.5", "batchSize"),
+        ("batchSize: true", "batchSize"),
+        ("batchSize: null", "batchSize"),
+        ("minWorkers: -1", "minWorkers"),
+        ("maxBatchDelay: [1]", "maxBatchDelay"),
+        ("jobQueueSize: 0", "jobQueueSize"),
+        ("responseTimeout: 0", "responseTimeout"),
+        ("startupTimeout: 0", "startupTimeout"),
+        ("clientTimeoutInMills: -1", "clientTimeoutInMills"),
+        ("deviceType: tpu", "deviceType"),
+        ("deviceType: [cpu]", "deviceType"),
+        ("retry: maybe", "retry"),
+        ("retry: 1", "retry"),
+    ],
+)
+def test_a_wrong_value_is_named(load: Load, text: str, key: str) -> None:
+    with pytest.raises(BadModelConfig, match=rf"c\.yaml: {key}: expected .*, got "):
+        load(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["- 1", "text", "a: [", "!!python/object/apply:os.getcwd []", "a: \x07"]
+)
+def test_a_file_that_is_no_safe_mapping_is_refused(load: Load, text: str) -> None:
+    with pytest.raises(BadModelConfig, match=r"c\.yaml"):
+        load(text)
+
+
+def test_a_file_that_is_not_there_is_named(load: Load) -> None:
+    with pytest.raises(BadModelConfig, match=r"c\.yaml, which the archive does not hold"):
+        load(None, "c.yaml")
+
+
+def test_a_batch_is_never_larger_than_the_export_proved(
+    digits_store: Path, tmp_path: Path, digits_artifacts: dict[str, Path]
+) -> None:
+    from archiver import write_archive
+
+    config = tmp_path / "model-config.yaml"
+    for asked, expected in ((4, 4), (8, 8), (64, 8)):
+        config.write_text(f"batchSize: {asked}\n", encoding="utf-8")
+        file = write_archive(
+            "digits",
+            version="1",
+            artifact=digits_artifacts["pt2"],
+            handler="image_classifier",
+            output_dir=tmp_path,
+            config_file=config,
+            force=True,
+        )
+        with open_archive(file) as archive:
+            assert load_model_config(archive, load_settings({}, None, {})).batch_size == expected
+
+
+def test_models_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    assert [default_workers("cpu", models) for models in (0, 1, 3, 8, 20)] == [8, 8, 2, 1, 1]
+
+
+def test_gpus_are_counted_as_a_worker_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible, count in (("", 0), ("-1", 0), ("0", 1), ("0,2,3", 3)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert count_gpus() == count
+        expected = (count, 1, count) if count else (2, 2, 2)
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+        found = tuple(model_config.default_workers(d, 1) for d in ("auto", "cuda:0", "cuda"))
+        assert found == expected
+
+
+@pytest.mark.parametrize(
+    ("batching", "largest"),
+    [
+        pytest.param({}, 5, id="an export that did not look"),
+        pytest.param({"batching": {"batchable": True, "reason": "alone"}}, 5, id="batchable"),
+        pytest.param({"batching": {"batchable": False, "reason": "rows mix"}}, 1, id="rows mix"),
+    ],
+)
+def test_a_model_whose_rows_mix_is_served_one_request_at_a_time(
+    batching: dict[str, Any], largest: int, tmp_path: Path
+) -> None:
+    signature = {
+        "inputs": [{"name": "x", "dtype": "float32", "shape": ["batch", 2]}],
+        "outputs": [{"name": "y", "dtype": "float32", "shape": ["batch", 2]}],
+        "dims": {"batch": {"min": 1, "max": 5}},
+        **batching,
+    }
+    manifest = {
+        "runtime": "python",
+        "model": {"modelName": "m", "handler": "h.py", "modelVersion": "1.0"},
+        "modelyard": {
+            "schema": 1,
+            "digests": {"h.py": hashlib.sha256(b"").hexdigest()},
+            "report": None,
+            "signature": signature,
+            "explain": None,
+            "golden": [],
+            "requirements": [],
+        },
+    }
+    with zipfile.ZipFile(tmp_path / "m.mar", "w") as zipped:
+        zipped.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
+        zipped.writestr("h.py", "")
+    with open_archive(tmp_path / "m.mar") as archive:
+        assert proven_batch(archive) == largest
+        assert load_model_config(archive, load_settings({}, None, {})).batch_size == largest

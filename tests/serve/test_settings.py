@@ -1,0 +1,138 @@
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from serve.errors import StartError
+from serve.settings import default_state_dir, load_settings
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "modelyard.yaml"
+    file.write_text(text, encoding="utf-8")
+    return file
+
+
+def test_the_command_line_wins_over_environment_file_and_default(tmp_path: Path) -> None:
+    file = write(tmp_path, "port: 1\nmanagement_port: 2\nmetrics_port: 3\n")
+    environment = {"MODELYARD_PORT": "11", "MODELYARD_MANAGEMENT_PORT": "12"}
+    settings = load_settings({"port": 21, "management_port": None}, file, environment)
+    assert (settings.port, settings.management_port, settings.metrics_port) == (21, 12, 3)
+    assert settings.queue_size == 100
+
+
+def test_the_default_model_store_is_that_of_the_folder_where_it_was_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_settings({}, None, {}).model_store == tmp_path / "model_store"
+
+
+def test_nothing_set_listens_on_loopback_only() -> None:
+    settings = load_settings({}, None, {})
+    assert settings.host == "127.0.0.1"
+    assert settings.is_loopback
+    assert settings.auth == "auto"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("port", "65536"),
+        ("port", "-1"),
+        ("port", "http"),
+        ("device", "gpu"),
+        ("device", "cuda:x"),
+        ("auth", "sometimes"),
+        ("workers", "-1"),
+        ("queue_size", "0"),
+        ("request_timeout_s", "0"),
+        ("drain_timeout_s", "-1"),
+        ("max_request_bytes", "0"),
+    ],
+)
+def test_a_wrong_value_is_named_wherever_it_comes_from(
+    tmp_path: Path, field: str, value: str
+) -> None:
+    sources: list[tuple[dict[str, Any], Path | None, dict[str, str]]] = [
+        ({field: value}, None, {}),
+        ({}, write(tmp_path, f"{field}: {value}\n"), {}),
+        ({}, None, {f"MODELYARD_{field.upper()}": value}),
+    ]
+    for command_line, file, environment in sources:
+        with pytest.raises(StartError, match=f"wrong settings: {field}: .*got '?{value}'?"):
+            load_settings(command_line, file, environment)
+
+
+def test_every_wrong_value_is_named_at_once() -> None:
+    with pytest.raises(StartError, match=r"port: .*; workers: "):
+        load_settings({"port": -1, "workers": -1}, None, {})
+
+
+def test_an_unknown_name_in_the_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="prot: "):
+        load_settings({}, write(tmp_path, "prot: 8080\n"), {})
+
+
+@pytest.mark.parametrize("text", ["- port\n", "port\n", "7\n"])
+def test_a_file_without_names_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(StartError, match="holds no `name: value` lines"):
+        load_settings({}, write(tmp_path, text), {})
+
+
+@pytest.mark.parametrize("text", ["a: [", "!!python/object/apply:os.getcwd []\n"])
+def test_a_file_that_is_no_safe_yaml_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(StartError, match="cannot read the configuration file"):
+        load_settings({}, write(tmp_path, text), {})
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match="No such file"):
+        load_settings({}, tmp_path / "nowhere.yaml", {})
+
+
+def test_an_empty_file_sets_nothing(tmp_path: Path) -> None:
+    assert load_settings({}, write(tmp_path, ""), {}) == load_settings({}, None, {})
+
+
+@pytest.mark.parametrize("text", ["a,b=c.mar", "a b=c.mar", "a, b=c.mar"])
+def test_models_are_split_at_commas_and_spaces(text: str) -> None:
+    settings = load_settings({}, None, {"MODELYARD_MODELS": text})
+    assert settings.models == ("a", "b=c.mar")
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1", True),
+        ("127.8.8.8", True),
+        ("::1", True),
+        ("localhost", True),
+        ("0.0.0.0", False),
+        ("::", False),
+        ("192.168.0.1", False),
+        ("localhost.example.org", False),
+    ],
+)
+def test_only_loopback_addresses_are_loopback(host: str, expected: bool) -> None:
+    assert load_settings({"host": host}, None, {}).is_loopback is expected
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        load_settings({}, None, {}).port = 1
+
+
+def test_the_state_folder_follows_xdg(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_state_dir() == tmp_path / "modelyard"
+    assert load_settings({}, None, {}).state_dir == tmp_path / "modelyard"
+
+
+def test_relative_folders_are_taken_from_the_working_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = load_settings({"model_store": Path("store")}, None, {})
+    assert settings.model_store == tmp_path / "store"

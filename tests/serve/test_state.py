@@ -1,0 +1,80 @@
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from serve.errors import StartError
+from serve.state import StateDir, describe_running, write_json
+
+RUNNING = {
+    "pid": 7,
+    "inference": "http://127.0.0.1:1",
+    "management": "http://127.0.0.1:2",
+}
+
+
+@pytest.fixture
+def state(tmp_path: Path) -> StateDir:
+    state = StateDir(tmp_path / "deep" / "state")
+    state.create()
+    return state
+
+
+def test_the_folders_are_for_their_owner_only(state: StateDir) -> None:
+    for folder in (state.root, state.unpacked, state.log_file.parent):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_nobody_holds_has_no_server(state: StateDir) -> None:
+    assert state.running() is None
+    write_json(state.server_file, RUNNING)  # of a server that was killed
+    assert state.running() is None
+
+
+def test_a_second_server_is_told_that_one_runs_and_where(state: StateDir) -> None:
+    with state.lock():
+        write_json(state.server_file, RUNNING)
+        assert state.running() == RUNNING
+        with (
+            pytest.raises(StartError, match=r"already running: pid 7, inference http://127\.0"),
+            state.lock(),
+        ):
+            pass
+    assert state.running() is None
+
+
+@pytest.mark.parametrize("content", [None, "", "[]", "nonsense"])
+def test_a_server_that_is_just_starting_has_no_address_yet(
+    state: StateDir, content: str | None
+) -> None:
+    if content is not None:
+        state.server_file.write_text(content)
+    with state.lock():
+        assert state.running() == {}
+        with pytest.raises(StartError, match="a server is starting"), state.lock():
+            pass
+
+
+def test_the_message_about_a_running_server_says_what_to_do() -> None:
+    text = describe_running(RUNNING)
+    assert "modelyard serve stop" in text
+    assert "--state-dir" in text
+
+
+def test_a_file_is_replaced_whole_and_for_its_owner_only(tmp_path: Path) -> None:
+    file = tmp_path / "models.json"
+    write_json(file, {"models": [1]})
+    write_json(file, {"models": [1, 2]})
+    assert json.loads(file.read_text()) == {"models": [1, 2]}
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_write_that_fails_leaves_the_old_content_and_nothing_else(tmp_path: Path) -> None:
+    file = tmp_path / "models.json"
+    write_json(file, {"models": [1]})
+    with pytest.raises(TypeError):
+        write_json(file, {"models": [1], "wrong": object()})
+    assert json.loads(file.read_text()) == {"models": [1]}
+    assert list(tmp_path.iterdir()) == [file]

@@ -1,0 +1,96 @@
+import json
+import struct
+
+import pytest
+
+from serve import wire
+
+ITEMS = [
+    wire.Item(1, 200, 0, b"content-type\0text/plain", b"one"),
+    wire.Item(2, 0, wire.EXPLAIN, b"", b""),
+    wire.Item(0xFFFFFFFF, 65535, wire.ALONE, b"\0\0", bytes(range(256))),
+]
+
+
+def encode(*items: wire.Item) -> bytes:
+    frame = wire.Frame()
+    for item in items:
+        frame.add(item.id, item.code, item.flags, item.meta, [item.body])
+    return b"".join(frame.buffers())
+
+
+TWO_FRAMES = encode(*ITEMS) + encode(ITEMS[0])
+
+
+@pytest.mark.parametrize("at", range(len(TWO_FRAMES) + 1))
+def test_frames_survive_a_split_at_every_byte(at: int) -> None:
+    decoder = wire.Decoder(1000)
+    frames = decoder.feed(TWO_FRAMES[:at]) + decoder.feed(TWO_FRAMES[at:])
+    assert frames == [ITEMS, ITEMS[:1]]
+
+
+def test_frames_survive_arriving_byte_by_byte() -> None:
+    decoder = wire.Decoder(1000)
+    frames = [frame for byte in TWO_FRAMES for frame in decoder.feed(bytes([byte]))]
+    assert frames == [ITEMS, ITEMS[:1]]
+
+
+def test_a_body_in_parts_arrives_as_one() -> None:
+    frame = wire.Frame()
+    frame.add(7, 0, 0, b"m", [b"ab", b"", b"cd"])
+    ((item,),) = wire.Decoder(10).feed(b"".join(frame.buffers()))
+    assert item == wire.Item(7, 0, 0, b"m", b"abcd")
+
+
+def test_payloads_are_framed_without_being_copied() -> None:
+    body = b"x" * 1000
+    frame = wire.Frame()
+    frame.add(1, 0, 0, b"", [body])
+    assert any(buffer is body for buffer in frame.buffers())
+
+
+def test_the_layout_is_the_documented_one() -> None:
+    expected = struct.pack("<I", 1) + struct.pack("<IHHII", 5, 404, 3, 1, 2) + b"m" + b"bd"
+    assert encode(wire.Item(5, 404, 3, b"m", b"bd")) == expected
+
+
+def test_a_body_of_the_longest_length_is_taken_and_one_byte_more_is_refused() -> None:
+    frames = wire.Decoder(10).feed(encode(wire.Item(1, 0, 0, b"123", b"1234567")))
+    assert frames[0][0].body == b"1234567"
+    with pytest.raises(wire.WireError, match="an item of 11 bytes; 10 are allowed"):
+        wire.Decoder(10).feed(encode(wire.Item(1, 0, 0, b"123", b"12345678")))
+
+
+def test_a_length_over_the_limit_is_refused_before_the_bytes_arrive() -> None:
+    head = struct.pack("<I", 1) + struct.pack("<IHHII", 1, 200, 0, 0, 0xFFFFFFFF)
+    with pytest.raises(wire.WireError):
+        wire.Decoder(1 << 30).feed(head)
+
+
+@pytest.mark.parametrize("count", [0, wire.MAX_ITEMS + 1, 0xFFFFFFFF])
+def test_a_frame_without_items_or_with_too_many_is_refused(count: int) -> None:
+    with pytest.raises(wire.WireError, match=f"a frame of {count} items"):
+        wire.Decoder(10).feed(struct.pack("<I", count))
+
+
+@pytest.mark.parametrize("garbage", [b"\xff" * 64, b"HTTP/1.1 200 OK\r\n\r\n", b"\0" * 64])
+def test_garbage_is_refused(garbage: bytes) -> None:
+    with pytest.raises(wire.WireError):
+        wire.Decoder(1 << 20).feed(garbage)
+
+
+@pytest.mark.parametrize("fields", [[], [b"a"], [b"a", b""], [b"", b"", b"id", b"name", b"value"]])
+def test_packed_fields_are_unpacked(fields: list[bytes]) -> None:
+    assert wire.unpack_meta(wire.pack_meta(fields)) == fields
+
+
+def test_a_control_message_is_json_on_id_0() -> None:
+    ((item,),) = wire.Decoder(1000).feed(wire.encode_control(wire.READY, {"pid": 7}))
+    assert (item.id, item.code, json.loads(item.body)) == (0, wire.READY, {"pid": 7})
+    assert wire.decode_control(item) == {"pid": 7}
+
+
+@pytest.mark.parametrize("body", [b"", b"nonsense", b"[1]", b"\xff", b"null"])
+def test_a_control_message_that_is_no_json_object_is_refused(body: bytes) -> None:
+    with pytest.raises(wire.WireError, match="control message 2"):
+        wire.decode_control(wire.Item(0, wire.READY, 0, b"", body))

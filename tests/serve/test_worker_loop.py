@@ -1,0 +1,346 @@
+"""A worker's batches, with handlers of this file and one end of a socket pair."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from handlers import BadInput, Context, PredictionException
+from serve import wire
+from serve.worker import loop
+from serve.worker.load import Service
+from serve.worker.loop import Answer, answer_batch, compare_golden, take_batch
+
+Handle = Callable[[list[dict[str, Any]], Context], Any]
+
+
+def service(handle: Handle, explain: Handle | None = None, batch_size: int = 8) -> Service:
+    context = Context("m", ".", None, batch_size)
+    return Service(handle, explain or handle, context, batch_size, "cpu")
+
+
+def item(id: int, body: bytes = b"", flags: int = 0, content_type: bytes = b"") -> wire.Item:
+    meta = wire.pack_meta([b"", b"", b"request-%d" % id, b"content-type", content_type])
+    return wire.Item(id, 0, flags, meta, body)
+
+
+def bodies(data: list[dict[str, Any]]) -> list[str]:
+    return [bytes(row["body"]).decode() for row in data]
+
+
+def echo(data: list[dict[str, Any]], context: Context) -> list[str]:
+    return bodies(data)
+
+
+def error_of(answer: Answer) -> dict[str, Any]:
+    assert answer.headers["content-type"] == "application/json"
+    content: dict[str, Any] = json.loads(answer.body)
+    assert content["code"] == answer.status
+    return content
+
+
+def numbers(items: list[wire.Item] | deque[wire.Item]) -> list[int]:
+    return [one.id for one in items]
+
+
+# -- take_batch --------------------------------------------------------------------------------
+
+
+def test_a_batch_holds_what_waits_up_to_its_size_in_order() -> None:
+    waiting = deque(item(id) for id in range(1, 6))
+    assert numbers(take_batch(waiting, 3)) == [1, 2, 3]
+    assert numbers(take_batch(waiting, 3)) == [4, 5]
+    assert not waiting
+
+
+def test_a_batch_has_one_kind_and_the_others_keep_their_order() -> None:
+    kinds = {1: 0, 2: wire.EXPLAIN, 3: 0, 4: wire.EXPLAIN, 5: 0}
+    waiting = deque(item(id, flags=flags) for id, flags in kinds.items())
+    assert numbers(take_batch(waiting, 2)) == [1, 3]
+    assert numbers(waiting) == [2, 4, 5]
+    assert numbers(take_batch(waiting, 8)) == [2, 4]
+    assert numbers(waiting) == [5]
+
+
+def test_a_job_that_is_tried_again_is_alone() -> None:
+    waiting = deque([item(1, flags=wire.ALONE), item(2, flags=wire.ALONE), item(3)])
+    assert [numbers(take_batch(waiting, 8)) for _ in range(3)] == [[1], [2], [3]]
+
+
+# -- answer_batch ------------------------------------------------------------------------------
+
+
+def test_each_request_gets_its_own_answer() -> None:
+    answers = answer_batch(service(echo), [item(id, b"%d" % id) for id in (3, 1, 2)])
+    assert [answer.body for answer in answers] == [b"3", b"1", b"2"]
+
+
+@pytest.mark.parametrize(
+    ("output", "content_type", "body"),
+    [
+        ("gr\u00fcn", "text/plain; charset=utf-8", "gr\u00fcn".encode()),
+        (b"\x89PNG", "application/octet-stream", b"\x89PNG"),
+        (bytearray(b"\x89PNG"), "application/octet-stream", b"\x89PNG"),
+        ({"7": 0.5}, "application/json", b'{"7": 0.5}'),
+        ([1, None, True], "application/json", b"[1, null, true]"),
+        (None, "application/json", b"null"),
+        (0.25, "application/json", b"0.25"),
+    ],
+    ids=str,
+)
+def test_an_answer_is_sent_by_its_type(output: Any, content_type: str, body: bytes) -> None:
+    (answer,) = answer_batch(service(lambda data, context: [output]), [item(1)])
+    assert answer == Answer(200, {"content-type": content_type}, body)
+
+
+def cyclic() -> list[Any]:
+    outer: list[Any] = []
+    outer.append(outer)
+    return outer
+
+
+@pytest.mark.parametrize(
+    "output",
+    [math.nan, [math.inf], {"a": -math.inf}, object(), {1, 2}, np.float32(1), cyclic(), "\ud800"],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_answer_that_cannot_be_sent_fails_alone(output: Any) -> None:
+    def handle(data: list[dict[str, Any]], context: Context) -> list[Any]:
+        return ["fine" if body == "good" else output for body in bodies(data)]
+
+    batch = [item(1, b"good"), item(2, b"bad"), item(3, b"good")]
+    answers = answer_batch(service(handle), batch)
+    assert [answer.status for answer in answers] == [200, 500, 200]
+    assert "cannot be sent as JSON" in error_of(answers[1])["message"]
+    assert error_of(answers[1])["request_id"] == "request-2"
+
+
+@pytest.mark.parametrize(
+    "outputs", [[], ["one"], ["1", "2", "3", "4"], None, "text", ("1", "2", "3"), iter("123")],
+    ids=lambda value: type(value).__name__,
+)  # fmt: skip
+def test_the_wrong_number_or_kind_of_answers_is_an_error_for_each(outputs: Any) -> None:
+    def handle(data: list[dict[str, Any]], context: Context) -> Any:
+        return outputs if len(data) == 3 else None
+
+    answers = answer_batch(service(handle), [item(id) for id in (1, 2, 3)])
+    assert [answer.status for answer in answers] == [500, 500, 500]
+    assert "a list with one answer per request is expected" in error_of(answers[0])["message"]
+
+
+def test_a_wrong_number_of_answers_is_named() -> None:
+    (answer,) = answer_batch(service(lambda data, context: ["1", "2"]), [item(1)])
+    assert "2 answers to 1 requests" in error_of(answer)["message"]
+
+
+class Unprintable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "kind", "message"),
+    [
+        (BadInput("no image"), 400, "BadRequestException", "no image"),
+        (ZeroDivisionError("by 0"), 500, "InternalServerException", "ZeroDivisionError: by 0"),
+        (PredictionException("short", 418), 418, "InternalServerException", "short"),
+        (PredictionException("odd", 70_000), 500, "InternalServerException", "odd"),
+        (PredictionException("odd", 99), 500, "InternalServerException", "odd"),
+        (MemoryError(), 507, "InternalServerException", "Out of resources"),
+        (SystemExit(3), 500, "InternalServerException", "SystemExit: 3"),
+        (KeyboardInterrupt(), 500, "InternalServerException", "KeyboardInterrupt: "),
+        (Unprintable(), 500, "InternalServerException", "Unprintable: (its text fails"),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else None,
+)
+def test_one_bad_request_fails_alone_with_its_own_error(
+    error: BaseException, status: int, kind: str, message: str
+) -> None:
+    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
+        if "bad" in bodies(data):
+            raise error
+        return bodies(data)
+
+    batch = [item(1, b"one"), item(2, b"bad"), item(3, b"three")]
+    answers = answer_batch(service(handle), batch)
+    assert [answer.status for answer in answers] == [200, status, 200]
+    assert [answers[0].body, answers[2].body] == [b"one", b"three"]
+    assert error_of(answers[1])["type"] == kind
+    assert error_of(answers[1])["message"].startswith(message)
+    assert error_of(answers[1])["request_id"] == "request-2"
+    assert b"Traceback" not in answers[1].body
+
+
+def test_a_body_that_cannot_be_decoded_never_reaches_the_handler() -> None:
+    seen: list[list[str]] = []
+
+    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
+        seen.append(bodies(data))
+        return [context.get_request_id(at) or "" for at in range(len(data))]
+
+    broken = item(2, b"broken", content_type=b"multipart/form-data")
+    answers = answer_batch(service(handle), [item(1, b"one"), broken, item(3, b"three")])
+    assert [answer.status for answer in answers] == [200, 400, 200]
+    assert seen == [["one", "three"]]
+    assert [answers[0].body, answers[2].body] == [b"request-1", b"request-3"]
+
+
+def test_explanations_have_their_own_entry() -> None:
+    both = service(lambda data, context: ["predicted"], lambda data, context: ["explained"])
+    assert answer_batch(both, [item(1, flags=wire.EXPLAIN)])[0].body == b"explained"
+    assert answer_batch(both, [item(1)])[0].body == b"predicted"
+
+
+def test_a_handler_sets_status_and_headers_of_each_answer() -> None:
+    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
+        context.set_response_status(202, "later", 1)
+        context.set_response_header(1, "X-Note", "mine")
+        context.set_response_content_type(1, "text/csv")
+        return bodies(data)
+
+    first, second = answer_batch(service(handle), [item(1), item(2)])
+    assert first == Answer(200, {"content-type": "text/plain; charset=utf-8"}, b"")
+    assert second == Answer(202, {"content-type": "text/csv", "x-note": "mine"}, b"")
+
+
+def test_what_one_batch_sets_is_not_seen_by_the_next() -> None:
+    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
+        if bodies(data) == ["set"]:
+            context.set_response_status(202, "later", 0)
+            context.set_response_header(0, "x-note", "mine")
+        return bodies(data)
+
+    running = service(handle)
+    answer_batch(running, [item(1, b"set")])
+    (answer,) = answer_batch(running, [item(2)])
+    assert answer == Answer(200, {"content-type": "text/plain; charset=utf-8"}, b"")
+
+
+@pytest.mark.parametrize("status", [0, 99, 101, 600, 999, 65_536, -1, "200", None])
+def test_a_status_that_http_does_not_have_is_the_handlers_fault(status: Any) -> None:
+    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
+        context.set_response_status(status, "odd", 0)
+        return bodies(data)
+
+    (answer,) = answer_batch(service(handle), [item(1)])
+    assert answer.status == 500
+    assert f"the handler set the status {status!r}" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("x-note", "a\r\nx-more: b"), ("x-note", "a\0b"), ("x note", "a"), ("", "a"), ("x:", "a"),
+     ("x-note", "\u20ac")],
+)  # fmt: skip
+def test_a_header_that_http_does_not_have_is_the_handlers_fault(name: str, value: str) -> None:
+    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
+        context.set_response_header(0, name, value)
+        return bodies(data)
+
+    (answer,) = answer_batch(service(handle), [item(1)])
+    assert answer.status == 500
+    assert "the handler set the header" in error_of(answer)["message"]
+
+
+@pytest.mark.parametrize("name", ["Content-Length", "Transfer-Encoding", "Connection"])
+def test_how_an_answer_is_framed_is_not_for_the_handler_to_say(name: str) -> None:
+    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
+        context.set_response_header(0, name, "7")
+        return bodies(data)
+
+    (answer,) = answer_batch(service(handle), [item(1)])
+    assert answer.headers == {"content-type": "text/plain; charset=utf-8"}
+
+
+# -- the loop ----------------------------------------------------------------------------------
+
+
+def test_the_loop_answers_every_frame_and_ends_with_the_connection() -> None:
+    ours, theirs = socket.socketpair()
+    ended: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            loop.run(loop.Reader(theirs), service(echo, batch_size=2))
+        except EOFError as error:
+            ended.append(error)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    frame = wire.Frame()
+    for id in range(1, 6):
+        one = item(id, b"%d" % id)
+        frame.add(one.id, 0, 0, one.meta, [one.body])
+    sent = b"".join(frame.buffers())
+    decoder = wire.Decoder(1000)
+    with ours, theirs:
+        ours.settimeout(10)
+        ours.sendall(sent[:30])
+        ours.sendall(sent[30:])
+        replies: list[wire.Item] = []
+        sizes: list[int] = []
+        while len(replies) < 5:
+            for arrived in decoder.feed(ours.recv(65_536)):
+                replies += arrived
+                sizes.append(len(arrived))
+        ours.shutdown(socket.SHUT_WR)
+        worker.join(10)
+    assert [(reply.id, reply.code, reply.body) for reply in replies] == [
+        (id, 200, b"%d" % id) for id in range(1, 6)
+    ]
+    assert wire.unpack_meta(replies[0].meta) == [b"content-type", b"text/plain; charset=utf-8"]
+    assert sizes == [2, 2, 1]
+    assert len(ended) == 1
+
+
+# -- golden requests ---------------------------------------------------------------------------
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"7": 0.9, "1": 0.1}', {"label": "7"}),
+        (b"7", {"label": "7"}),
+        (b"seven", {"label": "seven"}),
+        (b"[1.0, [2.0005]]", {"answer": [1, [2.0]]}),
+        (b'{"a": 1, "b": "x"}', {"answer": {"b": "x", "a": 1.0}}),
+        (b"null", {"answer": None}),
+    ],
+)
+def test_an_answer_within_the_tolerance_agrees(body: bytes, expected: dict[str, Any]) -> None:
+    assert compare_golden(Answer(200, JSON, body), expected, 1e-3) is None
+
+
+@pytest.mark.parametrize(
+    ("body", "expected", "message"),
+    [
+        (b'{"7": 0.1, "1": 0.9}', {"label": "7"}, 'expected the label "7", got "1"'),
+        (b"{}", {"label": "7"}, 'expected the label "7", got "{}"'),
+        (b"[1.0, 2.1]", {"answer": [1, 2]}, "answer[1]: expected 2, got 2.1"),
+        (b'{"a": [3]}', {"answer": {"a": [4]}}, "answer.a[0]: expected 4, got 3"),
+        (b"[1]", {"answer": [1, 2]}, "answer: expected [1, 2], got [1]"),
+        (b'{"a": 1}', {"answer": {"b": 1}}, "answer: expected {'b': 1}, got {'a': 1}"),
+        (b'"x"', {"answer": 1}, "answer: expected 1, got 'x'"),
+        (b"true", {"answer": 1}, "answer: expected 1, got True"),
+        (b"NaN", {"answer": 1.0}, "answer: expected 1.0, got nan"),
+    ],
+)
+def test_an_answer_that_differs_is_described(
+    body: bytes, expected: dict[str, Any], message: str
+) -> None:
+    assert compare_golden(Answer(200, JSON, body), expected, 1e-3) == message
+
+
+def test_an_error_is_no_answer() -> None:
+    difference = compare_golden(Answer(400, JSON, b'{"message": "no image"}'), {"label": "7"}, 1e-3)
+    assert difference == 'expected an answer, got status 400: {"message": "no image"}'

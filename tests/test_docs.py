@@ -1,0 +1,189 @@
+"""The README and the pages of docs/: every command runs, every table is complete, links lead on."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from prometheus_client import Metric
+
+from handlers.attribution import ExplainOptions
+from serve.errors import STATUS
+from serve.metrics import Metrics
+from serve.settings import Settings
+
+REPO = Path(__file__).parent.parent
+PAGES = sorted((REPO / "docs").rglob("*.md"))
+PORTS = {
+    "8080": "MODELYARD_PORT",
+    "8081": "MODELYARD_MANAGEMENT_PORT",
+    "8082": "MODELYARD_METRICS_PORT",
+}
+needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="the docs' commands use curl")
+
+
+class Block(NamedTuple):
+    """One ```sh block; `sh fails` says that its last command is meant to fail."""
+
+    place: str
+    commands: str
+    fails: bool
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text()
+    found = []
+    for match in re.finditer(r"^```sh( fails)?\n(.*?)^```$", text, re.M | re.S):
+        line = text.count("\n", 0, match.start()) + 1
+        found.append(Block(f"{page.name}:{line}", match[2], match[1] is not None))
+    return found
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+class Yard:
+    """A reader's checkout: what the commands need, the default ports replaced by free ones."""
+
+    def __init__(self, folder: Path, home: Path) -> None:
+        self.folder = folder
+        shutil.copytree(REPO / "examples", folder / "examples")
+        shutil.copy(REPO / "Makefile", folder)
+        (folder / ".venv").symlink_to(sys.prefix)
+        (home / ".curlrc").write_text("silent\nshow-error\nfail-with-body\n")
+        self.ports = dict(zip(PORTS, map(str, free_ports(3)), strict=True))
+        self.environment = {
+            **os.environ,
+            **{PORTS[port]: free for port, free in self.ports.items()},
+            "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}",
+            "HOME": str(home),
+            "XDG_STATE_HOME": str(home),
+            "CURL_HOME": str(home),
+            "MODELYARD_WORKERS": "1",
+            "MAKEFLAGS": "n",  # `make test` must exist, and not run these tests again
+            "OMP_NUM_THREADS": "1",
+        }
+
+    def run(self, page: Path) -> None:
+        """Run a page's blocks, each in a shell of its own as a reader pastes them."""
+        for block in blocks(page):
+            commands = re.sub(
+                r"(?<=127\.0\.0\.1:)(808[012])", lambda match: self.ports[match[1]], block.commands
+            )
+            done = self.shell(commands)
+            assert (done.returncode != 0) == block.fails, (
+                f"{block.place}: exit code {done.returncode}\n{commands}\n{done.stdout}"
+            )
+
+    def shell(self, commands: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", commands],
+            cwd=self.folder,
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            timeout=120,
+        )
+
+
+@pytest.fixture(scope="module")
+def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
+    """Give a folder in which the README's commands have been run."""
+    made = Yard(tmp_path_factory.mktemp("yard"), tmp_path_factory.mktemp("home"))
+    try:
+        made.run(REPO / "README.md")
+        yield made
+    finally:
+        made.shell("modelyard serve stop")
+
+
+@needs_curl
+def test_the_readme_leaves_an_archive_and_a_heat_map_and_no_server(yard: Yard) -> None:
+    assert (yard.folder / "model_store" / "digits.mar").is_file()
+    assert (yard.folder / "build" / "heatmap.png").read_bytes().startswith(b"\x89PNG")
+    assert yard.shell("modelyard serve status").stdout == "no server is running\n"
+
+
+@needs_curl
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda page: page.stem)
+def test_every_command_of_a_page_runs_and_no_server_is_left(page: Path, yard: Yard) -> None:
+    try:
+        yard.run(page)
+        assert yard.shell("modelyard serve status").stdout == "no server is running\n"
+    finally:
+        yard.shell("modelyard serve stop")
+
+
+def rows(page: str, heading: str) -> list[list[str]]:
+    """Give the cells of the first table below a heading, without marks of code."""
+    text = (REPO / "docs" / page).read_text().split(f"\n{heading}\n", 1)[1]
+    table = re.search(r"(^\|.*\n)+", text, re.M)
+    assert table is not None
+    lines = table[0].replace("`", "").splitlines()[2:]
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def test_the_settings_table_names_every_setting_and_its_default() -> None:
+    documented = {name: default for name, default, _ in rows("serve.md", "## Settings")}
+    defaults = {
+        name: str(int(value) if isinstance(value, float) else value or 0)
+        for name, field in Settings.model_fields.items()
+        if (value := field.default) is not None and name not in ("models", "state_dir")
+    }
+    assert documented.keys() == Settings.model_fields.keys()
+    assert {name: documented[name] for name in defaults} == defaults
+
+
+def test_the_errors_table_names_every_status_and_type() -> None:
+    documented = {(int(status), kind) for status, kind, *_ in rows("serve.md", "## Errors")}
+    assert set(STATUS.values()) <= documented
+
+
+def test_the_metrics_table_names_every_metric_with_its_labels() -> None:
+    def exposed(metric: Metric) -> str:
+        return metric.name + ("_total" if metric.type == "counter" else "")
+
+    metrics = Metrics()
+    documented = {row[0]: (row[1], row[2].split()) for row in rows("serve.md", "## Metrics")}
+    collectors = {name: metric for name, metric in vars(metrics).items() if name != "registry"}
+    expected = {
+        exposed(family): (family.type, list(metric._labelnames))
+        for metric in collectors.values()
+        for family in metric.describe()
+    }
+    assert documented == expected
+
+
+def test_the_options_table_names_every_option_of_an_explanation() -> None:
+    documented = {row[0] for row in rows("explain.md", "## Options")}
+    assert documented == {field.name for field in dataclasses.fields(ExplainOptions)}
+
+
+@pytest.mark.parametrize(
+    "page", [REPO / "README.md", *PAGES], ids=lambda page: str(page.relative_to(REPO))
+)
+def test_every_link_of_a_page_leads_to_a_file_and_its_heading(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            anchors = [re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings]
+            assert anchor in anchors, target
