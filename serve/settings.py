@@ -19,6 +19,7 @@ from pydantic import (
 )
 
 from serve.errors import StartError
+from serve.torchserve.settings import TorchServeSettings
 
 ENV_PREFIX = "MODELYARD_"
 
@@ -72,6 +73,8 @@ class Settings(BaseModel):
     """Serve only archives that one of the trusted keys signed."""
     install_requirements: bool = False
     """Install what an archive requires, into an environment of its own."""
+    torchserve: TorchServeSettings | None = None
+    """Set by the command `torchserve`: the server speaks TorchServe's dialect."""
 
     @field_validator("models", mode="before")
     @classmethod

@@ -56,10 +56,12 @@ def handed_over(server: LiveServer, model: str) -> float:
 def hold(
     server: LiveServer, threads: ThreadPoolExecutor, model: str, *bodies: str
 ) -> list[Future[httpx.Response]]:
-    """Send requests, and return when the workers hold them all."""
-    before = handed_over(server, model)
-    answers = [threads.submit(server.predict, model, body) for body in bodies]
-    poll(lambda: handed_over(server, model) == before + len(bodies), "they are handed over")
+    """Send requests in this order, and return when the workers hold them all."""
+    answers = []
+    for body in bodies:
+        before = handed_over(server, model)
+        answers.append(threads.submit(server.predict, model, body))
+        poll(lambda before=before: handed_over(server, model) > before, "it is handed over")
     return answers
 
 
@@ -242,8 +244,9 @@ def test_a_worker_that_hangs_is_replaced_and_its_request_answered(
 def test_a_request_whose_time_passes_is_answered_wherever_it_is(
     server: LiveServer, threads: ThreadPoolExecutor, gate: Path
 ) -> None:
-    bodies = (f"until {gate}", "1", "2", "3")
-    answers = list(threads.map(lambda body: server.predict("impatient", body), bodies))
+    sent = hold(server, threads, "impatient", f"until {gate}")
+    sent += [threads.submit(server.predict, "impatient", body) for body in ("1", "2", "3")]
+    answers = [answer.result() for answer in sent]
     gate.touch()
     assert [answer.status_code for answer in answers] == [504, 504, 504, 504]
     assert {answer.json()["type"] for answer in answers} == {"RequestTimeoutException"}

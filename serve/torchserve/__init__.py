@@ -1,0 +1,1 @@
+"""TorchServe's command, configuration and HTTP, spoken by the same server."""

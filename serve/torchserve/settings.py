@@ -1,0 +1,54 @@
+"""What only a server started as `torchserve` is told. Names are those of its config.properties."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TorchServeSettings(BaseModel):
+    """Settings of the TorchServe dialect; frozen. `Settings.torchserve` is None without it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+    directory: Path
+    """Where the command was given: key_file.json is written here."""
+    config_file: Path | None = None
+    enable_model_api: bool = False
+    """Whether models may be registered and unregistered while serving."""
+    disable_token_authorization: bool | None = None
+    """True: no tokens; False: everywhere; None, not said: inference open on loopback only."""
+    token_expiration_min: float = Field(60, gt=0)
+    default_workers_per_model: int = Field(0, ge=0)
+    """0: by GPUs, else cores at the start, and none over the register API."""
+    default_service_handler: str | None = None
+    service_envelope: Literal["body", "json", "kserve", "kservev2"] | None = None
+    allowed_urls: tuple[str, ...] = ()
+    """Regular expressions; a URL is fetched only when one matches it whole. Empty: none is."""
+    models: dict[str, dict[str, dict[str, Any]]] = {}
+    """name → version → defaults of the models that are loaded by other means (JSON)."""
+    model_snapshot: dict[str, Any] | None = None
+    """What to load (JSON); KServe configures TorchServe by it."""
+    snapshot_dir: Path | None = None
+    """Where a snapshot is written after each change; None writes none."""
+    decode_input_request: bool = True
+    limit_max_image_pixels: bool = True
+    max_response_size: int = Field(6_553_500, ge=0)
+    unregister_model_timeout: int = Field(120, ge=1)
+    blacklist_env_vars: str | None = None
+    """Regular expression; variables whose whole name it matches are kept from workers."""
+    cors_allowed_origin: str | None = None
+    cors_allowed_methods: str | None = None
+    cors_allowed_headers: str | None = None
+    ts_open_inference_protocol: str | None = None
+    """`oip` adds the routes of the Open Inference Protocol."""
+    enable_metrics_api: bool = True
+    metrics_mode: Literal["log", "prometheus", "legacy"] = "log"
+    metrics_config: Path | None = None
+    model_metrics_auto_detect: bool = False
+    metric_time_interval: int = Field(60, ge=1)
+    disable_system_metrics: bool = False
+    log_dir: Path = Path("logs")
+    metrics_dir: Path = Path("logs")
