@@ -12,11 +12,13 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlparse
+
+from packaging.requirements import Requirement
 
 from archiver.errors import CannotArchive
 from archiver.manifest import PIN
@@ -97,17 +99,21 @@ def resolve(requirements: Path, wheels_dir: Path | None = None) -> Resolved:
 def own_distributions() -> dict[str, str]:
     """Return what a server has because Modelyard needs it: normalised name → METADATA."""
     found: dict[str, str] = {}
-    waiting = ["modelyard"]
+    seen = {"modelyard"}
+    waiting = [Requirement("modelyard")]
     while waiting:
-        name = normalised(waiting.pop())
-        if name in found:
-            continue
+        wanted = waiting.pop()
+        name = normalised(wanted.name)
         try:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue  # for another platform, or an older Python
         found[name] = distribution.read_text("METADATA") or str(distribution.metadata)
-        waiting += _required(distribution)
+        for requirement in _required(distribution, wanted.extras):
+            key = f"{normalised(requirement.name)}{sorted(requirement.extras)}"
+            if key not in seen:
+                seen.add(key)
+                waiting.append(requirement)
     return found
 
 
@@ -116,10 +122,15 @@ def normalised(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _required(distribution: importlib.metadata.Distribution) -> Iterator[str]:
+def _required(
+    distribution: importlib.metadata.Distribution, extras: Iterable[str]
+) -> Iterator[Requirement]:
+    """Give what a distribution requires here, with these of its extras (PEP 508)."""
     for line in distribution.requires or []:
-        if "extra ==" not in line and (match := re.match(r"[A-Za-z0-9._-]+", line)):
-            yield match[0]
+        requirement = Requirement(line)
+        marker = requirement.marker
+        if marker is None or any(marker.evaluate({"extra": extra}) for extra in ("", *extras)):
+            yield requirement
 
 
 def _run_pip(arguments: Sequence[str]) -> Any:

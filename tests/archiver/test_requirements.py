@@ -1,5 +1,6 @@
 import hashlib
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -138,3 +139,23 @@ def test_an_index_gives_versions_and_hashes(tmp_path: Path) -> None:
         "six==1.17.0 --hash=sha256:4721f391ed90541fddacab5acf947aa0d3dc7d27b2e1e8eda2be8970586c3274"
     )
     assert resolved.wheels == ()
+
+
+def test_what_comes_through_an_extra_is_a_servers_own_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's build for CUDA requires `cuda-toolkit[cudart,…]`, whose extras name the libraries."""
+    for name, requires in {
+        "modelyard": ["broth[hot]"],
+        "broth": ['pepper; extra == "hot"', 'ice; extra == "cold"', 'tin; sys_platform == "none"'],
+        "pepper": [],
+        "ice": [],
+        "tin": [],
+    }.items():
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        lines = [f"Name: {name}", "Version: 1.0", *(f"Requires-Dist: {r}" for r in requires)]
+        (info / "METADATA").write_text("\n".join(["Metadata-Version: 2.1", *lines, ""]))
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+
+    assert own_distributions().keys() == {"modelyard", "broth", "pepper"}
