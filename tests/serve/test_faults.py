@@ -57,12 +57,16 @@ def hold(
     server: LiveServer, threads: ThreadPoolExecutor, model: str, *bodies: str
 ) -> list[Future[httpx.Response]]:
     """Send requests in this order, and return when the workers hold them all."""
-    answers = []
-    for body in bodies:
-        before = handed_over(server, model)
-        answers.append(threads.submit(server.predict, model, body))
-        poll(lambda before=before: handed_over(server, model) > before, "it is handed over")
-    return answers
+    return [_hold_one(server, threads, model, body) for body in bodies]
+
+
+def _hold_one(
+    server: LiveServer, threads: ThreadPoolExecutor, model: str, body: str
+) -> Future[httpx.Response]:
+    before = handed_over(server, model)
+    answer = threads.submit(server.predict, model, body)
+    poll(lambda: handed_over(server, model) > before, "it is handed over")
+    return answer
 
 
 def waiting(server: LiveServer, model: str) -> int:
