@@ -10,7 +10,7 @@
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,6 +24,10 @@ SUFFIXES = {"zip-store": ".mar", "zip-deflate": ".mar", "tgz": ".tar.gz", "no-ar
 MAX_RATIO = 200
 RATIO_FROM_BYTES = 100_000
 """A small file may shrink a lot (a list of zeros) and cannot hurt."""
+
+
+Progress = Callable[[int, int], None]
+"""Called with the bytes done and the bytes to do."""
 
 
 class Damaged(Exception):
@@ -59,10 +63,14 @@ class Reader(Protocol):
     is_readable: bool
 
     @property
+    def digests(self) -> Mapping[str, str]:
+        """SHA-256 of the files that `check` had to read through, by name."""
+
+    @property
     def members(self) -> tuple[Member, ...]:
         """The files and folders, in the archive's order."""
 
-    def check(self) -> list[str]:
+    def check(self, progress: Progress) -> list[str]:
         """Read what says where and how large the files are; return all problems."""
 
     def chunks(self, member: Any) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from archiver.container import CHUNK_BYTES, Damaged
+from archiver.container import CHUNK_BYTES, Damaged, Progress
 from archiver.errors import ArchiveError
 from archiver.names import collisions, file_name_problem, quoted
 from archiver.zip_directory import MAX_ENTRIES
@@ -54,6 +54,7 @@ class FolderReader:
 
     Attributes:
         members: filled by `check`.
+        digests: empty; no content is read by `check`.
         is_readable: every member is a file or a folder.
     """
 
@@ -74,6 +75,7 @@ class FolderReader:
         except OSError as error:
             raise ArchiveError(f"cannot open {path}: {error.strerror}") from error
         self.members: tuple[FolderMember, ...] = ()
+        self.digests: dict[str, str] = {}
         self.is_readable = False
 
     def close(self) -> None:
@@ -82,7 +84,7 @@ class FolderReader:
             os.close(self._fd)
         self._fd = -1
 
-    def check(self) -> list[str]:
+    def check(self, progress: Progress) -> list[str]:
         """List all files; return all problems of kinds and names."""
         problems: list[str] = []
         members: list[FolderMember] = []

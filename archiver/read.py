@@ -10,12 +10,12 @@ import hashlib
 import secrets
 import shutil
 import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from archiver.container import Damaged, Member, Reader
+from archiver.container import Damaged, Member, Progress, Reader
 from archiver.digest import Digest
 from archiver.errors import ArchiveError, BadManifest, RefusedArchive
 from archiver.folder import FolderReader
@@ -23,9 +23,6 @@ from archiver.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Seal,
 from archiver.names import SIGNATURE_NAME, quoted
 from archiver.tar_reader import GZIP_MAGIC, TarReader
 from archiver.zip_reader import ZipReader
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes to do."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +165,7 @@ def _open(path: Path) -> Reader:
 
 
 def _verify(path: Path, reader: Reader, progress: Progress) -> Archive:
-    problems = reader.check()
+    problems = reader.check(progress)
     if not reader.is_readable:
         raise RefusedArchive(f"{path.name} is refused", problems)
     manifest, manifest_problems = _read_manifest(reader)
@@ -203,10 +200,16 @@ def _read_manifest(reader: Reader) -> tuple[Manifest | None, list[str]]:
 def _hash_files(
     reader: Reader, progress: Progress
 ) -> tuple[dict[str, ArchivedFile], dict[str, str]]:
-    """Read everything once; return the files by name, and what is damaged in which."""
-    files, damages = {}, {}
-    total, done = sum(member.size_bytes for member in reader.members), 0
-    for member in (member for member in reader.members if not member.is_folder):
+    """Read what `check` has not; return the files by name, and what is damaged in which."""
+    files = {
+        member.name: ArchivedFile(member.name, member.size_bytes, reader.digests[member.name])
+        for member in reader.members
+        if member.name in reader.digests
+    }
+    damages = {}
+    unread = [m for m in reader.members if not m.is_folder and m.name not in files]
+    total, done = sum(member.size_bytes for member in unread), 0
+    for member in unread:
         with Digest() as digest:
             try:
                 for chunk in reader.chunks(member):

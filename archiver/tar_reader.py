@@ -1,7 +1,8 @@
 """An open gzip'ed tar: is it safe, and what do its files hold?
 
-A gzip stream can only be read from its start. So `check` runs through all of it once, and contents
-are read by a second run that goes on from file to file; only a step back starts a new one.
+A gzip stream can only be read from its start. So `check` runs through all of it once and hashes
+every file on its way, and contents are read by a second run that goes on from file to file; only a
+step back starts a new one.
 """
 
 import os
@@ -10,7 +11,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from archiver.container import CHUNK_BYTES, MAX_RATIO, RATIO_FROM_BYTES, Damaged, open_regular
+from archiver.container import (
+    CHUNK_BYTES,
+    MAX_RATIO,
+    RATIO_FROM_BYTES,
+    Damaged,
+    Progress,
+    open_regular,
+)
+from archiver.digest import Digest
+from archiver.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from archiver.names import collisions, file_name_problem, quoted
 from archiver.tar_headers import BLOCK_BYTES, TarEntry, read_entries
 
@@ -43,6 +53,7 @@ class TarReader:
 
     Attributes:
         members: filled by `check`, and complete when `is_readable`.
+        digests: SHA-256 by name, filled by `check`.
         is_readable: every member's content may be read.
     """
 
@@ -52,7 +63,9 @@ class TarReader:
         """Open the file; errors as `open_regular`."""
         self._fd = open_regular(path)
         self.members: tuple[TarMember, ...] = ()
+        self.digests: dict[str, str] = {}
         self.is_readable = False
+        self._manifest = b""
         self._run: _Run | None = None
 
     def close(self) -> None:
@@ -61,16 +74,18 @@ class TarReader:
             os.close(self._fd)
         self._fd = -1
 
-    def check(self) -> list[str]:
+    def check(self, progress: Progress) -> list[str]:
         """Run through the whole stream; return all problems of its headers and names."""
-        run = _Run(self._fd)
+        run = _Run(self._fd, progress)
         entries: list[TarEntry] = []
         offsets: list[int] = []
+        digests: list[str] = []
         try:
             for entry in read_entries(run.read):
                 entries.append(entry)
                 offsets.append(run.position)
-                run.skip(entry.size_bytes + -entry.size_bytes % BLOCK_BYTES)
+                digests.append(self._hash(run, entry))
+                run.skip(-entry.size_bytes % BLOCK_BYTES)
             run.finish()
         except Damaged as error:
             where = f" after {quoted(entries[-1].name)}" if entries else ""
@@ -82,8 +97,28 @@ class TarReader:
             for name, entry, offset in zip(names, entries, offsets, strict=True)
             if name
         )
+        self.digests = {
+            name: digest
+            for name, digest, entry in zip(names, digests, entries, strict=True)
+            if name and not entry.is_folder
+        }
         self.is_readable = not any(entry.kind for entry in entries)
         return problems
+
+    def _hash(self, run: "_Run", entry: TarEntry) -> str:
+        """Read one file; keep the manifest, for which the stream would be unpacked once more."""
+        keep = entry.name.partition("/")[2] == MANIFEST_NAME
+        kept = []
+        left = entry.size_bytes
+        with Digest() as digest:
+            while left:
+                chunk = run.read_some(left)
+                left -= len(chunk)
+                digest.update(chunk)
+                if keep and entry.size_bytes <= MAX_MANIFEST_BYTES:
+                    kept.append(chunk)
+            self._manifest = b"".join(kept) or self._manifest
+            return digest.hexdigest()
 
     def chunks(self, member: TarMember) -> Iterator[bytes]:
         """Yield a member's content, at most 1 MiB at a time; the gzip checksum holds for all.
@@ -91,6 +126,9 @@ class TarReader:
         Raises:
             Damaged: the stream is not what `check` saw.
         """
+        if member.name == MANIFEST_NAME and member.size_bytes == len(self._manifest):
+            yield self._manifest
+            return
         # Taken out while it is used: two readers of one archive must not move each other's place.
         run, self._run = self._run, None
         if run is None or run.position > member.offset:
@@ -111,9 +149,10 @@ class _Run:
         position: how many unpacked bytes have been read.
     """
 
-    def __init__(self, fd: int) -> None:
+    def __init__(self, fd: int, progress: Progress = lambda done, total: None) -> None:
         self.position = 0
         self._fd = fd
+        self._progress = progress
         self._size = os.fstat(fd).st_size
         self._limit = max(RATIO_FROM_BYTES, MAX_RATIO * self._size)
         self._offset = 0
@@ -176,6 +215,7 @@ class _Run:
         if not packed:
             raise Damaged("its compressed data ends too early")
         self._offset += len(packed)
+        self._progress(self._offset, self._size)
         return packed
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from archiver.container import CHUNK_BYTES, Damaged, open_regular
+from archiver.container import CHUNK_BYTES, Damaged, Progress, open_regular
 from archiver.names import collisions, file_name_problem, quoted
 from archiver.zip_checks import (
     DEFLATED,
@@ -47,6 +47,7 @@ class ZipReader:
     Attributes:
         size: of the file, in bytes.
         members: filled by `check`, and complete when `is_readable`.
+        digests: empty; no content is read by `check`.
         is_readable: every entry's content may be read: none is a bomb, none overlaps another.
     """
 
@@ -57,6 +58,7 @@ class ZipReader:
         self._fd = open_regular(path)
         self.size = os.fstat(self._fd).st_size
         self.members: tuple[ZipMember, ...] = ()
+        self.digests: dict[str, str] = {}
         self.is_readable = False
 
     def close(self) -> None:
@@ -72,7 +74,7 @@ class ZipReader:
             raise NotAZip(f"it ends before byte {offset + count}")
         return data
 
-    def check(self) -> list[str]:
+    def check(self, progress: Progress) -> list[str]:
         """Read the directory and all headers, no content; return all problems."""
         try:
             directory = read_directory(self)
