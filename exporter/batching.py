@@ -1,5 +1,6 @@
 """Whether requests may share a batch: each row's output must depend on that row alone."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from torch import Tensor
@@ -39,7 +40,8 @@ def find_batching(
                 if batch_norm
                 else ""
             )
-            return Batching(False, f'a row of output "{name}" changes by {apart:.1e} {how}{why}')
+            amount = f"by {apart:.1e}" if math.isfinite(apart) else "its shape or becomes NaN"
+            return Batching(False, f'a row of output "{name}" changes {amount} {how}{why}')
     return Batching(True, "a row gives the same alone and beside any other rows")
 
 
@@ -84,9 +86,14 @@ def _measure(
     how: str,
 ) -> list[tuple[str, float, str]]:
     return [
-        (spec.name, float(compare(one[row : row + 1], two[row : row + 1])["scaled"]), how)
+        (spec.name, _apart(one[row : row + 1], two[row : row + 1]), how)
         for spec, one, two in zip(specs, wanted, got, strict=True)
     ]
+
+
+def _apart(one: Tensor, two: Tensor) -> float:
+    """Return the scaled difference; infinite where a row's shape follows the values around it."""
+    return float(compare(one, two)["scaled"]) if one.shape == two.shape else math.inf
 
 
 def _replace_others(tensor: Tensor, others: Tensor, row: int) -> Tensor:

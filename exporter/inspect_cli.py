@@ -128,11 +128,26 @@ def _print(found: Mapping[str, Any], top: int) -> None:
 def _summary(found: Mapping[str, Any]) -> Table:
     weights = found.get("weights") or {}
     hint = found.get("class")
+    model = found.get("model") or {}
     rows: list[tuple[str, Any]] = [
         ("file", found["file"]),
         (found["what"], found["kind"]),
         ("writer", _joined(found.get("writer"), found.get("writer_version"))),
         ("read by", found.get("loader")),
+        ("model", _joined(model.get("name"), model.get("version"))),
+        ("digest", model.get("digest")),
+        (
+            "signed",
+            "yes; `modelyard verify --public-key` checks it" if model.get("is_signed") else None,
+        ),
+        ("handler", model.get("handler")),
+        ("artifact", (found.get("serialized") or {}).get("name")),
+        ("explained by", model.get("explained_by")),
+        ("golden requests", model.get("golden_requests")),
+        (
+            "requires",
+            ", ".join(str(pin).partition(" ")[0] for pin in model.get("requirements", ())),
+        ),
         ("class", hint and f"{hint['name']} ({hint['source']})"),
         ("weights at", weights.get("key")),
         ("other weights", _counts(weights.get("alternatives"))),

@@ -25,13 +25,14 @@ from exporter.ingest.single_file import danger_notes
 from exporter.ingest.sniff import sniff, sniff_source
 from exporter.ingest.source import Source
 from exporter.ingest.torchscript import read_script
-from exporter.ingest.torchserve import ServeArchive, open_serve_archive
+from exporter.ingest.torchserve import MANIFEST, ServeArchive, open_serve_archive
 from exporter.ingest.value import count_parameters, digest_files
 
 _MAX_DEPTH = 12
 _MAX_ITEMS = 1000
 _MAX_TEXT = 2000
 _ELEMENTS_AT_ONCE = 1 << 24
+_SIGNATURE_FILE = "MAR-INF/MANIFEST.sig.json"
 
 
 def describe(path: Path, weights_key: str | None = None, *, ema: bool = False) -> dict[str, Any]:
@@ -240,8 +241,10 @@ def _archive(path: Path) -> dict[str, Any]:
         **inside,
         "what": "archive",
         "kind": f"model archive ({archive.form})",
-        "writer": "modelyard" if isinstance(seal, dict) else "TorchServe",
-        "writer_version": archive.manifest.get("archiverVersion"),
+        "writer": "modelyard" if isinstance(seal, dict) else "torch-model-archiver",
+        # A sealed archive states the archiver of TorchServe's that it is compatible with.
+        "writer_version": archive.manifest.get("archiverVersion") if seal is None else None,
+        "model": _model_facts(archive, seal if isinstance(seal, dict) else {}),
         "manifest": jsonable(archive.manifest),
         "serialized": {"name": name, "kind": inside.get("kind")},
         "notes": notes,
@@ -249,6 +252,24 @@ def _archive(path: Path) -> dict[str, Any]:
             {"name": name, "size_bytes": size, "sha256": _digest(archive, name)}
             for name, size in sorted(archive.sizes.items())
         ],
+    }
+
+
+def _model_facts(archive: ServeArchive, seal: Mapping[str, Any]) -> dict[str, Any]:
+    """Give what the manifest says of the model, if it is what it should be; nothing is checked."""
+    model = archive.manifest.get("model")
+    model = model if isinstance(model, dict) else {}
+    golden, explain, pins = (seal.get(key) for key in ("golden", "explain", "requirements"))
+    digest = _digest(archive, MANIFEST)
+    return {
+        "name": jsonable(model.get("modelName")),
+        "version": jsonable(model.get("modelVersion")),
+        "handler": jsonable(model.get("handler")),
+        "digest": digest if seal else None,
+        "is_signed": _SIGNATURE_FILE in archive.sizes,
+        "explained_by": jsonable(explain.get("artifact")) if isinstance(explain, dict) else None,
+        "golden_requests": len(golden) if isinstance(golden, list) else 0,
+        "requirements": jsonable(pins) if isinstance(pins, list) else [],
     }
 
 

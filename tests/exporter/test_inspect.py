@@ -1,5 +1,6 @@
 import json
 import math
+import re
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -252,7 +253,7 @@ def test_a_traced_program_says_what_it_was_traced_with(tmp_path: Path) -> None:
 
 def test_an_archive_is_described_with_its_manifest_and_weights(tmp_path: Path) -> None:
     found = describe(WRITERS["TorchServe archive, zip"](tmp_path).path)
-    assert (found["what"], found["writer"]) == ("archive", "TorchServe")
+    assert (found["what"], found["writer"]) == ("archive", "torch-model-archiver")
     assert found["manifest"]["model"]["handler"] == "image_classifier"
     assert found["serialized"] == {"name": "net.pt", "kind": "TorchServe archive (state dict)"}
     assert found["labels"] == {"0": "cat", "1": "dog"}
@@ -262,13 +263,28 @@ def test_an_archive_is_described_with_its_manifest_and_weights(tmp_path: Path) -
 
 def test_an_archive_of_an_artifact_shows_the_artifact(tmp_path: Path) -> None:
     artifact = _onnx_file(tmp_path / "net.onnx")
-    manifest = {"model": {"modelName": "net", "serializedFile": "net.onnx"}, "modelyard": {}}
+    model = {"modelName": "net", "modelVersion": "1.0", "handler": "base_handler"}
+    seal = {"golden": [{}], "explain": {"artifact": "net.pt2"}, "requirements": ["six==1.0 --hash"]}
+    manifest = {"model": {**model, "serializedFile": "net.onnx"}, "modelyard": seal}
     with zipfile.ZipFile(tmp_path / "net.mar", "w") as archive:
         archive.write(artifact, "net.onnx")
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
     found = describe(tmp_path / "net.mar")
     assert (found["writer"], found["serialized"]["kind"]) == ("modelyard", "ONNX")
     assert found["inputs"][0]["name"] == "x"
+    assert found["model"]["golden_requests"] == 1
+    printed = _run(str(tmp_path / "net.mar")).output
+    for row in ("model +net 1.0", "handler +base_handler", "explained by +net.pt2"):
+        assert re.search(row, printed)
+    assert re.search("requires +six==1.0 *\n", printed)
+
+
+def test_a_manifest_of_wrong_types_is_described_as_it_is(tmp_path: Path) -> None:
+    seal = {"golden": 3, "explain": "x", "requirements": 7}
+    with zipfile.ZipFile(tmp_path / "net.mar", "w") as archive:
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": 5, "modelyard": seal}))
+    assert describe(tmp_path / "net.mar")["model"]["requirements"] == []
+    assert _run(str(tmp_path / "net.mar")).exit_code == 0
 
 
 def test_the_one_command_knows_inspect(loop: Path, capsys: pytest.CaptureFixture[str]) -> None:
