@@ -51,6 +51,13 @@ class Shared(nn.Module):
         return x * scale
 
 
+class Widest(nn.Module):
+    """Gives as many columns as its largest value says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, : int(x.abs().max().item()) + 1]
+
+
 class PerGroup(nn.Module):
     """Normalises each row by itself, through the same operator as batch-norm."""
 
@@ -99,3 +106,9 @@ def test_an_input_that_all_rows_share_keeps_requests_apart() -> None:
 def test_a_fixed_batch_is_not_batchable() -> None:
     found = _batching(Row(), "x:float32[2,3]")
     assert (found.batchable, found.reason) == (False, 'the first dim of input "x" is fixed to 2')
+
+
+def test_rows_whose_shape_follows_the_values_of_others_are_found() -> None:
+    found = _batching(Widest(), "x:float32[batch,5]")
+    assert not found.batchable
+    assert "changes its shape or becomes NaN" in found.reason
