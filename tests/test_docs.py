@@ -98,7 +98,7 @@ class Yard:
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             text=True,
-            timeout=120,
+            timeout=300,
         )
 
 
@@ -121,6 +121,7 @@ def test_the_readme_leaves_an_archive_and_a_heat_map_and_no_server(yard: Yard) -
 
 
 @needs_curl
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda page: page.stem)
 def test_every_command_of_a_page_runs_and_no_server_is_left(page: Path, yard: Yard) -> None:
     try:
@@ -146,7 +147,8 @@ def test_the_settings_table_names_every_setting_and_its_default() -> None:
         for name, field in Settings.model_fields.items()
         if (value := field.default) is not None and name not in ("models", "state_dir")
     }
-    assert documented.keys() == Settings.model_fields.keys()
+    # What TorchServe's configuration sets is described with that command.
+    assert documented.keys() == Settings.model_fields.keys() - {"torchserve"}
     assert {name: documented[name] for name in defaults} == defaults
 
 
