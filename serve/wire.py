@@ -8,7 +8,7 @@ marks a control item, whose `code` is one of the control codes and whose body is
 list of byte strings joined by NUL, which no HTTP header may contain. All heads come first, so that
 a reader knows the size of a frame before its payloads arrive.
 
-From server to worker a job's `code` is unused and `flags` holds EXPLAIN and ALONE. From worker to
+From server to worker a job's `code` is unused and `flags` holds the flags of a job. From worker to
 server `code` is the HTTP status and `meta` the response headers, name after value.
 """
 
@@ -41,6 +41,11 @@ EXPLAIN = 1
 """The job asks for an explanation, not a prediction."""
 ALONE = 2
 """The job is run in a batch of one: a worker died while it held this job."""
+LEGACY = 8
+"""From one of TorchServe's oldest routes: the query's parameters are the handler's too, and the
+headers `explain` and `url_path` are not made."""
+KSERVE = 16
+"""From a route of KServe's: the header `url_path` is not made."""
 
 
 class WireError(Exception):

@@ -107,10 +107,11 @@ def take_batch(waiting: deque[wire.Item], size: int) -> list[wire.Item]:
     batch = [first]
     if first.flags & wire.ALONE:
         return batch
+    kind = wire.EXPLAIN | wire.ALONE
     others: list[wire.Item] = []
     while waiting and len(batch) < size:
         item = waiting.popleft()
-        (batch if item.flags == first.flags else others).append(item)
+        (batch if item.flags & kind == first.flags & kind else others).append(item)
     waiting.extendleft(reversed(others))
     return batch
 

@@ -40,8 +40,13 @@ class Request:
         self.headers: dict[str, Any] = {}
         for at in range(3, len(fields), 2):
             self.headers[fields[at].decode("latin-1")] = fields[at + 1].decode("latin-1")
+        if item.flags & wire.LEGACY:
+            for name, value in parse_qsl(query, keep_blank_values=True, encoding="latin-1"):
+                self._add(name, bytearray(value, "latin-1"), "")
+            return
         self.headers["explain"] = "True" if item.flags & wire.EXPLAIN else "False"
-        self.headers["url_path"] = url_path
+        if not item.flags & wire.KSERVE:
+            self.headers["url_path"] = url_path
 
     def decode(self, body: bytes) -> None:
         """Fill `row`.
