@@ -44,9 +44,20 @@ class Job:
         receive: the request's ASGI receive, to learn that the client has left.
         now: `time.monotonic()`; the event loop's own clock counts whole milliseconds.
         timeout_s: from now to the deadline.
+        flags: of `wire`, beside what the kind says.
     """
 
-    __slots__ = ("deadline", "future", "kind", "meta", "parts", "queued_at", "receive", "retried")
+    __slots__ = (
+        "deadline",
+        "flags",
+        "future",
+        "kind",
+        "meta",
+        "parts",
+        "queued_at",
+        "receive",
+        "retried",
+    )
 
     def __init__(
         self,
@@ -57,8 +68,10 @@ class Job:
         now: float,
         timeout_s: float,
         future: asyncio.Future[Reply],
+        flags: int = 0,
     ) -> None:
         self.kind = kind
+        self.flags = flags
         self.meta = meta
         self.parts = parts
         self.receive = receive

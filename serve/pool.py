@@ -291,9 +291,9 @@ class Worker(asyncio.Protocol):
             self._next_id = self._next_id % 0xFFFFFFFF + 1
             self.flight[self._next_id] = job
             self.held[job.kind] += 1
-            flags = (wire.EXPLAIN if job.kind == EXPLAIN else 0) | (
-                wire.ALONE if job.retried else 0
-            )
+            flags = job.flags
+            flags |= wire.EXPLAIN if job.kind == EXPLAIN else 0
+            flags |= wire.ALONE if job.retried else 0
             frame.add(self._next_id, 0, flags, job.meta, job.parts)
         self._transport.writelines(frame.buffers())
 

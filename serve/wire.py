@@ -49,11 +49,11 @@ ALONE = 2
 """The job is run in a batch of one: a worker died while it held this job."""
 DESCRIBE = 4
 """The handler is asked to describe itself; run in a batch of one, without a body."""
-NO_PATH = 8
-"""The handler sees no header `url_path`: the route has no rest (KServe's v1 and v2)."""
-PARAMETERS = 16
-"""The query's parameters are entries of the row, and the handler sees neither `url_path` nor
-`explain`: SageMaker's and the legacy routes."""
+LEGACY = 8
+"""From one of TorchServe's oldest routes: the query's parameters are the handler's too, and the
+headers `explain` and `url_path` are not made."""
+KSERVE = 16
+"""From a route of KServe's: the header `url_path` is not made."""
 
 # Flags of a reply.
 MORE = 1

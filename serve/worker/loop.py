@@ -284,8 +284,6 @@ def _call(
         headers=[request.headers for request in requests],
         queries=[request.query for request in requests],
     )
-    if context.metrics is not None:
-        context.metrics.request_ids = context.request_ids
     if chunks is not None:
         chunks.begin(requests)
     began = perf_counter()

@@ -57,10 +57,13 @@ class Request:
                 self._content_type = value
         if self._flags & wire.DESCRIBE:
             self.headers["describe"] = "True"
-        if not self._flags & wire.PARAMETERS:
-            self.headers["explain"] = "True" if self._flags & wire.EXPLAIN else "False"
-            if not self._flags & wire.NO_PATH:
-                self.headers["url_path"] = fields[0].decode()
+        if self._flags & wire.LEGACY:
+            for name, value in parse_qsl(query, keep_blank_values=True, encoding="latin-1"):
+                self._add(name, bytearray(value, "latin-1"), "")
+            return
+        self.headers["explain"] = "True" if self._flags & wire.EXPLAIN else "False"
+        if not self._flags & wire.KSERVE:
+            self.headers["url_path"] = fields[0].decode()
 
     def decode(self, body: bytes, decode_input: bool = True) -> None:
         """Fill `row`.
@@ -72,13 +75,10 @@ class Request:
         Raises:
             BadInput: a form that cannot be read.
         """
-        if self._flags & wire.PARAMETERS:
-            for name, text in self.query.items():
-                self._add(name, bytearray(text.encode()), "")
-        media_type = self._content_type.partition(";")[0].strip()
-        form = media_type.lower()
         if self._flags & wire.DESCRIBE:
             return
+        media_type = self._content_type.partition(";")[0].strip()
+        form = media_type.lower()
         if form == MULTIPART:
             self._decode_multipart(body, decode_input)
         elif form == FORM:
