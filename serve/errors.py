@@ -15,7 +15,10 @@
     │   └── Draining
     ├── DeadlinePassed
     ├── WorkerDied            while it held the request, and again when it was tried alone
+    │   └── WorkerKilled      for memory, most likely
+    ├── StreamBroken          the rest of a streamed answer will not come
     ├── LoadFailed            a worker could not load the model
+    │   └── OutOfMemory
     └── StartError            the server cannot start or was not found (command line only)
 
 `type` is TorchServe's class name wherever it has one, because clients compare it.
@@ -110,8 +113,20 @@ class WorkerDied(ServeError):
         super().__init__("Worker died.")
 
 
+class WorkerKilled(WorkerDied):
+    """A worker was killed from outside while it held the request: for memory, most likely."""
+
+
+class StreamBroken(ServeError):
+    """The rest of a streamed answer will not come."""
+
+
 class LoadFailed(ServeError):
     """A worker could not load the model; the message is the worker's own."""
+
+
+class OutOfMemory(LoadFailed):
+    """A worker had too little memory for the model."""
 
 
 class StartError(ServeError):
@@ -130,7 +145,9 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     Unavailable: (503, "ServiceUnavailableException"),
     DeadlinePassed: (504, "RequestTimeoutException"),
     WorkerDied: (500, "InternalServerException"),
+    WorkerKilled: (507, "InternalServerException"),
     LoadFailed: (500, "InternalServerException"),
+    OutOfMemory: (507, "InternalServerException"),
     ArchiveError: (400, "InvalidModelException"),
 }
 

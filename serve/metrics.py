@@ -93,6 +93,12 @@ class VersionMetrics:
         """Read the number of ready workers from `ready` at each scrape."""
         self._metrics.ready_workers.labels(*self._labels).set_function(ready)
 
+    def reported(self, records: object) -> None:
+        """Take what a handler of this version measured."""
+
+    def worker_loaded(self, id: int, seconds: float) -> None:
+        """Take note of how long a worker took to load."""
+
     def remove(self) -> None:
         """Forget the series of this model version."""
         metrics = self._metrics
