@@ -271,7 +271,7 @@ class Worker(asyncio.Protocol):
     def _control(self, item: wire.Item) -> None:
         message = wire.decode_control(item)
         if item.code == wire.METRICS and self.is_ready:
-            self._pool.metrics.reported(message.get("records"))
+            self._pool.metrics.reported(message.get("records"), monotonic() - self.busy_since)
         elif self.loaded.done():
             raise wire.WireError(f"control message {item.code} from a worker that is loaded")
         elif item.code == wire.READY and message.get("protocol") == wire.PROTOCOL:
@@ -691,8 +691,11 @@ def _worker_environment(plan: Plan) -> dict[str, str]:
     count = str(plan.threads)
     hidden = re.compile(plan.hidden_variables) if plan.hidden_variables else None
     return {
-        **{name: value for name, value in os.environ.items()
-           if hidden is None or not hidden.fullmatch(name)},
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if hidden is None or not hidden.fullmatch(name)
+        },
         **plan.variables,
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,

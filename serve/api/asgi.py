@@ -83,6 +83,8 @@ class Api(FastAPI):
     """
 
     def __init__(self, title: str, description: str, check: TokenCheck, phase: Phase) -> None:
+        self.on_status: Callable[[int], None] | None = None
+        """Told the status of every answer; TorchServe counts them."""
         super().__init__(
             title=title,
             description=description,
@@ -110,6 +112,8 @@ class Api(FastAPI):
 
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
+                if self.on_status is not None:
+                    self.on_status(message["status"])
                 message["headers"] = [*message["headers"], *self.headers(id)]
             await send(message)
 
@@ -126,6 +130,8 @@ class Api(FastAPI):
         self, scope: Scope, send: Send, id: str, status: int, headers: Headers, body: bytes | Stream
     ) -> None:
         """Send a whole answer, in one piece where the connection can, or a streamed one."""
+        if self.on_status is not None:
+            self.on_status(status)
         if not isinstance(body, bytes):
             await send_stream(send, status, [*headers, *self.headers(id)], body, id)
             return

@@ -123,6 +123,10 @@ class Inference(Api):
         parts = await _read_body(scope, receive, self._max_request_bytes)
         began = monotonic()
         metrics = model.metrics.kinds[kind]
+        torchserve = self._metrics.torchserve
+        version = path[1] if len(path) > 1 else None
+        if torchserve is not None:
+            torchserve.accepted(model.name, version)
         job = Job(
             kind,
             _pack_head(scope, "/".join(path[2:]), id),
@@ -141,7 +145,10 @@ class Inference(Api):
         except Exception as error:
             metrics.answered(http_status(error)[0], monotonic() - began)
             return error_answer(error, id)
-        metrics.answered(reply.status, monotonic() - began)
+        took_s = monotonic() - began
+        metrics.answered(reply.status, took_s)
+        if torchserve is not None:
+            torchserve.inferred(model.name, version, job.taken_at - began, took_s)
         fields = wire.unpack_meta(reply.headers)
         return reply.status, list(zip(fields[::2], fields[1::2], strict=True)), reply.body
 
