@@ -68,12 +68,9 @@ def create_server(settings: Settings, keys: dict[str, str]) -> Server:
 
     listeners: list[Listener] = []
     try:
-        for api, port in (
-            (inference_api, settings.port),
-            (management_api, settings.management_port),
-            (metrics_api, settings.metrics_port),
-        ):
-            listeners.append(Listener(api, settings.host, port))
+        apis = (inference_api, management_api, metrics_api)
+        for api, address in zip(apis, settings.addresses, strict=True):
+            listeners.append(Listener(api, address))
     except BaseException:
         for listener in listeners:
             listener.abandon()

@@ -10,8 +10,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
+import ssl
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -22,6 +25,7 @@ from uvicorn.protocols.http.httptools_impl import (
 )
 from uvicorn.server import ServerState
 
+from serve.address import Address
 from serve.errors import StartError
 
 BACKLOG = 2048
@@ -111,17 +115,19 @@ class Listener:
 
     Args:
         app: the ASGI application that answers.
-        host: address to bind.
-        port: 0 lets the system choose.
+        address: where to listen.
+        tls: certificate and key, for an address that asks for TLS.
 
     Raises:
         StartError: the address cannot be bound; the message says why and what to do.
     """
 
-    def __init__(self, app: Any, host: str, port: int) -> None:
-        self._socket = _bind(host, port)
-        self.host = host
-        self.port: int = self._socket.getsockname()[1]
+    def __init__(self, app: Any, address: Address, tls: ssl.SSLContext | None = None) -> None:
+        self._socket = _bind(address)
+        if address.path is None:
+            address = replace(address, port=self._socket.getsockname()[1])
+        self.address = address
+        self._tls = tls
         self._config = uvicorn.Config(
             app,
             http=Connection,
@@ -142,13 +148,15 @@ class Listener:
     @property
     def url(self) -> str:
         """The address as a client writes it."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return str(self.address)
 
     async def start(self) -> None:
         """Begin to accept."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connect, sock=self._socket, backlog=BACKLOG)
+        create = loop.create_server if self.address.path is None else loop.create_unix_server
+        self._server = await create(
+            self._connect, sock=self._socket, backlog=BACKLOG, ssl=self._tls
+        )
         self._sweep()
 
     def _sweep(self) -> None:
@@ -158,7 +166,12 @@ class Listener:
 
     def abandon(self) -> None:
         """Give the address back without having accepted anything."""
+        self._close_socket()
+
+    def _close_socket(self) -> None:
         self._socket.close()
+        if self.address.path is not None:
+            self.address.path.unlink(missing_ok=True)
 
     def _connect(self) -> Connection:
         return Connection(self._config, self._state, {})
@@ -178,9 +191,9 @@ class Listener:
         if self._sweeper is not None:
             self._sweeper.cancel()
         self._server.close()
-        self._socket.close()
+        self._close_socket()
         for connection in accepted:
-            await loop.connect_accepted_socket(self._connect, connection)
+            await loop.connect_accepted_socket(self._connect, connection, ssl=self._tls)
 
     @property
     def busy_count(self) -> int:
@@ -202,7 +215,10 @@ class Listener:
         return [c for c in self._state.connections if isinstance(c, Connection)]
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(address: Address) -> socket.socket:
+    if address.path is not None:
+        return _bind_unix(address.path)
+    host, port = address.host, address.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # TCP_NODELAY reaches accepted connections only through a socket that names its protocol:
     # without it every keep-alive answer waits 40 ms for the client's delayed acknowledgement.
@@ -223,3 +239,24 @@ def _bind(host: str, port: int) -> socket.socket:
         raise StartError(f"port {port} on {host} {reason}") from error
     listening.setblocking(False)
     return listening
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()  # a server that was killed left it
+        listening.bind(str(path))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        in_use = error.errno == errno.EADDRINUSE
+        reason = "is in use" if in_use else f"cannot be bound: {error.strerror or error}"
+        raise StartError(f"the Unix socket {path} {reason}; choose another path") from error
+    listening.setblocking(False)
+    return listening
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0
