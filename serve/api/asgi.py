@@ -20,7 +20,16 @@ from starlette.exceptions import HTTPException
 from archiver import ArchiveError
 from serve.auth import TokenCheck
 from serve.batcher import Stream
-from serve.errors import BadRequest, ServeError, Unauthorized, Unavailable, error_body, http_status
+from serve.errors import (
+    BadRequest,
+    MethodNotAllowed,
+    NoSuchRoute,
+    ServeError,
+    Unauthorized,
+    Unavailable,
+    error_body,
+    http_status,
+)
 from serve.listener import ANSWER
 
 logger = logging.getLogger(__name__)
@@ -184,16 +193,12 @@ async def _answer_validation(request: Request, error: RequestValidationError) ->
 
 
 async def _answer_http(request: Request, error: HTTPException) -> Response:
-    kind, message = {
-        404: (
-            "ResourceNotFoundException",
-            "Requested resource is not found, please refer to API document.",
-        ),
-        405: (
-            "MethodNotAllowedException",
-            "Requested method is not allowed, please refer to API document.",
-        ),
-    }.get(error.status_code, ("InternalServerException", str(error.detail)))
+    known = {404: NoSuchRoute, 405: MethodNotAllowed}.get(error.status_code)
+    if known is not None:
+        answer = _respond(request, known())
+        answer.headers.update(error.headers or {})  # 405 says what is allowed
+        return answer
+    kind, message = "InternalServerException", str(error.detail)
     content = {
         "code": error.status_code,
         "type": kind,
