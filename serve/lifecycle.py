@@ -32,6 +32,7 @@ from serve.registry import ModelVersion, Registry
 from serve.settings import Settings
 from serve.state import StateDir, write_json
 from serve.store import find_archive, list_archives, parse_model_option
+from serve.torchserve.settings import TorchServeSettings
 
 logger = logging.getLogger(__name__)
 
@@ -195,6 +196,7 @@ class Lifecycle:
         log_dir = self._state.log_file.parent / f"{name}-{manifest.model_version}"
         log_dir.mkdir(mode=0o700, exist_ok=True)
         raw_manifest = json.loads(archive.read(MANIFEST_NAME))
+        own = self._settings.torchserve
         plan = Plan(
             label=label,
             load={
@@ -206,6 +208,7 @@ class Lifecycle:
                 "device": config.device,
                 "batch_size": config.batch_size,
                 "golden": [asdict(golden) for golden in seal.golden] if seal else [],
+                **self._dialect(),
             },
             log_dir=log_dir,
             threads=threads_per_worker(),
@@ -215,6 +218,8 @@ class Lifecycle:
             retry=config.retry,
             max_reply_bytes=MAX_REPLY_BYTES,
             interpreter=interpreter,
+            hidden_variables=own.blacklist_env_vars if own else None,
+            variables=_torchserve_variables(own) if own else {},
         )
         metrics = VersionMetrics(self._metrics, name, manifest.model_version)
         pool = Pool(plan, metrics)
@@ -242,6 +247,24 @@ class Lifecycle:
             batchers=(predictions, explanations),
             metrics=metrics,
         )
+
+    def _dialect(self) -> dict[str, Any]:
+        """Return what LOAD says of TorchServe's dialect."""
+        own, metrics = self._settings.torchserve, self._metrics.torchserve
+        if own is None or metrics is None:
+            return {"dialect": "modelyard"}
+        return {
+            "dialect": "torchserve",
+            "envelope": own.service_envelope,
+            "decode_input": own.decode_input_request,
+            "limit_max_image_pixels": own.limit_max_image_pixels,
+            "max_response_bytes": own.max_response_size,
+            "metrics": {
+                "mode": own.metrics_mode,
+                "declared": metrics.model_metrics,
+                "auto_detect": own.model_metrics_auto_detect,
+            },
+        }
 
     @asynccontextmanager
     async def _unpacked(self, archive: Archive, name: str) -> AsyncIterator[Path]:
@@ -281,3 +304,12 @@ def _is_entry(entry: Any) -> bool:
         and isinstance(entry.get("name"), str | None)
         and isinstance(entry.get("workers"), int | None)
     )
+
+
+def _torchserve_variables(own: TorchServeSettings) -> dict[str, str]:
+    """Return what TorchServe adds to the environment of its workers."""
+    return {
+        "TS_DECODE_INPUT_REQUEST": str(own.decode_input_request).lower(),
+        "TS_IPEX_ENABLE": "false",
+        "TS_IPEX_GPU_ENABLE": "false",
+    }
