@@ -13,10 +13,8 @@ working folder off the path until ours are imported:
 from __future__ import annotations
 
 import ctypes
-import importlib
 import logging
 import os
-import pkgutil
 import signal
 import socket
 import sys
@@ -26,7 +24,6 @@ from pathlib import Path
 from serve import wire
 from serve.worker import check, load, loop
 
-SHIM = Path(__file__).parent / "shim"
 OURS = ("modelyard", "exporter", "archiver", "handlers", "serve", "ts")
 PR_SET_PDEATHSIG = 1
 
@@ -39,7 +36,7 @@ def main(fd: int) -> int:
     reader = loop.Reader(connection)
     message = wire.decode_control(reader.read()[0])
     try:
-        _import_shim()
+        load.import_shim()
         _enter(Path(message["folder"]))
         service = load.load_service(message)
         loop.check_golden(service, message["golden"])
@@ -72,7 +69,7 @@ def check_archive(exchange: Path) -> int:
     task = check.read_task(exchange)
     folder = Path(task["load"]["folder"])
     try:
-        _import_shim()
+        load.import_shim()
         _enter(folder)
         result = check.run(task)
     except BaseException as error:
@@ -90,14 +87,6 @@ def _die_with_parent() -> None:
         sys.exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-
-
-def _import_shim() -> None:
-    """Import TorchServe's names from our shim, before anything else could provide them."""
-    sys.path.insert(0, str(SHIM))
-    shim = importlib.import_module("ts")
-    for module in pkgutil.walk_packages(shim.__path__, "ts."):
-        importlib.import_module(module.name)
 
 
 def _enter(folder: Path) -> None:
