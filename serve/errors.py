@@ -21,6 +21,8 @@
     │   └── Draining
     ├── DeadlinePassed
     ├── WorkerDied            while it held the request, and again when it was tried alone
+    │   └── WorkerKilled      for memory, most likely
+    ├── StreamBroken          the rest of a streamed answer will not come
     ├── LoadFailed            a worker could not load the model
     │   └── OutOfMemory
     ├── CleanupTimedOut       a version's workers had not ended in time
@@ -160,6 +162,14 @@ class WorkerDied(ServeError):
         super().__init__("Worker died.")
 
 
+class WorkerKilled(WorkerDied):
+    """A worker was killed from outside while it held the request: for memory, most likely."""
+
+
+class StreamBroken(ServeError):
+    """The rest of a streamed answer will not come."""
+
+
 class LoadFailed(ServeError):
     """A worker could not load the model; the message is the worker's own."""
 
@@ -196,6 +206,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     Unavailable: (503, "ServiceUnavailableException"),
     DeadlinePassed: (504, "RequestTimeoutException"),
     WorkerDied: (500, "InternalServerException"),
+    WorkerKilled: (507, "InternalServerException"),
     LoadFailed: (500, "InternalServerException"),
     OutOfMemory: (507, "InternalServerException"),
     CleanupTimedOut: (408, "RequestTimeoutException"),

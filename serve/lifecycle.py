@@ -97,7 +97,6 @@ class Lifecycle:
         self._metrics = metrics
         self._state = StateDir(settings.state_dir)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._tasks: set[asyncio.Task[None]] = set()
 
     # -- the start -----------------------------------------------------------------------------
 
@@ -242,9 +241,8 @@ class Lifecycle:
                 async with self._unpacked(archive, name) as folder:
                     interpreter = await self._interpreter(archive, folder, name)
                     model = self._build(archive, name, wanted, config, folder, interpreter)
-                    model.least, model.most = workers, most
                     try:
-                        await model.pool.scale(workers, 0, waits)
+                        await model.pool.scale(workers, 0, most=most, wait=waits)
                         with self._registry.change():
                             self._registry.add(model)
                             if saves:
@@ -295,33 +293,22 @@ class Lifecycle:
         """Have at least `least` workers and at most `most`, by default exactly `least`.
 
         Args:
-            synchronous: False returns as soon as the change is saved, and workers come and go then.
+            synchronous: False returns as soon as the change is saved; workers come and go then, and
+                one that cannot load is tried again.
 
         Raises:
             LoadFailed: a new worker could not load; nothing was changed.
         """
-        most = least if most is None else most
-        before = model.least, model.most
-        drain_s = self._settings.drain_timeout_s
-        lock = self._locks[model.name]
-        await lock.acquire()
-        try:
-            count = min(max(len(model.pool.seats), least), most)
-            if synchronous:
-                await model.pool.scale(count, drain_s)
-            model.least, model.most = least, most
-            self._save()
-        except BaseException:
-            model.least, model.most = before
-            lock.release()
-            raise
-        if synchronous:
-            lock.release()
-            return
-        task = asyncio.ensure_future(model.pool.scale(count, drain_s, waits=False))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda _: lock.release())
+        async with self._locks[model.name]:
+            pool = model.pool
+            before = pool.least, pool.most
+            drain_s = self._settings.drain_timeout_s
+            try:
+                await pool.scale(least, drain_s, most=most, wait=synchronous)
+                self._save()
+            except BaseException:
+                pool.least, pool.most = before
+                raise
 
     async def unregister(self, model: ModelVersion) -> None:
         """Answer what was accepted, end the workers, remove the unpacked files.
@@ -491,7 +478,7 @@ class Lifecycle:
                 "version": model.version,
                 "file": model.file,
                 "digest": model.digest,
-                "workers": model.least,
+                "workers": model.pool.least,
                 "default": self._registry.is_default(model),
             }
             for model in self._registry

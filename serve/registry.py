@@ -40,9 +40,6 @@ class ModelVersion:
     batchers: tuple[Batcher, Batcher]
     """For predictions and explanations."""
     metrics: VersionMetrics
-    least: int = 0
-    """Workers that it should have, at least."""
-    most: int = 0
     at_start: bool = False
     """Whether the server's start loaded it."""
     is_downloaded: bool = False

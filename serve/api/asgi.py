@@ -19,6 +19,7 @@ from starlette.exceptions import HTTPException
 
 from archiver import ArchiveError
 from serve.auth import TokenCheck
+from serve.batcher import Stream
 from serve.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -92,6 +93,8 @@ class Front:
     """
 
     def __init__(self, check: TokenCheck, phase: Phase) -> None:
+        self.on_status: Callable[[int], None] | None = None
+        """Told the status of every answer; TorchServe counts them."""
         self.check = check
         self.phase = phase
 
@@ -107,9 +110,14 @@ class Front:
         return headers
 
     async def send_answer(
-        self, scope: Scope, send: Send, id: str, status: int, headers: Headers, body: bytes
+        self, scope: Scope, send: Send, id: str, status: int, headers: Headers, body: bytes | Stream
     ) -> None:
-        """Send a whole answer, in one piece where the connection can."""
+        """Send a whole answer, in one piece where the connection can, or a streamed one."""
+        if self.on_status is not None:
+            self.on_status(status)
+        if not isinstance(body, bytes):
+            await send_stream(send, status, [*headers, *self.headers(id)], body, id)
+            return
         headers = [*headers, (b"content-length", b"%d" % len(body)), *self.headers(id)]
         extensions = scope.get("extensions")
         if extensions and not self.phase.is_draining:
@@ -118,6 +126,25 @@ class Front:
                 return
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+async def send_stream(
+    send: Send, status: int, headers: Headers, stream: Stream, request_id: str
+) -> None:
+    """Send each chunk as it comes.
+
+    A stream that breaks is left without its end, which closes the connection: a client must not
+    take a part for the whole.
+    """
+    try:
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        async for chunk in stream.read():
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+    except ServeError as error:
+        logger.error("request %s: the stream is broken: %s", request_id, error)
+    finally:
+        stream.close()
 
 
 class Api(Front, FastAPI):
@@ -155,6 +182,8 @@ class Api(Front, FastAPI):
 
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
+                if self.on_status is not None:
+                    self.on_status(message["status"])
                 message["headers"] = [*message["headers"], *self.headers(id)]
             await send(message)
 

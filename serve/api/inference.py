@@ -15,10 +15,21 @@ from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import Response
 
 from serve import wire
-from serve.api.asgi import Answer, Api, Front, Phase, Receive, Scope, Send, request_id
+from serve.api.asgi import (
+    Api,
+    Front,
+    Headers,
+    Phase,
+    Receive,
+    Scope,
+    Send,
+    request_id,
+    send_stream,
+)
 from serve.auth import TokenCheck
-from serve.batcher import EXPLAIN, PREDICT, Job
+from serve.batcher import EXPLAIN, PREDICT, Job, Stream
 from serve.errors import BodyTooLarge, ModelNotFound, ServeError, Unavailable, http_status
+from serve.listener import SPELLING
 from serve.metrics import Metrics
 from serve.registry import ModelVersion, Registry
 
@@ -31,6 +42,18 @@ LINGER_BYTES = 64 << 20
 
 class ClientLeft(Exception):
     """The connection closed before the body was read; nobody waits for an answer."""
+
+
+class StreamedResponse(Response):
+    """A streamed answer, where FastAPI wants a response."""
+
+    def __init__(self, status: int, headers: Headers, stream: Stream, id: str) -> None:
+        super().__init__(status_code=status)
+        self._answer = status, headers, stream, id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the chunks."""
+        await send_stream(send, *self._answer)
 
 
 class Answering(Front):
@@ -84,8 +107,8 @@ class Answering(Front):
 
     async def answer(
         self, scope: Scope, receive: Receive, kind: int, path: list[str], id: str, flags: int = 0
-    ) -> Answer:
-        """Queue one request and return its answer.
+    ) -> tuple[int, Headers, bytes | Stream]:
+        """Queue one request and return its answer, or what of it has come when it is streamed.
 
         Args:
             path: model, version (optional), rest (optional).
@@ -98,6 +121,10 @@ class Answering(Front):
         parts = await read_body(scope, receive, self._max_request_bytes)
         began = monotonic()
         metrics = model.metrics.kinds[kind]
+        torchserve = self._metrics.torchserve
+        version = path[1] if len(path) > 1 else None
+        if torchserve is not None:
+            torchserve.accepted(model.name, version)
         job = Job(
             kind,
             _pack_head(scope, "/".join(path[2:]), id),
@@ -117,7 +144,10 @@ class Answering(Front):
         except Exception as error:
             metrics.answered(http_status(error)[0], monotonic() - began)
             return self.form_error(error, id)
-        metrics.answered(reply.status, monotonic() - began)
+        took_s = monotonic() - began
+        metrics.answered(reply.status, took_s)
+        if torchserve is not None:
+            torchserve.inferred(model.name, version, job.taken_at - began, took_s)
         fields = wire.unpack_meta(reply.headers)
         return reply.status, list(zip(fields[::2], fields[1::2], strict=True)), reply.body
 
@@ -152,8 +182,13 @@ def _pack_head(scope: Scope, rest: str, id: str) -> bytes:
     """Pack what a worker needs of the request's head; `worker.request` reads it."""
     # The path is decoded already and may hold a NUL, which separates the fields.
     fields = [rest.replace("\0", "%00").encode(), scope["query_string"], id.encode()]
-    for pair in scope["headers"]:
-        fields += pair
+    extensions = scope.get("extensions")
+    if extensions and (spelling := extensions.get(SPELLING)):
+        for name, (_, value) in zip(spelling, scope["headers"], strict=False):
+            fields += (name, value)
+    else:
+        for pair in scope["headers"]:
+            fields += pair
     return wire.pack_meta(fields)
 
 
@@ -263,6 +298,8 @@ def _routes(api: Inference) -> APIRouter:
     async def respond(request: Request, kind: int, path: list[str]) -> Response:
         id = request.state.request_id
         status, headers, body = await api.answer(request.scope, request.receive, kind, path, id)
+        if not isinstance(body, bytes):
+            return StreamedResponse(status, headers, body, id)
         response = Response(body, status)
         response.raw_headers = [*headers, (b"content-length", str(len(body)).encode())]
         return response
