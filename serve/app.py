@@ -49,7 +49,7 @@ def create_server(settings: Settings, keys: dict[str, str]) -> Server:
     Raises:
         StartError: an address cannot be bound.
     """
-    metrics = Metrics()
+    metrics = Metrics(settings.torchserve)
     registry = Registry()
     lifecycle = Lifecycle(settings, registry, metrics)
     phase = Phase()
@@ -67,6 +67,10 @@ def create_server(settings: Settings, keys: dict[str, str]) -> Server:
     inference_api.include_router(health_routes(registry, phase))
     management_api = create_management(registry, lifecycle, TokenCheck(operator_key), phase)
     metrics_api = create_metrics(metrics, TokenCheck(client_key), phase)
+
+    if metrics.torchserve is not None:
+        inference_api.on_status = management_api.on_status = metrics.torchserve.answered
+        metrics.torchserve.start()
 
     listeners: list[Listener] = []
     access, tls = None, None

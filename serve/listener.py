@@ -39,6 +39,8 @@ QUIET_S = 0.5
 
 ANSWER = "modelyard.answer"
 """ASGI extension: sends a whole answer at once, see `send_at_once`."""
+SPELLING = "modelyard.spelling"
+"""ASGI extension: the names of `scope["headers"]` as the client spelled them, a list of bytes."""
 
 
 JOIN_BYTES = 1 << 16
@@ -73,6 +75,16 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self.quiet_since = self.loop.time()
 
+    def on_message_begin(self) -> None:
+        """Start to collect the names of headers."""
+        super().on_message_begin()
+        self._spelling: list[bytes] = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep the name as it came beside ASGI's lower-case one."""
+        self._spelling.append(name)
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Offer the application to send its answer in one piece."""
         super().on_headers_complete()
@@ -80,7 +92,8 @@ class Connection(HttpToolsProtocol):
             self.cycle.access_log = True
             self.cycle.access_logger = AccessLine(self.access, self.client)  # type: ignore[assignment]
         answer: Any = partial(send_at_once, self.cycle)
-        self.scope["extensions"] = {ANSWER: answer}
+        spelling: Any = self._spelling
+        self.scope["extensions"] = {ANSWER: answer, SPELLING: spelling}
 
     def on_response_complete(self) -> None:
         """Start to count again; the listener closes what stays idle, uvicorn would set a timer."""
