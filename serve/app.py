@@ -16,6 +16,8 @@ from serve.listener import Listener
 from serve.metrics import Metrics
 from serve.registry import Registry
 from serve.settings import Settings
+from serve.tls import tls_context
+from serve.torchserve.logs import log_access
 
 DOCS_PATHS = ("/docs", "/openapi.json")
 
@@ -71,10 +73,15 @@ def create_server(settings: Settings, keys: dict[str, str]) -> Server:
         metrics.torchserve.start()
 
     listeners: list[Listener] = []
+    access, tls = None, None
+    if (own := settings.torchserve) is not None:
+        access = log_access
+        if any(address.is_tls for address in settings.addresses):
+            tls = tls_context(own)
     try:
         apis = (inference_api, management_api, metrics_api)
         for api, address in zip(apis, settings.addresses, strict=True):
-            listeners.append(Listener(api, address))
+            listeners.append(Listener(api, address, tls, access))
     except BaseException:
         for listener in listeners:
             listener.abandon()

@@ -11,10 +11,11 @@ import asyncio
 import errno
 import socket
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import uvicorn
@@ -23,6 +24,7 @@ from uvicorn.protocols.http.httptools_impl import (
     HttpToolsProtocol,
     RequestResponseCycle,
 )
+from uvicorn.protocols.utils import get_path_with_query_string
 from uvicorn.server import ServerState
 
 from serve.address import Address
@@ -45,10 +47,28 @@ JOIN_BYTES = 1 << 16
 """Bodies below this are copied behind their head: uvloop's write of one buffer is the fast one."""
 
 
+Access = Callable[[object, str, str, int, float], None]
+"""Called with each answer: client, method, target, status, seconds since the request's head."""
+
+
+class AccessLine:
+    """Takes uvicorn's call for an access log, and ours, of one answer."""
+
+    def __init__(self, access: Access, client: object) -> None:
+        self._access = access
+        self._client = client
+        self._began = monotonic()
+
+    def info(self, _format: str, _client: str, method: str, target: str, *rest: Any) -> None:
+        """Be a logger to uvicorn; the last value is the status."""
+        self._access(self._client, method, target, rest[-1], monotonic() - self._began)
+
+
 class Connection(HttpToolsProtocol):
     """One client connection that knows since when it has been quiet."""
 
     quiet_since = 0.0
+    access: Access | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to count."""
@@ -68,6 +88,9 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Offer the application to send its answer in one piece."""
         super().on_headers_complete()
+        if self.access is not None:
+            self.cycle.access_log = True
+            self.cycle.access_logger = AccessLine(self.access, self.client)  # type: ignore[assignment]
         answer: Any = partial(send_at_once, self.cycle)
         spelling: Any = self._spelling
         self.scope["extensions"] = {ANSWER: answer, SPELLING: spelling}
@@ -116,6 +139,9 @@ def send_at_once(
     else:
         cycle.transport.writelines((head, body))
     cycle.response_started = cycle.response_complete = True
+    if cycle.access_log:
+        target = get_path_with_query_string(cycle.scope)
+        cycle.access_logger.info("", "", cycle.scope["method"], target, status)
     cycle.message_event.set()
     if not cycle.keep_alive:
         cycle.transport.close()
@@ -130,17 +156,25 @@ class Listener:
         app: the ASGI application that answers.
         address: where to listen.
         tls: certificate and key, for an address that asks for TLS.
+        access: called with each answer, for an access log.
 
     Raises:
         StartError: the address cannot be bound; the message says why and what to do.
     """
 
-    def __init__(self, app: Any, address: Address, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        app: Any,
+        address: Address,
+        tls: ssl.SSLContext | None = None,
+        access: Access | None = None,
+    ) -> None:
         self._socket = _bind(address)
         if address.path is None:
             address = replace(address, port=self._socket.getsockname()[1])
         self.address = address
-        self._tls = tls
+        self._tls = tls if address.is_tls else None
+        self._access = access
         self._config = uvicorn.Config(
             app,
             http=Connection,
@@ -187,7 +221,9 @@ class Listener:
             self.address.path.unlink(missing_ok=True)
 
     def _connect(self) -> Connection:
-        return Connection(self._config, self._state, {})
+        connection = Connection(self._config, self._state, {})
+        connection.access = self._access
+        return connection
 
     async def stop_accepting(self) -> None:
         """Close the listening socket, after taking every connection that is already complete."""

@@ -6,7 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +39,8 @@ class Options:
     startup_timeout_s: int | None = None
     handler: str | None = None
     runtime: str | None = None
+    comes_first: bool = False
+    """Before the archive in everything, as what a snapshot says."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,11 @@ class ModelConfig:
 
 
 def load_model_config(
-    archive: Archive, settings: Settings, options: Options | None = None, name: str | None = None
+    archive: Archive,
+    settings: Settings,
+    options: Options | None = None,
+    name: str | None = None,
+    at_start: bool = False,
 ) -> ModelConfig:
     """Read the archive's configuration file; what it leaves open comes from the settings.
 
@@ -90,6 +96,7 @@ def load_model_config(
     Args:
         options: what the caller said; batch size and delay stand before the file, timeouts behind.
         name: under which the archive is registered.
+        at_start: TorchServe's setting `models` says how many workers only then.
 
     Raises:
         BadModelConfig: the file is missing or no YAML mapping, a value has the wrong type, or it
@@ -103,7 +110,11 @@ def load_model_config(
         return _ours(values, proven_batch(archive), settings, said)
     listed = dialect.models.get(name or "", {}).get(archive.manifest.model_version, {})
     behind = _Values(listed, "the setting `models`", True)
-    return _torchserves(values, behind, proven_batch(archive), settings, said)
+    config = _torchserves(values, behind, proven_batch(archive), settings, said)
+    if at_start and not config.workers:
+        workers, most = _pair(behind)
+        config = replace(config, workers=workers, most_workers=most)
+    return config
 
 
 def _ours(values: _Values, proven: int | None, settings: Settings, said: Options) -> ModelConfig:
@@ -146,14 +157,14 @@ def _torchserves(
             "supported; `custom` starts one process"
         )
     workers, most = _pair(values)
-    if not workers:
-        workers, most = _pair(listed)
     timeout_ms = values.integer("clientTimeoutInMills", 0, least=0)
     delay = values.integer("maxBatchDelay", 0, least=0) or listed.integer("maxBatchDelay", 0, 0)
     batch_size = said.batch_size or values.at_least_1("batchSize")
     batch_size = batch_size or listed.at_least_1("batchSize") or 1
 
     def seconds(key: str, caller: int | None, server: float) -> float:
+        if said.comes_first and caller:
+            return caller
         return values.integer(key, 0, 1) or listed.integer(key, 0, 1) or caller or server
 
     return ModelConfig(

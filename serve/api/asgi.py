@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Headers = list[tuple[bytes, bytes]]
+Answer = tuple[int, Headers, bytes]
+"""Status, headers and body."""
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -61,7 +63,7 @@ def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
     return f"{_RUN}{next(_count):012x}"
 
 
-def error_answer(error: Exception, id: str) -> tuple[int, Headers, bytes]:
+def error_answer(error: Exception, id: str) -> Answer:
     """Return status, headers and JSON body for an error."""
     status, _ = http_status(error)
     body = json.dumps(error_body(error, id)).encode()
@@ -82,51 +84,23 @@ class Phase:
     """The server is being stopped; connections close with their answer."""
 
 
-class Api(FastAPI):
-    """A FastAPI application behind a token check, whose errors are our JSON.
+class Front:
+    """What the applications of every dialect have in common.
 
     Args:
         check: the token check; it comes before routing, so that no route can forget it.
         phase: shared with the server.
-        description: for the documentation.
     """
 
-    def __init__(self, title: str, description: str, check: TokenCheck, phase: Phase) -> None:
+    def __init__(self, check: TokenCheck, phase: Phase) -> None:
         self.on_status: Callable[[int], None] | None = None
         """Told the status of every answer; TorchServe counts them."""
-        super().__init__(
-            title=title,
-            description=description,
-            version=version("modelyard"),
-            openapi_url=None,  # `docs.py` describes all three APIs in one document
-        )
         self.check = check
         self.phase = phase
-        for kind in (ServeError, ArchiveError, Exception):
-            self.add_exception_handler(kind, _answer_error)
-        self.add_exception_handler(RequestValidationError, _answer_validation)  # type: ignore[arg-type]
-        self.add_exception_handler(HTTPException, _answer_http)  # type: ignore[arg-type]
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Check the token, then route; add the common headers to the answer."""
-        if scope["type"] != "http":
-            await super().__call__(scope, receive, send)
-            return
-        id = scope.setdefault("state", {})["request_id"] = request_id(scope["headers"])
-        try:
-            self.check(scope["path"], scope["headers"])
-        except Unauthorized as error:
-            await self.send_answer(scope, send, id, *error_answer(error, id))
-            return
-
-        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                if self.on_status is not None:
-                    self.on_status(message["status"])
-                message["headers"] = [*message["headers"], *self.headers(id)]
-            await send(message)
-
-        await super().__call__(scope, receive, send_with_headers)
+    def form_error(self, error: Exception, id: str) -> Answer:
+        """Return status, headers and body for an error."""
+        return error_answer(error, id)
 
     def headers(self, id: str) -> Headers:
         """Return the headers that every answer has."""
@@ -171,6 +145,49 @@ async def send_stream(
         logger.error("request %s: the stream is broken: %s", request_id, error)
     finally:
         stream.close()
+
+
+class Api(Front, FastAPI):
+    """A FastAPI application behind a token check, whose errors are our JSON.
+
+    Args:
+        description: for the documentation.
+    """
+
+    def __init__(self, title: str, description: str, check: TokenCheck, phase: Phase) -> None:
+        FastAPI.__init__(
+            self,
+            title=title,
+            description=description,
+            version=version("modelyard"),
+            openapi_url=None,  # `docs.py` describes all three APIs in one document
+        )
+        Front.__init__(self, check, phase)
+        for kind in (ServeError, ArchiveError, Exception):
+            self.add_exception_handler(kind, _answer_error)
+        self.add_exception_handler(RequestValidationError, _answer_validation)  # type: ignore[arg-type]
+        self.add_exception_handler(HTTPException, _answer_http)  # type: ignore[arg-type]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Check the token, then route; add the common headers to the answer."""
+        if scope["type"] != "http":
+            await FastAPI.__call__(self, scope, receive, send)
+            return
+        id = scope.setdefault("state", {})["request_id"] = request_id(scope["headers"])
+        try:
+            self.check(scope["path"], scope["headers"])
+        except Unauthorized as error:
+            await self.send_answer(scope, send, id, *error_answer(error, id))
+            return
+
+        async def send_with_headers(message: MutableMapping[str, Any]) -> None:
+            if message["type"] == "http.response.start":
+                if self.on_status is not None:
+                    self.on_status(message["status"])
+                message["headers"] = [*message["headers"], *self.headers(id)]
+            await send(message)
+
+        await FastAPI.__call__(self, scope, receive, send_with_headers)
 
 
 def _respond(request: Request, error: Exception) -> Response:

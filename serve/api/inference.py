@@ -17,12 +17,12 @@ from fastapi.responses import Response
 from serve import wire
 from serve.api.asgi import (
     Api,
+    Front,
     Headers,
     Phase,
     Receive,
     Scope,
     Send,
-    error_answer,
     request_id,
     send_stream,
 )
@@ -56,8 +56,8 @@ class StreamedResponse(Response):
         await send_stream(send, *self._answer)
 
 
-class Inference(Api):
-    """Routes for clients, with the hot path in front of them."""
+class Answering(Front):
+    """Runs requests: the one implementation behind the routes of every dialect."""
 
     def __init__(
         self,
@@ -67,36 +67,33 @@ class Inference(Api):
         phase: Phase,
         max_request_bytes: int,
     ) -> None:
-        super().__init__("Modelyard", DESCRIPTION, check, phase)
+        super().__init__(check, phase)
         self._models = registry
         self._metrics = metrics
         self._max_request_bytes = max_request_bytes
-        self.include_router(_routes(self))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer predictions and explanations here, everything else by routing."""
-        if scope["type"] == "http" and scope["method"] in METHODS:
-            _, first, *rest = scope["path"].split("/")
-            if first in KINDS and rest and rest[0]:
-                await self._answer_hot(scope, receive, send, KINDS[first], rest)
-                return
-        await super().__call__(scope, receive, send)
-
-    async def _answer_hot(
-        self, scope: Scope, receive: Receive, send: Send, kind: int, path: list[str]
+    async def run_job(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        id: str,
+        kind: int,
+        path: list[str],
+        flags: int = 0,
     ) -> None:
-        id = request_id(scope["headers"])
+        """Check the token, run one request and send its answer; `path` as `answer` takes it."""
         try:
             self.check(scope["path"], scope["headers"])
-            answer = await self.answer(scope, receive, kind, path, id)
+            answer = await self.answer(scope, receive, kind, path, id, flags)
         except ClientLeft:
             return
         except BodyTooLarge as error:
             self._metrics.unrouted.labels("413").inc()
-            await _refuse_body(self, receive, send, id, error)
+            await refuse_body(self, receive, send, id, error)
             return
         except ServeError as error:
-            answer = error_answer(error, id)
+            answer = self.form_error(error, id)
             self._metrics.unrouted.labels(str(answer[0])).inc()
         await self.send_answer(scope, send, id, *answer)
 
@@ -109,18 +106,19 @@ class Inference(Api):
             raise
 
     async def answer(
-        self, scope: Scope, receive: Receive, kind: int, path: list[str], id: str
+        self, scope: Scope, receive: Receive, kind: int, path: list[str], id: str, flags: int = 0
     ) -> tuple[int, Headers, bytes | Stream]:
         """Queue one request and return its answer, or what of it has come when it is streamed.
 
         Args:
             path: model, version (optional), rest (optional).
+            flags: of `wire`, for the worker.
 
         Raises:
             ModelNotFound, VersionNotFound, BodyTooLarge, ClientLeft.
         """
         model = self._find(path[0], path[1] if len(path) > 1 and path[1] else None)
-        parts = await _read_body(scope, receive, self._max_request_bytes)
+        parts = await read_body(scope, receive, self._max_request_bytes)
         began = monotonic()
         metrics = model.metrics.kinds[kind]
         torchserve = self._metrics.torchserve
@@ -135,6 +133,7 @@ class Inference(Api):
             began,
             model.config.request_timeout_s,
             asyncio.get_running_loop().create_future(),
+            flags,
         )
         try:
             reply = await model.batchers[kind].submit(job)
@@ -144,13 +143,39 @@ class Inference(Api):
             raise ClientLeft from None
         except Exception as error:
             metrics.answered(http_status(error)[0], monotonic() - began)
-            return error_answer(error, id)
+            return self.form_error(error, id)
         took_s = monotonic() - began
         metrics.answered(reply.status, took_s)
         if torchserve is not None:
             torchserve.inferred(model.name, version, job.taken_at - began, took_s)
         fields = wire.unpack_meta(reply.headers)
         return reply.status, list(zip(fields[::2], fields[1::2], strict=True)), reply.body
+
+
+class Inference(Answering, Api):
+    """Routes for clients, with the hot path in front of them."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        metrics: Metrics,
+        check: TokenCheck,
+        phase: Phase,
+        max_request_bytes: int,
+    ) -> None:
+        Api.__init__(self, "Modelyard", DESCRIPTION, check, phase)
+        Answering.__init__(self, registry, metrics, check, phase, max_request_bytes)
+        self.include_router(_routes(self))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer predictions and explanations here, everything else by routing."""
+        if scope["type"] == "http" and scope["method"] in METHODS:
+            _, first, *rest = scope["path"].split("/")
+            if first in KINDS and rest and rest[0]:
+                id = request_id(scope["headers"])
+                await self.run_job(scope, receive, send, id, KINDS[first], rest)
+                return
+        await Api.__call__(self, scope, receive, send)
 
 
 def _pack_head(scope: Scope, rest: str, id: str) -> bytes:
@@ -167,7 +192,7 @@ def _pack_head(scope: Scope, rest: str, id: str) -> bytes:
     return wire.pack_meta(fields)
 
 
-async def _read_body(scope: Scope, receive: Receive, limit: int) -> list[bytes]:
+async def read_body(scope: Scope, receive: Receive, limit: int) -> list[bytes]:
     """Return the body in the parts in which it came; they are never joined.
 
     Raises:
@@ -192,9 +217,10 @@ async def _read_body(scope: Scope, receive: Receive, limit: int) -> list[bytes]:
             return parts or [b""]
 
 
-async def _refuse_body(api: Api, receive: Receive, send: Send, id: str, error: Exception) -> None:
+async def refuse_body(api: Front, receive: Receive, send: Send, id: str, error: Exception) -> None:
     """Answer 413, then read on for a moment, so that a client still sending can read the answer."""
-    status, headers, body = error_answer(error, id)
+    status, headers, body = api.form_error(error, id)
+    headers = [pair for pair in headers if pair[0] != b"connection"]
     headers += [(b"content-length", str(len(body)).encode()), (b"connection", b"close")]
     headers += [pair for pair in api.headers(id) if pair[0] != b"connection"]
     await send({"type": "http.response.start", "status": status, "headers": headers})
