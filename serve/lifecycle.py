@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -415,6 +416,7 @@ class Lifecycle:
             interpreter=interpreter,
             hidden_variables=self._dialect.blacklist_env_vars if self._dialect else None,
             variables=_torchserve_variables(self._dialect) if self._dialect else {},
+            retry_window_s=config.retry_s if self._dialect else math.inf,
         )
         metrics = VersionMetrics(self._metrics, name, manifest.model_version)
         pool = Pool(plan, metrics)
