@@ -16,6 +16,8 @@ from serve.listener import Listener
 from serve.metrics import Metrics
 from serve.registry import Registry
 from serve.settings import Settings
+from serve.tls import tls_context
+from serve.torchserve.logs import log_access
 
 DOCS_PATHS = ("/docs", "/openapi.json")
 
@@ -47,7 +49,7 @@ def create_server(settings: Settings, keys: dict[str, str]) -> Server:
     Raises:
         StartError: an address cannot be bound.
     """
-    metrics = Metrics()
+    metrics = Metrics(settings.torchserve)
     registry = Registry()
     lifecycle = Lifecycle(settings, registry, metrics)
     phase = Phase()
@@ -66,14 +68,20 @@ def create_server(settings: Settings, keys: dict[str, str]) -> Server:
     management_api = create_management(registry, lifecycle, TokenCheck(operator_key), phase)
     metrics_api = create_metrics(metrics, TokenCheck(client_key), phase)
 
+    if metrics.torchserve is not None:
+        inference_api.on_status = management_api.on_status = metrics.torchserve.answered
+        metrics.torchserve.start()
+
     listeners: list[Listener] = []
+    access, tls = None, None
+    if (own := settings.torchserve) is not None:
+        access = log_access
+        if any(address.is_tls for address in settings.addresses):
+            tls = tls_context(own)
     try:
-        for api, port in (
-            (inference_api, settings.port),
-            (management_api, settings.management_port),
-            (metrics_api, settings.metrics_port),
-        ):
-            listeners.append(Listener(api, settings.host, port))
+        apis = (inference_api, management_api, metrics_api)
+        for api, address in zip(apis, settings.addresses, strict=True):
+            listeners.append(Listener(api, address, tls, access))
     except BaseException:
         for listener in listeners:
             listener.abandon()

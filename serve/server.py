@@ -39,7 +39,8 @@ def run(settings: Settings, report: Report) -> int:
 
     Args:
         settings: what to serve and where.
-        report: told about each step: {"event": "loading" | "loaded" | "ready" | "error", …}.
+        report: told about each step: {"event": "started" | "loading" | "ready" | "error", …};
+            started means that the ports are open.
     """
     state = StateDir(settings.state_dir)
     try:
@@ -69,6 +70,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report) -> None:
             await listener.start()
         about = _describe(server, state, settings)
         write_json(state.server_file, about)
+        report({"event": "started", **about})
         loading = asyncio.ensure_future(
             server.lifecycle.start(
                 lambda model, text: report({"event": "loading", "model": model, "text": text})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic import (
     field_validator,
 )
 
+from serve.address import Address
 from serve.errors import StartError
 from serve.torchserve.settings import TorchServeSettings
 
@@ -44,7 +44,7 @@ class Settings(BaseModel):
     state_dir: Path = Field(default_factory=default_state_dir)
     """Folder of pid file, keys, logs and saved state; one server each."""
     host: str = "127.0.0.1"
-    """Address of all three APIs."""
+    """Address of all three APIs; `torchserve` has an address of its own for each."""
     port: int = Field(8080, ge=0, le=65535)
     """Port of the inference API; 0 lets the system choose, for the other two as well."""
     management_port: int = Field(8081, ge=0, le=65535)
@@ -95,14 +95,21 @@ class Settings(BaseModel):
         return value
 
     @property
+    def addresses(self) -> tuple[Address, Address, Address]:
+        """Where the inference, the management and the metrics API listen.
+
+        APIs with equal addresses share one listener.
+        """
+        if (own := self.torchserve) is not None:
+            return own.inference_address, own.management_address, own.metrics_address
+        ports = (self.port, self.management_port, self.metrics_port)
+        inference, management, metrics = (Address(self.host, port) for port in ports)
+        return inference, management, metrics
+
+    @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        """Whether only this machine can reach the inference API."""
+        return self.addresses[0].is_loopback
 
 
 def load_settings(

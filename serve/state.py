@@ -37,6 +37,11 @@ class StateDir:
         return self.root / "models.json"
 
     @property
+    def previous_models_file(self) -> Path:
+        """What was registered before the last change; read when the other file is damaged."""
+        return self.root / "models.previous.json"
+
+    @property
     def log_file(self) -> Path:
         """The server's log."""
         return self.root / "logs" / "server.log"

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from serve.address import Address
+
 
 class TorchServeSettings(BaseModel):
     """Settings of the TorchServe dialect; frozen. `Settings.torchserve` is None without it."""
@@ -16,6 +18,17 @@ class TorchServeSettings(BaseModel):
     directory: Path
     """Where the command was given: key_file.json is written here."""
     config_file: Path | None = None
+    inference_address: Address = Address(port=8080)
+    management_address: Address = Address(port=8081)
+    metrics_address: Address = Address(port=8082)
+    """Equal addresses share one listener."""
+    certificate_file: Path | None = None
+    """PEM, of every address that starts with https."""
+    private_key_file: Path | None = None
+    keystore: Path | None = None
+    """PKCS12; certificate and key in one file."""
+    keystore_pass: str = "changeit"
+    """Without files of either kind the server makes a certificate that it signs itself."""
     enable_model_api: bool = False
     """Whether models may be registered and unregistered while serving."""
     disable_token_authorization: bool | None = None
@@ -24,6 +37,8 @@ class TorchServeSettings(BaseModel):
     default_workers_per_model: int = Field(0, ge=0)
     """0: by GPUs, else cores at the start, and none over the register API."""
     default_service_handler: str | None = None
+    number_of_gpu: int | None = Field(None, ge=0)
+    """Use no more GPUs than this; None uses all."""
     service_envelope: Literal["body", "json", "kserve", "kservev2"] | None = None
     allowed_urls: tuple[str, ...] = ()
     """Regular expressions; a URL is fetched only when one matches it whole. Empty: none is."""
@@ -44,6 +59,9 @@ class TorchServeSettings(BaseModel):
     cors_allowed_headers: str | None = None
     ts_open_inference_protocol: str | None = None
     """`oip` adds the routes of the Open Inference Protocol."""
+    ts_header_key_sequence_id: str = "ts_request_sequence_id"
+    ts_header_key_sequence_start: str = "ts_request_sequence_start"
+    ts_header_key_sequence_end: str = "ts_request_sequence_end"
     enable_metrics_api: bool = True
     metrics_mode: Literal["log", "prometheus", "legacy"] = "log"
     metrics_config: Path | None = None

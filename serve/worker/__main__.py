@@ -43,12 +43,20 @@ def main(fd: int) -> int:
     except BaseException as error:
         traceback.print_exc()
         reason = load.describe(error, Path(message["folder"]))
-        connection.sendall(wire.encode_control(wire.FAILED, {"message": reason}))
+        failed = {"message": reason, "out_of_memory": is_out_of_memory(error)}
+        connection.sendall(wire.encode_control(wire.FAILED, failed))
         return 1
     ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}
     connection.sendall(wire.encode_control(wire.READY, ready))
-    loop.run(reader, service)
+    loop.run(reader, service, loop.Rules.of(message))
     return 0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether a load failed for memory; CUDA's own errors are RuntimeErrors that name it."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "CUDA" in str(error)
+    )
 
 
 def check_archive(exchange: Path) -> int:

@@ -4,6 +4,7 @@ from typing import Any, cast
 import pytest
 
 from serve.errors import Conflict, DefaultVersion, ModelNotFound, VersionNotFound
+from serve.model_config import Options
 from serve.registry import ModelVersion, Registry
 
 
@@ -14,8 +15,11 @@ def version(name: str, number: str) -> ModelVersion:
         name=name,
         version=number,
         file=f"{name}.mar",
+        url="",
         digest="",
         manifest={},
+        runtime="python",
+        options=Options(),
         config=nothing,
         folder=Path(),
         pool=nothing,

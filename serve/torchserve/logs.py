@@ -1,0 +1,194 @@
+"""TorchServe's five log files, and the same lines on standard output.
+
+Lines are handed to a thread that writes them: a full disk or a reader that stopped reading holds
+up no request. What it cannot write in time is lost, and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Mapping
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import Any
+
+ACCESS_LOG = "ACCESS_LOG"
+MODEL_LOG = "MODEL_LOG"
+MODEL_METRICS = "MODEL_METRICS"
+TS_METRICS = "TS_METRICS"
+
+WITH_THREAD = "{time} [{level:<5}] {thread} {logger} - "
+WITH_LOGGER = "{time} [{level:<5}] {logger} - "
+BARE = "{time} - "
+
+FILE_BYTES = 100 * 2**20
+FILES_KEPT = 5
+MOST_WAITING = 10_000
+"""Records that wait to be written; more are dropped."""
+CLOSE_TIMEOUT_S = 2.0
+LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}
+
+
+class Logs:
+    """The thread that writes, and the files it writes to.
+
+    Args:
+        log_dir: folder of access_log.log, ts_log.log and model_log.log.
+        metrics_dir: folder of ts_metrics.log and model_metrics.log.
+    """
+
+    def __init__(self, log_dir: Path, metrics_dir: Path) -> None:
+        files = {
+            ACCESS_LOG: _file(log_dir / "access_log.log", BARE),
+            MODEL_LOG: _file(log_dir / "model_log.log", WITH_THREAD),
+            MODEL_METRICS: _file(metrics_dir / "model_metrics.log", BARE),
+            TS_METRICS: _file(metrics_dir / "ts_metrics.log", BARE),
+        }
+        self._sender = _Sender(files, _file(log_dir / "ts_log.log", WITH_THREAD))
+
+    def start(self) -> None:
+        """Take over what this process logs."""
+        logging.raiseExceptions = False  # a terminal that has gone is no reason for a traceback
+        root = logging.getLogger()
+        root.handlers = [self._sender]
+        root.setLevel(logging.INFO)
+        self._sender.thread.start()
+
+    def close(self) -> None:
+        """Write what waits, as far as it can be written soon."""
+        self._sender.finish()
+
+
+class _Sender(logging.Handler):
+    """Hands records to the thread that writes them."""
+
+    def __init__(self, files: Mapping[str, logging.Handler], rest: logging.Handler) -> None:
+        super().__init__()
+        self._files = files
+        self._rest = rest
+        self._console = _Console()
+        self._queue: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        self._lost = 0
+        self.thread = threading.Thread(target=self._write, name="log", daemon=True)
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Take a record without the lock that handlers hold while they write."""
+        if self._queue.qsize() < MOST_WAITING:
+            self._queue.put(record)
+        else:
+            self._lost += 1
+        return True
+
+    def _write(self) -> None:
+        while (record := self._queue.get()) is not None:
+            for handler in (self._files.get(record.name, self._rest), self._console):
+                handler.handle(record)
+            if self._lost and self._queue.empty():
+                lost, self._lost = self._lost, 0
+                logging.getLogger(__name__).warning("%d log lines came too fast and are lost", lost)
+
+    def finish(self) -> None:
+        """Let the thread come to the end of what waits."""
+        self._queue.put(None)
+        self.thread.join(CLOSE_TIMEOUT_S)
+
+
+class _Console(logging.Handler):
+    """Writes to the descriptor itself: a blocked buffer would hold up the end of the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(_Formatter(WITH_THREAD))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one record."""
+        text = memoryview((self.format(record) + "\n").encode(errors="replace"))
+        try:
+            while text:
+                text = text[os.write(1, text) :]
+        except OSError:
+            return  # nobody reads any more
+
+
+class _Formatter(logging.Formatter):
+    """Puts time, level, thread and logger in front of a message, as far as a file shows them."""
+
+    def __init__(self, prefix: str) -> None:
+        super().__init__()
+        self._prefix = prefix
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's lines."""
+        moment = time.localtime(record.created)
+        prefix = self._prefix.format(
+            time=f"{time.strftime('%Y-%m-%dT%H:%M:%S', moment)},{int(record.msecs):03d}",
+            level=LEVELS.get(record.levelname, record.levelname),
+            thread=record.threadName,
+            logger=record.name,
+        )
+        message = record.getMessage()
+        if record.exc_info:
+            message += "\n" + self.formatException(record.exc_info)
+        if record.name == MODEL_LOG:  # many lines of a worker at once
+            message = message.replace("\n", "\n" + prefix)
+        return prefix + message
+
+
+class _DailyFile(RotatingFileHandler):
+    """A file that is put aside at 100 MB, and at the first line of another day."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(
+            file, maxBytes=FILE_BYTES, backupCount=FILES_KEPT, encoding="utf-8", errors="replace"
+        )
+        self._day = self._written_on(file)
+
+    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802 - logging's name
+        """Tell whether the next line belongs into a new file."""
+        day = time.localtime(record.created)[:3]
+        if day != self._day:
+            self._day = day
+            return Path(self.baseFilename).stat().st_size > 0
+        return bool(super().shouldRollover(record))
+
+    @staticmethod
+    def _written_on(file: Path) -> tuple[Any, ...]:
+        return time.localtime(file.stat().st_mtime)[:3]
+
+
+def _file(file: Path, prefix: str) -> logging.Handler:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    handler = _DailyFile(file)
+    handler.setFormatter(_Formatter(prefix))
+    return handler
+
+
+def log_access(client: object, method: str, target: str, status: int, seconds: float) -> None:
+    """Write the line of one answer.
+
+    Args:
+        client: host and port, or None on a Unix socket.
+        target: path and query as the client wrote them.
+        seconds: from the request's last header to the answer.
+    """
+    address = "/{}:{}".format(*client) if isinstance(client, tuple) else "/unix"
+    logging.getLogger(ACCESS_LOG).info(
+        '%s "%s %s HTTP/1.1" %d %d', address, method, target, status, round(1000 * seconds)
+    )
+
+
+def log_worker_output(thread: str, level: int, text: str) -> None:
+    """Write what a worker printed: whole lines, of which each becomes one.
+
+    Args:
+        thread: as in `W-9000-echo_1.0-stdout`.
+        level: INFO for standard output, WARNING for standard error.
+    """
+    log = logging.getLogger(MODEL_LOG)
+    record = log.makeRecord(log.name, level, "", 0, text, (), None)
+    record.threadName = thread
+    log.handle(record)
