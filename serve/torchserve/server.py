@@ -72,10 +72,9 @@ def _open_logs(own: TorchServeSettings) -> Logs:
 def _describe(configuration: Configuration, own: TorchServeSettings) -> list[str]:
     """Return the lines of the start-up log that scripts search, in TorchServe's order."""
     settings: Settings = configuration.settings
-    values = configuration.values
 
     def said(key: str, default: object = "N/A") -> str:
-        return values.get(key) or str(default)
+        return own.properties.get(key) or str(default)
 
     gpus = count_gpus() if own.number_of_gpu is None else min(count_gpus(), own.number_of_gpu)
     facts: dict[str, object] = {
