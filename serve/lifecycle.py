@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import secrets
 import shutil
@@ -56,6 +57,7 @@ from serve.store import (
     refuse_relative,
 )
 from serve.torchserve.fetch import UrlRules, clear_leftovers, fetch_archive, is_url
+from serve.torchserve.settings import TorchServeSettings
 from serve.torchserve.snapshot import Snapshots, parse_model_snapshot
 
 logger = logging.getLogger(__name__)
@@ -415,6 +417,9 @@ class Lifecycle:
             retry=config.retry,
             max_reply_bytes=MAX_REPLY_BYTES,
             interpreter=interpreter,
+            hidden_variables=self._dialect.blacklist_env_vars if self._dialect else None,
+            variables=_torchserve_variables(self._dialect) if self._dialect else {},
+            retry_window_s=config.retry_s if self._dialect else math.inf,
         )
         metrics = VersionMetrics(self._metrics, name, manifest.model_version)
         pool = Pool(plan, metrics)
@@ -450,7 +455,8 @@ class Lifecycle:
 
     def _dialect_keys(self) -> dict[str, Any]:
         """Return what a worker is told of TorchServe's dialect."""
-        if (dialect := self._dialect) is None:
+        dialect, metrics = self._dialect, self._metrics.torchserve
+        if dialect is None:
             return {"dialect": "modelyard"}
         return {
             "dialect": "torchserve",
@@ -458,6 +464,13 @@ class Lifecycle:
             "decode_input": dialect.decode_input_request,
             "limit_max_image_pixels": dialect.limit_max_image_pixels,
             "max_response_bytes": dialect.max_response_size,
+            "metrics": {
+                "mode": dialect.metrics_mode,
+                "declared": metrics.model_metrics
+                if (metrics := self._metrics.torchserve)
+                else None,
+                "auto_detect": dialect.model_metrics_auto_detect,
+            },
         }
 
     @asynccontextmanager
@@ -578,3 +591,12 @@ def _is_entry(entry: Any) -> bool:
         and isinstance(entry.get("name"), str | None)
         and isinstance(entry.get("workers"), int | None)
     )
+
+
+def _torchserve_variables(own: TorchServeSettings) -> dict[str, str]:
+    """Return what TorchServe adds to the environment of its workers."""
+    return {
+        "TS_DECODE_INPUT_REQUEST": str(own.decode_input_request).lower(),
+        "TS_IPEX_ENABLE": "false",
+        "TS_IPEX_GPU_ENABLE": "false",
+    }

@@ -67,7 +67,7 @@ class Answering(Front):
         phase: Phase,
         max_request_bytes: int,
     ) -> None:
-        super().__init__(check, phase)
+        Front.__init__(self, check, phase)
         self._models = registry
         self._metrics = metrics
         self._max_request_bytes = max_request_bytes

@@ -13,10 +13,8 @@ working folder off the path until ours are imported:
 from __future__ import annotations
 
 import ctypes
-import importlib
 import logging
 import os
-import pkgutil
 import platform
 import signal
 import socket
@@ -27,7 +25,6 @@ from pathlib import Path
 from serve import wire
 from serve.worker import check, load, loop
 
-SHIM = Path(__file__).parent / "shim"
 OURS = ("modelyard", "exporter", "archiver", "handlers", "serve", "ts")
 PR_SET_PDEATHSIG = 1
 
@@ -42,7 +39,7 @@ def main(fd: int) -> int:
     if message.get("dialect") == "torchserve":
         _log_as_torchserve()
     try:
-        _import_shim()
+        load.import_shim()
         _enter(Path(message["folder"]))
         service = load.load_service(message)
         loop.check_golden(service, message["golden"])
@@ -75,7 +72,7 @@ def check_archive(exchange: Path) -> int:
     task = check.read_task(exchange)
     folder = Path(task["load"]["folder"])
     try:
-        _import_shim()
+        load.import_shim()
         _enter(folder)
         result = check.run(task)
     except BaseException as error:
@@ -104,14 +101,6 @@ def _log_as_torchserve() -> None:
     logging.info("[PID]%d", os.getpid())
     logging.info("Torch worker started.")
     logging.info("Python runtime: %s", platform.python_version())
-
-
-def _import_shim() -> None:
-    """Import TorchServe's names from our shim, before anything else could provide them."""
-    sys.path.insert(0, str(SHIM))
-    shim = importlib.import_module("ts")
-    for module in pkgutil.walk_packages(shim.__path__, "ts."):
-        importlib.import_module(module.name)
 
 
 def _enter(folder: Path) -> None:
