@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import sys
 import threading
 from pathlib import Path
@@ -30,6 +31,7 @@ def main() -> int:
         configuration = load_configuration(given, os.environ, Path.cwd())
         own = configuration.settings.torchserve
         assert own is not None
+        _claim(configuration.settings.state_dir)
         logs = _open_logs(own)
     except StartError as error:
         _say(f"Invalid configuration: {error}")
@@ -57,6 +59,17 @@ def main() -> int:
     if launcher.read_pid() == os.getpid():
         launcher.pid_file().unlink(missing_ok=True)
     return code
+
+
+def _claim(folder: Path) -> None:
+    """Make the server's folder in a temp folder where others may write too."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise StartError(f"cannot use the folder {folder}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StartError(f"{folder} belongs to somebody else; set TEMP to a folder of your own")
 
 
 def _open_logs(own: TorchServeSettings) -> Logs:
