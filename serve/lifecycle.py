@@ -59,7 +59,7 @@ from serve.store import (
 )
 from serve.torchserve.fetch import UrlRules, clear_leftovers, fetch_archive, is_url
 from serve.torchserve.settings import TorchServeSettings
-from serve.torchserve.snapshot import parse_model_snapshot
+from serve.torchserve.snapshot import Snapshots, parse_model_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -99,6 +99,7 @@ class Lifecycle:
         self._registry = registry
         self._metrics = metrics
         self._state = StateDir(settings.state_dir)
+        self._snapshots = Snapshots(self._dialect) if self._dialect else None
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     # -- the start -----------------------------------------------------------------------------
@@ -343,6 +344,8 @@ class Lifecycle:
 
     async def stop(self, drain_timeout_s: float) -> None:
         """End all workers; what is registered stays remembered."""
+        if self._snapshots is not None:
+            self._snapshots.write("shutdown", self._registry)
         await asyncio.gather(*(self._end(model, drain_timeout_s) for model in self._registry))
 
     async def _end(self, model: ModelVersion, drain_timeout_s: float) -> None:
@@ -486,7 +489,8 @@ class Lifecycle:
 
     def _save(self, event: str = "snapshot") -> None:
         """Write what is registered; a change is acknowledged only after this."""
-        if self._dialect is not None:
+        if self._snapshots is not None:
+            self._snapshots.write(event, self._registry)
             return
         models = [
             {

@@ -41,6 +41,7 @@ from serve.errors import (
     WorkerKilled,
 )
 from serve.metrics import VersionMetrics
+from serve.torchserve.logs import WorkerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Plan:
 class Worker(asyncio.Protocol):
     """One worker process and the server's end of its socket."""
 
-    def __init__(self, pool: Pool, number: int) -> None:
+    def __init__(self, pool: Pool, number: int, id: int) -> None:
         self.started_at = datetime.now(UTC)
         self._pool = pool
         self._loop = asyncio.get_running_loop()
@@ -97,6 +98,8 @@ class Worker(asyncio.Protocol):
         self._pidfd = -1
         self._next_id = 0
         self.number = number
+        self._id = id
+        self._outputs: list[WorkerOutput] = []
         self.log = pool.plan.log_dir / f"worker-{number}.log"
         self.loaded: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -150,12 +153,13 @@ class Worker(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         try:
             with theirs, self.log.open("ab") as log:
+                output = subprocess.PIPE if self._pool.plan.is_torchserve else log
                 self._process = subprocess.Popen(
                     [self._pool.plan.interpreter, "-P", "-m", "serve.worker", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
+                    stdout=output,
+                    stderr=output,
                     env=_worker_environment(self._pool.plan),
                     start_new_session=True,
                 )
@@ -168,6 +172,12 @@ class Worker(asyncio.Protocol):
                 self._process = None
             raise
         self._loop.add_reader(self._pidfd, self._exited)
+        thread = f"W-{self._id}-{self._pool.plan.label.replace(' ', '_')}"
+        if self._process.stdout is not None and self._process.stderr is not None:
+            self._outputs = [
+                WorkerOutput(self._process.stdout, f"{thread}-stdout", logging.INFO),
+                WorkerOutput(self._process.stderr, f"{thread}-stderr", logging.WARNING),
+            ]
         return ours
 
     @property
@@ -209,6 +219,8 @@ class Worker(asyncio.Protocol):
         self._process.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)  # what it started and left behind
+        for output in self._outputs:
+            output.finish()
         if self._transport is None or self._transport.is_closing():
             self._finish()
         else:
@@ -232,6 +244,8 @@ class Worker(asyncio.Protocol):
             self.ended.set_result(None)
 
     def _log_tail(self) -> str:
+        if self._outputs:
+            return next((o.last_line for o in reversed(self._outputs) if o.last_line), "(empty)")
         with contextlib.suppress(OSError), self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
@@ -513,7 +527,7 @@ class Pool:
         failing_since: float | None = None
         while True:
             began = self._loop.time()
-            worker = seat.worker = Worker(self, seat.number)
+            worker = seat.worker = Worker(self, seat.number, seat.id)
             try:
                 await worker.start()
             except (LoadFailed, OSError) as error:

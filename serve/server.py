@@ -64,33 +64,51 @@ async def _serve(settings: Settings, state: StateDir, report: Report) -> None:
     state.unpacked.mkdir(mode=0o700)
     server = create_server(settings)
     stop = _watch_signals()
-    try:
+    about = _describe(server, state, settings)
+
+    async def open_ports() -> None:
         for listener in server.listeners:
             await listener.start()
-        about = _describe(server, state, settings)
         write_json(state.server_file, about)
         report({"event": "started", **about})
-        loading = asyncio.ensure_future(
-            server.lifecycle.start(
-                lambda model, text: report({"event": "loading", "model": model, "text": text})
-            )
-        )
-        stopped = asyncio.ensure_future(stop.first.wait())
-        await asyncio.wait([loading, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():
-            loading.cancel()
-            await asyncio.wait([loading])  # it ends the workers that it has started
-            raise StartError("stopped while it was starting")
-        await loading
+
+    try:
+        if settings.torchserve is None:
+            await open_ports()
+            await _load(server, stop, report)
+        else:  # its models are registered before the first request and load their workers after
+            await _load(server, stop, report)
+            await open_ports()
         server.phase.is_starting = False
         gc.collect()
         gc.freeze()
         logger.info("ready: %s", about)
         report({"event": "ready", **about})
-        await stopped
+        await stop.first.wait()
         await _drain(server, settings.drain_timeout_s, stop.second)
     finally:
         await _end(server, state)
+
+
+async def _load(server: Server, stop: StopSignals, report: Report) -> None:
+    """Register what is to be served.
+
+    Raises:
+        StartError: a signal came first.
+    """
+    loading = asyncio.ensure_future(
+        server.lifecycle.start(
+            lambda model, text: report({"event": "loading", "model": model, "text": text})
+        )
+    )
+    stopped = asyncio.ensure_future(stop.first.wait())
+    await asyncio.wait([loading, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not loading.done():
+        loading.cancel()
+        await asyncio.wait([loading])  # it ends the workers that it has started
+        raise StartError("stopped while it was starting")
+    await loading
 
 
 def _describe(server: Server, state: StateDir, settings: Settings) -> Event:

@@ -193,8 +193,6 @@ class Configuration:
     """What the server was told, and what is to be said about that."""
 
     settings: Settings
-    values: dict[str, str]
-    """Every key that was set, after environment and command line: what a snapshot keeps."""
     file: Path | None
     """The configuration file or snapshot that was read."""
     notices: list[str]
@@ -263,6 +261,7 @@ def load_configuration(
             **{key: value for key, value in common.items() if value is not None},
             torchserve=TorchServeSettings(
                 **own,
+                properties=values,
                 directory=directory,
                 config_file=file,
                 snapshot_dir=snapshots,
@@ -272,7 +271,7 @@ def load_configuration(
         )
     except ValidationError as error:
         raise StartError(_describe(error)) from error
-    return Configuration(settings, values, file, notices)
+    return Configuration(settings, file, notices)
 
 
 def state_dir(environment: Mapping[str, str]) -> Path:

@@ -6,6 +6,7 @@ up no request. What it cannot write in time is lost, and counted.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import queue
@@ -14,7 +15,7 @@ import time
 from collections.abc import Mapping
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 ACCESS_LOG = "ACCESS_LOG"
 MODEL_LOG = "MODEL_LOG"
@@ -30,6 +31,8 @@ FILES_KEPT = 5
 MOST_WAITING = 10_000
 """Records that wait to be written; more are dropped."""
 CLOSE_TIMEOUT_S = 2.0
+CHUNK_BYTES = 8192
+"""Of a worker's output are taken at once, and are one record."""
 LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
 
@@ -181,14 +184,55 @@ def log_access(client: object, method: str, target: str, status: int, seconds: f
     )
 
 
-def log_worker_output(thread: str, level: int, text: str) -> None:
-    """Write what a worker printed: whole lines, of which each becomes one.
+class WorkerOutput:
+    """Logs what a worker prints, line by line; read on the event loop, so a worker never waits.
 
     Args:
-        thread: as in `W-9000-echo_1.0-stdout`.
+        pipe: the reading end.
+        thread: shown as the line's thread, as in `W-9000-echo_1.0-stdout`.
         level: INFO for standard output, WARNING for standard error.
     """
-    log = logging.getLogger(MODEL_LOG)
-    record = log.makeRecord(log.name, level, "", 0, text, (), None)
-    record.threadName = thread
-    log.handle(record)
+
+    def __init__(self, pipe: IO[bytes], thread: str, level: int) -> None:
+        self._pipe = pipe
+        self._thread = thread
+        self._level = level
+        self._unfinished = b""
+        self.last_line = ""
+        self._loop = asyncio.get_running_loop()
+        os.set_blocking(pipe.fileno(), False)
+        self._loop.add_reader(pipe.fileno(), self._read)
+
+    def _read(self) -> bool:
+        """Take what is there; tell whether there may be more."""
+        if self._pipe.closed:
+            return False
+        try:
+            data = os.read(self._pipe.fileno(), CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        lines, _, rest = (self._unfinished + data).rpartition(b"\n")
+        if not data or len(rest) > CHUNK_BYTES:  # its end, or a line without one
+            lines, rest = self._unfinished + data, b""
+        self._unfinished = rest
+        if lines:
+            self._log(lines.decode("utf-8", "replace"))
+        if not data:
+            self._loop.remove_reader(self._pipe.fileno())
+            self._pipe.close()
+        return bool(data)
+
+    def _log(self, text: str) -> None:
+        self.last_line = text.rstrip().rpartition("\n")[2]
+        log = logging.getLogger(MODEL_LOG)
+        record = log.makeRecord(log.name, self._level, "", 0, text, (), None)
+        record.threadName = self._thread
+        log.handle(record)
+
+    def finish(self) -> None:
+        """Log the rest, after the worker has ended, and close the pipe."""
+        while self._read():
+            pass
+        if not self._pipe.closed:  # a process that it has left behind holds the other end
+            self._loop.remove_reader(self._pipe.fileno())
+            self._pipe.close()

@@ -21,11 +21,12 @@ import yaml
 
 from serve.errors import StartError
 from serve.exposition import KINDS, Family, HandlerMetrics, Record, text
+from serve.torchserve.logs import MODEL_METRICS, TS_METRICS
 from serve.torchserve.settings import TorchServeSettings
 
 logger = logging.getLogger(__name__)
-own_log = logging.getLogger("ts_metrics")
-model_log = logging.getLogger("model_metrics")
+own_log = logging.getLogger(TS_METRICS)
+model_log = logging.getLogger(MODEL_METRICS)
 
 DEFAULT_CONFIG = Path(__file__).with_name("metrics.yaml")
 LEGACY = frozenset(

@@ -98,4 +98,11 @@ def _escape(text: str, *, is_key: bool) -> str:
     if is_key:
         names[" "] = "\\ "
     escaped = "".join(names.get(mark, mark) for mark in text)
+    # Java reads such files as Latin-1, hence nothing but ASCII.
+    escaped = re.sub(r"[^\x20-\x7e]", _as_utf16, escaped)
     return f"\\{escaped}" if escaped.startswith(" ") else escaped
+
+
+def _as_utf16(match: re.Match[str]) -> str:
+    units = match[0].encode("utf-16-be")
+    return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))

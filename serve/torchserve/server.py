@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import sys
 import threading
 from pathlib import Path
@@ -30,6 +31,7 @@ def main() -> int:
         configuration = load_configuration(given, os.environ, Path.cwd())
         own = configuration.settings.torchserve
         assert own is not None
+        _claim(configuration.settings.state_dir)
         logs = _open_logs(own)
     except StartError as error:
         _say(f"Invalid configuration: {error}")
@@ -59,6 +61,17 @@ def main() -> int:
     return code
 
 
+def _claim(folder: Path) -> None:
+    """Make the server's folder in a temp folder where others may write too."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise StartError(f"cannot use the folder {folder}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StartError(f"{folder} belongs to somebody else; set TEMP to a folder of your own")
+
+
 def _open_logs(own: TorchServeSettings) -> Logs:
     try:
         return Logs(own.log_dir, own.metrics_dir)
@@ -72,10 +85,9 @@ def _open_logs(own: TorchServeSettings) -> Logs:
 def _describe(configuration: Configuration, own: TorchServeSettings) -> list[str]:
     """Return the lines of the start-up log that scripts search, in TorchServe's order."""
     settings: Settings = configuration.settings
-    values = configuration.values
 
     def said(key: str, default: object = "N/A") -> str:
-        return values.get(key) or str(default)
+        return own.properties.get(key) or str(default)
 
     gpus = count_gpus() if own.number_of_gpu is None else min(count_gpus(), own.number_of_gpu)
     facts: dict[str, object] = {

@@ -48,6 +48,8 @@ class TorchServeSettings(BaseModel):
     """What to load (JSON); KServe configures TorchServe by it."""
     snapshot_dir: Path | None = None
     """Where a snapshot is written after each change; None writes none."""
+    properties: dict[str, str] = {}
+    """Every key that was set, as it was written: what a snapshot keeps."""
     decode_input_request: bool = True
     limit_max_image_pixels: bool = True
     max_response_size: int = Field(6_553_500, ge=0)

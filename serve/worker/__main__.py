@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import platform
 import signal
 import socket
 import sys
@@ -35,6 +36,8 @@ def main(fd: int) -> int:
     connection.set_inheritable(False)
     reader = loop.Reader(connection)
     message = wire.decode_control(reader.read()[0])
+    if message.get("dialect") == "torchserve":
+        _log_as_torchserve()
     try:
         load.import_shim()
         _enter(Path(message["folder"]))
@@ -87,6 +90,17 @@ def _die_with_parent() -> None:
         sys.exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+
+
+def _log_as_torchserve() -> None:
+    """Send the author's log to standard output, whose lines the server marks, and say who we are.
+
+    Scripts search the log for these three lines.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    logging.info("[PID]%d", os.getpid())
+    logging.info("Torch worker started.")
+    logging.info("Python runtime: %s", platform.python_version())
 
 
 def _enter(folder: Path) -> None:

@@ -7,9 +7,6 @@ import json
 import subprocess
 import sys
 import threading
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Iterable, Mapping
 from queue import Full, Queue
 from typing import Any, TextIO
@@ -112,6 +109,11 @@ def register_model_with_params(
     params: Mapping[str, str] | Iterable[tuple[str, str]],
 ) -> Response:
     """Register a model; `params` are the parameters of `POST /models`."""
+    # Every worker imports this module, and would pay for these.
+    import urllib.error
+    import urllib.parse
+    import urllib.request
+
     query = urllib.parse.urlencode(dict(params))
     request = urllib.request.Request(f"{MANAGEMENT}/models?{query}", method="POST")
     try:
