@@ -173,6 +173,9 @@ class StreamBroken(ServeError):
 class LoadFailed(ServeError):
     """A worker could not load the model; the message is the worker's own."""
 
+    model: tuple[str, str] | None = None
+    """Name and version of what was being registered."""
+
 
 class OutOfMemory(LoadFailed):
     """A worker had too little memory for the model."""

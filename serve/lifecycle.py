@@ -28,6 +28,7 @@ from serve.errors import (
     BadRequest,
     CleanupTimedOut,
     FileNotInStore,
+    LoadFailed,
     RequirementsFailed,
     ServeError,
     StartError,
@@ -250,9 +251,11 @@ class Lifecycle:
                             self._registry.add(model)
                             if saves:
                                 self._save()
-                    except BaseException:
+                    except BaseException as error:
                         await model.pool.stop(0)
                         model.metrics.remove()
+                        if isinstance(error, LoadFailed):
+                            error.model = name, model.version
                         raise
         logger.info("%s registered, archive %s", model.pool.plan.label, model.digest)
         return model
