@@ -128,11 +128,13 @@ def _torchserves_listeners(
     groups: dict[Address, list[Dialect]] = {}
     for api, address in zip(apis, addresses, strict=True):
         groups.setdefault(address, []).append(api)
+    if addresses[0] == addresses[1]:  # such a port answers for all three
+        groups[addresses[0]] = apis
     ports = [
         (Combined(group) if len(group) > 1 else group[0], address)
         for address, group in groups.items()
     ]
-    tls = tls_context(dialect) if any(address.is_tls for address in addresses) else None
+    tls = tls_context(dialect) if any(address.is_tls for address in groups) else None
     listeners = dict(zip(groups, _listen(ports, tls, log_access), strict=True))
     found = [listeners[address] for address in addresses]
     return found[0], found[1], found[2] if len(found) > 2 else None

@@ -85,7 +85,16 @@ class FileNotInStore(ServeError):
 
 
 class UrlRefused(FileNotInStore):
-    """The settings do not allow to fetch from there; the message says why."""
+    """The settings do not allow to fetch from there.
+
+    Args:
+        url: what was asked for.
+        reason: why not, for operators.
+    """
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"Given URL {url} does not match any allowed URL(s)")
+        self.reason = reason
 
 
 class FetchFailed(ServeError):

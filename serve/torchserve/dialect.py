@@ -19,6 +19,7 @@ from serve.errors import (
     ServeError,
     Unauthorized,
     Unavailable,
+    UrlRefused,
     http_status,
 )
 from serve.torchserve.openapi import Document
@@ -113,7 +114,7 @@ class Dialect(Front):
             status = 400
         elif not isinstance(error, (ServeError, ArchiveError)):
             logger.error("request %s", id, exc_info=error)
-        elif isinstance(error, FetchFailed):
+        elif isinstance(error, FetchFailed | UrlRefused):
             reason = error.reason
         declared = isinstance(error, (ServeError, ArchiveError))
         message = str(error) if declared else f"internal error ({type(error).__name__})"

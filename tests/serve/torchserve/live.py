@@ -17,8 +17,11 @@ from tests.serve.live import TIMEOUT_S, environment, poll
 
 COMMAND = [sys.executable, "-P", "-m", "serve.torchserve.cli"]
 ANY_PORTS = {
-    f"{name}_address": "http://127.0.0.1:0" for name in ("inference", "management", "metrics")
+    "inference_address": "http://127.0.0.1:0",
+    "management_address": "http://localhost:0",
+    "metrics_address": "http://127.0.0.2:0",
 }
+"""Three addresses: APIs with equal ones would share a port."""
 
 
 class Home:

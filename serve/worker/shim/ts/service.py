@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from handlers.context import Context
+from handlers.context import Context, RequestProcessor
 from handlers.errors import PredictionException as PredictionException
 from ts.utils.util import get_yaml_config
 from ts.version import __version__
@@ -49,7 +49,7 @@ class Service:
     @staticmethod
     def retrieve_data_for_inference(
         batch: Sequence[Mapping[str, Any]] | None,
-    ) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[int, str]]:
+    ) -> tuple[list[RequestProcessor], list[dict[str, Any]], dict[int, str]]:
         """Give the headers, the rows and the request ids of a batch.
 
         Raises:
@@ -67,7 +67,7 @@ class Service:
             }
             for header in request.get("headers") or ():
                 found[header["name"].decode()] = header["value"].decode()
-            headers.append(found)
+            headers.append(RequestProcessor(found))
         return headers, rows, ids
 
     def predict(self, batch: Sequence[Mapping[str, Any]]) -> Any:
@@ -79,7 +79,8 @@ class Service:
                 be left out.
         """
         headers, rows, ids = self.retrieve_data_for_inference(batch)
-        self.context.reset(list(ids.values()), headers)
+        self.context.reset(list(ids.values()))
+        self.context.request_processor = headers
         metrics = self.context.metrics
         if metrics is not None:
             metrics.request_ids = ids
