@@ -434,6 +434,7 @@ class Lifecycle:
                 batch_size=config.batch_size,
                 delay_s=config.batch_delay_ms / 1000,
                 queue_size=config.queue_size,
+                needs_ticket=config.needs_ticket,
             )
             for kind in (PREDICT, EXPLAIN)
         )
