@@ -98,6 +98,9 @@ class _Sender(logging.Handler):
         """Let the thread come to the end of what waits."""
         self._queue.put(None)
         self.thread.join(CLOSE_TIMEOUT_S)
+        if not self.thread.is_alive():
+            for handler in (*self._files.values(), self._rest):
+                handler.close()
 
 
 class _Console(logging.Handler):

@@ -12,7 +12,6 @@ from typing import Any
 
 from serve.errors import StartError
 from serve.model_config import count_gpus
-from serve.server import run
 from serve.settings import Settings
 from serve.torchserve import TORCHSERVE_VERSION, launcher
 from serve.torchserve.arguments import parse_command_line
@@ -52,6 +51,8 @@ def main() -> int:
                 os.close(int(started))
         elif event["event"] == "error":
             _say(event["message"])
+
+    from serve.server import run  # the web framework, once it is sure to be needed
 
     code = run(configuration.settings, report)
     logger.info("Torchserve stopped.")
