@@ -19,7 +19,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     store = folder / "store"
     build_archive(store, "streamer", config="batchSize: 1\n")
     build_archive(store, "streamer", name="pair", config="batchSize: 2\nmaxBatchDelay: 5000\n")
-    with running(folder / "state", store, "--models=streamer", "--models=pair", "--workers=1") as it:
+    with running(
+        folder / "state", store, "--models=streamer", "--models=pair", "--workers=1"
+    ) as it:
         yield it
 
 
