@@ -317,7 +317,7 @@ def test_the_life_of_a_model(home: Home, client: httpx.Client, management: httpx
     assert (described["minWorkers"], described["maxWorkers"], described["batchSize"]) == (1, 1, 4)
     assert management.get("/v1/models/a b").json() == {"name": "a b", "ready": True}
 
-    second = {"url": "two.mar", "model_name": "a b", "initial_workers": 0}
+    second: dict[str, Any] = {"url": "two.mar", "model_name": "a b", "initial_workers": 0}
     assert management.post("/models", params=second).status_code == 200
     assert error(management.delete("/models/a b")) == (
         403,
@@ -428,7 +428,7 @@ def test_an_archive_is_fetched_and_goes_with_its_model(
     home: Home, management: httpx.Client, remote: str
 ) -> None:
     url = f"{remote}/remote.mar"
-    given = {"url": url, "initial_workers": 0}
+    given: dict[str, Any] = {"url": url, "initial_workers": 0}
     assert management.post("/models", params=given).status_code == 200
     assert management.get("/models/remote").json()[0]["modelUrl"] == url
     assert (home.store / "remote.mar").is_file()
@@ -474,7 +474,7 @@ def test_models_are_listed_page_by_page(
     management: httpx.Client, query: str, answered: int, token: str | None
 ) -> None:
     for name in ("b", "c"):
-        given = {"url": "echo.mar", "model_name": name, "initial_workers": 0}
+        given: dict[str, Any] = {"url": "echo.mar", "model_name": name, "initial_workers": 0}
         assert management.post("/models", params=given).status_code in (200, 409)
     listed = management.get(f"/models{query}").json()
     assert (len(listed["models"]), listed.get("nextPageToken")) == (answered, token)
