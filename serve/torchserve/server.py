@@ -46,6 +46,7 @@ def main() -> int:
     for notice in configuration.notices:
         logger.warning("%s", notice)
     logger.info("\n%s", "\n".join(_describe(configuration, own)))
+    logger.info("gRPC is not served: its ports, 7070 and 7071 in TorchServe, stay closed")
     if not own.disable_token_authorization:
         is_open = own.disable_token_authorization is None and configuration.settings.is_loopback
         logger.info(
