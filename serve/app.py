@@ -128,8 +128,8 @@ def _torchserves_listeners(
     groups: dict[Address, list[Dialect]] = {}
     for api, address in zip(apis, addresses, strict=True):
         groups.setdefault(address, []).append(api)
-    if len(groups) == 2 and len(apis) == 3 and addresses[0] == addresses[1]:
-        groups[addresses[0]].append(apis[2])  # TorchServe's port for both has the metrics too
+    if addresses[0] == addresses[1]:  # such a port answers for all three
+        groups[addresses[0]] = apis
     ports = [
         (Combined(group) if len(group) > 1 else group[0], address)
         for address, group in groups.items()

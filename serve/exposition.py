@@ -135,7 +135,7 @@ def read_records(records: object) -> Iterator[Record]:
 
 
 class HandlerMetrics:
-    """What handlers measure. A metric's first record, or its declaration, decides its labels.
+    """What handlers measure. A metric's declaration, else its first record, decides what it is.
 
     Args:
         hostname: the value of the label `Hostname`, which each metric has.
@@ -169,13 +169,12 @@ class HandlerMetrics:
             family = self.families[name] = Family(
                 name, kind, record.unit, (*(d for d in dimensions if d != "Hostname"), "Hostname")
             )
-        if family.kind != kind or set(family.labels) != set(dimensions):
+        if set(family.labels) != set(dimensions):
             self._refuse(
                 name,
-                f"it came as {kind} of {', '.join(dimensions)}, and is a {family.kind} of "
-                f"{', '.join(family.labels)}",
+                f"its labels are {', '.join(family.labels)}; it came with {', '.join(dimensions)}",
             )
-        elif kind == "counter" and value < 0:
+        elif family.kind == "counter" and value < 0:
             self._refuse(name, f"a counter cannot grow by {value}")
         else:
             family.add(tuple(dimensions[label] for label in family.labels), value)

@@ -168,11 +168,10 @@ class Lifecycle:
         for file in (self._state.models_file, self._state.previous_models_file):
             try:
                 content = json.loads(file.read_text(encoding="utf-8"))
-                if content["schema"] > SCHEMA:
-                    raise ValueError(
-                        f"its schema is {content['schema']}, this version reads {SCHEMA}"
-                    )
-                return [_from_entry(entry) for entry in content["models"] if _is_entry(entry)]
+                models = content["models"]
+                if (schema := content.get("schema", SCHEMA)) > SCHEMA:
+                    raise ValueError(f"its schema is {schema}, this version reads {SCHEMA}")
+                return [_from_entry(entry) for entry in models if _is_entry(entry)]
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, LookupError, TypeError) as error:

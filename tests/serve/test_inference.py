@@ -92,6 +92,28 @@ def test_an_explanation_reaches_the_handler_as_one(server: LiveServer) -> None:
     assert server.predict("echo", b"x").json()["explain"] == "False"
 
 
+def test_a_handler_sees_headers_as_the_client_spelled_them(server: LiveServer) -> None:
+    connection = http.client.HTTPConnection(*server.address, timeout=20)
+    for name in ("Content-Type", "content-type", "CONTENT-type"):  # on one connection
+        connection.request("POST", "/predictions/echo", "[1]", {name: "application/json"})
+        answer = json.loads(connection.getresponse().read())
+        assert answer["headers"][name] == answer["content_type"] == "application/json"
+        assert len([one for one in answer["headers"] if one.lower() == "content-type"]) == 1
+        assert answer["headers"]["Host"]
+    connection.close()
+
+
+def test_what_a_handler_measures_is_on_the_metrics_api(server: LiveServer) -> None:
+    labels = {"ModelName": "echo", "Level": "Model"}
+    before = server.metric("Echoes", **labels)
+    assert server.predict("echo").status_code == 200
+    assert server.metric("Echoes", **labels) == before + 1
+    only = server.metrics.get("/metrics", params={"name[]": "Echoes"}).text
+    assert [line.split()[2:] for line in only.splitlines() if "# TYPE" in line] == [
+        ["Echoes", "counter"]
+    ]
+
+
 @pytest.mark.parametrize("id", ["", "a b", "x" * 129, "\u00e9"])
 def test_a_request_id_that_does_not_belong_in_a_log_is_replaced(
     server: LiveServer, id: str
