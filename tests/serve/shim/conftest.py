@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from ts.metrics.worker_metrics import WorkerMetrics
 
 from handlers.context import Context
-from ts.metrics.worker_metrics import WorkerMetrics
 
 MakeContext = Callable[..., Context]
 
@@ -54,7 +55,5 @@ def linear(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> nn.Linear:
 @pytest.fixture(autouse=True)
 def forget_the_authors_modules(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test has files of its own under the same names."""
-    import sys
-
     for name in ("linear_net", "handler", "sibling"):
         monkeypatch.delitem(sys.modules, name, raising=False)

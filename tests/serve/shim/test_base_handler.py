@@ -11,11 +11,11 @@ import onnx
 import pytest
 import torch
 from torch import Tensor, nn
+from ts.torch_handler.base_handler import BaseHandler
+from ts.torch_handler.request_envelope.body import BodyEnvelope
 
 from handlers.context import Context
 from handlers.errors import LoadError
-from ts.torch_handler.base_handler import BaseHandler
-from ts.torch_handler.request_envelope.body import BodyEnvelope
 
 MakeContext = Callable[..., Context]
 EAGER = {"modelFile": "linear_net.py", "serializedFile": "linear.pth"}

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from handlers.context import Context
 from ts.torch_handler.request_envelope.body import BodyEnvelope
 from ts.torch_handler.request_envelope.json import JSONEnvelope
 from ts.torch_handler.request_envelope.kserve import KServeEnvelope
 from ts.torch_handler.request_envelope.kservev2 import KServev2Envelope
+
+from handlers.context import Context
 
 MakeContext = Callable[..., Context]
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from PIL import Image
 from torch import Tensor, nn
-
-from handlers.context import Context
 from ts.torch_handler.image_classifier import ImageClassifier
 from ts.torch_handler.image_segmenter import ImageSegmenter
 from ts.torch_handler.object_detector import ObjectDetector
 from ts.torch_handler.vision_handler import VisionHandler
+
+from handlers.context import Context
 
 MakeContext = Callable[..., Context]
 

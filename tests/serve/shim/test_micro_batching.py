@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-
-from handlers.context import Context
 from ts.handler_utils.micro_batching import MicroBatching
 from ts.torch_handler.base_handler import BaseHandler
+
+from handlers.context import Context
 
 MakeContext = Callable[..., Context]
 

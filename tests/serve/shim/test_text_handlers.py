@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-
-from handlers.context import Context
-from handlers.errors import LoadError
 from ts.handler_utils.text_utils import get_tokenizer, ngrams_iterator
 from ts.torch_handler.text_classifier import TextClassifier
 from ts.torch_handler.text_handler import TextHandler
+
+from handlers.context import Context
+from handlers.errors import LoadError
 
 MakeContext = Callable[..., Context]
 
