@@ -48,7 +48,9 @@ def test_a_classifier_gets_the_values_of_torchvisions_transforms(size: tuple[int
     image = picture(size=size)
     width, height = size
     short = min(size)
-    resized = image.resize((int(256 * width / short), int(256 * height / short)), Image.BILINEAR)
+    resized = image.resize(
+        (int(256 * width / short), int(256 * height / short)), Image.Resampling.BILINEAR
+    )
     left, top = round((resized.width - 224) / 2), round((resized.height - 224) / 2)
     cropped = np.asarray(resized.crop((left, top, left + 224, top + 224)))
     expected = torch.from_numpy(cropped.copy()).permute(2, 0, 1).float().div(255)
@@ -113,11 +115,11 @@ def test_a_linear_models_explanation_is_its_weights_times_the_input(
     make_context: MakeContext,
 ) -> None:
     """Integrated gradients of a linear model are exact, whatever the number of steps."""
-    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 2))
-    handler = ready(ImageClassifier, model)
+    linear = nn.Linear(4, 2)
+    handler = ready(ImageClassifier, nn.Sequential(nn.Flatten(), linear))
     rows = [{"data": [[1.0, 2.0], [3.0, 4.0]], "target": bytearray(b"1")}]
     (answer,) = handler.handle(rows, make_context(headers={"explain": "True"}))
-    expected = model[1].weight[1].detach() * torch.tensor([1.0, 2.0, 3.0, 4.0])
+    expected = linear.weight[1].detach() * torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert torch.allclose(torch.tensor(answer).flatten(), expected, atol=1e-6)
 
 
