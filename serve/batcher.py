@@ -183,6 +183,10 @@ class Engine(Protocol):
     def why_none(self) -> str | None:
         """Why no replica will come up soon, or None."""
 
+    @property
+    def idle_count(self) -> int:
+        """How many replicas would start a job at once."""
+
     def pick(self, kind: int) -> Replica | None:
         """Return the least loaded replica with room for this kind, if any has."""
 
@@ -209,7 +213,11 @@ def client_left(receive: Receive) -> bool:
 
 
 class Batcher:
-    """The queue of one model version and kind. Lives on the event loop."""
+    """The queue of one model version and kind. Lives on the event loop.
+
+    Args:
+        needs_ticket: whether a job is taken only while a replica is idle.
+    """
 
     def __init__(
         self,
@@ -220,7 +228,9 @@ class Batcher:
         batch_size: int,
         delay_s: float,
         queue_size: int,
+        needs_ticket: bool = False,
     ) -> None:
+        self._needs_ticket = needs_ticket
         self._engine = engine
         self._kind = kind
         self._metrics = metrics
@@ -257,6 +267,10 @@ class Batcher:
             )
         if (reason := self._engine.why_none) is not None:
             raise Unavailable(reason, retry_after_s=5)
+        if self._needs_ticket and self._engine.idle_count <= len(self._queue):
+            raise QueueFull(
+                "no worker is idle, and this model lets nobody wait", self._estimate_s()
+            )
         self._queue.append(job)
         if self._armed is None:
             # All requests that were read in this turn of the loop go out in one frame.

@@ -85,7 +85,16 @@ class FileNotInStore(ServeError):
 
 
 class UrlRefused(FileNotInStore):
-    """The settings do not allow to fetch from there; the message says why."""
+    """The settings do not allow to fetch from there.
+
+    Args:
+        url: what was asked for.
+        reason: why not, for operators.
+    """
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"Given URL {url} does not match any allowed URL(s)")
+        self.reason = reason
 
 
 class FetchFailed(ServeError):
@@ -172,6 +181,9 @@ class StreamBroken(ServeError):
 
 class LoadFailed(ServeError):
     """A worker could not load the model; the message is the worker's own."""
+
+    model: tuple[str, str] | None = None
+    """Name and version of what was being registered."""
 
 
 class OutOfMemory(LoadFailed):

@@ -28,6 +28,7 @@ from serve.errors import (
     BadRequest,
     CleanupTimedOut,
     FileNotInStore,
+    LoadFailed,
     RequirementsFailed,
     ServeError,
     StartError,
@@ -250,9 +251,11 @@ class Lifecycle:
                             self._registry.add(model)
                             if saves:
                                 self._save()
-                    except BaseException:
+                    except BaseException as error:
                         await model.pool.stop(0)
                         model.metrics.remove()
+                        if isinstance(error, LoadFailed):
+                            error.model = name, model.version
                         raise
         logger.info("%s registered, archive %s", model.pool.plan.label, model.digest)
         return model
@@ -431,6 +434,7 @@ class Lifecycle:
                 batch_size=config.batch_size,
                 delay_s=config.batch_delay_ms / 1000,
                 queue_size=config.queue_size,
+                needs_ticket=config.needs_ticket,
             )
             for kind in (PREDICT, EXPLAIN)
         )

@@ -80,6 +80,11 @@ class ModelConfig:
     parallel_level: int = 0
     """Shown only [parallelLevel]."""
 
+    @property
+    def uses_gpu(self) -> bool:
+        """Whether workers run on CUDA devices."""
+        return self.device != "cpu" and count_gpus() > 0
+
 
 def load_model_config(
     archive: Archive,

@@ -458,7 +458,7 @@ class Pool:
             self._sweeper = self._loop.call_later(0.1, self._sweep)
         self.least, self.most = least, max(least, most if most is not None else least)
         new: list[tuple[Seat, asyncio.Future[None]]] = []
-        while len(self.seats) < least:
+        while len(self._open_seats) < least:
             number = max((seat.number for seat in self.seats), default=0) + 1
             seat, first = Seat(number), self._loop.create_future()
             if not wait:
@@ -471,11 +471,22 @@ class Pool:
         if failures:
             await self._close([seat for seat, _ in new], 0)
             raise failures[0]
-        closing = self._loop.create_task(self._close(self.seats[self.most :], drain_timeout_s))
+        surplus = self._open_seats[self.most :]
+        for seat in surplus:
+            seat.is_closing = True
+        closing = self._loop.create_task(self._shrink(surplus, drain_timeout_s))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
         if wait:
             await closing
+
+    @property
+    def _open_seats(self) -> list[Seat]:
+        return [seat for seat in self.seats if not seat.is_closing]
+
+    async def _shrink(self, seats: Sequence[Seat], drain_timeout_s: float) -> None:
+        """End these seats; when none are left, nobody serves what still waits."""
+        await self._close(seats, drain_timeout_s)
         if (reason := self.why_none) is not None:
             self._refuse(Unavailable(reason, retry_after_s=5))
 
@@ -611,6 +622,11 @@ class Pool:
         if (self._failures >= GIVE_UP_AFTER and not self.ready_count) or not self.healthy_count:
             return f"no worker of {self.plan.label} can be started any more: {self._last_failure}"
         return None
+
+    @property
+    def idle_count(self) -> int:
+        """How many workers would start a request at once."""
+        return sum(worker.takes_work and not worker.flight for worker in self.workers)
 
     def pick(self, kind: int) -> Worker | None:
         """Return the worker to give work to: no explanation running, fewest jobs held."""

@@ -18,7 +18,6 @@ import uvloop
 
 from archiver import ArchiveError
 from serve.app import Server, create_server
-from serve.auth import make_keys
 from serve.errors import ServeError, StartError
 from serve.settings import Settings
 from serve.state import StateDir, write_json
@@ -39,13 +38,14 @@ def run(settings: Settings, report: Report) -> int:
 
     Args:
         settings: what to serve and where.
-        report: told about each step: {"event": "started" | "loading" | "ready" | "error", …};
-            started means that the ports are open.
+        report: told about each step: {"event": …}: locked when the state folder is held, started
+            when the ports are open, loading, ready, error.
     """
     state = StateDir(settings.state_dir)
     try:
         state.create()
         with state.lock():
+            report({"event": "locked"})
             uvloop.run(_serve(settings, state, report))
     except (ServeError, ArchiveError) as error:
         logger.error("%s", error)
@@ -63,7 +63,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report) -> None:
     """Start, wait for the signal to stop, stop."""
     shutil.rmtree(state.unpacked, ignore_errors=True)
     state.unpacked.mkdir(mode=0o700)
-    server = create_server(settings, make_keys(state.key_file))
+    server = create_server(settings)
     stop = _watch_signals()
     about = _describe(server, state, settings)
 
@@ -117,7 +117,7 @@ def _describe(server: Server, state: StateDir, settings: Settings) -> Event:
         "pid": os.getpid(),
         "inference": server.inference.url,
         "management": server.management.url,
-        "metrics": server.metrics.url,
+        "metrics": server.metrics.url if server.metrics else None,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "key_file": str(state.key_file),
         "log": str(state.log_file),

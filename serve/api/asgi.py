@@ -38,6 +38,14 @@ Scope = MutableMapping[str, Any]
 Headers = list[tuple[bytes, bytes]]
 Answer = tuple[int, Headers, bytes]
 """Status, headers and body."""
+Check = Callable[[str, Headers], None]
+"""Called with path and headers; raises Unauthorized unless the request may pass."""
+
+
+def open_to_all(path: str, headers: Headers) -> None:
+    """Check nothing."""
+
+
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -55,10 +63,12 @@ _count = itertools.count(secrets.randbits(32))
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
-def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the client's own request id when it is harmless, else a new one."""
+def request_id(
+    headers: Iterable[tuple[bytes, bytes]], pattern: re.Pattern[bytes] = _REQUEST_ID
+) -> str:
+    """Return the client's own request id when it has this form, else a new one."""
     for name, value in headers:
-        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+        if name == b"x-request-id" and pattern.fullmatch(value):
             return value.decode()
     return f"{_RUN}{next(_count):012x}"
 
@@ -92,9 +102,12 @@ class Front:
         phase: shared with the server.
     """
 
-    def __init__(self, check: TokenCheck, phase: Phase) -> None:
+    def __init__(self, check: Check, phase: Phase) -> None:
         self.on_status: Callable[[int], None] | None = None
         """Told the status of every answer; TorchServe counts them."""
+        self.closes_after_errors = False
+        self.more_headers: Headers = []
+        """On every answer."""
         self.check = check
         self.phase = phase
 
@@ -102,10 +115,14 @@ class Front:
         """Return status, headers and body for an error."""
         return error_answer(error, id)
 
-    def headers(self, id: str) -> Headers:
-        """Return the headers that every answer has."""
-        headers = [(b"x-request-id", id.encode()), *COMMON_HEADERS]
-        if self.phase.is_draining:
+    def closes(self, status: int) -> bool:
+        """Tell whether an answer is the last on its connection."""
+        return self.phase.is_draining or (self.closes_after_errors and status >= 400)
+
+    def headers(self, id: str, status: int) -> Headers:
+        """Return the headers that every answer of this status has."""
+        headers = [(b"x-request-id", id.encode()), *COMMON_HEADERS, *self.more_headers]
+        if self.closes(status):
             headers.append((b"connection", b"close"))
         return headers
 
@@ -116,11 +133,11 @@ class Front:
         if self.on_status is not None:
             self.on_status(status)
         if not isinstance(body, bytes):
-            await send_stream(send, status, [*headers, *self.headers(id)], body, id)
+            await send_stream(send, status, [*headers, *self.headers(id, status)], body, id)
             return
-        headers = [*headers, (b"content-length", b"%d" % len(body)), *self.headers(id)]
+        headers = [*headers, (b"content-length", b"%d" % len(body)), *self.headers(id, status)]
         extensions = scope.get("extensions")
-        if extensions and not self.phase.is_draining:
+        if extensions and not self.closes(status):
             at_once = extensions.get(ANSWER)
             if at_once is not None and at_once(status, headers, body):
                 return
@@ -184,7 +201,7 @@ class Api(Front, FastAPI):
             if message["type"] == "http.response.start":
                 if self.on_status is not None:
                     self.on_status(message["status"])
-                message["headers"] = [*message["headers"], *self.headers(id)]
+                message["headers"] = [*message["headers"], *self.headers(id, message["status"])]
             await send(message)
 
         await FastAPI.__call__(self, scope, receive, send_with_headers)

@@ -17,6 +17,7 @@ from fastapi.responses import Response
 from serve import wire
 from serve.api.asgi import (
     Api,
+    Check,
     Front,
     Headers,
     Phase,
@@ -63,7 +64,7 @@ class Answering(Front):
         self,
         registry: Registry,
         metrics: Metrics,
-        check: TokenCheck,
+        check: Check,
         phase: Phase,
         max_request_bytes: int,
     ) -> None:
@@ -97,6 +98,10 @@ class Answering(Front):
             self._metrics.unrouted.labels(str(answer[0])).inc()
         await self.send_answer(scope, send, id, *answer)
 
+    def word(self, error: Exception, path: list[str]) -> Exception:
+        """Return what is said of an error of the model and version that `path` begins with."""
+        return error
+
     def _find(self, name: str, version: str | None) -> ModelVersion:
         try:
             return self._models.get(name, version)
@@ -106,19 +111,28 @@ class Answering(Front):
             raise
 
     async def answer(
-        self, scope: Scope, receive: Receive, kind: int, path: list[str], id: str, flags: int = 0
+        self,
+        scope: Scope,
+        receive: Receive,
+        kind: int,
+        path: list[str],
+        id: str,
+        flags: int = 0,
+        parts: list[bytes] | None = None,
     ) -> tuple[int, Headers, bytes | Stream]:
         """Queue one request and return its answer, or what of it has come when it is streamed.
 
         Args:
             path: model, version (optional), rest (optional).
             flags: of `wire`, for the worker.
+            parts: the body, where it has been read already.
 
         Raises:
             ModelNotFound, VersionNotFound, BodyTooLarge, ClientLeft.
         """
         model = self._find(path[0], path[1] if len(path) > 1 and path[1] else None)
-        parts = await read_body(scope, receive, self._max_request_bytes)
+        if parts is None:
+            parts = await read_body(scope, receive, self._max_request_bytes)
         began = monotonic()
         metrics = model.metrics.kinds[kind]
         torchserve = self._metrics.torchserve
@@ -127,7 +141,7 @@ class Answering(Front):
             torchserve.accepted(model.name, version)
         job = Job(
             kind,
-            _pack_head(scope, "/".join(path[2:]), id),
+            pack_head(scope, "/".join(path[2:]), id),
             parts,
             receive,
             began,
@@ -143,7 +157,7 @@ class Answering(Front):
             raise ClientLeft from None
         except Exception as error:
             metrics.answered(http_status(error)[0], monotonic() - began)
-            return self.form_error(error, id)
+            return self.form_error(self.word(error, path), id)
         took_s = monotonic() - began
         metrics.answered(reply.status, took_s)
         if torchserve is not None:
@@ -178,7 +192,7 @@ class Inference(Answering, Api):
         await Api.__call__(self, scope, receive, send)
 
 
-def _pack_head(scope: Scope, rest: str, id: str) -> bytes:
+def pack_head(scope: Scope, rest: str, id: str) -> bytes:
     """Pack what a worker needs of the request's head; `worker.request` reads it."""
     # The path is decoded already and may hold a NUL, which separates the fields.
     fields = [rest.replace("\0", "%00").encode(), scope["query_string"], id.encode()]
@@ -222,7 +236,7 @@ async def refuse_body(api: Front, receive: Receive, send: Send, id: str, error: 
     status, headers, body = api.form_error(error, id)
     headers = [pair for pair in headers if pair[0] != b"connection"]
     headers += [(b"content-length", str(len(body)).encode()), (b"connection", b"close")]
-    headers += [pair for pair in api.headers(id) if pair[0] != b"connection"]
+    headers += [pair for pair in api.headers(id, status) if pair[0] != b"connection"]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": True})
     size = 0

@@ -103,7 +103,7 @@ class UrlRules:
         text = str(url)
         matching = [pattern for pattern in self._patterns if pattern.fullmatch(text)]
         if not matching:
-            raise UrlRefused(f"Given URL {text} does not match any allowed URL(s)")
+            raise UrlRefused(text, "no pattern of allowed_urls matches it")
         if url.scheme == "file":
             return []
         addresses = _resolve(url)
@@ -112,8 +112,9 @@ class UrlRules:
         for address in addresses:
             if not _is_public(address):
                 raise UrlRefused(
-                    f"Given URL {text} does not match any allowed URL(s): its host is {address}, "
-                    "which is not public; only a pattern that names the host itself allows that"
+                    text,
+                    f"its host is {address}, which is not public; only a pattern of allowed_urls "
+                    "that names the host itself allows that",
                 )
         return addresses
 
@@ -131,27 +132,27 @@ def parse_url(text: str) -> Url:
         UrlRefused: the message says what is wrong.
     """
     if not text.isascii() or not text.isprintable() or set(text) & set(' \\"<>^`{|}#'):
-        raise UrlRefused(f"URL {text!r}: a character that must be written as %XX, or a fragment")
+        raise UrlRefused(text, "it holds a fragment, or a character that is to be written as %XX")
     try:
         parts = urlsplit(text)
         port = parts.port
     except ValueError as error:
-        raise UrlRefused(f"URL {text}: {error}") from error
+        raise UrlRefused(text, str(error)) from error
     scheme, path = parts.scheme.lower(), unquote(parts.path)
     if scheme not in SCHEMES:
-        raise UrlRefused(f"URL {text}: expected one of {', '.join(SCHEMES)}")
-    if not path.isprintable() or "\\" in path or "%" in path or "//" in path:
-        raise UrlRefused(f"URL {text}: its path cannot be read in one way only")
+        raise UrlRefused(text, f"expected one of {', '.join(SCHEMES)}")
+    if not path.isprintable() or "\\" in path or "%" in path:
+        raise UrlRefused(text, "its path can be read in more than one way")
     if not path.startswith("/") or {".", ".."} & set(path.split("/")):
-        raise UrlRefused(f"URL {text}: its path is not absolute")
+        raise UrlRefused(text, "its path is not absolute")
     if scheme == "file":
         if parts.netloc or parts.query:
-            raise UrlRefused(f"URL {text}: expected file:///path")
+            raise UrlRefused(text, "expected file:///path")
         return Url("file", "", 0, path, "")
     host = parts.netloc.lower()
     host = host[: -len(f":{port}")] if port is not None else host
     if not _HOST.fullmatch(host):
-        raise UrlRefused(f"URL {text}: expected a host name or address, got {host!r}")
+        raise UrlRefused(text, f"expected a host name or address, got {host!r}")
     return Url(scheme, host, port if port is not None else PORTS[scheme], path, parts.query)
 
 
@@ -170,7 +171,7 @@ def fetch_archive(
     rules.check(url)
     name = url.path.rpartition("/")[2]
     if name.startswith(".") or file_name_problem(name):
-        raise UrlRefused(f"URL {location}: its last part is no name for a file")
+        raise UrlRefused(location, "its last part is no name for a file")
     target = store / name
     if target.exists():
         raise FileExists(name)
@@ -278,9 +279,12 @@ def _check_cost(size: int, seconds: float, limits: Limits) -> None:
 
 def _follow(url: Url, location: str) -> Url:
     try:
-        return parse_url(urljoin(str(url), location))
+        following = parse_url(urljoin(str(url), location))
     except ValueError as error:
-        raise UrlRefused(f"redirected to {location!r}: {error}") from error
+        raise UrlRefused(location, f"a redirection to it: {error}") from error
+    if following.scheme == "file":
+        raise UrlRefused(location, f"{url} redirects to a file of this machine")
+    return following
 
 
 def _connect(url: Url, addresses: list[str], timeout_s: float) -> http.client.HTTPConnection:

@@ -22,6 +22,9 @@ MODEL_LOG = "MODEL_LOG"
 MODEL_METRICS = "MODEL_METRICS"
 TS_METRICS = "TS_METRICS"
 
+_access_log = logging.getLogger(ACCESS_LOG)
+_model_log = logging.getLogger(MODEL_LOG)
+
 WITH_THREAD = "{time} [{level:<5}] {thread} {logger} - "
 WITH_LOGGER = "{time} [{level:<5}] {logger} - "
 BARE = "{time} - "
@@ -98,6 +101,9 @@ class _Sender(logging.Handler):
         """Let the thread come to the end of what waits."""
         self._queue.put(None)
         self.thread.join(CLOSE_TIMEOUT_S)
+        if not self.thread.is_alive():
+            for handler in (*self._files.values(), self._rest):
+                handler.close()
 
 
 class _Console(logging.Handler):
@@ -179,9 +185,16 @@ def log_access(client: object, method: str, target: str, status: int, seconds: f
         seconds: from the request's last header to the answer.
     """
     address = "/{}:{}".format(*client) if isinstance(client, tuple) else "/unix"
-    logging.getLogger(ACCESS_LOG).info(
-        '%s "%s %s HTTP/1.1" %d %d', address, method, target, status, round(1000 * seconds)
-    )
+    text = f'{address} "{method} {target} HTTP/1.1" {status} {round(1000 * seconds)}'
+    _log(_access_log, logging.INFO, text)
+
+
+def _log(to: logging.Logger, level: int, text: str, thread: str | None = None) -> None:
+    """Log without looking for the calling line, which would take most of the time."""
+    record = to.makeRecord(to.name, level, "", 0, text, (), None)
+    if thread is not None:
+        record.threadName = thread
+    to.handle(record)
 
 
 class WorkerOutput:
@@ -224,10 +237,7 @@ class WorkerOutput:
 
     def _log(self, text: str) -> None:
         self.last_line = text.rstrip().rpartition("\n")[2]
-        log = logging.getLogger(MODEL_LOG)
-        record = log.makeRecord(log.name, self._level, "", 0, text, (), None)
-        record.threadName = self._thread
-        log.handle(record)
+        _log(_model_log, self._level, text, self._thread)
 
     def finish(self) -> None:
         """Log the rest, after the worker has ended, and close the pipe."""

@@ -12,8 +12,8 @@ from typing import Any
 
 from serve.errors import StartError
 from serve.model_config import count_gpus
-from serve.server import run
 from serve.settings import Settings
+from serve.state import StateDir
 from serve.torchserve import TORCHSERVE_VERSION, launcher
 from serve.torchserve.arguments import parse_command_line
 from serve.torchserve.configuration import Configuration, load_configuration
@@ -37,15 +37,27 @@ def main() -> int:
         _say(f"Invalid configuration: {error}")
         return 1
     threading.current_thread().name = "main"
+    if StateDir(configuration.settings.state_dir).is_locked():
+        _say(launcher.ALREADY_RUNNING)
+        return 1
     logs.start()
     if given.log_config:
         logger.warning("--log-config has no effect: log4j is a Java library")
     for notice in configuration.notices:
         logger.warning("%s", notice)
     logger.info("\n%s", "\n".join(_describe(configuration, own)))
+    if not own.disable_token_authorization:
+        is_open = own.disable_token_authorization is None and configuration.settings.is_loopback
+        logger.info(
+            "requests need the keys of %s%s; --disable-token-auth lets everybody in",
+            own.directory / "key_file.json",
+            ", those for predictions from this machine none" if is_open else "",
+        )
 
     def report(event: dict[str, Any]) -> None:
-        if event["event"] == "started":
+        if event["event"] == "locked":
+            launcher.write_pid()
+        elif event["event"] == "started":
             _say("Model server started.")
             if started != "-":
                 os.write(int(started), b"1")
@@ -53,11 +65,12 @@ def main() -> int:
         elif event["event"] == "error":
             _say(event["message"])
 
+    from serve.server import run  # the web framework, once it is sure to be needed
+
     code = run(configuration.settings, report)
     logger.info("Torchserve stopped.")
     logs.close()
-    if launcher.read_pid() == os.getpid():
-        launcher.pid_file().unlink(missing_ok=True)
+    launcher.remove_pid()
     return code
 
 

@@ -9,14 +9,16 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from serve.errors import StartError
-from serve.registry import ModelVersion, Registry
 from serve.state import write_text
 from serve.torchserve import TORCHSERVE_VERSION
 from serve.torchserve.properties import format_properties
 from serve.torchserve.settings import TorchServeSettings
+
+if TYPE_CHECKING:  # what reads snapshots at the start does without all that
+    from serve.registry import ModelVersion, Registry
 
 logger = logging.getLogger(__name__)
 

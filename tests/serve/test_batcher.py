@@ -39,6 +39,7 @@ class Engine:
     def __init__(self, *rooms: int) -> None:
         self.replicas = [Replica(room) for room in rooms]
         self.why_none: str | None = None
+        self.idle_count = 0
         self.cost_s = 0.0
 
     @property
@@ -283,5 +284,18 @@ def test_the_time_in_the_queue_is_measured_for_what_was_handed_over() -> None:
         found = metrics.registry.get_sample_value(name, labels)
         assert found is not None
         return found
+
+    asyncio.run(scenario())
+
+
+def test_where_a_ticket_is_needed_a_job_is_taken_only_for_an_idle_replica() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        engine.idle_count = 1
+        batcher = make(engine, needs_ticket=True)
+        batcher.submit(job(0))
+        with pytest.raises(QueueFull, match="no worker is idle"):
+            batcher.submit(job(1))
+        assert batcher.waiting == 1
 
     asyncio.run(scenario())
