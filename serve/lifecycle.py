@@ -602,4 +602,7 @@ def _torchserve_variables(own: TorchServeSettings) -> dict[str, str]:
         "TS_DECODE_INPUT_REQUEST": str(own.decode_input_request).lower(),
         "TS_IPEX_ENABLE": "false",
         "TS_IPEX_GPU_ENABLE": "false",
+        "TS_REQUEST_SEQUENCE_ID": own.ts_header_key_sequence_id,
+        "TS_REQUEST_SEQUENCE_START": own.ts_header_key_sequence_start,
+        "TS_REQUEST_SEQUENCE_END": own.ts_header_key_sequence_end,
     }

@@ -13,9 +13,10 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 ACCESS_LOG = "ACCESS_LOG"
 MODEL_LOG = "MODEL_LOG"
@@ -132,9 +133,8 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's lines."""
-        moment = time.localtime(record.created)
         prefix = self._prefix.format(
-            time=f"{time.strftime('%Y-%m-%dT%H:%M:%S', moment)},{int(record.msecs):03d}",
+            time=f"{_second(int(record.created))},{int(record.msecs):03d}",
             level=LEVELS.get(record.levelname, record.levelname),
             thread=record.threadName,
             logger=record.name,
@@ -145,6 +145,17 @@ class _Formatter(logging.Formatter):
         if record.name == MODEL_LOG:  # many lines of a worker at once
             message = message.replace("\n", "\n" + prefix)
         return prefix + message
+
+
+@lru_cache(maxsize=4)
+def _second(since_epoch: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_epoch))
+
+
+@lru_cache(maxsize=4)
+def _day(quarter: int) -> tuple[int, ...]:
+    """Return the date of a quarter of an hour since the epoch; in no zone it changes within one."""
+    return time.localtime(900 * quarter)[:3]
 
 
 class _DailyFile(RotatingFileHandler):
@@ -158,15 +169,15 @@ class _DailyFile(RotatingFileHandler):
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802 - logging's name
         """Tell whether the next line belongs into a new file."""
-        day = time.localtime(record.created)[:3]
+        day = _day(int(record.created) // 900)
         if day != self._day:
             self._day = day
             return Path(self.baseFilename).stat().st_size > 0
-        return bool(super().shouldRollover(record))
+        return self.stream is not None and self.stream.tell() >= FILE_BYTES
 
     @staticmethod
-    def _written_on(file: Path) -> tuple[Any, ...]:
-        return time.localtime(file.stat().st_mtime)[:3]
+    def _written_on(file: Path) -> tuple[int, ...]:
+        return _day(int(file.stat().st_mtime) // 900)
 
 
 def _file(file: Path, prefix: str) -> logging.Handler:

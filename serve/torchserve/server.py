@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import stat
@@ -40,12 +41,15 @@ def main() -> int:
     if StateDir(configuration.settings.state_dir).is_locked():
         _say(launcher.ALREADY_RUNNING)
         return 1
+    if own.number_of_gpu is not None:
+        limit_gpus(own.number_of_gpu)
     logs.start()
     if given.log_config:
         logger.warning("--log-config has no effect: log4j is a Java library")
     for notice in configuration.notices:
         logger.warning("%s", notice)
     logger.info("\n%s", "\n".join(_describe(configuration, own)))
+    logger.info("gRPC is not served: its ports, 7070 and 7071 in TorchServe, stay closed")
     if not own.disable_token_authorization:
         is_open = own.disable_token_authorization is None and configuration.settings.is_loopback
         logger.info(
@@ -72,6 +76,13 @@ def main() -> int:
     logs.close()
     launcher.remove_pid()
     return code
+
+
+def limit_gpus(count: int) -> None:
+    """Let this process, and the workers that inherit its environment, see the first GPUs only."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = map(str, range(count_gpus())) if visible is None else visible.split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(itertools.islice(seen, count))
 
 
 def _claim(folder: Path) -> None:
@@ -102,7 +113,7 @@ def _describe(configuration: Configuration, own: TorchServeSettings) -> list[str
     def said(key: str, default: object = "N/A") -> str:
         return own.properties.get(key) or str(default)
 
-    gpus = count_gpus() if own.number_of_gpu is None else min(count_gpus(), own.number_of_gpu)
+    gpus = count_gpus()
     facts: dict[str, object] = {
         "Torchserve version": TORCHSERVE_VERSION,
         "TS Home": Path(__file__).parents[2],
