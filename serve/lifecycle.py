@@ -305,6 +305,7 @@ class Lifecycle:
             LoadFailed: a new worker could not load; nothing was changed.
         """
         async with self._locks[model.name]:
+            self._registry.refuse_gone(model)
             pool = model.pool
             before = pool.least, pool.most
             drain_s = self._settings.drain_timeout_s

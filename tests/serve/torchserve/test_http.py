@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import random
 import threading
 import zipfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from http.server import HTTPServer, SimpleHTTPRequestHandler
 from pathlib import Path
@@ -505,3 +507,31 @@ def test_what_management_does_not_do(
 
 def test_a_model_that_fails_at_the_start_is_logged_and_the_server_goes_on(home: Home) -> None:
     assert "Failed to load model: absent.mar" in home.output.read_text(encoding="utf-8")
+
+
+def test_many_operators_at_once_get_only_answers_that_are_documented(home: Home) -> None:
+    path = "/models/crowd"
+    changes = [
+        ("POST", "/models?url=echo.mar&model_name=crowd&initial_workers=0", (200, 409)),
+        ("POST", "/models?url=two.mar&model_name=crowd&initial_workers=0", (200, 409)),
+        ("DELETE", path, (200, 403, 404)),
+        ("DELETE", f"{path}/2.0", (200, 403, 404)),
+        ("PUT", f"{path}?min_worker=0&synchronous=true", (200, 404)),
+        ("PUT", f"{path}/2.0/set-default", (200, 404)),
+        ("GET", f"{path}/all", (200, 404)),
+    ]
+
+    def operate(seed: int) -> None:
+        dice = random.Random(seed)
+        with home.client("management") as client:
+            for method, place, documented in dice.choices(changes, k=40):
+                answer = client.request(method, place)
+                assert answer.status_code in documented, (method, place, answer.text)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(operate, range(8)))
+    with home.client("management") as client:
+        client.put(f"{path}/2.0/set-default")
+        client.delete(f"{path}/1.0")
+        client.delete(path)
+        assert client.get(path).status_code == 404
