@@ -213,6 +213,7 @@ class Worker(asyncio.Protocol):
 
     def _exited(self) -> None:
         """The process has ended: reap it. Replies that it had sent may still be on their way."""
+        self.is_ready = False
         assert self._process is not None
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
@@ -284,7 +285,7 @@ class Worker(asyncio.Protocol):
 
     def _control(self, item: wire.Item) -> None:
         message = wire.decode_control(item)
-        if item.code == wire.METRICS and self.is_ready:
+        if item.code == wire.METRICS and self.loaded.done():
             self._pool.metrics.reported(message.get("records"), monotonic() - self.busy_since)
         elif self.loaded.done():
             raise wire.WireError(f"control message {item.code} from a worker that is loaded")

@@ -132,10 +132,15 @@ class Front:
         """Send a whole answer, in one piece where the connection can, or a streamed one."""
         if self.on_status is not None:
             self.on_status(status)
+        common = self.headers(id, status)
+        if len(headers) > 1 or (headers and headers[0][0] != b"content-type"):
+            # What a handler says, of caching for instance, counts.
+            own = {name for name, _ in headers}
+            common = [pair for pair in common if pair[0] not in own]
         if not isinstance(body, bytes):
-            await send_stream(send, status, [*headers, *self.headers(id, status)], body, id)
+            await send_stream(send, status, [*headers, *common], body, id)
             return
-        headers = [*headers, (b"content-length", b"%d" % len(body)), *self.headers(id, status)]
+        headers = [*headers, (b"content-length", b"%d" % len(body)), *common]
         extensions = scope.get("extensions")
         if extensions and not self.closes(status):
             at_once = extensions.get(ANSWER)

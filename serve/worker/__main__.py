@@ -107,6 +107,9 @@ def _enter(folder: Path) -> None:
     """Make the archive's folder the working folder and the first place for imports."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
+    # For processes that the handler starts.
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), inherited)))
     for name in OURS:
         if (folder / f"{name}.py").exists() or (folder / name).is_dir():
             for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:

@@ -209,7 +209,7 @@ def test_a_name_that_resolves_to_an_internal_address_is_refused(
         public = (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("93.184.216.34", 80))
         return [public, (socket.AF_INET, socket.SOCK_STREAM, 6, "", ("10.1.2.3", 80))]
 
-    monkeypatch.setattr(fetch.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
     with pytest.raises(UrlRefused) as caught:
         UrlRules(["http://.*"]).check(parse_url("http://rebind.example/m.mar"))
     assert "10.1.2.3, which is not public" in caught.value.reason

@@ -14,7 +14,6 @@ from archiver import open_archive
 from serve.errors import BadModelConfig
 from serve.model_config import ModelConfig, Options, load_model_config
 from serve.settings import Settings
-from serve.torchserve.settings import TorchServeSettings
 
 
 def load(
@@ -32,11 +31,12 @@ def load(
             model["configFile"] = "c.yaml"
             zipped.writestr("c.yaml", yaml)
         zipped.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
-    dialect = TorchServeSettings(directory=folder, models={"m": {"1.0": listed or {}}})
+    dialect = {"directory": folder, "models": {"m": {"1.0": listed or {}}}}
+    given = {"torchserve": dialect, "device": "cpu", **(settings or {})}
     with open_archive(folder / "m.mar") as archive:
         return load_model_config(
             archive,
-            Settings(torchserve=dialect, device="cpu", **(settings or {})),
+            Settings.model_validate(given),
             Options(**said),
             "m",
             at_start,
