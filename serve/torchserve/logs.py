@@ -1,12 +1,13 @@
 """TorchServe's five log files, and the same lines on standard output.
 
-Lines are handed to a thread that writes them: a full disk or a reader that stopped reading holds
-up no request. What it cannot write in time is lost, and counted.
+Lines are handed to threads that write them: neither a slow disk nor a reader that stopped reading
+holds up a request, or the other one's lines. What cannot be written in time is lost, and counted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import queue
@@ -41,7 +42,7 @@ LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}
 
 
 class Logs:
-    """The thread that writes, and the files it writes to.
+    """The five files and standard output, each side with a thread that writes.
 
     Args:
         log_dir: folder of access_log.log, ts_log.log and model_log.log.
@@ -55,29 +56,30 @@ class Logs:
             MODEL_METRICS: _file(metrics_dir / "model_metrics.log", BARE),
             TS_METRICS: _file(metrics_dir / "ts_metrics.log", BARE),
         }
-        self._sender = _Sender(files, _file(log_dir / "ts_log.log", WITH_THREAD))
+        rest = _file(log_dir / "ts_log.log", WITH_THREAD)
+        self._writers = [_Aside(_Files(files, rest)), _Aside(_Console())]
 
     def start(self) -> None:
         """Take over what this process logs."""
         logging.raiseExceptions = False  # a terminal that has gone is no reason for a traceback
         root = logging.getLogger()
-        root.handlers = [self._sender]
+        root.handlers = [*self._writers]
         root.setLevel(logging.INFO)
-        self._sender.thread.start()
+        for writer in self._writers:
+            writer.thread.start()
 
     def close(self) -> None:
         """Write what waits, as far as it can be written soon."""
-        self._sender.finish()
+        for writer in self._writers:
+            writer.finish()
 
 
-class _Sender(logging.Handler):
-    """Hands records to the thread that writes them."""
+class _Aside(logging.Handler):
+    """Lets another handler write in a thread of its own."""
 
-    def __init__(self, files: Mapping[str, logging.Handler], rest: logging.Handler) -> None:
+    def __init__(self, handler: logging.Handler) -> None:
         super().__init__()
-        self._files = files
-        self._rest = rest
-        self._console = _Console()
+        self._handler = handler
         self._queue: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
         self._lost = 0
         self.thread = threading.Thread(target=self._write, name="log", daemon=True)
@@ -92,8 +94,7 @@ class _Sender(logging.Handler):
 
     def _write(self) -> None:
         while (record := self._queue.get()) is not None:
-            for handler in (self._files.get(record.name, self._rest), self._console):
-                handler.handle(record)
+            self._handler.handle(record)
             if self._lost and self._queue.empty():
                 lost, self._lost = self._lost, 0
                 logging.getLogger(__name__).warning("%d log lines came too fast and are lost", lost)
@@ -103,8 +104,26 @@ class _Sender(logging.Handler):
         self._queue.put(None)
         self.thread.join(CLOSE_TIMEOUT_S)
         if not self.thread.is_alive():
-            for handler in (*self._files.values(), self._rest):
-                handler.close()
+            self._handler.close()
+
+
+class _Files(logging.Handler):
+    """Writes each record to the file of its logger."""
+
+    def __init__(self, files: Mapping[str, logging.Handler], rest: logging.Handler) -> None:
+        super().__init__()
+        self._files = files
+        self._rest = rest
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Pass a record on; the file has a lock of its own."""
+        return bool(self._files.get(record.name, self._rest).handle(record))
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in (*self._files.values(), self._rest):
+            file.close()
+        super().close()
 
 
 class _Console(logging.Handler):
@@ -114,14 +133,13 @@ class _Console(logging.Handler):
         super().__init__()
         self.setFormatter(_Formatter(WITH_THREAD))
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write one record."""
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Write a record; without the lock, for which `logging.shutdown` would wait for ever."""
         text = memoryview((self.format(record) + "\n").encode(errors="replace"))
-        try:
+        with contextlib.suppress(OSError):  # nobody reads any more
             while text:
                 text = text[os.write(1, text) :]
-        except OSError:
-            return  # nobody reads any more
+        return True
 
 
 class _Formatter(logging.Formatter):

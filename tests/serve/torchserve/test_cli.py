@@ -223,6 +223,26 @@ def test_in_the_foreground_the_command_is_the_server(home: Home) -> None:
         assert "Torchserve stopped." in process.stdout.read()
 
 
+def test_a_reader_that_stopped_reading_holds_up_nothing(home: Home) -> None:
+    ports = "".join(f"{key}={value}\n" for key, value in ANY_PORTS.items())
+    (home.folder / "config.properties").write_text(f"{ports}disable_system_metrics=true")
+    process = subprocess.Popen(
+        [*COMMAND, "--ncs", "--model-store", str(home.store)],
+        cwd=home.folder,
+        env=home.environment(),
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.wait(30) == 0
+        path = f"/{'x' * 4000}"  # in the access log: more than the pipe holds
+        with home.client() as client:
+            assert {client.get(path).status_code for _ in range(40)} == {404}
+        log = home.logs / "access_log.log"
+        poll(lambda: log.read_text().count(path) == 40, "the file has every line")
+        assert home.run("--stop") == (0, "TorchServe has stopped.\n")
+
+
 def test_a_server_that_got_sigterm_leaves_nothing_behind(home: Home) -> None:
     home.start("--ncs")
     pid = home.pid
