@@ -129,6 +129,7 @@ class Lifecycle:
         for each, model in zip(wanted, models, strict=True):
             if model is not None and (each.is_default or model.name not in defaults):
                 defaults[model.name] = model.version
+        self._registry.arrange(model for model in models if model is not None)
         for name, version in defaults.items():
             self._registry.set_default(name, version)
         self._save("startup")

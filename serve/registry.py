@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -110,6 +110,12 @@ class Registry:
         del versions[model.version]
         if not versions:
             del self._models[model.name], self._defaults[model.name]
+
+    def arrange(self, models: Iterable[ModelVersion]) -> None:
+        """Put versions in this order; they were registered at once, in whatever order that gave."""
+        for model in models:
+            versions = self._models[model.name]
+            versions[model.version] = versions.pop(model.version)
 
     def set_default(self, name: str, version: str) -> None:
         """Make a version the one that answers when a request names none."""
