@@ -13,6 +13,7 @@ from serve.api.health import OPEN_PATHS, health_routes
 from serve.api.inference import Inference
 from serve.api.management import create_management
 from serve.api.metrics import create_metrics
+from serve.api.oip import oip_routes
 from serve.auth import TokenCheck, make_keys
 from serve.lifecycle import Lifecycle
 from serve.listener import Access, Listener
@@ -88,6 +89,7 @@ def _our_listeners(
         settings.max_request_bytes,
     )
     inference_api.include_router(health_routes(registry, phase))
+    inference_api.include_router(oip_routes(registry, phase))
     management_api = create_management(registry, lifecycle, TokenCheck(operator_key), phase)
     metrics_api = create_metrics(metrics, TokenCheck(client_key), phase)
     apis = (inference_api, management_api, metrics_api)

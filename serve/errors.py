@@ -219,6 +219,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     DeadlinePassed: (504, "RequestTimeoutException"),
     WorkerDied: (500, "InternalServerException"),
     WorkerKilled: (507, "InternalServerException"),
+    StreamBroken: (500, "InternalServerException"),
     LoadFailed: (500, "InternalServerException"),
     OutOfMemory: (507, "InternalServerException"),
     CleanupTimedOut: (408, "RequestTimeoutException"),

@@ -168,11 +168,10 @@ class Lifecycle:
         for file in (self._state.models_file, self._state.previous_models_file):
             try:
                 content = json.loads(file.read_text(encoding="utf-8"))
-                if content["schema"] > SCHEMA:
-                    raise ValueError(
-                        f"its schema is {content['schema']}, this version reads {SCHEMA}"
-                    )
-                return [_from_entry(entry) for entry in content["models"] if _is_entry(entry)]
+                models = content["models"]
+                if (schema := content.get("schema", SCHEMA)) > SCHEMA:
+                    raise ValueError(f"its schema is {schema}, this version reads {SCHEMA}")
+                return [_from_entry(entry) for entry in models if _is_entry(entry)]
             except FileNotFoundError:
                 continue
             except (OSError, ValueError, LookupError, TypeError) as error:
@@ -306,6 +305,7 @@ class Lifecycle:
             LoadFailed: a new worker could not load; nothing was changed.
         """
         async with self._locks[model.name]:
+            self._registry.refuse_gone(model)
             pool = model.pool
             before = pool.least, pool.most
             drain_s = self._settings.drain_timeout_s
@@ -603,4 +603,7 @@ def _torchserve_variables(own: TorchServeSettings) -> dict[str, str]:
         "TS_DECODE_INPUT_REQUEST": str(own.decode_input_request).lower(),
         "TS_IPEX_ENABLE": "false",
         "TS_IPEX_GPU_ENABLE": "false",
+        "TS_REQUEST_SEQUENCE_ID": own.ts_header_key_sequence_id,
+        "TS_REQUEST_SEQUENCE_START": own.ts_header_key_sequence_start,
+        "TS_REQUEST_SEQUENCE_END": own.ts_header_key_sequence_end,
     }

@@ -208,10 +208,10 @@ def _pair(values: _Values) -> tuple[int, int]:
 
 def _device(values: _Values, server: str) -> str:
     wanted = values.values.get("deviceType")
-    if wanted is None or server == "cpu":
-        return server
-    if wanted not in ("cpu", "gpu"):
+    if wanted is not None and wanted not in ("cpu", "gpu"):
         logger.warning("Invalid deviceType: %s, should be cpu, or gpu", wanted)
+        return server
+    if wanted is None or server == "cpu":
         return server
     return "cuda" if wanted == "gpu" and count_gpus() else "cpu"
 

@@ -82,6 +82,15 @@ class Registry:
         if version in self._models.get(name, {}):
             raise Conflict(f"Model version {version} is already registered for model {name}")
 
+    def refuse_gone(self, model: ModelVersion) -> None:
+        """Raise when a version has been removed, by somebody who was faster.
+
+        Raises:
+            ModelNotFound, VersionNotFound.
+        """
+        if self.get(model.name, model.version) is not model:
+            raise VersionNotFound(model.name, model.version)
+
     def refuse_default(self, model: ModelVersion) -> None:
         """Raise DefaultVersion when the version is the default and not the only one."""
         if self.is_default(model) and len(self._models[model.name]) > 1:
@@ -95,6 +104,7 @@ class Registry:
 
     def remove(self, model: ModelVersion) -> None:
         """Forget a version."""
+        self.refuse_gone(model)
         self.refuse_default(model)
         versions = self._models[model.name]
         del versions[model.version]

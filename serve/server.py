@@ -38,13 +38,14 @@ def run(settings: Settings, report: Report) -> int:
 
     Args:
         settings: what to serve and where.
-        report: told about each step: {"event": "started" | "loading" | "ready" | "error", …};
-            started means that the ports are open.
+        report: told about each step: {"event": …}: locked when the state folder is held, started
+            when the ports are open, loading, ready, error.
     """
     state = StateDir(settings.state_dir)
     try:
         state.create()
         with state.lock():
+            report({"event": "locked"})
             uvloop.run(_serve(settings, state, report))
     except (ServeError, ArchiveError) as error:
         logger.error("%s", error)

@@ -189,7 +189,21 @@ class Inference(Answering, Api):
                 id = request_id(scope["headers"])
                 await self.run_job(scope, receive, send, id, KINDS[first], rest)
                 return
+            if first == "v2" and rest[:1] == ["models"] and (path := _infer_path(rest[1:])):
+                id = request_id(scope["headers"])
+                await self.run_job(scope, receive, send, id, PREDICT, path, wire.KSERVE)
+                return
         await Api.__call__(self, scope, receive, send)
+
+
+def _infer_path(path: list[str]) -> list[str] | None:
+    """Return model and version of a path of the Open Inference Protocol that infers."""
+    match path:
+        case [model, "infer"] if model:
+            return [model]
+        case [model, "versions", version, "infer"] if model and version:
+            return [model, version]
+    return None
 
 
 def pack_head(scope: Scope, rest: str, id: str) -> bytes:
@@ -309,9 +323,11 @@ def _routes(api: Inference) -> APIRouter:
     """Declare the hot paths."""
     router = APIRouter(tags=["inference"], responses=error_responses(400, 404, 413, 500, 503, 504))
 
-    async def respond(request: Request, kind: int, path: list[str]) -> Response:
+    async def respond(request: Request, kind: int, path: list[str], flags: int = 0) -> Response:
         id = request.state.request_id
-        status, headers, body = await api.answer(request.scope, request.receive, kind, path, id)
+        status, headers, body = await api.answer(
+            request.scope, request.receive, kind, path, id, flags
+        )
         if not isinstance(body, bytes):
             return StreamedResponse(status, headers, body, id)
         response = Response(body, status)
@@ -357,5 +373,20 @@ def _routes(api: Inference) -> APIRouter:
     async def explain_version(request: Request, model: ModelName, version: Version) -> Response:
         """Attribute one version's answer to each input value; parameters as without version."""
         return await respond(request, EXPLAIN, [model, version])
+
+    @router.post("/v2/models/{model}/infer", openapi_extra=BODY, summary="Infer")
+    async def infer(request: Request, model: ModelName) -> Response:
+        """Run the default version, by the path of the Open Inference Protocol.
+
+        The handler gets the body as it is, and answers in its own form.
+        """
+        return await respond(request, PREDICT, [model], wire.KSERVE)
+
+    @router.post(
+        "/v2/models/{model}/versions/{version}/infer", openapi_extra=BODY, summary="Infer, version"
+    )
+    async def infer_version(request: Request, model: ModelName, version: Version) -> Response:
+        """Run one version, by the path of the Open Inference Protocol."""
+        return await respond(request, PREDICT, [model, version], wire.KSERVE)
 
     return router

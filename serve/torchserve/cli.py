@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _stop(running, given.foreground)
     else:
         if running is not None:
-            print("TorchServe is already running, please use torchserve --stop to stop TorchServe.")
+            print(launcher.ALREADY_RUNNING)
             sys.exit(1)
         try:
             _check_paths(given)
@@ -67,6 +67,9 @@ def _stop(pid: int | None, foreground: bool) -> None:
         os.kill(pid, signal.SIGTERM)
     except ProcessLookupError:
         print("TorchServe already stopped.")
+    except PermissionError:
+        print(f"TorchServe runs as another user, who must stop it: pid {pid}.")
+        sys.exit(1)
     else:
         Path("key_file.json").unlink(missing_ok=True)
         if not launcher.wait_for_end(pid, STOP_TIMEOUT_S):

@@ -233,7 +233,7 @@ def load_configuration(
     own |= {key: _parse_json(key, own[key]) for key in ("models", "model_snapshot") if key in own}
     if "model_snapshot" in own:
         parse_model_snapshot(own["model_snapshot"])
-    own["allowed_urls"] = tuple(filter(None, typed.get("allowed_urls", "").split(",")))
+    own["allowed_urls"] = _split(typed.get("allowed_urls", ""))
     for key in ("allowed_urls", "blacklist_env_vars"):
         _check_patterns(key, own.get(key) or ())
     _check_tls(typed, own)
@@ -246,7 +246,7 @@ def load_configuration(
     snapshots = None if given.no_config_snapshots else log_dir / SNAPSHOT_FOLDER
     common = {
         "model_store": directory / typed.get("model_store", ""),
-        "models": tuple(filter(None, typed.get("load_models", "").split(","))),
+        "models": _split(typed.get("load_models", "")),
         "state_dir": state_dir(environment),
         "device": "cpu" if typed.get("number_of_gpu") == 0 else None,
         "queue_size": typed.get("job_queue_size"),
@@ -384,6 +384,10 @@ def _typed(values: Mapping[str, str], notices: list[str]) -> Iterator[tuple[str,
             near = difflib.get_close_matches(key, KEYS, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             notices.append(f"{key} is no key of config.properties and has no effect{hint}")
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 def _integer(key: str, text: str) -> int:

@@ -17,7 +17,7 @@ from serve import wire
 from serve.api.asgi import Answer, Check, Phase, Receive, Scope, Send
 from serve.api.health import why_not_ready
 from serve.api.inference import KINDS, Answering, ClientLeft, read_body, refuse_body
-from serve.api.oip import describe_signature
+from serve.api.oip import describe_signature, readiness
 from serve.batcher import EXPLAIN, PREDICT
 from serve.errors import (
     BadRequest,
@@ -195,14 +195,13 @@ class TorchServeInference(Dialect, Answering):
             case ["models", name, "versions", version]:
                 return self._describe(self._registry.get(name, version))
             case ["models", name, "ready"]:
-                return _model_ready(self._registry.get(name))
+                return json_answer(*readiness(self._registry.get(name)))
             case ["models", name, "versions", version, "ready"]:
-                return _model_ready(self._registry.get(name, version))
+                return json_answer(*readiness(self._registry.get(name, version)))
         raise NoSuchRoute
 
     def _describe(self, model: ModelVersion) -> Answer:
-        versions = [each.version for each in self._registry.versions(model.name)]
-        return json_answer(describe_signature(model, versions))
+        return json_answer(describe_signature(self._registry, model))
 
 
 class Refused(Unavailable):
@@ -219,8 +218,3 @@ NO_WORKER = (
     "maxSequenceJobQueueSize"
 )
 _KSERVE = {"predict": PREDICT, "infer": PREDICT, "explain": EXPLAIN}
-
-
-def _model_ready(model: ModelVersion) -> Answer:
-    is_ready = model.pool.ready_count > 0
-    return json_answer({"name": model.name, "ready": is_ready}, 200 if is_ready else 503)

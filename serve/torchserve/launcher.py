@@ -15,6 +15,7 @@ from pathlib import Path
 
 SERVER_MODULE = "serve.torchserve.server"
 POLL_S = 0.02
+ALREADY_RUNNING = "TorchServe is already running, please use torchserve --stop to stop TorchServe."
 
 
 def pid_file() -> Path:
@@ -30,6 +31,17 @@ def read_pid() -> int | None:
         return None
     except (OSError, ValueError, IndexError):
         return 0
+
+
+def write_pid() -> None:
+    """Name this process as the running server; called by a server that holds its folder's lock."""
+    pid_file().write_text(str(os.getpid()), encoding="ascii")
+
+
+def remove_pid() -> None:
+    """Take the pid file away, unless it names another server by now."""
+    if read_pid() == os.getpid():
+        pid_file().unlink(missing_ok=True)
 
 
 def is_server(pid: int) -> bool:
@@ -57,7 +69,7 @@ def wait_for_end(pid: int, timeout_s: float) -> bool:
 
 
 def start_detached(arguments: Sequence[str]) -> int:
-    """Start a server, write its pid file and wait until its ports are open.
+    """Start a server and wait until its ports are open.
 
     Returns:
         0; or the exit code of a server that could not start. It has said why on our output.
@@ -70,26 +82,18 @@ def start_detached(arguments: Sequence[str]) -> int:
         start_new_session=True,
     )
     os.close(writing)
-    _write_pid(process.pid)
     has_started = os.read(reading, 1)  # nothing when it has ended
     os.close(reading)
     if has_started:
         return 0
-    code = process.wait()
-    pid_file().unlink(missing_ok=True)
-    return code or 1
+    return process.wait() or 1
 
 
 def become_server(arguments: Sequence[str]) -> None:
     """Replace this process by a server, so that signals and exit codes need no go-between."""
-    _write_pid(os.getpid())
     sys.stdout.flush()
     os.execv(sys.executable, _command(arguments, "-"))
 
 
 def _command(arguments: Sequence[str], started: str) -> list[str]:
     return [sys.executable, "-P", "-m", SERVER_MODULE, started, *arguments]
-
-
-def _write_pid(pid: int) -> None:
-    pid_file().write_text(str(pid), encoding="ascii")

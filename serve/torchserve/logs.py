@@ -13,14 +13,18 @@ import queue
 import threading
 import time
 from collections.abc import Mapping
+from functools import lru_cache
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 ACCESS_LOG = "ACCESS_LOG"
 MODEL_LOG = "MODEL_LOG"
 MODEL_METRICS = "MODEL_METRICS"
 TS_METRICS = "TS_METRICS"
+
+_access_log = logging.getLogger(ACCESS_LOG)
+_model_log = logging.getLogger(MODEL_LOG)
 
 WITH_THREAD = "{time} [{level:<5}] {thread} {logger} - "
 WITH_LOGGER = "{time} [{level:<5}] {logger} - "
@@ -129,9 +133,8 @@ class _Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's lines."""
-        moment = time.localtime(record.created)
         prefix = self._prefix.format(
-            time=f"{time.strftime('%Y-%m-%dT%H:%M:%S', moment)},{int(record.msecs):03d}",
+            time=f"{_second(int(record.created))},{int(record.msecs):03d}",
             level=LEVELS.get(record.levelname, record.levelname),
             thread=record.threadName,
             logger=record.name,
@@ -142,6 +145,17 @@ class _Formatter(logging.Formatter):
         if record.name == MODEL_LOG:  # many lines of a worker at once
             message = message.replace("\n", "\n" + prefix)
         return prefix + message
+
+
+@lru_cache(maxsize=4)
+def _second(since_epoch: int) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_epoch))
+
+
+@lru_cache(maxsize=4)
+def _day(quarter: int) -> tuple[int, ...]:
+    """Return the date of a quarter of an hour since the epoch; in no zone it changes within one."""
+    return time.localtime(900 * quarter)[:3]
 
 
 class _DailyFile(RotatingFileHandler):
@@ -155,15 +169,15 @@ class _DailyFile(RotatingFileHandler):
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802 - logging's name
         """Tell whether the next line belongs into a new file."""
-        day = time.localtime(record.created)[:3]
+        day = _day(int(record.created) // 900)
         if day != self._day:
             self._day = day
             return Path(self.baseFilename).stat().st_size > 0
-        return bool(super().shouldRollover(record))
+        return self.stream is not None and self.stream.tell() >= FILE_BYTES
 
     @staticmethod
-    def _written_on(file: Path) -> tuple[Any, ...]:
-        return time.localtime(file.stat().st_mtime)[:3]
+    def _written_on(file: Path) -> tuple[int, ...]:
+        return _day(int(file.stat().st_mtime) // 900)
 
 
 def _file(file: Path, prefix: str) -> logging.Handler:
@@ -182,9 +196,16 @@ def log_access(client: object, method: str, target: str, status: int, seconds: f
         seconds: from the request's last header to the answer.
     """
     address = "/{}:{}".format(*client) if isinstance(client, tuple) else "/unix"
-    logging.getLogger(ACCESS_LOG).info(
-        '%s "%s %s HTTP/1.1" %d %d', address, method, target, status, round(1000 * seconds)
-    )
+    text = f'{address} "{method} {target} HTTP/1.1" {status} {round(1000 * seconds)}'
+    _log(_access_log, logging.INFO, text)
+
+
+def _log(to: logging.Logger, level: int, text: str, thread: str | None = None) -> None:
+    """Log without looking for the calling line, which would take most of the time."""
+    record = to.makeRecord(to.name, level, "", 0, text, (), None)
+    if thread is not None:
+        record.threadName = thread
+    to.handle(record)
 
 
 class WorkerOutput:
@@ -227,10 +248,7 @@ class WorkerOutput:
 
     def _log(self, text: str) -> None:
         self.last_line = text.rstrip().rpartition("\n")[2]
-        log = logging.getLogger(MODEL_LOG)
-        record = log.makeRecord(log.name, self._level, "", 0, text, (), None)
-        record.threadName = self._thread
-        log.handle(record)
+        _log(_model_log, self._level, text, self._thread)
 
     def finish(self) -> None:
         """Log the rest, after the worker has ended, and close the pipe."""

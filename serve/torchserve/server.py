@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import stat
@@ -13,6 +14,7 @@ from typing import Any
 from serve.errors import StartError
 from serve.model_config import count_gpus
 from serve.settings import Settings
+from serve.state import StateDir
 from serve.torchserve import TORCHSERVE_VERSION, launcher
 from serve.torchserve.arguments import parse_command_line
 from serve.torchserve.configuration import Configuration, load_configuration
@@ -36,15 +38,30 @@ def main() -> int:
         _say(f"Invalid configuration: {error}")
         return 1
     threading.current_thread().name = "main"
+    if StateDir(configuration.settings.state_dir).is_locked():
+        _say(launcher.ALREADY_RUNNING)
+        return 1
+    if own.number_of_gpu is not None:
+        limit_gpus(own.number_of_gpu)
     logs.start()
     if given.log_config:
         logger.warning("--log-config has no effect: log4j is a Java library")
     for notice in configuration.notices:
         logger.warning("%s", notice)
     logger.info("\n%s", "\n".join(_describe(configuration, own)))
+    logger.info("gRPC is not served: its ports, 7070 and 7071 in TorchServe, stay closed")
+    if not own.disable_token_authorization:
+        is_open = own.disable_token_authorization is None and configuration.settings.is_loopback
+        logger.info(
+            "requests need the keys of %s%s; --disable-token-auth lets everybody in",
+            own.directory / "key_file.json",
+            ", those for predictions from this machine none" if is_open else "",
+        )
 
     def report(event: dict[str, Any]) -> None:
-        if event["event"] == "started":
+        if event["event"] == "locked":
+            launcher.write_pid()
+        elif event["event"] == "started":
             _say("Model server started.")
             if started != "-":
                 os.write(int(started), b"1")
@@ -57,9 +74,15 @@ def main() -> int:
     code = run(configuration.settings, report)
     logger.info("Torchserve stopped.")
     logs.close()
-    if launcher.read_pid() == os.getpid():
-        launcher.pid_file().unlink(missing_ok=True)
+    launcher.remove_pid()
     return code
+
+
+def limit_gpus(count: int) -> None:
+    """Let this process, and the workers that inherit its environment, see the first GPUs only."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = map(str, range(count_gpus())) if visible is None else visible.split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(itertools.islice(seen, count))
 
 
 def _claim(folder: Path) -> None:
@@ -90,7 +113,7 @@ def _describe(configuration: Configuration, own: TorchServeSettings) -> list[str
     def said(key: str, default: object = "N/A") -> str:
         return own.properties.get(key) or str(default)
 
-    gpus = count_gpus() if own.number_of_gpu is None else min(count_gpus(), own.number_of_gpu)
+    gpus = count_gpus()
     facts: dict[str, object] = {
         "Torchserve version": TORCHSERVE_VERSION,
         "TS Home": Path(__file__).parents[2],

@@ -33,11 +33,11 @@ class TorchServeSettings(BaseModel):
     """Whether models may be registered and unregistered while serving."""
     disable_token_authorization: bool | None = None
     """True: no tokens; False: everywhere; None, not said: inference open on loopback only."""
-    token_expiration_min: float = Field(60, gt=0)
-    default_workers_per_model: int = Field(0, ge=0)
+    token_expiration_min: float = Field(default=60, gt=0)
+    default_workers_per_model: int = Field(default=0, ge=0)
     """0: by GPUs, else cores at the start, and none over the register API."""
     default_service_handler: str | None = None
-    number_of_gpu: int | None = Field(None, ge=0)
+    number_of_gpu: int | None = Field(default=None, ge=0)
     """Use no more GPUs than this; None uses all."""
     service_envelope: Literal["body", "json", "kserve", "kservev2"] | None = None
     allowed_urls: tuple[str, ...] = ()
@@ -52,8 +52,8 @@ class TorchServeSettings(BaseModel):
     """Every key that was set, as it was written: what a snapshot keeps."""
     decode_input_request: bool = True
     limit_max_image_pixels: bool = True
-    max_response_size: int = Field(6_553_500, ge=0)
-    unregister_model_timeout: int = Field(120, ge=1)
+    max_response_size: int = Field(default=6_553_500, ge=0)
+    unregister_model_timeout: int = Field(default=120, ge=1)
     blacklist_env_vars: str | None = None
     """Regular expression; variables whose whole name it matches are kept from workers."""
     cors_allowed_origin: str | None = None
@@ -68,7 +68,7 @@ class TorchServeSettings(BaseModel):
     metrics_mode: Literal["log", "prometheus", "legacy"] = "log"
     metrics_config: Path | None = None
     model_metrics_auto_detect: bool = False
-    metric_time_interval: int = Field(60, ge=1)
+    metric_time_interval: int = Field(default=60, ge=1)
     disable_system_metrics: bool = False
     log_dir: Path = Path("logs")
     metrics_dir: Path = Path("logs")

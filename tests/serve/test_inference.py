@@ -338,6 +338,30 @@ def test_on_loopback_no_token_is_needed(server: LiveServer) -> None:
     assert server.client.get("/health/live").json() == {"live": True}
 
 
+# -- the Open Inference Protocol -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["", "/versions/1.0"])
+def test_a_model_tells_its_inputs_and_outputs(server: LiveServer, version: str) -> None:
+    path = f"/v2/models/digits{version}"
+    described = server.client.get(path).json()
+    (given,), (answered,) = described["inputs"], described["outputs"]
+    assert (described["name"], described["versions"]) == ("digits", ["1.0"])
+    assert given["datatype"] == answered["datatype"] == "FP32"
+    assert given["shape"][0] == answered["shape"][0] == -1
+    assert server.client.get(f"{path}/ready").json() == {"name": "digits", "ready": True}
+    assert server.client.get("/v2/health/ready").json() == {"ready": True}
+    assert server.client.get("/v2").json()["name"] == "modelyard"
+
+
+@pytest.mark.parametrize("version", ["", "/versions/1.0"])
+def test_a_model_infers_under_the_protocols_path(server: LiveServer, version: str) -> None:
+    answer = server.client.post(f"/v2/models/echo{version}/infer", content=b"x")
+    assert answer.status_code == 200
+    assert "url_path" not in answer.json()["headers"]
+    assert server.client.post("/v2/models/cats/infer").status_code == 404
+
+
 DOCUMENTED = {
     "/ping": {"get"},
     "/health/live": {"get"},
@@ -346,6 +370,15 @@ DOCUMENTED = {
     "/predictions/{model}/{version}": {"post"},
     "/explanations/{model}": {"post"},
     "/explanations/{model}/{version}": {"post"},
+    "/v2": {"get"},
+    "/v2/health/live": {"get"},
+    "/v2/health/ready": {"get"},
+    "/v2/models/{model}": {"get"},
+    "/v2/models/{model}/ready": {"get"},
+    "/v2/models/{model}/infer": {"post"},
+    "/v2/models/{model}/versions/{version}": {"get"},
+    "/v2/models/{model}/versions/{version}/ready": {"get"},
+    "/v2/models/{model}/versions/{version}/infer": {"post"},
     "/models": {"get", "post"},
     "/models/{model}": {"get", "put", "delete"},
     "/models/{model}/{version}": {"get", "put", "delete"},

@@ -22,7 +22,6 @@ from typing import Any
 import httpx
 import pytest
 
-from serve.settings import Settings
 from tests.serve.live import environment, poll
 
 NAMES = ("alpha", "beta", "gamma")
@@ -42,9 +41,6 @@ class Server:
         self.store = store
         self.process: subprocess.Popen[str] | None = None
         self.client = httpx.Client()
-
-    def start(self) -> None:
-        raise NotImplementedError
 
     def kill(self) -> None:
         assert self.process is not None
@@ -80,15 +76,13 @@ class Ours(Server):
     has_most = False
 
     def start(self) -> None:
-        settings = Settings(
-            model_store=self.store,
-            state_dir=self.folder / "state",
-            port=0,
-            management_port=0,
-            metrics_port=0,
-            device="cpu",
-            auth="never",
-        )
+        settings = {
+            "model_store": str(self.store),
+            "state_dir": str(self.folder / "state"),
+            **dict.fromkeys(("port", "management_port", "metrics_port"), 0),
+            "device": "cpu",
+            "auth": "never",
+        }
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "serve.server"],
             stdin=subprocess.PIPE,
@@ -98,7 +92,7 @@ class Ours(Server):
             text=True,
         )
         assert self.process.stdin is not None and self.process.stdout is not None
-        self.process.stdin.write(settings.model_dump_json())
+        self.process.stdin.write(json.dumps(settings))
         self.process.stdin.close()
         events = (json.loads(line) for line in self.process.stdout)
         ready = next(event for event in events if event["event"] == "ready")

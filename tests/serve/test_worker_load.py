@@ -2,60 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.serve.forks import Run, forks
+
 Load = Callable[..., dict[str, Any]]
-
-# A fork of one interpreter per case: importing torch for each would take minutes.
-PROBE = """
-import json, os, sys
-from pathlib import Path
-from serve.worker import __main__ as boot, load
-
-def answer(message):
-    folder = Path(message["folder"])
-    try:
-        load.import_shim()
-        boot._enter(folder)
-        service = load.load_service(message)
-        service.context.reset(request_ids=["id"], headers=[{}], queries=[{}])
-        rows = [{"body": bytearray(b"hi")}]
-        entries = (service.predict, service.explain)
-        return {"answers": [entry(rows, service.context) for entry in entries]}
-    except BaseException as error:
-        return {"error": load.describe(error, folder)}
-
-for line in sys.stdin:
-    if child := os.fork():
-        os.waitpid(child, 0)
-    else:
-        print(json.dumps(answer(json.loads(line))), flush=True)
-        os._exit(0)
-"""
 
 
 @pytest.fixture(scope="module")
-def probe() -> Iterator[subprocess.Popen[str]]:
-    """Start the interpreter that loads handlers in forks of itself."""
-    command = [sys.executable, "-P", "-c", PROBE]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield process
+def run() -> Iterator[Run]:
+    with forks() as run:
+        yield run
 
 
 @pytest.fixture
-def load(tmp_path: Path, probe: subprocess.Popen[str]) -> Load:
+def load(tmp_path: Path, run: Run) -> Load:
     """Write `handler.py`, load it as a worker does, and give its answers or the error."""
 
-    def run(
+    def load(
         source: str,
         handler: str = "handler.py",
         *,
@@ -78,14 +46,11 @@ def load(tmp_path: Path, probe: subprocess.Popen[str]) -> Load:
             "device": "cpu",
             "batch_size": 4,
             "worker": 1,
+            "batches": [(kind, [{"body": {"b64": "aGk="}}]) for kind in ("predict", "explain")],
         }
-        assert probe.stdin is not None and probe.stdout is not None
-        probe.stdin.write(json.dumps(message) + "\n")
-        probe.stdin.flush()
-        found: dict[str, Any] = json.loads(probe.stdout.readline())
-        return found
+        return run(message)
 
-    return run
+    return load
 
 
 def body(name: str = "one", base: str = "", method: str = "handle") -> str:

@@ -63,7 +63,12 @@ class Home:
     ) -> str:
         """Start a server on free ports without tokens; return the output so far."""
         file = self.folder / "ts.properties"
-        values = {**ANY_PORTS, "disable_token_authorization": "true", **(properties or {})}
+        values = {
+            **ANY_PORTS,
+            "disable_token_authorization": "true",
+            "disable_system_metrics": "true",
+            **(properties or {}),
+        }
         file.write_text("".join(f"{key}={value}\n" for key, value in values.items()))
         flags = ("--start", "--model-store", self.store, "--ts-config", file)
         code, output = self.run(*flags, *arguments, **variables)
@@ -101,7 +106,7 @@ class Home:
         poll(is_there, f"{count} workers of {model}")
 
     def stop(self) -> None:
-        """Stop the server, if one runs."""
+        """Stop the server, if one runs that named itself."""
         if (self.temp / ".model_server.pid").exists():
             pid = self.pid
             self.run("--stop")

@@ -1,6 +1,7 @@
 """config.properties, environment and command line → settings."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from serve.address import Address
 from serve.errors import StartError
+from serve.model_config import count_gpus
 from serve.settings import Settings
 from serve.torchserve.arguments import parse_command_line
 from serve.torchserve.configuration import (
@@ -20,6 +22,7 @@ from serve.torchserve.configuration import (
     load_configuration,
     parse_address,
 )
+from serve.torchserve.server import limit_gpus
 from serve.torchserve.settings import TorchServeSettings
 
 MODEL: dict[str, Any] = {
@@ -237,6 +240,19 @@ def test_an_unknown_metrics_mode_is_log(tmp_path: Path) -> None:
 def test_no_gpu_means_the_cpu(tmp_path: Path) -> None:
     assert settings(tmp_path, "number_of_gpu=0").device == "cpu"
     assert settings(tmp_path).device == "auto"
+
+
+@pytest.mark.parametrize(
+    ("visible", "count", "left"),
+    [("4,5,6", 2, "4,5"), ("4", 2, "4"), ("", 2, ""), ("4,5", 0, "")],
+)
+def test_fewer_gpus_than_there_are(
+    visible: str, count: int, left: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    limit_gpus(count)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == left
+    assert count_gpus() == len(left.replace(",", ""))
 
 
 # -- addresses ---------------------------------------------------------------------------------

@@ -224,7 +224,8 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
             try:
                 model.load_state_dict(weights)
             except (RuntimeError, TypeError, AttributeError) as error:
-                raise LoadError(f"{Path(model_pt_path).name} does not fit: {error}") from error
+                reason = " ".join(str(error).split())
+                raise LoadError(f"{Path(model_pt_path).name} does not fit: {reason}") from error
         return model
 
     def _load_torchscript_model(self, model_pt_path: Any) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from handlers.vision_handler import TORCHSERVE_SETTINGS
 from ts.handler_utils.timer import timed
-from ts.torch_handler.image_processing import ImageProcessing
+from ts.torch_handler.image_processing import ImageProcessing, ToTensor
 from ts.torch_handler.vision_handler import VisionHandler
 from ts.utils.util import map_class_to_label
 
@@ -18,7 +18,7 @@ class ImageClassifier(VisionHandler):
     """Pictures in, the `topk` most likely labels out, as {"tabby": 0.41, …}."""
 
     topk = 5
-    image_processing = ImageProcessing(TORCHSERVE_SETTINGS)
+    image_processing: ToTensor = ImageProcessing(TORCHSERVE_SETTINGS)
 
     def set_max_result_classes(self, topk: int) -> None:
         """Set how many labels an answer has."""

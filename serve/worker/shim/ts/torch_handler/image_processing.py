@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor
 
 from handlers.vision_handler import ImageSettings, colour_table, to_size
+
+ToTensor = Callable[[Image.Image], Tensor]
+"""What authors put as `image_processing`."""
 
 
 class ImageProcessing:

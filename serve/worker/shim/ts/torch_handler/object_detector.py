@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from handlers.vision_handler import ImageSettings
-from ts.torch_handler.image_processing import ImageProcessing
+from ts.torch_handler.image_processing import ImageProcessing, ToTensor
 from ts.torch_handler.vision_handler import VisionHandler
 from ts.utils.util import map_class_to_label
 
@@ -20,7 +20,7 @@ class ObjectDetector(VisionHandler):
     left out.
     """
 
-    image_processing = ImageProcessing(ImageSettings())
+    image_processing: ToTensor = ImageProcessing(ImageSettings())
     threshold = 0.5
 
     def postprocess(self, data: Sequence[Mapping[str, Tensor]]) -> list[list[dict[str, Any]]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import functools
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,13 +16,13 @@ from handlers.context import Context
 from handlers.vision_handler import ImageSettings
 from ts.handler_utils.timer import timed
 from ts.torch_handler.base_handler import BaseHandler
-from ts.torch_handler.image_processing import ImageProcessing
+from ts.torch_handler.image_processing import ImageProcessing, ToTensor
 
 
 class VisionHandler(BaseHandler):
     """Pictures in; subclasses set `image_processing`, picture → tensor, and `postprocess`."""
 
-    image_processing: Callable[[Image.Image], Tensor] = ImageProcessing(ImageSettings())
+    image_processing: ToTensor = ImageProcessing(ImageSettings())
 
     @functools.cached_property
     def ig(self) -> Any:
