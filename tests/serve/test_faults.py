@@ -61,7 +61,11 @@ def hold(
     for body in bodies:
         before = handed_over(server, model)
         answers.append(threads.submit(server.predict, model, body))
-        poll(lambda before=before: handed_over(server, model) > before, "it is handed over")
+
+        def is_taken(before: float = before) -> bool:
+            return handed_over(server, model) > before
+
+        poll(is_taken, "it is handed over")
     return answers
 
 
