@@ -5,6 +5,7 @@ HandlerError
 ├── NoGradients           the model cannot be explained this way       → 400
 ├── InputMismatch         tensors that the artifact does not take (also a ValueError)
 ├── LoadError             a worker cannot load this archive
+│   ├── NoEntryPoint      an archive without a usable handler (also a ValueError)
 │   └── UnsafeProgram     an exported program that could run code of its own
 └── PredictionException   TorchServe's name: an author chooses the status code
 
@@ -35,6 +36,10 @@ class InputMismatch(HandlerError, ValueError):
 
 class LoadError(HandlerError):
     """The archive cannot be loaded here; the message says what was seen and what to do."""
+
+
+class NoEntryPoint(LoadError, ValueError):
+    """The handler is not there, or holds nothing that can answer requests."""
 
 
 class UnsafeProgram(LoadError):
