@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import pkgutil
 import sys
@@ -48,6 +49,7 @@ def import_shim() -> Any:
     The first call comes before an archive's folder is on the path: whatever the archive ships,
     these are ours.
     """
+    gc.freeze()  # going through all of torch's objects once would cost ten times these imports
     sys.path.insert(0, str(SHIM))
     shim = importlib.import_module("ts")
     for module in pkgutil.walk_packages(shim.__path__, "ts."):
