@@ -139,6 +139,9 @@ VARIABLES = {
     "ts_header_key_sequence_end": "TS_HEADER_KEY_SEQUENCE_END",
 }
 """Where the environment variable is not TS_ and the key in capitals."""
+DEFAULT_URLS = "MODELYARD_ALLOWED_URLS"
+"""Environment variable with `allowed_urls` for configurations that do not say it: TorchServe's own
+default, any URL, is unsafe, and ours is none."""
 
 _NO_JAVA = "there is no Java here"
 _NO_GRPC = "gRPC is not served; REST answers the same requests"
@@ -233,7 +236,7 @@ def load_configuration(
     own |= {key: _parse_json(key, own[key]) for key in ("models", "model_snapshot") if key in own}
     if "model_snapshot" in own:
         parse_model_snapshot(own["model_snapshot"])
-    own["allowed_urls"] = _split(typed.get("allowed_urls", ""))
+    own["allowed_urls"] = _split(typed.get("allowed_urls", environment.get(DEFAULT_URLS, "")))
     for key in ("allowed_urls", "blacklist_env_vars"):
         _check_patterns(key, own.get(key) or ())
     _check_tls(typed, own)

@@ -141,6 +141,13 @@ def test_allowed_urls_come_from_the_environment_only_with_a_second_key(tmp_path:
     assert found.allowed_urls == ("https://x/.*", "http://y/.*")
 
 
+def test_no_url_is_allowed_unless_the_configuration_or_its_default_says_so(tmp_path: Path) -> None:
+    assert own(tmp_path).allowed_urls == ()
+    default = {"MODELYARD_ALLOWED_URLS": "https://x/.*"}
+    assert own(tmp_path, **default).allowed_urls == ("https://x/.*",)
+    assert own(tmp_path, "allowed_urls=https://y/.*", **default).allowed_urls == ("https://y/.*",)
+
+
 def test_the_open_inference_protocol_is_always_read_from_the_environment(tmp_path: Path) -> None:
     assert own(tmp_path, TS_OPEN_INFERENCE_PROTOCOL="oip").ts_open_inference_protocol == "oip"
 
