@@ -76,6 +76,7 @@ class Yard:
             "MODELYARD_WORKERS": "1",
             "MAKEFLAGS": "n",  # `make test` must exist, and not run these tests again
             "OMP_NUM_THREADS": "1",
+            "TMPDIR": str(home),  # TorchServe's pid file lies there, one server per folder
         }
 
     def run(self, page: Path) -> None:
