@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+from PIL import Image
 from ts.torch_handler.image_classifier import ImageClassifier
 
 
@@ -11,7 +12,7 @@ class DigitsClassifier(ImageClassifier):
     topk = 3
 
     @staticmethod
-    def image_processing(image):
+    def image_processing(image: Image.Image) -> torch.Tensor:
         """Turn a picture into a tensor (1, 8, 8) of values from 0 to 1."""
         pixels = np.asarray(image.convert("L").resize((8, 8)), dtype=np.float32)
         return torch.from_numpy(pixels / 255)[None]
