@@ -137,6 +137,18 @@ class Context:
         self.stream: Callable[[list[Any]], None] | None = None
         """Sends chunks to the clients; None where nobody reads them, as in a dry run."""
 
+        self.cancellation: Callable[[], None] | None = None
+        """Raises when nobody waits any more; None where nobody could leave."""
+
+    def check_cancelled(self) -> None:
+        """Return, unless nobody waits for any answer of the batch any more.
+
+        Long work calls it between its steps. What it raises then is a BaseException that ends the
+        call of the handler; there is nobody left to answer.
+        """
+        if self.cancellation is not None:
+            self.cancellation()
+
     def send_intermediate(self, values: list[Any]) -> None:
         """Send each client the next chunk of its answer, before the handler returns the last one.
 

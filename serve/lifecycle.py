@@ -66,6 +66,8 @@ logger = logging.getLogger(__name__)
 MAX_REPLY_BYTES = 1 << 30
 """Largest answer accepted from a worker."""
 SCHEMA = 1
+EXPLAINERS_NICENESS = 10
+"""An explanation takes seconds of a core; predictions on the same core go first."""
 
 Report = Callable[[str, str], None]
 """Called with a model's name and what happens to it, for progress."""
@@ -312,6 +314,8 @@ class Lifecycle:
             drain_s = self._settings.drain_timeout_s
             try:
                 await pool.scale(least, drain_s, most=most, wait=synchronous)
+                if least == 0 and model.explainers is not None:
+                    await model.explainers.scale(0, drain_s, wait=synchronous)
                 self._save()
             except BaseException:
                 pool.least, pool.most = before
@@ -350,7 +354,8 @@ class Lifecycle:
         await asyncio.gather(*(self._end(model, drain_timeout_s) for model in self._registry))
 
     async def _end(self, model: ModelVersion, drain_timeout_s: float) -> None:
-        await model.pool.stop(drain_timeout_s)
+        pools = [pool for pool in (model.pool, model.explainers) if pool is not None]
+        await asyncio.gather(*(pool.stop(drain_timeout_s) for pool in pools))
         model.metrics.remove()
         await asyncio.to_thread(shutil.rmtree, model.folder, ignore_errors=True)
 
@@ -427,9 +432,14 @@ class Lifecycle:
         )
         metrics = VersionMetrics(self._metrics, name, manifest.model_version)
         pool = Pool(plan, metrics)
+        metrics.watch_workers(lambda: pool.ready_count)
+        explainers = None
+        if config.explain_workers:
+            apart = replace(plan, log_stem="explainer", niceness=EXPLAINERS_NICENESS)
+            explainers = Pool(apart, metrics)
         predictions, explanations = (
             Batcher(
-                pool,
+                explainers if explainers and kind == EXPLAIN else pool,
                 kind,
                 metrics.kinds[kind],
                 batch_size=config.batch_size,
@@ -439,7 +449,11 @@ class Lifecycle:
             )
             for kind in (PREDICT, EXPLAIN)
         )
-        pool.feed((predictions, explanations))
+        if explainers is None:
+            pool.feed((predictions, explanations))
+        else:
+            pool.feed((predictions,))
+            explainers.feed((explanations,))
         return ModelVersion(
             name=name,
             version=manifest.model_version,
@@ -452,6 +466,7 @@ class Lifecycle:
             config=config,
             folder=folder,
             pool=pool,
+            explainers=explainers,
             batchers=(predictions, explanations),
             metrics=metrics,
             at_start=wanted.at_start,

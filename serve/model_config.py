@@ -67,6 +67,9 @@ class ModelConfig:
     """auto, cpu, cuda or cuda:N [deviceType: cpu | gpu]."""
     retry: bool
     """Whether a request that a worker died with is tried once more, alone [retry]."""
+    explain_workers: int = 0
+    """Workers that only explain, started with the first explanation; 0 leaves explanations to the
+    workers of predictions [explainWorkers]."""
     device_ids: tuple[int, ...] = ()
     """Worker i takes the i-th of these, in turn [deviceIds]."""
     needs_ticket: bool = False
@@ -111,15 +114,20 @@ def load_model_config(
     dialect = settings.torchserve
     values = _Values(_parse(archive, file), file or "model-config.yaml", dialect is not None)
     said = options or Options()
+    # An archive of TorchServe's may keep state that its predictions and explanations share.
+    explain_workers = values.integer(
+        "explainWorkers", int(archive.manifest.modelyard is not None), least=0
+    )
     if dialect is None:
-        return _ours(values, proven_batch(archive), settings, said)
+        config = _ours(values, proven_batch(archive), settings, said)
+        return replace(config, explain_workers=explain_workers)
     listed = dialect.models.get(name or "", {}).get(archive.manifest.model_version, {})
     behind = _Values(listed, "the setting `models`", True)
     config = _torchserves(values, behind, proven_batch(archive), settings, said)
     if at_start and not config.workers:
         workers, most = _pair(behind)
         config = replace(config, workers=workers, most_workers=most)
-    return config
+    return replace(config, explain_workers=explain_workers)
 
 
 def _ours(values: _Values, proven: int | None, settings: Settings, said: Options) -> ModelConfig:

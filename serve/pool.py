@@ -28,7 +28,7 @@ from time import monotonic
 from typing import Any, cast
 
 from serve import wire
-from serve.batcher import EXPLAIN, Batcher, Job, Reply, Stream
+from serve.batcher import EXPLAIN, Batcher, Job, Reply, Stream, client_left
 from serve.errors import (
     DeadlinePassed,
     Draining,
@@ -78,6 +78,10 @@ class Plan:
     """Of the workers' environment, beside the server's."""
     retry_window_s: float = math.inf
     """How long a worker that cannot be started any more is tried again."""
+    log_stem: str = "worker"
+    """Of the log files' names."""
+    niceness: int = 0
+    """Of the processes: 0 to 19, the higher the sooner others go first."""
 
     @property
     def is_torchserve(self) -> bool:
@@ -100,7 +104,7 @@ class Worker(asyncio.Protocol):
         self.number = number
         self._id = id
         self._outputs: list[WorkerOutput] = []
-        self.log = pool.plan.log_dir / f"worker-{number}.log"
+        self.log = pool.plan.log_dir / f"{pool.plan.log_stem}-{number}.log"
         self.loaded: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self.ended: asyncio.Future[None] = self._loop.create_future()
         self.is_ready = False
@@ -164,6 +168,8 @@ class Worker(asyncio.Protocol):
                     start_new_session=True,
                 )
             self._pidfd = os.pidfd_open(self._process.pid)
+            if niceness := self._pool.plan.niceness:
+                os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
         except OSError:
             ours.close()
             if self._process is not None:
@@ -338,15 +344,15 @@ class Worker(asyncio.Protocol):
     def _chunk(self, id: int, job: Job, status: int, headers: bytes, body: bytes) -> None:
         """Pass on a chunk; status and headers go with the first one."""
         if job.stream is None:
-            job.stream = Stream(job.receive, partial(self._cancel, id))
+            job.stream = Stream(job.receive, partial(self.cancel, id))
             if job.future.done():  # its deadline has passed
                 job.stream.close()
             else:
                 job.future.set_result(Reply(status, headers, job.stream))
         job.stream.put(body)
 
-    def _cancel(self, id: int) -> None:
-        """Tell the worker that nobody reads the rest of this job's answer."""
+    def cancel(self, id: int) -> None:
+        """Tell the worker that nobody reads this job's answer, or the rest of it."""
         if id in self.flight and self._transport is not None:
             self._transport.write(wire.encode_control(wire.CANCEL, {"ids": [id]}))
 
@@ -433,7 +439,6 @@ class Pool:
         self.seats: list[Seat] = []
         self.least = self.most = 0
         """How many workers were asked for, last."""
-        metrics.watch_workers(lambda: self.ready_count)
 
     def feed(self, batchers: Sequence[Batcher]) -> None:
         """Name the batchers to wake when a worker has room."""
@@ -692,9 +697,15 @@ class Pool:
         self._sweeper = self._loop.call_later(0.1, self._sweep)
         late: ServeError = DeadlinePassed("the answer took longer than the request's time")
         for worker in self.workers:
-            for job in worker.flight.values():
-                if job.deadline <= now and job.stream is None:
+            for id, job in worker.flight.items():
+                if job.future.done():  # answered by an error, or by a stream's first chunk
+                    continue
+                if job.deadline <= now:
                     job.fail(late)
+                    worker.cancel(id)
+                elif job.kind == EXPLAIN and job.receive is not None and client_left(job.receive):
+                    job.future.cancel()
+                    worker.cancel(id)
             limit = self.plan.response_timeout_s
             if worker.is_ready and worker.flight and now - worker.busy_since > limit:
                 logger.error("%s worker %d: no answer for %g s; ending it",

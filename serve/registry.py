@@ -40,11 +40,21 @@ class ModelVersion:
     batchers: tuple[Batcher, Batcher]
     """For predictions and explanations."""
     metrics: VersionMetrics
+    explainers: Pool | None = None
+    """Workers that only explain; None where those of predictions do that too."""
     at_start: bool = False
     """Whether the server's start loaded it."""
     is_downloaded: bool = False
     """Whether its file was fetched, and goes when it is unregistered."""
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    async def start_explainers(self) -> None:
+        """Start the workers that only explain, unless they are there or the model has none.
+
+        It does not wait until they are ready; what is queued meanwhile waits for them.
+        """
+        if self.explainers is not None and not self.explainers.seats and self.pool.seats:
+            await self.explainers.scale(self.config.explain_workers, 0, wait=False)
 
 
 class Registry:

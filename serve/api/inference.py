@@ -133,6 +133,8 @@ class Answering(Front):
         model = self._find(path[0], path[1] if len(path) > 1 and path[1] else None)
         if parts is None:
             parts = await read_body(scope, receive, self._max_request_bytes)
+        if kind == EXPLAIN:
+            await model.start_explainers()
         began = monotonic()
         metrics = model.metrics.kinds[kind]
         torchserve = self._metrics.torchserve

@@ -13,6 +13,7 @@ from serve.auth import TokenCheck
 from serve.batcher import EXPLAIN, PREDICT
 from serve.errors import BadRequest
 from serve.lifecycle import Lifecycle
+from serve.pool import Seat
 from serve.registry import ModelVersion, Registry
 
 PAGE = 100
@@ -148,23 +149,28 @@ def describe_model(model: ModelVersion, is_default: bool) -> dict[str, Any]:
         "clientTimeoutInMills": int(config.request_timeout_s * 1000),
         "isDefault": is_default,
         "digest": model.digest,
-        "workers": [
-            {
-                "id": str(seat.number),
-                "startTime": model.started_at.strftime("%Y-%m-%dT%H:%M:%S.000Z"),
-                "status": "READY" if seat.worker and seat.worker.is_ready else "UNLOADING",
-                "memoryUsage": memory_bytes(seat.worker.pid) if seat.worker else 0,
-                "pid": seat.worker.pid if seat.worker else -1,
-                "gpu": config.device.startswith("cuda"),
-                "restarts": seat.restarts,
-            }
-            for seat in pool.seats
+        "workers": [_describe_seat(model, seat) for seat in pool.seats],
+        "explainWorkers": [
+            _describe_seat(model, seat)
+            for seat in (model.explainers.seats if model.explainers is not None else ())
         ],
         "jobQueueStatus": {
             "remainingCapacity": model.batchers[PREDICT].room,
             "pendingRequests": model.batchers[PREDICT].waiting,
             "pendingExplanations": model.batchers[EXPLAIN].waiting,
         },
+    }
+
+
+def _describe_seat(model: ModelVersion, seat: Seat) -> dict[str, Any]:
+    return {
+        "id": str(seat.number),
+        "startTime": model.started_at.strftime("%Y-%m-%dT%H:%M:%S.000Z"),
+        "status": "READY" if seat.is_ready else "UNLOADING",
+        "memoryUsage": memory_bytes(seat.worker.pid) if seat.worker else 0,
+        "pid": seat.worker.pid if seat.worker else -1,
+        "gpu": model.config.device.startswith("cuda"),
+        "restarts": seat.restarts,
     }
 
 

@@ -86,6 +86,10 @@ class Answer(NamedTuple):
     flags: int = 0
 
 
+UNREAD = Answer(503, {}, b"")
+"""To a job that nobody waits for any more; the server counts it, and drops it."""
+
+
 class WrongAnswer(Exception):
     """What a handler answered cannot be sent.
 
@@ -115,7 +119,7 @@ class Reader:
         self._decoder = wire.Decoder(MAX_BODY)
         self._frames: deque[list[wire.Item]] = deque()
         self.cancelled: set[int] = set()
-        """Jobs of the running batch that nobody waits for any more."""
+        """Jobs that nobody waits for any more."""
 
     def read(self) -> list[wire.Item]:
         """Wait for the next frame.
@@ -126,6 +130,11 @@ class Reader:
         while not self._frames:
             self._receive(0)
         return self._frames.popleft()
+
+    def forget_cancelled(self) -> None:
+        """Forget jobs that were answered before the word came; call it when none is held."""
+        if not self._frames:
+            self.cancelled.clear()
 
     def read_arrived(self) -> list[wire.Item]:
         """Return the items of all frames that have arrived, without waiting."""
@@ -168,7 +177,16 @@ class Chunks:
         """Take note of whom the next chunks are for."""
         self._requests = requests
         self.has_sent = False
-        self._reader.cancelled.clear()
+
+    def check_cancelled(self) -> None:
+        """Raise ClientsLeft when all clients of the running call have hung up."""
+        self._reader.poll()
+        if all(map(self.has_left, self._requests)):
+            raise ClientsLeft
+
+    def has_left(self, request: Request) -> bool:
+        """Tell whether nobody waits for the answer to this request any more."""
+        return request.id in self._reader.cancelled
 
     def __call__(self, values: Sequence[Any]) -> None:
         """Send one chunk to each client.
@@ -179,9 +197,8 @@ class Chunks:
         """
         frame = wire.Frame()
         self._reader.poll()
-        left = self._reader.cancelled
         waiting = [(at, request) for at, request in enumerate(self._requests)
-                   if request.id not in left]  # fmt: skip
+                   if not self.has_left(request)]  # fmt: skip
         if not waiting:
             raise ClientsLeft
         for at, request in waiting:
@@ -197,10 +214,12 @@ def run(reader: Reader, service: Service, rules: Rules = OURS) -> None:
     gc.collect()
     gc.freeze()
     chunks = service.context.stream = Chunks(reader, service.context, rules)
+    service.context.cancellation = chunks.check_cancelled
     metrics = service.context.metrics
     waiting: deque[wire.Item] = deque()
     while True:
         if not waiting:
+            reader.forget_cancelled()
             waiting.extend(reader.read())
         waiting.extend(reader.read_arrived())
         batch = take_batch(waiting, service.batch_size)
@@ -258,6 +277,9 @@ def answer_batch(
     requests = []
     for item in batch:
         request = Request(item)
+        if chunks is not None and chunks.has_left(request):
+            answers[item.id] = UNREAD
+            continue
         try:
             request.decode(item.body, rules.decode_input)
         except Exception as error:
@@ -295,6 +317,8 @@ def _call(
     except BaseException as error:
         if chunks is not None and chunks.has_sent:
             return _broken(error, requests, rules)
+        if isinstance(error, ClientsLeft):
+            return [UNREAD] * len(requests)
         if rules.is_torchserve and not isinstance(error, Exception):
             raise  # `sys.exit()` in a handler ends the worker there
         if len(requests) > 1 and not (rules.is_torchserve and isinstance(error, WrongAnswer)):

@@ -1,0 +1,114 @@
+"""Explanations are never in the way: a worker of their own, and an end when nobody waits."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serve.live import LiveServer, build_archive, is_alive, poll, running
+
+CONFIGS = {
+    "apart": "minWorkers: 1\n",
+    "shared": "minWorkers: 1\nexplainWorkers: 0\n",
+    "hasty": "minWorkers: 1\nclientTimeoutInMills: 300\n",
+    "removed": "minWorkers: 1\n",
+}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("explainers")
+    for name, config in CONFIGS.items():
+        build_archive(folder / "store", "patient", name=name, config=config)
+    with running(folder / "state", folder / "store") as server:
+        server.register_all(*CONFIGS)
+        yield server
+
+
+def explain(server: LiveServer, model: str, body: str = "") -> httpx.Response:
+    return server.client.post(f"/explanations/{model}", content=body)
+
+
+def explainers(server: LiveServer, model: str) -> list[int]:
+    return [worker["pid"] for worker in server.describe(model)["explainWorkers"]]
+
+
+def start(server: LiveServer, model: str, body: Path) -> socket.socket:
+    """Ask for an explanation that does not end, and return when it has begun."""
+    client = socket.create_connection(server.address, 20)
+    content = str(body).encode()
+    client.sendall(
+        b"POST /explanations/%s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
+        % (model.encode(), len(content), content)
+    )
+    poll(lambda: body.exists() and body.read_text(), "the explanation begins")
+    return client
+
+
+def test_explanations_have_a_worker_of_their_own_from_the_first_one_on(server: LiveServer) -> None:
+    pid = server.predict("apart").text
+    assert explainers(server, "apart") == []
+    answer = explain(server, "apart")
+    own, niceness = answer.text.split()
+    assert answer.status_code == 200
+    assert explainers(server, "apart") == [int(own)]
+    assert own != pid
+    assert int(niceness) > 0
+    assert len(server.describe("apart")["workers"]) == 1
+
+
+def test_an_archive_may_share_them(server: LiveServer) -> None:
+    assert explain(server, "shared").text.split()[0] == server.predict("shared").text
+    assert explainers(server, "shared") == []
+
+
+def test_a_long_explanation_holds_up_no_prediction_and_ends_with_its_client(
+    server: LiveServer, tmp_path: Path
+) -> None:
+    note = tmp_path / "note"
+    with start(server, "apart", note):
+        assert server.predict("apart").status_code == 200
+        assert note.read_text() == "started"
+    poll(lambda: note.read_text() == "ClientsLeft", "the explanation ends")
+    assert explain(server, "apart").status_code == 200
+
+
+def test_an_explanation_ends_when_its_time_has_passed(server: LiveServer, tmp_path: Path) -> None:
+    poll(lambda: explain(server, "hasty").status_code == 200, "its worker is ready")
+    note = tmp_path / "note"
+    assert explain(server, "hasty", str(note)).status_code == 504
+    poll(lambda: note.read_text() == "ClientsLeft", "the explanation ends")
+    assert explain(server, "hasty").status_code == 200
+
+
+def test_what_waits_behind_and_whose_client_left_is_not_run(
+    server: LiveServer, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    with start(server, "apart", first) as one:
+        two = socket.create_connection(server.address, 20)
+        body = str(second).encode()
+        two.sendall(
+            b"POST /explanations/apart HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
+            % (len(body), body)
+        )
+        two.close()
+        one.close()
+    assert explain(server, "apart").status_code == 200
+    assert not second.exists()
+
+
+def test_without_workers_nothing_explains_and_none_are_left(server: LiveServer) -> None:
+    own = int(explain(server, "removed").text.split()[0])
+    server.management.put("/models/removed", params={"min_worker": 0})
+    assert explain(server, "removed").status_code == 503
+    assert explainers(server, "removed") == []
+    assert not is_alive(own)
+    server.management.put("/models/removed", params={"min_worker": 1})
+    again = int(explain(server, "removed").text.split()[0])
+    server.management.delete("/models/removed")
+    poll(lambda: not is_alive(again), "its workers have ended")
