@@ -9,11 +9,19 @@ from handlers.errors import (
     LoadError,
     NoGradients,
     PredictionException,
+    TwinDiffers,
 )
 from handlers.image_classifier import ImageClassifier
 from handlers.vision_handler import VisionHandler
 
+BUILT_IN: dict[str, type[BaseHandler]] = {
+    "base_handler": BaseHandler,
+    "image_classifier": ImageClassifier,
+}
+"""The handlers that archives may name without bringing them."""
+
 __all__ = [
+    "BUILT_IN",
     "BadInput",
     "BaseHandler",
     "Context",
@@ -23,5 +31,6 @@ __all__ = [
     "LoadError",
     "NoGradients",
     "PredictionException",
+    "TwinDiffers",
     "VisionHandler",
 ]

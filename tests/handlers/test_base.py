@@ -215,7 +215,7 @@ def test_numbers_are_not_drawn(make_context: MakeContext) -> None:
     context = make_context()
     handler = initialized(BaseHandler(), context)
     context.reset(["a"], queries=[{"format": "png"}])
-    with pytest.raises(BadInput, match="format is png; expected json"):
+    with pytest.raises(BadInput, match='format is "png"; expected one of json'):
         handler.explain([{"body": IMAGE}], context)
 
 
@@ -244,10 +244,62 @@ def test_differentiable_artifact_explains_itself(make_context: MakeContext, arti
     assert handler.explainer is handler.model
 
 
-def test_model_of_several_inputs_is_not_explained(
+def test_all_float_inputs_of_a_model_are_explained_at_once(
     make_context: MakeContext, pair_folder: Path
 ) -> None:
     context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
     handler = initialized(BaseHandler(), context)
-    with pytest.raises(NoGradients, match="models of 2 inputs cannot be explained"):
+    (answer,) = handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
+    assert answer["attributions"] == {"left": [1.0, 2.0], "right": [3.0, 4.0]}
+    assert answer["shape"] == {"left": [2], "right": [2]}
+    assert (answer["f_input"], answer["f_baseline"]) == (10.0, 0.0)
+
+
+def test_baseline_from_a_file_holds_what_a_body_holds(
+    make_context: MakeContext, pair_folder: Path
+) -> None:
+    (pair_folder / "start.json").write_text('[{"left": [1, 1], "right": [0, 4]}]')
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(BaseHandler(), context)
+    context.reset(["a"], queries=[{"baseline": "file:start.json"}])
+    (answer,) = handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
+    assert answer["attributions"] == {"left": [0.0, 1.0], "right": [3.0, 0.0]}
+    assert (answer["baseline"], answer["f_baseline"]) == ("file:start.json", 6.0)
+
+
+@pytest.mark.parametrize("name", ["nothing.json", "../pair.pt2", ".", "/etc/passwd"])
+def test_baseline_outside_the_archive_is_refused(
+    make_context: MakeContext, pair_folder: Path, name: str
+) -> None:
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(BaseHandler(), context)
+    context.reset(["a"], queries=[{"baseline": f"file:{name}"}])
+    with pytest.raises(BadInput, match="which the archive does not hold"):
+        handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
+
+
+def test_answer_names_the_archive_that_gave_it(
+    make_context: MakeContext, pair_folder: Path
+) -> None:
+    (pair_folder / "MAR-INF").mkdir()
+    (pair_folder / "MAR-INF" / "MANIFEST.json").write_bytes(b"{}")
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(BaseHandler(), context)
+    (answer,) = handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
+    # printf '{}' | sha256sum
+    digest = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+    assert answer["archive_digest"] == digest
+
+
+def test_work_ends_when_the_context_says_that_nobody_waits(
+    make_context: MakeContext, pair_folder: Path
+) -> None:
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(BaseHandler(), context)
+
+    def end() -> None:
+        raise TimeoutError
+
+    context.check_cancelled = end  # type: ignore[attr-defined]
+    with pytest.raises(TimeoutError):
         handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)

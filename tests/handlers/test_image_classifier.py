@@ -195,7 +195,7 @@ def test_unknown_target_names_valid_ones(
     context = make_context()
     asking(context, {"target": target})
     with pytest.raises(
-        BadInput, match="expected predicted, an index from 0 to 9, or a label: 0, 1"
+        BadInput, match="expected predicted, top-N, an index from 0 to 9, or a label: 0, 1"
     ):
         classifier(context).explain([{"body": scans[7]}], context)
 

@@ -191,7 +191,7 @@ def test_the_command_line_explains(server: LiveServer, tmp_path: Path) -> None:
         assert picture.format == "PNG"
     assert [path.name for path in tmp_path.iterdir()] == ["heatmap.png"]
 
-    wrong = modelyard("explain", "onnx", file, where, "--baseline=noise")
+    wrong = modelyard("explain", "onnx", file, where, "--baseline=grey")
     assert wrong.returncode == 1
     assert "400 BadRequestException: " in wrong.stderr
     assert "baseline" in wrong.stderr
