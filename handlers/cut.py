@@ -4,9 +4,9 @@ Token ids cannot be varied by a little, their embeddings can: so a text model is
 embedding, and explained from there on. Any layer of an exported program can be cut at likewise.
 """
 
-import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,9 @@ from torch import Tensor, fx, nn
 
 from handlers.backends import Artifact, Output
 from handlers.errors import BadInput, NoGradients
+
+KEPT_CUTS = 8
+"""Copying a large graph takes a tenth of a second, so the latest cuts are kept."""
 
 _SHOWN_LAYERS = 20
 
@@ -28,6 +31,7 @@ class Cut:
     """The layer's output, then all inputs → the model's outputs."""
 
 
+@lru_cache(maxsize=KEPT_CUTS)
 def cut_at_embedding(artifact: Artifact, place: int) -> Cut:
     """Cut a model where the ids in input `place` have become vectors (N, L, E).
 
@@ -44,6 +48,7 @@ def cut_at_embedding(artifact: Artifact, place: int) -> Cut:
     return _cut_module(module, _embedding_module(module))
 
 
+@lru_cache(maxsize=KEPT_CUTS)
 def cut_at_layer(artifact: Artifact, name: str) -> Cut:
     """Cut a model behind a layer, named as in the checkpoint, "features.0".
 
@@ -109,22 +114,25 @@ def _is_real(node: fx.Node) -> bool:
 
 
 def _cut_graph(module: fx.GraphModule, node: fx.Node) -> Cut:
-    front, back = copy.deepcopy(module.graph), copy.deepcopy(module.graph)
-    for graph in (front, back):
-        graph.set_codegen(fx.graph.CodeGen())
-    named = {each.name: each for each in front.nodes}
-    front.output_node().args = (named[node.name],)
-    named = {each.name: each for each in back.nodes}
+    copies: dict[fx.Node, fx.Node] = {}
+    front = fx.Graph()
+    front.graph_copy(module.graph, copies)
+    front.output(copies[node])
+    copies = {}
+    back = fx.Graph()
+    back.output(back.graph_copy(module.graph, copies))
     with back.inserting_before(next(iter(back.nodes))):
         point = back.placeholder("cut_here")
-    named[node.name].replace_all_uses_with(point)
-    # New modules: the one given keeps a hook that checks inputs against its own signature.
-    return Cut(*(_compiled(module, graph) for graph in (front, back)))
+    copies[node].replace_all_uses_with(point)
+    return Cut(_compiled(module, front), _compiled(module, back))
 
 
 def _compiled(module: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any]:
-    graph.eliminate_dead_code()
-    return fx.GraphModule(module, graph).forward
+    # A new module: the one given keeps a hook that checks inputs against its own signature.
+    part = fx.GraphModule(module, graph)
+    part.graph.eliminate_dead_code()
+    part.recompile()
+    return part.forward
 
 
 # --- TorchScript ---------------------------------------------------------------------------------
