@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from handlers import BadInput, BaseHandler, Context, LoadError, NoGradients
 from handlers.base import load_label_mapping
+from handlers.explanation import Agreement
 
 MakeContext = Callable[..., Context]
 
@@ -303,3 +304,40 @@ def test_work_ends_when_the_context_says_that_nobody_waits(
     context.check_cancelled = end  # type: ignore[attr-defined]
     with pytest.raises(TimeoutError):
         handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
+
+
+@pytest.mark.parametrize("artifact", ["digits.onnx", "digits.pt2"])
+def test_artifact_and_twin_may_be_as_far_apart_as_their_reports_allow(
+    make_context: MakeContext, digits_folder: Path, tmp_path: Path, artifact: str
+) -> None:
+    shutil.copytree(digits_folder, tmp_path, dirs_exist_ok=True)
+    for name in ("onnx", "pt2"):
+        report = {"format": name, "parity": {"tolerance": 1e-4}}
+        (tmp_path / f"digits.{name}.report.json").write_text(json.dumps(report))
+    handler = initialized(BaseHandler(), make_context(artifact, folder=tmp_path))
+    assert handler.agreement == (None if artifact == "digits.pt2" else Agreement(2e-4))
+
+
+def test_baseline_and_options_of_the_body_are_those_of_the_query(
+    make_context: MakeContext,
+) -> None:
+    context = make_context("digits.pt2", None)
+    handler = initialized(BaseHandler(), context)
+    body = {"data": IMAGE, "explain": {"target": 3, "n_steps": 4}}
+    (answer,) = handler.explain([{"body": body}], context)
+    assert (answer["target"], answer["n_steps"]) == (3, 4)
+
+
+@pytest.mark.parametrize("baseline", ["black", "blur", "pad"])
+def test_numbers_have_no_baseline_of_pictures(make_context: MakeContext, baseline: str) -> None:
+    context = make_context("digits.pt2", None)
+    context.reset(["a"], queries=[{"baseline": baseline}])
+    with pytest.raises(BadInput, match="expected zero or file:NAME for this model"):
+        initialized(BaseHandler(), context).explain([{"body": IMAGE}], context)
+
+
+def test_numbers_have_no_channels(make_context: MakeContext) -> None:
+    context = make_context("digits.pt2", None)
+    context.reset(["a"], queries=[{"aggregate": "sum"}])
+    with pytest.raises(BadInput, match="aggregate is sum; expected none"):
+        initialized(BaseHandler(), context).explain([{"body": IMAGE}], context)
