@@ -293,7 +293,10 @@ class BaseHandler:
         for file in files:
             content = bytearray(file.read_bytes())
             rows += parse_json(content) if file.suffix == ".json" else [content]
-        inputs = self.preprocess([{"body": row} for row in rows])
+        try:
+            inputs = self.preprocess([{"body": row} for row in rows])
+        except BadInput as error:
+            raise BadInput(f'baseline "file:{name}" cannot be used: {error}') from error
         return (inputs,) if isinstance(inputs, Tensor) else inputs
 
     def _present(self, index: int, inputs: Tensors, explanations: Sequence[Explanation]) -> Any:

@@ -92,6 +92,15 @@ class Explanation:
         difference = abs(self.f_input - self.f_baseline)
         return abs(self.convergence_delta) / difference if difference else None
 
+    @property
+    def footer(self) -> str:
+        """How it was made and, where the method promises a sum, how far off, in one line."""
+        count = self.n_steps
+        parts = [self.options.method.replace("_", " "), f"{count} step{'s' * (count > 1)}"]
+        if METHODS[self.options.method].adds_up and self.relative_delta is not None:
+            parts.append(f"delta {100 * self.relative_delta:.2g} %")
+        return " · ".join(parts)
+
     def as_json(self) -> dict[str, Any]:
         """Give the answer's fields; every number is finite."""
         shapes: Any = [list(each.shape) for each in self.attributions]

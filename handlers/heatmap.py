@@ -97,14 +97,6 @@ def stack(pictures: Sequence[bytes]) -> bytes:
     return file.getvalue()
 
 
-def footer(method: str, n_steps: int, relative_delta: float | None) -> str:
-    """Say how an explanation was made and how far it is off, in one line."""
-    parts = [method.replace("_", " "), f"{n_steps} steps"]
-    if relative_delta is not None:
-        parts.append(f"delta {100 * relative_delta:.2g} %")
-    return " · ".join(parts)
-
-
 class _Canvas:
     """The sheet and where things are on it; every place follows from the panels' size."""
 

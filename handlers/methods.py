@@ -46,6 +46,8 @@ class Method:
     uses_baseline: bool = False
     multiplies: bool = True
     """Attributions are shares of the output, not slopes."""
+    adds_up: bool = False
+    """Promises that attributions sum to f(input) − f(baseline), as far as steps or draws allow."""
     needs_windows: bool = False
     """Replaces windows of the input: it is given their `shapes`, one per input."""
     is_random: bool = False
@@ -244,14 +246,16 @@ _SMOOTH = ("n_samples", "noise", "seed")
 _STEPS = ("n_steps", "tolerance", "max_steps")
 
 METHODS: Mapping[str, Method] = {
-    "integrated_gradients": Method(integrated_gradients, _STEPS, uses_baseline=True),
+    "integrated_gradients": Method(integrated_gradients, _STEPS, uses_baseline=True, adds_up=True),
     "layer_integrated_gradients": Method(
-        integrated_gradients, (*_STEPS, "layer"), uses_baseline=True
+        integrated_gradients, (*_STEPS, "layer"), uses_baseline=True, adds_up=True
     ),
     "saliency": Method(saliency, multiplies=False),
     "input_x_gradient": Method(input_x_gradient),
     "smoothgrad": Method(smoothgrad, _SMOOTH, multiplies=False, is_random=True),
-    "gradient_shap": Method(gradient_shap, _SMOOTH, uses_baseline=True, is_random=True),
+    "gradient_shap": Method(
+        gradient_shap, _SMOOTH, uses_baseline=True, adds_up=True, is_random=True
+    ),
     "occlusion": Method(
         occlusion,
         ("window", "stride"),
@@ -267,6 +271,7 @@ METHODS: Mapping[str, Method] = {
         ("window", "n_samples", "seed"),
         needs_gradients=False,
         uses_baseline=True,
+        adds_up=True,
         needs_windows=True,
         is_random=True,
     ),

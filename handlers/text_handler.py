@@ -16,7 +16,6 @@ from handlers.bodies import body_of, parse_json, stack
 from handlers.context import Context
 from handlers.errors import BadInput, LoadError
 from handlers.explanation import Explanation
-from handlers.heatmap import footer
 from handlers.labels import DEFAULT_TOP_K, TopLabels, read_top_k
 
 TOKENIZER_FILE = "tokenizer.json"
@@ -157,7 +156,7 @@ class TextHandler(BaseHandler):
                     each.probability,
                     self.texts[index],
                     self.describe(index, each)["tokens"],
-                    footer(each.options.method, each.n_steps, each.relative_delta),
+                    each.footer,
                 )
                 for each in explanations
             ]

@@ -174,9 +174,7 @@ class VisionHandler(BaseHandler):
             attributions.float().cpu().numpy(),
             label=explanation.label,
             probability=explanation.probability,
-            footer=heatmap.footer(
-                explanation.options.method, explanation.n_steps, explanation.relative_delta
-            ),
+            footer=explanation.footer,
         )
 
     def picture(self, inputs: Tensor) -> Image.Image:

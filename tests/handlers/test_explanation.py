@@ -202,3 +202,17 @@ def test_larger_activations_make_smaller_passes() -> None:
     small, large = chunk(10), chunk(30_000_000)
     assert small == MOST_ROWS
     assert large < 16
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ({"n_steps": "30"}, "integrated gradients · 30 steps · delta 0.028 %"),  # 1 / 4n²
+        ({"method": "saliency"}, "saliency · 1 step"),
+        ({"n_steps": "2", "target": "1"}, "integrated gradients · 2 steps"),
+    ],
+)
+def test_footer_says_method_steps_and_delta(query: dict[str, str], expected: str) -> None:
+    model = artifact(lambda x: torch.stack([(x**3).sum(1), 0 * x[:, 0]], 1))
+    ((found,),) = explain(subject(model), X[:1], query)
+    assert found.footer == expected
