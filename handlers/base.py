@@ -10,6 +10,7 @@ The smallest complete handler of an archive changes one step and inherits the ot
 """
 
 import hashlib
+import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +20,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from handlers import heatmap
 from handlers.attribution import Tensors
@@ -33,7 +34,7 @@ from handlers.backends import (
 )
 from handlers.bodies import body_of, parse_json, read_numbers, stack
 from handlers.context import Context
-from handlers.errors import BadInput, LoadError
+from handlers.errors import BadInput, LoadError, NoGradients
 from handlers.explain_options import ExplainOptions, Row, gather_options, parse_options
 from handlers.explanation import Agreement, Explanation, Subject, explain_batch
 
@@ -83,6 +84,7 @@ class BaseHandler:
         self.mapping: dict[str, str] | None = None
         self.agreement: Agreement | None = None
         self.digest: str | None = None
+        self._module: Artifact | None = None
 
     def initialize(self, context: Context) -> None:
         """Load what the archive holds; a worker calls it once, before any request.
@@ -173,9 +175,11 @@ class BaseHandler:
 
     def subject(self) -> Subject:
         """Give what explanations need to know of the model version."""
+        served = self._served()
+        twin = served if self.explainer is None and served.is_differentiable else self.explainer
         return Subject(
-            self.model,
-            self.explainer,
+            served,
+            twin,
             self.agreement,
             self.label,
             self.baselines,
@@ -278,6 +282,24 @@ class BaseHandler:
 
     # --- explain --------------------------------------------------------------------------------
 
+    def _served(self) -> Artifact:
+        """Give the model as an artifact, also where an author put a module of their own there."""
+        if isinstance(self.model, Artifact):
+            return self.model
+        if self._module is not None and self._module.module is self.model:
+            return self._module
+        if not isinstance(self.model, nn.Module):
+            raise NoGradients(
+                f"the handler's model is a {type(self.model).__name__}; only artifacts and torch "
+                "modules can be explained"
+            )
+        parameters = inspect.signature(self.model.forward).parameters.values()
+        inputs = self.inputs or tuple(
+            InputSpec(each.name) for each in parameters if each.default is each.empty
+        )
+        self._module = Artifact("eager", self.model, inputs, self.device, self.model)
+        return self._module
+
     def _read_options(self, index: int, row: Row) -> tuple[ExplainOptions, Row]:
         given, rest = gather_options(self.context.query[index], row)
         accept = self.context.get_request_header(index, "accept")
@@ -372,7 +394,9 @@ def _read_agreement(reports: Sequence[Path]) -> Agreement | None:
         if len(parities) < 2:
             return None
         tolerance = sum(float(parity["tolerance"]) for parity in parities)
-        return Agreement(tolerance, any("quantize" in report for report in found))
+        return Agreement(
+            tolerance, any("quantize" in report.get("details", {}) for report in found)
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         names = " or ".join(path.name for path in reports)
         raise LoadError(f"{names} cannot be read ({error!r}); build the archive again") from error

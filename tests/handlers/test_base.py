@@ -306,16 +306,23 @@ def test_work_ends_when_the_context_says_that_nobody_waits(
         handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
 
 
+@pytest.mark.parametrize("details", [{}, {"quantize": "int8-dynamic"}], ids=["fp32", "int8"])
 @pytest.mark.parametrize("artifact", ["digits.onnx", "digits.pt2"])
 def test_artifact_and_twin_may_be_as_far_apart_as_their_reports_allow(
-    make_context: MakeContext, digits_folder: Path, tmp_path: Path, artifact: str
+    make_context: MakeContext,
+    digits_folder: Path,
+    tmp_path: Path,
+    artifact: str,
+    details: dict[str, str],
 ) -> None:
     shutil.copytree(digits_folder, tmp_path, dirs_exist_ok=True)
     for name in ("onnx", "pt2"):
-        report = {"format": name, "parity": {"tolerance": 1e-4}}
+        report = {"format": name, "parity": {"tolerance": 1e-4}, "details": details}
         (tmp_path / f"digits.{name}.report.json").write_text(json.dumps(report))
     handler = initialized(BaseHandler(), make_context(artifact, folder=tmp_path))
-    assert handler.agreement == (None if artifact == "digits.pt2" else Agreement(2e-4))
+    assert handler.agreement == (
+        None if artifact == "digits.pt2" else Agreement(2e-4, is_quantized=bool(details))
+    )
 
 
 def test_baseline_and_options_of_the_body_are_those_of_the_query(
@@ -341,3 +348,29 @@ def test_numbers_have_no_channels(make_context: MakeContext) -> None:
     context.reset(["a"], queries=[{"aggregate": "sum"}])
     with pytest.raises(BadInput, match="aggregate is sum; expected none"):
         initialized(BaseHandler(), context).explain([{"body": IMAGE}], context)
+
+
+class EagerPair(BaseHandler):
+    """An author's handler that puts a module of its own in place of the artifact."""
+
+    def initialize(self, context: Context) -> None:
+        super().initialize(context)
+        self.model, self.explainer = SumAndProduct(), None
+
+
+def test_module_of_an_author_is_explained(make_context: MakeContext, pair_folder: Path) -> None:
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(EagerPair(), context)
+    for _ in range(2):
+        (answer,) = handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
+        assert answer["attributions"] == {"left": [1.0, 2.0], "right": [3.0, 4.0]}
+
+
+def test_model_that_is_no_module_is_not_explained(
+    make_context: MakeContext, pair_folder: Path
+) -> None:
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(BaseHandler(), context)
+    handler.model, handler.explainer = sum, None
+    with pytest.raises(NoGradients, match="the handler's model is a builtin_function_or_method"):
+        handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
