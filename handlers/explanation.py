@@ -98,7 +98,8 @@ class Explanation:
         count = self.n_steps
         parts = [self.options.method.replace("_", " "), f"{count} step{'s' * (count > 1)}"]
         if METHODS[self.options.method].adds_up and self.relative_delta is not None:
-            parts.append(f"delta {100 * self.relative_delta:.2g} %")
+            percent = 100 * self.relative_delta
+            parts.append(f"delta {percent:.2g} %" if percent < 100 else f"delta {percent:.0f} %")
         return " · ".join(parts)
 
     def as_json(self) -> dict[str, Any]:

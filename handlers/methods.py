@@ -402,11 +402,13 @@ class _LeastSquares:
         self.weights = torch.empty(0)
 
     def fit(self, rows: Any) -> None:
-        features, outputs, weights = (tensor.double() for tensor in next(iter(rows)))
+        # On the CPU, where the driver is that bears features which are never drawn apart.
+        place = rows.dataset.tensors[0].device
+        features, outputs, weights = (tensor.double().cpu() for tensor in next(iter(rows)))
         root = weights.flatten().sqrt().unsqueeze(1)
         design = torch.cat([features, torch.ones(len(features), 1).to(features)], 1)
         solution = torch.linalg.lstsq(root * design, root * outputs.view(-1, 1), driver="gelsd")
-        self.weights = cast(Tensor, solution.solution[:-1].T)
+        self.weights = cast(Tensor, solution.solution[:-1].T).to(place)
 
     def representation(self) -> Tensor:
         return self.weights.float()

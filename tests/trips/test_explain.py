@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -29,6 +32,7 @@ from PIL import Image
 
 from archiver import write_archive
 from examples.digits.net import DigitsNet
+from handlers.methods import METHODS
 from tests.serve.live import LiveServer, modelyard, running
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"
@@ -350,6 +354,18 @@ def test_the_command_line_explains(server: LiveServer, tmp_path: Path) -> None:
     nowhere = modelyard("explain", "onnx", file, where, "-o", tmp_path / "no" / "h.png")
     assert nowhere.returncode == 1
     assert "cannot write" in nowhere.stderr
+
+
+def test_the_gallery_is_drawn_anew(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, DIGITS / "gallery.py", tmp_path / "gallery"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(DIGITS.parents[1])},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert {file.stem for file in (tmp_path / "gallery").iterdir()} == set(METHODS)
 
 
 EXACT: dict[str, tuple[list[float], list[float]]] = {
