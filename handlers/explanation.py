@@ -210,13 +210,14 @@ def _explain_alike(subject: Subject, batch: _Batch) -> list[list[Explanation]]:
     attribution = _run(method, question, settings)
     found: list[list[Explanation]] = [[] for _ in batch.options]
     for at, (row, target) in enumerate(owners):
+        options = batch.options[row]
         found[row].append(
             Explanation(
-                options=batch.options[row],
-                baseline=batch.options[row].baseline or subject.default_baseline,
+                options=options,
+                baseline=options.baseline or subject.default_baseline,
                 names=part.names,
                 **_name(target, batch.outputs[row], subject.label),
-                **_numbers(question.part(slice(at, at + 1)), attribution, at, asked, settings),
+                **_numbers(question.part(slice(at, at + 1)), attribution, at, options, settings),
             )
         )
     return found

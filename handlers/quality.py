@@ -1,6 +1,5 @@
 """How good an explanation is, measured at one input: captum's infidelity and sensitivity."""
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -79,7 +78,7 @@ def measure(
         pairs = zip(inputs, ranges, strict=True)
         return tuple(each + radius * size * (2 * torch.rand_like(each) - 1) for each, size in pairs)
 
-    with seeded(seed), torch.no_grad(), warnings.catch_warnings():
+    with seeded(seed), torch.no_grad():
         first = infidelity(
             forward,
             near,
@@ -87,7 +86,7 @@ def measure(
             attributions,
             baselines=question.baselines if method.multiplies else None,
             n_perturb_samples=SAMPLES,
-            max_examples_per_batch=question.chunk_rows,
+            max_examples_per_batch=min(question.chunk_rows, SAMPLES),
         )
         second = sensitivity_max(
             explain,

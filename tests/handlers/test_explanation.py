@@ -151,6 +151,14 @@ def test_quantised_artifact_may_be_further_off_its_twin() -> None:
         explain(other, X[:1], {})
 
 
+def test_requests_that_share_passes_differ_in_what_they_are_told() -> None:
+    model = subject(artifact(lambda x: x**2))
+    (plain,), (measured,) = explain(model, X, {"target": "0"}, {"target": "1", "quality": "true"})
+    assert plain.quality is None
+    assert measured.quality is not None
+    assert measured.as_json()["quality"].keys() == {"infidelity", "sensitivity"}
+
+
 def test_baseline_of_another_shape_is_refused() -> None:
     model = subject(artifact(lambda x: x), baselines=lambda name, x, seed: (x[0][:, :2],))
     with pytest.raises(BadInput, match=r"baseline file:a has the shape \[2\]; expected .* \[3\]"):
