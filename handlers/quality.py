@@ -62,8 +62,7 @@ def measure(
 
     @infidelity_perturb_func_decorator(method.multiplies)  # type: ignore[untyped-decorator]
     def near(inputs: Tensor | Tensors, baselines: object = None) -> Tensors:
-        tensors = (inputs,) if isinstance(inputs, Tensor) else inputs  # one comes by itself
-        pairs = zip(tensors, ranges, strict=True)
+        pairs = zip(_as_tuple(inputs), ranges, strict=True)
         return tuple(each + NOISE * size * torch.randn_like(each) for each, size in pairs)
 
     def forward(*points: Tensor) -> Tensor:
@@ -71,11 +70,12 @@ def measure(
         rows = torch.zeros(len(points[0]), dtype=torch.int64, device=question.device)
         return question.score(points, rows)
 
-    def explain(inputs: Tensors) -> Tensors:
-        return method.run(replace(question, inputs=inputs), **settings).attributions
+    def explain(inputs: Tensor | Tensors) -> Tensors:
+        moved = replace(question, inputs=_as_tuple(inputs))
+        return method.run(moved, **settings).attributions
 
-    def around(inputs: Tensors, radius: float) -> Tensors:
-        pairs = zip(inputs, ranges, strict=True)
+    def around(inputs: Tensor | Tensors, radius: float) -> Tensors:
+        pairs = zip(_as_tuple(inputs), ranges, strict=True)
         return tuple(each + radius * size * (2 * torch.rand_like(each) - 1) for each, size in pairs)
 
     with seeded(seed), torch.no_grad():
@@ -97,3 +97,8 @@ def measure(
             max_examples_per_batch=1,
         )
     return Quality(float(first), float(second))
+
+
+def _as_tuple(inputs: Tensor | Tensors) -> Tensors:
+    """Undo captum's habit of handing a tuple of one over as its tensor."""
+    return (inputs,) if isinstance(inputs, Tensor) else inputs

@@ -151,3 +151,20 @@ def test_explanation_of_a_linear_function_is_faithful() -> None:
     assert bad.infidelity > 0.01
     again = measure(question, found, METHODS["integrated_gradients"], {"n_steps": 1}, 0)
     assert again == good
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_quality_of_every_method_is_measured(method: str) -> None:
+    question = ask(lambda x: (x**2).sum(1), X, [BASELINE])
+    settings: dict[str, Any] = {"shapes": ((1,),)} if METHODS[method].needs_windows else {}
+    found = run(question, method, **settings).attributions
+    quality = measure(question, found, METHODS[method], settings, 0)
+    assert 0 < quality.infidelity < 100
+    assert 0 <= quality.sensitivity < 1
+
+
+def test_sensitivity_is_by_how_much_the_explanation_moves() -> None:
+    question = ask(lambda x: (x**2).sum(1), [1.0, 1.0], [[0.0, 0.0]])
+    # The gradient 2x moves by at most 2 · 0.02 (the range of equal values counts as 1) of 2.
+    quality = measure(question, (question.inputs[0] * 2,), METHODS["saliency"], {}, 0)
+    assert 0.01 < quality.sensitivity <= 0.02
