@@ -134,11 +134,16 @@ class Archive:
         return RefusedArchive(f"{self.path.name}: {name} was changed after the archive was opened")
 
 
-def open_archive(path: Path | str, *, progress: Progress | None = None) -> Archive:
+def open_archive(
+    path: Path | str, *, progress: Progress | None = None, needs_manifest: bool = True
+) -> Archive:
     """Open an archive and check every name, size and digest in it.
 
     Archives of TorchServe's archiver hold no digests; their structure, names and checksums are
     checked.
+
+    Args:
+        needs_manifest: False serves an archive without one too, as TorchServe does.
 
     Raises:
         ArchiveNotFound: there is no file at `path`.
@@ -147,7 +152,7 @@ def open_archive(path: Path | str, *, progress: Progress | None = None) -> Archi
     path = Path(path)
     reader = _open(path)
     try:
-        return _verify(path, reader, progress or (lambda done, total: None))
+        return _verify(path, reader, progress or (lambda done, total: None), needs_manifest)
     except BaseException:
         reader.close()
         raise
@@ -164,11 +169,11 @@ def _open(path: Path) -> Reader:
     return ZipReader(path)
 
 
-def _verify(path: Path, reader: Reader, progress: Progress) -> Archive:
+def _verify(path: Path, reader: Reader, progress: Progress, needs_manifest: bool) -> Archive:
     problems = reader.check(progress)
     if not reader.is_readable:
         raise RefusedArchive(f"{path.name} is refused", problems)
-    manifest, manifest_problems = _read_manifest(reader)
+    manifest, manifest_problems = _read_manifest(reader, needs_manifest)
     files, damages = _hash_files(reader, progress)
     problems += manifest_problems
     if manifest is not None and manifest.modelyard is not None:
@@ -182,8 +187,10 @@ def _verify(path: Path, reader: Reader, progress: Progress) -> Archive:
     return Archive(path, reader, manifest, files)
 
 
-def _read_manifest(reader: Reader) -> tuple[Manifest | None, list[str]]:
+def _read_manifest(reader: Reader, is_needed: bool) -> tuple[Manifest | None, list[str]]:
     member = next((member for member in reader.members if member.name == MANIFEST_NAME), None)
+    if member is None and not is_needed:
+        return Manifest(model_name=None), []
     if member is None:
         return None, [f"{MANIFEST_NAME} is missing: this {reader.kind} is no model archive"]
     size = member.size_bytes

@@ -13,6 +13,34 @@ from archiver.requirements import Pin, normalised, own_distributions
 # Names on a worker's path before the archive's own folder; `ts` is what old handlers import.
 OUR_MODULES = ("archiver", "exporter", "handlers", "modelyard", "serve", "ts")
 
+# The modules of TorchServe that a worker has: those of serve/worker/shim.
+TS_MODULES = frozenset(
+    """
+    ts ts.context ts.handler_utils ts.handler_utils.distributed
+    ts.handler_utils.distributed.deepspeed ts.handler_utils.distributed.pt_pippy
+    ts.handler_utils.hf_batch_streamer ts.handler_utils.micro_batching ts.handler_utils.preprocess
+    ts.handler_utils.preprocess.dali ts.handler_utils.text_utils ts.handler_utils.timer
+    ts.handler_utils.utils ts.launcher ts.metrics ts.metrics.caching_metric ts.metrics.dimension
+    ts.metrics.metric ts.metrics.metric_abstract ts.metrics.metric_cache_abstract
+    ts.metrics.metric_cache_errors ts.metrics.metric_cache_yaml_impl ts.metrics.metric_encoder
+    ts.metrics.metric_type_enum ts.metrics.metrics_store ts.metrics.unit ts.metrics.worker_metrics
+    ts.model_loader ts.protocol ts.protocol.otf_message_handler ts.service ts.torch_handler
+    ts.torch_handler.base_handler ts.torch_handler.dali_handler
+    ts.torch_handler.dali_image_classifier ts.torch_handler.distributed
+    ts.torch_handler.distributed.base_deepspeed_handler
+    ts.torch_handler.distributed.base_pippy_handler ts.torch_handler.image_classifier
+    ts.torch_handler.image_processing ts.torch_handler.image_segmenter
+    ts.torch_handler.object_detector ts.torch_handler.request_envelope
+    ts.torch_handler.request_envelope.base ts.torch_handler.request_envelope.body
+    ts.torch_handler.request_envelope.json ts.torch_handler.request_envelope.kserve
+    ts.torch_handler.request_envelope.kservev2 ts.torch_handler.text_classifier
+    ts.torch_handler.text_handler ts.torch_handler.trt_llm_handler ts.torch_handler.unit_tests
+    ts.torch_handler.unit_tests.test_utils ts.torch_handler.unit_tests.test_utils.mock_context
+    ts.torch_handler.vision_handler ts.torch_handler.vllm_handler ts.torch_handler.vocabulary
+    ts.utils ts.utils.util ts.version
+    """.split()  # noqa: SIM905
+)
+
 # At least two parts, as /home/me; a route or a separator has fewer, most of the time.
 _ABSOLUTE = re.compile(r"(/(?!dev/|proc/|sys/)[\w.@+-]+(/[\w.@+ -]+)+/?|[A-Za-z]:[\\/][\w. -]+.*)")
 
@@ -96,9 +124,15 @@ def _import_names(pins: Iterable[Pin]) -> dict[str, str]:
 
 def _unknown_imports(name: str, tree: ast.Module, known: Collection[str]) -> Iterator[str]:
     unknown: dict[str, int] = {}
-    for module, line in _imports(tree.body):
+    for imported, line in _imports(tree.body):
+        module = imported.partition(".")[0]
         if module not in known:
             unknown.setdefault(module, line)
+        elif module == "ts" and imported not in TS_MODULES:
+            yield (
+                f"{name}:{line} imports {imported}, a module of TorchServe that workers do not "
+                "have; do without it, or pack a copy under a name of your own"
+            )
     if not unknown:
         return
     provided = _provided_by_modelyard()
@@ -111,16 +145,16 @@ def _unknown_imports(name: str, tree: ast.Module, known: Collection[str]) -> Ite
 
 
 def _imports(body: Iterable[ast.stmt]) -> Iterator[tuple[str, int]]:
-    """Yield the top-level names that must be importable, and their lines.
+    """Yield the full names of modules that must be importable, and their lines.
 
     Left out is what code itself expects to be missing: imports in `try`, and for type checkers.
     """
     for node in body:
         if isinstance(node, ast.Import):
-            yield from ((alias.name.partition(".")[0], node.lineno) for alias in node.names)
+            yield from ((alias.name, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             if not node.level and node.module:
-                yield node.module.partition(".")[0], node.lineno
+                yield node.module, node.lineno
         elif isinstance(node, ast.If):
             if "TYPE_CHECKING" not in ast.dump(node.test):
                 yield from _imports(node.body)

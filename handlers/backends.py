@@ -220,16 +220,7 @@ def open_torchscript(path: Path, device: torch.device) -> Artifact:
 
 def open_onnx(path: Path, device: torch.device) -> Artifact:
     """Load an ONNX model into onnxruntime; tensors pass through numpy without a copy on the CPU."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3  # errors only: probing for devices warns on machines without
-    # Spinning threads cost other workers their cores between two requests.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    providers = _onnx_providers(onnxruntime.get_available_providers(), device)
-    session = onnxruntime.InferenceSession(os.fspath(path), options, providers=providers)
+    session = open_session(path, device)
     inputs = [_onnx_input(node.name, node.type, node.shape) for node in session.get_inputs()]
     input_names = [spec.name for spec in inputs]
     output_names = [node.name for node in session.get_outputs()]
@@ -245,6 +236,20 @@ def open_onnx(path: Path, device: torch.device) -> Artifact:
 
     # onnxruntime takes its inputs from the host and copies to its own device itself.
     return Artifact("onnx", run, inputs, torch.device("cpu"))
+
+
+def open_session(path: Path, device: torch.device) -> Any:
+    """Give onnxruntime's session of an ONNX model, which computes on `device` if it can."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # errors only: probing for devices warns on machines without
+    # Spinning threads cost other workers their cores between two requests.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    providers = _onnx_providers(onnxruntime.get_available_providers(), device)
+    return onnxruntime.InferenceSession(os.fspath(path), options, providers=providers)
 
 
 def open_aoti(path: Path, device: torch.device) -> Artifact:

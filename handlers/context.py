@@ -1,33 +1,58 @@
 """What a handler is told: its model, its settings, and the requests of the current batch.
 
-The shape is TorchServe's, whose handlers run here unchanged; ours are `device`, `query`, `reset`.
+The shape is TorchServe's, whose handlers run here unchanged; ours are `device`, `query`, `reset`,
+`send_intermediate`.
 """
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 SERVER_NAME = "MMS"
 SERVER_VERSION = "0.12.0"  # handlers written for TorchServe compare against its last version
 
 
+class Headers(dict[str, Any]):
+    """One request's headers, spelled as the client sent them, found in any case.
+
+    A proxy that speaks HTTP/2 sends every name in lower case; handlers ask for `Content-Type`.
+    """
+
+    def __missing__(self, key: str) -> Any:
+        """Give the value of a name that differs in case only.
+
+        Raises:
+            KeyError: there is no such header.
+        """
+        wanted = key.lower()
+        for name, value in self.items():
+            if name.lower() == wanted:
+                return value
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Give a header by its exact name, else by its name in any case, else the default."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and self.get(key, self) is not self
+
+
 class RequestProcessor:
     """One request's headers, and what the handler wants to answer besides the body."""
 
     def __init__(self, request_header: Mapping[str, Any]) -> None:
-        self._request_header = dict(request_header)
+        self._request_header = Headers(request_header)
         self._response_headers: dict[str, str] = {}
         self._status_code = 200
         self._reason_phrase: str | None = None
 
     def get_request_property(self, key: str) -> Any:
         """Give a request header by its exact name, else by its name in any case, else None."""
-        if key in self._request_header:
-            return self._request_header[key]
-        wanted = key.lower()
-        for name, value in self._request_header.items():
-            if name.lower() == wanted:
-                return value
-        return None
+        return self._request_header.get(key)
 
     def get_request_properties(self) -> dict[str, Any]:
         """Give all request headers, spelled as they came."""
@@ -103,12 +128,32 @@ class Context:
         self.metrics = metrics
         self.stopping_criteria: Any = None
         self.cl_socket: Any = None
-        self.header_key_sequence_id = "ts_request_sequence_id"
-        self.header_key_sequence_start = "ts_request_sequence_start"
-        self.header_key_sequence_end = "ts_request_sequence_end"
+        self.header_key_sequence_id = _sequence_header("id")
+        self.header_key_sequence_start = _sequence_header("start")
+        self.header_key_sequence_end = _sequence_header("end")
         self.request_ids: dict[int, str] = {}
         self.request_processor: list[RequestProcessor] = []
         self.query: list[dict[str, str]] = []
+        self.stream: Callable[[list[Any]], None] | None = None
+        """Sends chunks to the clients; None where nobody reads them, as in a dry run."""
+
+    def send_intermediate(self, values: list[Any]) -> None:
+        """Send each client the next chunk of its answer, before the handler returns the last one.
+
+        Status and headers that are set after the first chunk have no effect.
+
+        Args:
+            values: one per request of the batch, in its order; what a handler may return.
+
+        Raises:
+            ValueError: there are more or fewer values than requests.
+        """
+        if len(values) != len(self.request_ids):
+            raise ValueError(
+                f"{len(values)} chunks for {len(self.request_ids)} requests; expected one for each"
+            )
+        if self.stream is not None:
+            self.stream(values)
 
     def reset(
         self,
@@ -179,3 +224,9 @@ class Context:
         """Give the sequence that request `idx` belongs to, None outside one."""
         value = self.get_request_header(idx, self.header_key_sequence_id)
         return None if value is None else str(value)
+
+
+def _sequence_header(end: str) -> str:
+    """Return the name of one of the headers that tie requests to a sequence."""
+    name = f"ts_request_sequence_{end}"
+    return os.environ.get(name.upper(), name)

@@ -6,6 +6,7 @@ HandlerError
 ├── TwinDiffers           the artifact and what explains it give different answers
 ├── InputMismatch         tensors that the artifact does not take (also a ValueError)
 ├── LoadError             a worker cannot load this archive
+│   ├── NoEntryPoint      an archive without a usable handler (also a ValueError)
 │   └── UnsafeProgram     an exported program that could run code of its own
 └── PredictionException   TorchServe's name: an author chooses the status code
 
@@ -40,6 +41,10 @@ class InputMismatch(HandlerError, ValueError):
 
 class LoadError(HandlerError):
     """The archive cannot be loaded here; the message says what was seen and what to do."""
+
+
+class NoEntryPoint(LoadError, ValueError):
+    """The handler is not there, or holds nothing that can answer requests."""
 
 
 class UnsafeProgram(LoadError):

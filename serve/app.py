@@ -2,22 +2,36 @@
 
 from __future__ import annotations
 
+import ssl
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from serve.api.asgi import Phase
+from serve.address import Address
+from serve.api.asgi import Api, Check, Phase, open_to_all
 from serve.api.docs import add_docs
 from serve.api.health import OPEN_PATHS, health_routes
 from serve.api.inference import Inference
 from serve.api.management import create_management
 from serve.api.metrics import create_metrics
-from serve.auth import TokenCheck
+from serve.api.oip import oip_routes
+from serve.auth import TokenCheck, make_keys
 from serve.lifecycle import Lifecycle
-from serve.listener import Listener
+from serve.listener import Access, Listener
 from serve.metrics import Metrics
 from serve.registry import Registry
 from serve.settings import Settings
+from serve.state import StateDir
+from serve.tls import tls_context
+from serve.torchserve.combined import Combined
+from serve.torchserve.dialect import Dialect
+from serve.torchserve.inference import PROBES, TorchServeInference
+from serve.torchserve.logs import log_access
+from serve.torchserve.management import TorchServeManagement
+from serve.torchserve.scrape import Scrape
+from serve.torchserve.settings import TorchServeSettings
+from serve.torchserve.tokens import Tokens
 
-DOCS_PATHS = ("/docs", "/openapi.json")
+Application = Api | Dialect | Combined
 
 
 @dataclass(frozen=True)
@@ -29,32 +43,44 @@ class Server:
     phase: Phase
     inference: Listener
     management: Listener
-    metrics: Listener
+    metrics: Listener | None
+    """None where nobody wants it."""
 
     @property
-    def listeners(self) -> tuple[Listener, Listener, Listener]:
-        """All three, the inference API's first."""
-        return self.inference, self.management, self.metrics
+    def listeners(self) -> list[Listener]:
+        """Each of them once, the inference API's first; APIs may share one."""
+        all_three = (self.inference, self.management, self.metrics)
+        return list(dict.fromkeys(listener for listener in all_three if listener))
 
 
-def create_server(settings: Settings, keys: dict[str, str]) -> Server:
-    """Build everything and bind the three addresses.
-
-    Args:
-        settings: what the server was told.
-        keys: the bearer token of each API.
+def create_server(settings: Settings) -> Server:
+    """Write new keys, build everything and bind the addresses.
 
     Raises:
-        StartError: an address cannot be bound.
+        StartError: an address cannot be bound, or the keys cannot be written.
     """
-    metrics = Metrics()
+    metrics = Metrics(settings.torchserve)
     registry = Registry()
     lifecycle = Lifecycle(settings, registry, metrics)
     phase = Phase()
+    if settings.torchserve is not None:
+        inference, management, scraped = _torchserves_listeners(
+            settings, settings.torchserve, metrics, registry, lifecycle, phase
+        )
+    else:
+        inference, management, scraped = _our_listeners(
+            settings, metrics, registry, lifecycle, phase
+        )
+    return Server(lifecycle, registry, phase, inference, management, scraped)
+
+
+def _our_listeners(
+    settings: Settings, metrics: Metrics, registry: Registry, lifecycle: Lifecycle, phase: Phase
+) -> tuple[Listener, Listener, Listener]:
+    keys = make_keys(StateDir(settings.state_dir).key_file)
     is_open = settings.auth == "never" or (settings.auth == "auto" and settings.is_loopback)
     client_key = None if is_open else keys["inference"]
     operator_key = None if settings.auth == "never" else keys["management"]
-
     inference_api = Inference(
         registry,
         metrics,
@@ -63,25 +89,71 @@ def create_server(settings: Settings, keys: dict[str, str]) -> Server:
         settings.max_request_bytes,
     )
     inference_api.include_router(health_routes(registry, phase))
+    inference_api.include_router(oip_routes(registry, phase))
     management_api = create_management(registry, lifecycle, TokenCheck(operator_key), phase)
     metrics_api = create_metrics(metrics, TokenCheck(client_key), phase)
-
-    listeners: list[Listener] = []
-    try:
-        for api, port in (
-            (inference_api, settings.port),
-            (management_api, settings.management_port),
-            (metrics_api, settings.metrics_port),
-        ):
-            listeners.append(Listener(api, settings.host, port))
-    except BaseException:
-        for listener in listeners:
-            listener.abandon()
-        raise
-    inference, management, scraped = listeners
+    apis = (inference_api, management_api, metrics_api)
+    inference, management, scraped = _listen(zip(apis, settings.addresses, strict=True))
     add_docs(
         inference_api,
         {management.url: management_api, scraped.url: metrics_api},
         inference.url,
     )
-    return Server(lifecycle, registry, phase, inference, management, scraped)
+    return inference, management, scraped
+
+
+def _torchserves_listeners(
+    settings: Settings,
+    dialect: TorchServeSettings,
+    metrics: Metrics,
+    registry: Registry,
+    lifecycle: Lifecycle,
+    phase: Phase,
+) -> tuple[Listener, Listener, Listener | None]:
+    """Bind the addresses of TorchServe's dialect; APIs with equal addresses share a listener."""
+    wanted = dialect.disable_token_authorization
+    tokens = None if wanted else Tokens(dialect.directory, dialect.token_expiration_min)
+    check: Check = open_to_all
+    if tokens is not None and not (wanted is None and settings.is_loopback):
+        check = tokens.check("inference", PROBES)
+    apis: list[Dialect] = [
+        TorchServeInference(registry, metrics, check, phase, settings, dialect),
+        TorchServeManagement(registry, lifecycle, tokens, phase, settings, dialect),
+    ]
+    if metrics.torchserve is not None:
+        for api in apis:
+            api.on_status = metrics.torchserve.answered
+        metrics.torchserve.start()
+    if dialect.enable_metrics_api:
+        apis.append(Scrape(metrics, phase, dialect, settings.max_request_bytes))
+    addresses = settings.addresses[: len(apis)]
+    groups: dict[Address, list[Dialect]] = {}
+    for api, address in zip(apis, addresses, strict=True):
+        groups.setdefault(address, []).append(api)
+    if addresses[0] == addresses[1]:  # such a port answers for all three
+        groups[addresses[0]] = apis
+    ports = [
+        (Combined(group) if len(group) > 1 else group[0], address)
+        for address, group in groups.items()
+    ]
+    tls = tls_context(dialect) if any(address.is_tls for address in groups) else None
+    listeners = dict(zip(groups, _listen(ports, tls, log_access), strict=True))
+    found = [listeners[address] for address in addresses]
+    return found[0], found[1], found[2] if len(found) > 2 else None
+
+
+def _listen(
+    apis: Iterable[tuple[Application, Address]],
+    tls: ssl.SSLContext | None = None,
+    access: Access | None = None,
+) -> list[Listener]:
+    """Bind every address, or none."""
+    listeners: list[Listener] = []
+    try:
+        for api, address in apis:
+            listeners.append(Listener(api, address, tls, access))
+    except BaseException:
+        for listener in listeners:
+            listener.abandon()
+        raise
+    return listeners

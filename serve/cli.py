@@ -171,7 +171,8 @@ def _start_detached(settings: Settings, state: StateDir) -> dict[str, Any]:
                     return dict(event)
                 if event["event"] == "error":
                     raise StartError(event["message"])
-                status.update(f"{event['model']}: {event['text']}")
+                if event["event"] == "loading":
+                    status.update(f"{event['model']}: {event['text']}")
     except (KeyboardInterrupt, BrokenPipeError):
         process.terminate()
         process.wait()

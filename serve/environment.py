@@ -24,7 +24,7 @@ from archiver import Archive
 from archiver.names import LOCK_NAME, WHEELS_FOLDER
 from archiver.requirements import parse_pin
 from archiver.source_checks import OUR_MODULES
-from serve.errors import BadRequest
+from serve.errors import BadRequest, RequirementsFailed
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ def interpreter_for(archive: Archive, folder: Path, environments: Path, is_allow
         is_allowed: the setting `install_requirements`.
 
     Raises:
-        BadRequest: something is missing and may not be installed, or pip fails.
+        BadRequest: something is missing and may not be installed.
+        RequirementsFailed: pip fails.
     """
     seal, name = archive.manifest.modelyard, archive.path.name
     if seal is None:
@@ -123,7 +124,7 @@ def _build(name: str, folder: Path, python: Path, arguments: Sequence[str]) -> N
     if done.returncode:
         logger.error("%s: pip failed:\n%s", name, done.stderr)
         said = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-        raise BadRequest(
+        raise RequirementsFailed(
             f"{name}: its requirements cannot be installed: {' | '.join(said[-SHOWN_LINES:])}"
         )
     taken = {path.name.partition(".")[0] for path in packages.iterdir()} & {*OUR_MODULES}

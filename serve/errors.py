@@ -2,10 +2,16 @@
 
     ServeError
     ├── BadRequest            a parameter or body is wrong
-    │   └── BadModelConfig    model-config.yaml is wrong
+    │   ├── BadModelConfig    model-config.yaml is wrong
+    │   └── RequirementsFailed  what an archive requires could not be installed
+    ├── NoSuchRoute
+    ├── MethodNotAllowed
     ├── ModelNotFound
     │   └── VersionNotFound
     ├── FileNotInStore
+    │   └── UrlRefused        nothing is fetched from there
+    ├── FetchFailed           an archive could not be fetched, or is too large
+    ├── FileExists            the model store holds a file of the name that would be fetched
     ├── Conflict              the version is registered already
     ├── DefaultVersion        the default version cannot be removed while others exist
     ├── BodyTooLarge
@@ -15,7 +21,11 @@
     │   └── Draining
     ├── DeadlinePassed
     ├── WorkerDied            while it held the request, and again when it was tried alone
+    │   └── WorkerKilled      for memory, most likely
+    ├── StreamBroken          the rest of a streamed answer will not come
     ├── LoadFailed            a worker could not load the model
+    │   └── OutOfMemory
+    ├── CleanupTimedOut       a version's workers had not ended in time
     └── StartError            the server cannot start or was not found (command line only)
 
 `type` is TorchServe's class name wherever it has one, because clients compare it.
@@ -38,6 +48,24 @@ class BadModelConfig(BadRequest):
     """The archive's model-config.yaml is wrong; the message names the key."""
 
 
+class RequirementsFailed(BadRequest):
+    """What an archive requires could not be installed; the message ends with pip's last lines."""
+
+
+class NoSuchRoute(ServeError):
+    """The path is none of the API's."""
+
+    def __init__(self) -> None:
+        super().__init__("Requested resource is not found, please refer to API document.")
+
+
+class MethodNotAllowed(ServeError):
+    """The path has no such method, or what it does is switched off."""
+
+    def __init__(self) -> None:
+        super().__init__("Requested method is not allowed, please refer to API document.")
+
+
 class ModelNotFound(ServeError):
     """No model of that name is registered."""
 
@@ -54,6 +82,39 @@ class VersionNotFound(ModelNotFound):
 
 class FileNotInStore(ServeError):
     """The model store holds no such archive."""
+
+
+class UrlRefused(FileNotInStore):
+    """The settings do not allow to fetch from there.
+
+    Args:
+        url: what was asked for.
+        reason: why not, for operators.
+    """
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"Given URL {url} does not match any allowed URL(s)")
+        self.reason = reason
+
+
+class FetchFailed(ServeError):
+    """An archive could not be fetched.
+
+    Args:
+        url: as the caller wrote it.
+        reason: what went wrong, for the log and operators.
+    """
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"Failed to download archive from: {url}")
+        self.reason = reason
+
+
+class FileExists(ServeError):
+    """The model store holds a file of the name that would be fetched."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"Model file already exists {name}")
 
 
 class Conflict(ServeError):
@@ -110,8 +171,30 @@ class WorkerDied(ServeError):
         super().__init__("Worker died.")
 
 
+class WorkerKilled(WorkerDied):
+    """A worker was killed from outside while it held the request: for memory, most likely."""
+
+
+class StreamBroken(ServeError):
+    """The rest of a streamed answer will not come."""
+
+
 class LoadFailed(ServeError):
     """A worker could not load the model; the message is the worker's own."""
+
+    model: tuple[str, str] | None = None
+    """Name and version of what was being registered."""
+
+
+class OutOfMemory(LoadFailed):
+    """A worker had too little memory for the model."""
+
+
+class CleanupTimedOut(ServeError):
+    """A version's workers had not ended in time."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"Timed out while cleaning resources: {name}")
 
 
 class StartError(ServeError):
@@ -120,9 +203,14 @@ class StartError(ServeError):
 
 STATUS: dict[type[Exception], tuple[int, str]] = {
     BadRequest: (400, "BadRequestException"),
+    RequirementsFailed: (400, "ModelException"),
+    NoSuchRoute: (404, "ResourceNotFoundException"),
+    MethodNotAllowed: (405, "MethodNotAllowedException"),
     ModelNotFound: (404, "ModelNotFoundException"),
     VersionNotFound: (404, "ModelVersionNotFoundException"),
     FileNotInStore: (404, "ModelNotFoundException"),
+    FetchFailed: (400, "DownloadArchiveException"),
+    FileExists: (500, "InternalServerException"),
     Conflict: (409, "ConflictStatusException"),
     DefaultVersion: (403, "InvalidModelVersionException"),
     BodyTooLarge: (413, "RequestTooLargeException"),
@@ -130,7 +218,11 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     Unavailable: (503, "ServiceUnavailableException"),
     DeadlinePassed: (504, "RequestTimeoutException"),
     WorkerDied: (500, "InternalServerException"),
+    WorkerKilled: (507, "InternalServerException"),
+    StreamBroken: (500, "InternalServerException"),
     LoadFailed: (500, "InternalServerException"),
+    OutOfMemory: (507, "InternalServerException"),
+    CleanupTimedOut: (408, "RequestTimeoutException"),
     ArchiveError: (400, "InvalidModelException"),
 }
 

@@ -3,26 +3,40 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
+import math
+import os
 import secrets
 import shutil
+import threading
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from archiver import Archive, open_archive
+from archiver import Archive, ArchiveError, open_archive
 from archiver.manifest import MANIFEST_NAME, check_name, check_version
 from archiver.signature import check_signature, read_trusted_keys
 from serve.batcher import EXPLAIN, PREDICT, Batcher
 from serve.environment import interpreter_for
-from serve.errors import BadRequest, ServeError
+from serve.errors import (
+    BadRequest,
+    CleanupTimedOut,
+    FileNotInStore,
+    LoadFailed,
+    RequirementsFailed,
+    ServeError,
+    StartError,
+)
 from serve.metrics import Metrics, VersionMetrics
 from serve.model_config import (
     ModelConfig,
+    Options,
     default_workers,
     load_model_config,
     threads_per_worker,
@@ -31,7 +45,21 @@ from serve.pool import Plan, Pool
 from serve.registry import ModelVersion, Registry
 from serve.settings import Settings
 from serve.state import StateDir, write_json
-from serve.store import find_archive, list_archives, parse_model_option
+from serve.store import (
+    SUFFIXES,
+    TORCHSERVES_SUFFIXES,
+    check_torchserves_name,
+    file_stem,
+    find_archive,
+    find_as_torchserve,
+    list_archives,
+    name_of_file,
+    parse_model_option,
+    refuse_relative,
+)
+from serve.torchserve.fetch import UrlRules, clear_leftovers, fetch_archive, is_url
+from serve.torchserve.settings import TorchServeSettings
+from serve.torchserve.snapshot import Snapshots, parse_model_snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -43,123 +71,282 @@ Report = Callable[[str, str], None]
 """Called with a model's name and what happens to it, for progress."""
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """A model version that is to be served: a call of the register API, or a line of the state."""
+
+    location: str
+    """As the caller wrote it: a file of the store, or a URL."""
+    name: str | None = None
+    """None takes the manifest's."""
+    workers: int | None = None
+    """None takes the settings', else the archive's, else goes by cores."""
+    most: int | None = None
+    """Workers that scaling leaves alone; None takes as many as are started."""
+    options: Options = field(default_factory=Options)
+    url: str | None = None
+    """What it was fetched from, before the server was started again."""
+    is_default: bool = False
+    at_start: bool = False
+
+
 class Lifecycle:
     """Changes to what is served. Each change of one model waits for the one before it."""
 
     def __init__(self, settings: Settings, registry: Registry, metrics: Metrics) -> None:
         self._settings = settings
+        self._dialect = settings.torchserve
         self._registry = registry
         self._metrics = metrics
         self._state = StateDir(settings.state_dir)
+        self._snapshots = Snapshots(self._dialect) if self._dialect else None
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    # -- the start -----------------------------------------------------------------------------
 
     async def start(self, report: Report) -> None:
         """Register what the settings name, or what was served last when they name nothing.
 
+        All at once; the workers of one model load beside those of another. In TorchServe's dialect
+        it returns when the archives are registered: a model that cannot be is left out and the
+        log says why, and workers load while the server serves.
+
         Raises:
             ServeError, ArchiveError: the first model that cannot be served.
         """
-        entries = self._asked_for() if self._settings.models else self._last_served()
-        for entry in entries:
-            file, name = entry["file"], entry.get("name")
-            report(name or file, "loading")
-            model = await self._register(file, name, entry.get("workers"), len(entries))
-            if entry.get("default"):
-                self._registry.set_default(model.name, model.version)
-            report(model.name, f"version {model.version}, {len(model.pool.seats)} workers ready")
-        self._save()
+        clear_leftovers(self._settings.model_store)
+        wanted = self._wanted()
+        starts = [self._start_one(each, len(wanted), report) for each in wanted]
+        tasks = [asyncio.ensure_future(start) for start in starts]
+        try:
+            models = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            raise
+        defaults: dict[str, str] = {}
+        for each, model in zip(wanted, models, strict=True):
+            if model is not None and (each.is_default or model.name not in defaults):
+                defaults[model.name] = model.version
+        self._registry.arrange(model for model in models if model is not None)
+        for name, version in defaults.items():
+            self._registry.set_default(name, version)
+        self._save("startup")
 
-    def _asked_for(self) -> list[dict[str, Any]]:
+    async def _start_one(self, wanted: Wanted, models: int, report: Report) -> ModelVersion | None:
+        report(wanted.name or wanted.location, "loading")
+        try:
+            model = await self._locate_and_register(wanted, models, waits=self._dialect is None)
+        except (ServeError, ArchiveError) as error:
+            if self._dialect is None:
+                raise
+            logger.error("Failed to load model: %s: %s", wanted.location, error)
+            return None
+        report(model.name, f"version {model.version}, {model.pool.ready_count} workers ready")
+        return model
+
+    def _wanted(self) -> list[Wanted]:
+        """Return what the start is to serve."""
+        dialect, store = self._dialect, self._settings.model_store
+        if dialect and dialect.model_snapshot is not None:
+            snapshot = parse_model_snapshot(dialect.model_snapshot)
+            return [_from_snapshot(store, *entry) for entry in snapshot]
+        if not self._settings.models:
+            return [] if dialect else self._last_served()
         options: Sequence[str] = self._settings.models
         if [option.upper() for option in options] == ["ALL"]:
-            options = list_archives(self._settings.model_store)
-        pairs = [parse_model_option(option) for option in options]
-        return [{"name": name, "file": file} for name, file in pairs]
+            options = list_archives(store, TORCHSERVES_SUFFIXES if dialect else SUFFIXES)
+        if dialect is None:
+            pairs = [parse_model_option(option) for option in options]
+        else:
+            parts = [option.partition("=") for option in options]
+            pairs = [(name, rest) if equals else (None, name) for name, equals, rest in parts]
+        return [Wanted(location, name, at_start=True) for name, location in pairs]
 
-    def _last_served(self) -> list[dict[str, Any]]:
-        try:
-            content = json.loads(self._state.models_file.read_text(encoding="utf-8"))
-            return [entry for entry in content["models"] if _is_entry(entry)]
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, LookupError, TypeError) as error:
-            logger.error("cannot read %s (%s); nothing restored", self._state.models_file, error)
-            return []
+    def _last_served(self) -> list[Wanted]:
+        """Return what the last change left; before it, where that file is damaged."""
+        for file in (self._state.models_file, self._state.previous_models_file):
+            try:
+                content = json.loads(file.read_text(encoding="utf-8"))
+                models = content["models"]
+                if (schema := content.get("schema", SCHEMA)) > SCHEMA:
+                    raise ValueError(f"its schema is {schema}, this version reads {SCHEMA}")
+                return [_from_entry(entry) for entry in models if _is_entry(entry)]
+            except FileNotFoundError:
+                continue
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                logger.error("cannot read %s (%s); nothing restored from it", file, error)
+                with contextlib.suppress(OSError):  # the next change would write over it
+                    file.replace(file.with_suffix(".damaged.json"))
+        return []
+
+    # -- changes -------------------------------------------------------------------------------
 
     async def register(
-        self, location: str, name: str | None = None, workers: int | None = None
+        self,
+        location: str,
+        name: str | None = None,
+        workers: int | None = None,
+        options: Options | None = None,
+        synchronous: bool = True,
     ) -> ModelVersion:
-        """Check an archive of the model store, unpack it, start its workers, and serve it.
+        """Check an archive of the model store or a URL, unpack it, start its workers, serve it.
 
         Args:
-            location: its file name.
+            location: its file name, or where to fetch it from.
             name: to register it under; None takes the manifest's.
             workers: how many; None takes the settings', else the archive's, else by cores.
+            synchronous: False serves it while its workers are loading.
 
         Raises:
             ArchiveError, ServeError: nothing was changed.
         """
-        model = await self._register(location, name, workers, len(self._registry) + 1)
-        self._save()
-        return model
+        wanted = Wanted(location, name, workers, options=options or Options())
+        return await self._locate_and_register(
+            wanted, len(self._registry) + 1, waits=synchronous, saves=True
+        )
+
+    async def _locate_and_register(
+        self, wanted: Wanted, models: int, waits: bool, saves: bool = False
+    ) -> ModelVersion:
+        """Fetch what must be fetched; the store is as before when that or the rest fails."""
+        store = self._settings.model_store
+        if self._dialect is None:
+            file = find_archive(store, wanted.location)
+        elif is_url(wanted.location):
+            refuse_relative(wanted.location)
+            rules = UrlRules(self._dialect.allowed_urls)
+            file = await _in_daemon(partial(fetch_archive, wanted.location, store, rules))
+            wanted = replace(wanted, url=wanted.location)
+            try:
+                return await self._register(file, wanted, models, waits, saves)
+            except BaseException:
+                file.unlink(missing_ok=True)
+                raise
+        else:
+            file = find_as_torchserve(store, wanted.location)
+        return await self._register(file, wanted, models, waits, saves)
 
     async def _register(
-        self, location: str, name: str | None, workers: int | None, models: int
+        self, file: Path, wanted: Wanted, models: int, waits: bool, saves: bool
     ) -> ModelVersion:
-        """Register without remembering it; `models` is how many share the cores."""
-        file = find_archive(self._settings.model_store, location)
-        archive = await asyncio.to_thread(open_archive, file)
+        """Register a file of the store; `models` is how many share the cores."""
+        archive = await asyncio.to_thread(open_archive, file, needs_manifest=self._dialect is None)
         with archive:
             self._check_signature(archive)
-            chosen = name or archive.manifest.model_name or file.stem
-            check_name(chosen)
-            check_version(archive.manifest.model_version)
-            config = load_model_config(archive, self._settings)
-            if workers is None:
-                workers = self._settings.workers or config.workers
-                workers = workers or default_workers(config.device, models)
-            async with self._locks[chosen]:
-                self._registry.refuse_duplicate(chosen, archive.manifest.model_version)
-                async with self._unpacked(archive, chosen) as folder:
-                    interpreter = await asyncio.to_thread(
-                        interpreter_for,
-                        archive,
-                        folder,
-                        self._state.root / "environments",
-                        self._settings.install_requirements,
-                    )
-                    model = self._build(archive, chosen, file.name, config, folder, interpreter)
+            name = self._choose_name(archive, wanted)
+            config = load_model_config(
+                archive, self._settings, wanted.options, name, wanted.at_start
+            )
+            workers, most = self._count_workers(wanted, config, models)
+            async with self._locks[name]:
+                self._registry.refuse_duplicate(name, archive.manifest.model_version)
+                async with self._unpacked(archive, name) as folder:
+                    interpreter = await self._interpreter(archive, folder, name)
+                    model = self._build(archive, name, wanted, config, folder, interpreter)
                     try:
-                        await model.pool.scale(workers, 0)
-                    except BaseException:
+                        await model.pool.scale(workers, 0, most=most, wait=waits)
+                        with self._registry.change():
+                            self._registry.add(model)
+                            if saves:
+                                self._save()
+                    except BaseException as error:
                         await model.pool.stop(0)
                         model.metrics.remove()
+                        if isinstance(error, LoadFailed):
+                            error.model = name, model.version
                         raise
-                    self._registry.add(model)
         logger.info("%s registered, archive %s", model.pool.plan.label, model.digest)
         return model
 
-    async def scale(self, model: ModelVersion, workers: int) -> None:
-        """Have this many workers, ready or ended, before it returns."""
+    def _choose_name(self, archive: Archive, wanted: Wanted) -> str:
+        name = wanted.name or archive.manifest.model_name
+        if self._dialect is None:
+            name = name or archive.path.stem
+            check_name(name)
+        elif name is None:
+            if not wanted.at_start:
+                raise ArchiveError("Model name is not defined.")
+            name = name_of_file(archive.path.name)
+        if self._dialect is not None:
+            check_torchserves_name(name)
+        check_version(archive.manifest.model_version)
+        return name
+
+    def _count_workers(self, wanted: Wanted, config: ModelConfig, models: int) -> tuple[int, int]:
+        """Return the least and the most workers of a version that is being registered.
+
+        What the caller says comes first, then the archive, then the server: over the register API
+        of TorchServe's dialect none where nobody says anything.
+        """
+        if wanted.workers is not None:
+            return wanted.workers, max(wanted.workers, wanted.most or 0)
+        if self._dialect is not None:
+            if config.workers:
+                return config.workers, config.most_workers
+            workers = self._dialect.default_workers_per_model
+            if not workers and wanted.at_start:
+                workers = default_workers(config.device, 1)
+        else:
+            workers = self._settings.workers or config.workers
+            workers = workers or default_workers(config.device, models)
+        return workers, workers
+
+    async def scale(
+        self, model: ModelVersion, least: int, most: int | None = None, synchronous: bool = True
+    ) -> None:
+        """Have at least `least` workers and at most `most`, by default exactly `least`.
+
+        Args:
+            synchronous: False returns as soon as the change is saved; workers come and go then, and
+                one that cannot load is tried again.
+
+        Raises:
+            LoadFailed: a new worker could not load; nothing was changed.
+        """
         async with self._locks[model.name]:
-            await model.pool.scale(workers, self._settings.drain_timeout_s)
-            self._save()
+            self._registry.refuse_gone(model)
+            pool = model.pool
+            before = pool.least, pool.most
+            drain_s = self._settings.drain_timeout_s
+            try:
+                await pool.scale(least, drain_s, most=most, wait=synchronous)
+                self._save()
+            except BaseException:
+                pool.least, pool.most = before
+                raise
 
     async def unregister(self, model: ModelVersion) -> None:
-        """Answer what was accepted, end the workers, remove the unpacked files."""
+        """Answer what was accepted, end the workers, remove the unpacked files.
+
+        Raises:
+            CleanupTimedOut: its workers have not ended in time; it is not served any more.
+        """
         async with self._locks[model.name]:
-            self._registry.remove(model)
-            self._save()
-            await self._end(model, self._settings.drain_timeout_s)
+            with self._registry.change():
+                self._registry.remove(model)
+                self._save()
+            if model.is_downloaded and not any(m.file == model.file for m in self._registry):
+                (self._settings.model_store / model.file).unlink(missing_ok=True)
+            limit_s = self._dialect.unregister_model_timeout if self._dialect else None
+            try:
+                async with asyncio.timeout(limit_s):
+                    await self._end(model, self._settings.drain_timeout_s)
+            except TimeoutError as error:
+                raise CleanupTimedOut(model.name) from error
         logger.info("%s unregistered", model.pool.plan.label)
 
     def set_default(self, name: str, version: str) -> None:
         """Make a version the one that answers when a request names none."""
-        self._registry.set_default(name, version)
-        self._save()
+        with self._registry.change():
+            self._registry.set_default(name, version)
+            self._save()
 
     async def stop(self, drain_timeout_s: float) -> None:
         """End all workers; what is registered stays remembered."""
+        if self._snapshots is not None:
+            self._snapshots.write("shutdown", self._registry)
         await asyncio.gather(*(self._end(model, drain_timeout_s) for model in self._registry))
 
     async def _end(self, model: ModelVersion, drain_timeout_s: float) -> None:
@@ -177,35 +364,54 @@ class Lifecycle:
             signer = check_signature(archive, read_trusted_keys(keys))
             logger.info("%s is signed by the trusted key %s", archive.path.name, signer[:12])
 
+    async def _interpreter(self, archive: Archive, folder: Path, name: str) -> str:
+        """Return the Python of the workers; it has what the archive requires."""
+        environments = self._state.root / "environments"
+        try:
+            return await asyncio.to_thread(
+                interpreter_for, archive, folder, environments, self._settings.install_requirements
+            )
+        except RequirementsFailed as error:
+            if self._dialect is None:
+                raise
+            text = f"Custom pip package installation failed for model {name}"
+            raise RequirementsFailed(text) from error
+
     def _build(
         self,
         archive: Archive,
         name: str,
-        file: str,
+        wanted: Wanted,
         config: ModelConfig,
         folder: Path,
         interpreter: str,
     ) -> ModelVersion:
         """Connect the objects of one model version; nothing is started yet."""
-        manifest = archive.manifest
-        if not manifest.handler:
+        manifest, file = archive.manifest, archive.path.name
+        handler = wanted.options.handler or manifest.handler
+        if self._dialect is not None:
+            handler = handler or self._dialect.default_service_handler
+        if not handler:
             raise BadRequest(f"{file}: the manifest names no handler")
         seal = manifest.modelyard
         label = f"{name} {manifest.model_version}"
-        log_dir = self._state.log_file.parent / f"{name}-{manifest.model_version}"
+        log_dir = self._state.log_file.parent / f"{file_stem(name)}-{manifest.model_version}"
         log_dir.mkdir(mode=0o700, exist_ok=True)
-        raw_manifest = json.loads(archive.read(MANIFEST_NAME))
+        has_manifest = MANIFEST_NAME in archive.names
+        raw_manifest = json.loads(archive.read(MANIFEST_NAME)) if has_manifest else None
         plan = Plan(
             label=label,
             load={
                 "name": name,
                 "folder": str(folder),
                 "manifest": raw_manifest,
-                "handler": manifest.handler,
+                "handler": handler,
                 "config_file": manifest.config_file,
                 "device": config.device,
+                "device_ids": list(config.device_ids),
                 "batch_size": config.batch_size,
                 "golden": [asdict(golden) for golden in seal.golden] if seal else [],
+                **self._dialect_keys(),
             },
             log_dir=log_dir,
             threads=threads_per_worker(),
@@ -215,6 +421,9 @@ class Lifecycle:
             retry=config.retry,
             max_reply_bytes=MAX_REPLY_BYTES,
             interpreter=interpreter,
+            hidden_variables=self._dialect.blacklist_env_vars if self._dialect else None,
+            variables=_torchserve_variables(self._dialect) if self._dialect else {},
+            retry_window_s=config.retry_s if self._dialect else math.inf,
         )
         metrics = VersionMetrics(self._metrics, name, manifest.model_version)
         pool = Pool(plan, metrics)
@@ -226,6 +435,7 @@ class Lifecycle:
                 batch_size=config.batch_size,
                 delay_s=config.batch_delay_ms / 1000,
                 queue_size=config.queue_size,
+                needs_ticket=config.needs_ticket,
             )
             for kind in (PREDICT, EXPLAIN)
         )
@@ -234,19 +444,44 @@ class Lifecycle:
             name=name,
             version=manifest.model_version,
             file=file,
+            url=wanted.url or file,
             digest=archive.digest,
             manifest=raw_manifest,
+            runtime=wanted.options.runtime or manifest.runtime,
+            options=wanted.options,
             config=config,
             folder=folder,
             pool=pool,
             batchers=(predictions, explanations),
             metrics=metrics,
+            at_start=wanted.at_start,
+            is_downloaded=wanted.url is not None,
         )
+
+    def _dialect_keys(self) -> dict[str, Any]:
+        """Return what a worker is told of TorchServe's dialect."""
+        dialect, metrics = self._dialect, self._metrics.torchserve
+        if dialect is None:
+            return {"dialect": "modelyard"}
+        return {
+            "dialect": "torchserve",
+            "envelope": dialect.service_envelope,
+            "decode_input": dialect.decode_input_request,
+            "limit_max_image_pixels": dialect.limit_max_image_pixels,
+            "max_response_bytes": dialect.max_response_size,
+            "metrics": {
+                "mode": dialect.metrics_mode,
+                "declared": metrics.model_metrics
+                if (metrics := self._metrics.torchserve)
+                else None,
+                "auto_detect": dialect.model_metrics_auto_detect,
+            },
+        }
 
     @asynccontextmanager
     async def _unpacked(self, archive: Archive, name: str) -> AsyncIterator[Path]:
         """Unpack into a fresh folder, which goes again when the block fails."""
-        folder = self._state.unpacked / f"{name}-{secrets.token_hex(4)}"
+        folder = self._state.unpacked / f"{file_stem(name)}-{secrets.token_hex(4)}"
         try:
             await asyncio.to_thread(archive.unpack, folder)
             yield folder
@@ -254,23 +489,103 @@ class Lifecycle:
             await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             raise
 
-    def _save(self) -> None:
+    def _save(self, event: str = "snapshot") -> None:
         """Write what is registered; a change is acknowledged only after this."""
+        if self._snapshots is not None:
+            self._snapshots.write(event, self._registry)
+            return
         models = [
             {
                 "name": model.name,
                 "version": model.version,
                 "file": model.file,
                 "digest": model.digest,
-                "workers": len(model.pool.seats),
+                "workers": model.pool.least,
                 "default": self._registry.is_default(model),
             }
             for model in self._registry
         ]
+        file, previous = self._state.models_file, self._state.previous_models_file
         try:
-            write_json(self._state.models_file, {"schema": SCHEMA, "models": models})
+            with contextlib.suppress(OSError):
+                previous.unlink(missing_ok=True)
+                os.link(file, previous)
+            write_json(file, {"schema": SCHEMA, "models": models})
         except OSError as error:
             raise ServeError(f"the change could not be saved: {error.strerror}") from error
+
+
+async def _in_daemon(fetch: Callable[[], Path]) -> Path:
+    """Run in a thread that a server which is being stopped does not wait for."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Path] = loop.create_future()
+
+    def settle(path: Path | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            discard(path)
+        elif error is not None:
+            done.set_exception(error)
+        else:
+            assert path is not None
+            done.set_result(path)
+
+    def discard(path: Path | None) -> None:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+    def run() -> None:
+        path: Path | None = None
+        error: BaseException | None = None
+        try:
+            path = fetch()
+        except BaseException as raised:
+            error = raised
+        try:
+            loop.call_soon_threadsafe(settle, path, error)
+        except RuntimeError:  # the loop has ended
+            discard(path)
+
+    threading.Thread(target=run, daemon=True, name="fetch").start()
+    return await done
+
+
+def _from_entry(entry: dict[str, Any]) -> Wanted:
+    """Return what a line of the saved state asks for."""
+    return Wanted(
+        entry["file"],
+        entry.get("name"),
+        entry.get("workers"),
+        is_default=bool(entry.get("default")),
+    )
+
+
+def _from_snapshot(store: Path, name: str, version: str, entry: dict[str, Any]) -> Wanted:
+    """Return what a snapshot asks for; it comes before the archive's own configuration.
+
+    Raises:
+        StartError: the store does not hold the archive.
+    """
+    try:
+        file = find_as_torchserve(store, entry["marName"])
+    except FileNotInStore as error:
+        raise StartError(
+            f"Model archive file for model :{name}, version :{version} not found in model store"
+        ) from error
+    return Wanted(
+        file.name,
+        name,
+        entry["minWorkers"],
+        entry["maxWorkers"],
+        Options(
+            batch_size=entry["batchSize"],
+            batch_delay_ms=entry["maxBatchDelay"],
+            response_timeout_s=entry.get("responseTimeout"),
+            startup_timeout_s=entry.get("startupTimeout"),
+            runtime=entry.get("runtimeType"),
+            comes_first=True,
+        ),
+        is_default=entry["defaultVersion"],
+    )
 
 
 def _is_entry(entry: Any) -> bool:
@@ -281,3 +596,15 @@ def _is_entry(entry: Any) -> bool:
         and isinstance(entry.get("name"), str | None)
         and isinstance(entry.get("workers"), int | None)
     )
+
+
+def _torchserve_variables(own: TorchServeSettings) -> dict[str, str]:
+    """Return what TorchServe adds to the environment of its workers."""
+    return {
+        "TS_DECODE_INPUT_REQUEST": str(own.decode_input_request).lower(),
+        "TS_IPEX_ENABLE": "false",
+        "TS_IPEX_GPU_ENABLE": "false",
+        "TS_REQUEST_SEQUENCE_ID": own.ts_header_key_sequence_id,
+        "TS_REQUEST_SEQUENCE_START": own.ts_header_key_sequence_start,
+        "TS_REQUEST_SEQUENCE_END": own.ts_header_key_sequence_end,
+    }

@@ -10,8 +10,12 @@ from __future__ import annotations
 import asyncio
 import errno
 import socket
-from collections.abc import Sequence
+import ssl
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import uvicorn
@@ -20,8 +24,10 @@ from uvicorn.protocols.http.httptools_impl import (
     HttpToolsProtocol,
     RequestResponseCycle,
 )
+from uvicorn.protocols.utils import get_path_with_query_string
 from uvicorn.server import ServerState
 
+from serve.address import Address
 from serve.errors import StartError
 
 BACKLOG = 2048
@@ -33,27 +39,61 @@ QUIET_S = 0.5
 
 ANSWER = "modelyard.answer"
 """ASGI extension: sends a whole answer at once, see `send_at_once`."""
+SPELLING = "modelyard.spelling"
+"""ASGI extension: the names of `scope["headers"]` as the client spelled them, a list of bytes."""
 
 
 JOIN_BYTES = 1 << 16
 """Bodies below this are copied behind their head: uvloop's write of one buffer is the fast one."""
 
 
+Access = Callable[[object, str, str, int, float], None]
+"""Called with each answer: client, method, target, status, seconds since the request's head."""
+
+
+class AccessLine:
+    """Takes uvicorn's call for an access log, and ours, of one answer."""
+
+    def __init__(self, access: Access, client: object) -> None:
+        self._access = access
+        self._client = client
+        self._began = monotonic()
+
+    def info(self, _format: str, _client: str, method: str, target: str, *rest: Any) -> None:
+        """Be a logger to uvicorn; the last value is the status."""
+        self._access(self._client, method, target, rest[-1], monotonic() - self._began)
+
+
 class Connection(HttpToolsProtocol):
     """One client connection that knows since when it has been quiet."""
 
     quiet_since = 0.0
+    access: Access | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to count."""
         super().connection_made(transport)
         self.quiet_since = self.loop.time()
 
+    def on_message_begin(self) -> None:
+        """Start to collect the names of headers."""
+        super().on_message_begin()
+        self._spelling: list[bytes] = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep the name as it came beside ASGI's lower-case one."""
+        self._spelling.append(name)
+        super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
         """Offer the application to send its answer in one piece."""
         super().on_headers_complete()
+        if self.access is not None:
+            self.cycle.access_log = True
+            self.cycle.access_logger = AccessLine(self.access, self.client)  # type: ignore[assignment]
         answer: Any = partial(send_at_once, self.cycle)
-        self.scope["extensions"] = {ANSWER: answer}
+        spelling: Any = self._spelling
+        self.scope["extensions"] = {ANSWER: answer, SPELLING: spelling}
 
     def on_response_complete(self) -> None:
         """Start to count again; the listener closes what stays idle, uvicorn would set a timer."""
@@ -99,6 +139,9 @@ def send_at_once(
     else:
         cycle.transport.writelines((head, body))
     cycle.response_started = cycle.response_complete = True
+    if cycle.access_log:
+        target = get_path_with_query_string(cycle.scope)
+        cycle.access_logger.info("", "", cycle.scope["method"], target, status)
     cycle.message_event.set()
     if not cycle.keep_alive:
         cycle.transport.close()
@@ -111,17 +154,27 @@ class Listener:
 
     Args:
         app: the ASGI application that answers.
-        host: address to bind.
-        port: 0 lets the system choose.
+        address: where to listen.
+        tls: certificate and key, for an address that asks for TLS.
+        access: called with each answer, for an access log.
 
     Raises:
         StartError: the address cannot be bound; the message says why and what to do.
     """
 
-    def __init__(self, app: Any, host: str, port: int) -> None:
-        self._socket = _bind(host, port)
-        self.host = host
-        self.port: int = self._socket.getsockname()[1]
+    def __init__(
+        self,
+        app: Any,
+        address: Address,
+        tls: ssl.SSLContext | None = None,
+        access: Access | None = None,
+    ) -> None:
+        self._socket = _bind(address)
+        if address.path is None:
+            address = replace(address, port=self._socket.getsockname()[1])
+        self.address = address
+        self._tls = tls if address.is_tls else None
+        self._access = access
         self._config = uvicorn.Config(
             app,
             http=Connection,
@@ -142,13 +195,15 @@ class Listener:
     @property
     def url(self) -> str:
         """The address as a client writes it."""
-        host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return str(self.address)
 
     async def start(self) -> None:
         """Begin to accept."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._connect, sock=self._socket, backlog=BACKLOG)
+        create = loop.create_server if self.address.path is None else loop.create_unix_server
+        self._server = await create(
+            self._connect, sock=self._socket, backlog=BACKLOG, ssl=self._tls
+        )
         self._sweep()
 
     def _sweep(self) -> None:
@@ -158,10 +213,17 @@ class Listener:
 
     def abandon(self) -> None:
         """Give the address back without having accepted anything."""
+        self._close_socket()
+
+    def _close_socket(self) -> None:
         self._socket.close()
+        if self.address.path is not None:
+            self.address.path.unlink(missing_ok=True)
 
     def _connect(self) -> Connection:
-        return Connection(self._config, self._state, {})
+        connection = Connection(self._config, self._state, {})
+        connection.access = self._access
+        return connection
 
     async def stop_accepting(self) -> None:
         """Close the listening socket, after taking every connection that is already complete."""
@@ -178,9 +240,9 @@ class Listener:
         if self._sweeper is not None:
             self._sweeper.cancel()
         self._server.close()
-        self._socket.close()
+        self._close_socket()
         for connection in accepted:
-            await loop.connect_accepted_socket(self._connect, connection)
+            await loop.connect_accepted_socket(self._connect, connection, ssl=self._tls)
 
     @property
     def busy_count(self) -> int:
@@ -202,7 +264,10 @@ class Listener:
         return [c for c in self._state.connections if isinstance(c, Connection)]
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(address: Address) -> socket.socket:
+    if address.path is not None:
+        return _bind_unix(address.path)
+    host, port = address.host, address.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # TCP_NODELAY reaches accepted connections only through a socket that names its protocol:
     # without it every keep-alive answer waits 40 ms for the client's delayed acknowledgement.
@@ -223,3 +288,24 @@ def _bind(host: str, port: int) -> socket.socket:
         raise StartError(f"port {port} on {host} {reason}") from error
     listening.setblocking(False)
     return listening
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()  # a server that was killed left it
+        listening.bind(str(path))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        in_use = error.errno == errno.EADDRINUSE
+        reason = "is in use" if in_use else f"cannot be bound: {error.strerror or error}"
+        raise StartError(f"the Unix socket {path} {reason}; choose another path") from error
+    listening.setblocking(False)
+    return listening
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Collection
 
 from prometheus_client import (
     CollectorRegistry,
@@ -11,6 +12,12 @@ from prometheus_client import (
     Histogram,
     disable_created_metrics,
 )
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from serve.exposition import HandlerMetrics, read_records, text
+from serve.torchserve.metrics import TorchServeMetrics
+from serve.torchserve.settings import TorchServeSettings
 
 KINDS = ("predict", "explain")
 """Label values by kind of job: index 0 and 1."""
@@ -20,9 +27,19 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 class Metrics:
-    """The metrics of one server. Labels come from registered models only, so they are bounded."""
+    """The metrics of one server. Labels come from registered models only, so they are bounded.
 
-    def __init__(self) -> None:
+    Args:
+        torchserve: settings of the dialect, None in a server of ours.
+
+    Raises:
+        StartError: the dialect's metrics configuration cannot be read.
+    """
+
+    def __init__(self, torchserve: TorchServeSettings | None = None) -> None:
+        self.torchserve = TorchServeMetrics(torchserve) if torchserve else None
+        self.handlers = HandlerMetrics(socket.gethostname())
+        """What handlers measure; in the dialect `torchserve` keeps that."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a time stamp beside every series, which nobody reads
         self.registry = CollectorRegistry()
         model = ("model", "version")
@@ -79,6 +96,17 @@ class Metrics:
             registry=self.registry,
         )
 
+    def text(self, names: Collection[str] = ()) -> str:
+        """Return everything as Prometheus text; only these metrics unless there are none."""
+        if self.torchserve is None:
+            theirs = text(self.handlers.families.values(), names)
+        else:
+            theirs = self.torchserve.text(names)
+            if self.torchserve.mode == "log":
+                return theirs
+        registry: Collector = self.registry.restricted_registry(names) if names else self.registry
+        return theirs + generate_latest(registry).decode()
+
 
 class VersionMetrics:
     """The metrics of one model version, label lookups done once."""
@@ -93,9 +121,26 @@ class VersionMetrics:
         """Read the number of ready workers from `ready` at each scrape."""
         self._metrics.ready_workers.labels(*self._labels).set_function(ready)
 
+    def reported(self, records: object, seconds: float) -> None:
+        """Take what a handler measured in one batch, which its worker had for `seconds`."""
+        if self._metrics.torchserve is not None:
+            self._metrics.torchserve.reported(read_records(records), seconds)
+        else:
+            for record in read_records(records):
+                self._metrics.handlers.record(record)
+
+    def worker_loaded(self, id: int, seconds: float) -> None:
+        """Take note of how long a worker took to load."""
+        if self._metrics.torchserve is not None:
+            model, version = self._labels
+            self._metrics.torchserve.worker_loaded(f"W-{id}-{model}_{version}", seconds)
+
     def remove(self) -> None:
         """Forget the series of this model version."""
         metrics = self._metrics
+        metrics.handlers.forget(self._labels[0])
+        if metrics.torchserve is not None:
+            metrics.torchserve.forget(self._labels[0])
         metrics.restarts.remove(*self._labels)
         metrics.ready_workers.remove(*self._labels)
         for kind in self.kinds:

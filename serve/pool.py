@@ -9,30 +9,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
+import math
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any, cast
 
 from serve import wire
-from serve.batcher import EXPLAIN, Batcher, Job, Reply
+from serve.batcher import EXPLAIN, Batcher, Job, Reply, Stream
 from serve.errors import (
     DeadlinePassed,
     Draining,
     LoadFailed,
+    OutOfMemory,
     ServeError,
+    StreamBroken,
     Unavailable,
     WorkerDied,
+    WorkerKilled,
 )
 from serve.metrics import VersionMetrics
+from serve.torchserve.logs import WorkerOutput
 
 logger = logging.getLogger(__name__)
 
@@ -63,12 +72,24 @@ class Plan:
     max_reply_bytes: int
     interpreter: str = sys.executable
     """Python of the workers; another one where the archive brings requirements."""
+    hidden_variables: str | None = None
+    """Regular expression; variables whose whole name it matches are kept from workers."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of the workers' environment, beside the server's."""
+    retry_window_s: float = math.inf
+    """How long a worker that cannot be started any more is tried again."""
+
+    @property
+    def is_torchserve(self) -> bool:
+        """Whether the server speaks TorchServe's dialect."""
+        return self.load.get("dialect") == "torchserve"
 
 
 class Worker(asyncio.Protocol):
     """One worker process and the server's end of its socket."""
 
-    def __init__(self, pool: Pool, number: int) -> None:
+    def __init__(self, pool: Pool, number: int, id: int) -> None:
+        self.started_at = datetime.now(UTC)
         self._pool = pool
         self._loop = asyncio.get_running_loop()
         self._decoder = wire.Decoder(pool.plan.max_reply_bytes)
@@ -77,6 +98,8 @@ class Worker(asyncio.Protocol):
         self._pidfd = -1
         self._next_id = 0
         self.number = number
+        self._id = id
+        self._outputs: list[WorkerOutput] = []
         self.log = pool.plan.log_dir / f"worker-{number}.log"
         self.loaded: asyncio.Future[dict[str, Any]] = self._loop.create_future()
         self.ended: asyncio.Future[None] = self._loop.create_future()
@@ -87,8 +110,12 @@ class Worker(asyncio.Protocol):
         """It takes nothing new until it is idle."""
         self.is_closing = False
         """It takes nothing new any more."""
+        self.is_condemned = False
+        """The server itself is about to kill it."""
         self.flight: dict[int, Job] = {}
         self.held = [0, 0]
+        self.running = 0
+        """Jobs of its current batch, as far as the server can know."""
         self.busy_since = 0.0
         self.answered = 0
 
@@ -115,7 +142,7 @@ class Worker(asyncio.Protocol):
             async with asyncio.timeout(limit):
                 await self.loaded
         except TimeoutError:
-            self.kill()
+            self.condemn()
             raise LoadFailed(
                 f"{self._pool.plan.label}: not ready after {limit:g} s (startup_timeout_s); "
                 f"the log ends: {self._log_tail()}"
@@ -126,13 +153,14 @@ class Worker(asyncio.Protocol):
         ours, theirs = socket.socketpair()
         try:
             with theirs, self.log.open("ab") as log:
+                output = subprocess.PIPE if self._pool.plan.is_torchserve else log
                 self._process = subprocess.Popen(
                     [self._pool.plan.interpreter, "-P", "-m", "serve.worker", str(theirs.fileno())],
                     pass_fds=[theirs.fileno()],
                     stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=_worker_environment(self._pool.plan.threads),
+                    stdout=output,
+                    stderr=output,
+                    env=_worker_environment(self._pool.plan),
                     start_new_session=True,
                 )
             self._pidfd = os.pidfd_open(self._process.pid)
@@ -144,6 +172,12 @@ class Worker(asyncio.Protocol):
                 self._process = None
             raise
         self._loop.add_reader(self._pidfd, self._exited)
+        thread = f"W-{self._id}-{self._pool.plan.label.replace(' ', '_')}"
+        if self._process.stdout is not None and self._process.stderr is not None:
+            self._outputs = [
+                WorkerOutput(self._process.stdout, f"{thread}-stdout", logging.INFO),
+                WorkerOutput(self._process.stderr, f"{thread}-stderr", logging.WARNING),
+            ]
         return ours
 
     @property
@@ -157,12 +191,17 @@ class Worker(asyncio.Protocol):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
+    def condemn(self) -> None:
+        """Kill a process that hangs or talks nonsense: its end is no lack of memory."""
+        self.is_condemned = True
+        self.kill()
+
     async def stop(self) -> None:
         """Let an idle process end by itself, or kill it after a short while."""
         if self._process is None:
             return
         if not self.is_ready or self.flight:
-            self.kill()
+            self.condemn()
         if self._transport is not None:
             self._transport.close()
         try:
@@ -174,12 +213,15 @@ class Worker(asyncio.Protocol):
 
     def _exited(self) -> None:
         """The process has ended: reap it. Replies that it had sent may still be on their way."""
+        self.is_ready = False
         assert self._process is not None
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._process.wait()
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)  # what it started and left behind
+        for output in self._outputs:
+            output.finish()
         if self._transport is None or self._transport.is_closing():
             self._finish()
         else:
@@ -187,7 +229,8 @@ class Worker(asyncio.Protocol):
             self._loop.call_later(0.5, self._transport.abort)
 
     def _finish(self) -> None:
-        """Once both process and connection have ended: tell who waits."""
+        """Once both process and connection have ended: give back what it held, tell who waits."""
+        self._pool.lost(self)
         if not self.loaded.done():
             assert self._process is not None
             self.loaded.set_exception(
@@ -202,6 +245,8 @@ class Worker(asyncio.Protocol):
             self.ended.set_result(None)
 
     def _log_tail(self) -> str:
+        if self._outputs:
+            return next((o.last_line for o in reversed(self._outputs) if o.last_line), "(empty)")
         with contextlib.suppress(OSError), self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
             lines = log.read().decode(errors="replace").strip().splitlines()
@@ -224,13 +269,12 @@ class Worker(asyncio.Protocol):
                     self._replies(frame)
         except wire.WireError as error:
             logger.error("%s worker %d: %s; ending it", self._pool.plan.label, self.number, error)
-            self.kill()
+            self.condemn()
         self._pool.pump()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Give back what it held; the process, if it still runs, is ended."""
+        """End the process, if it still runs; how it ended decides over what it held."""
         self.is_ready = False
-        self._pool.lost(self)
         assert self._process is not None
         if self._process.returncode is not None:
             self._finish()
@@ -241,35 +285,77 @@ class Worker(asyncio.Protocol):
 
     def _control(self, item: wire.Item) -> None:
         message = wire.decode_control(item)
-        if self.loaded.done():
-            raise wire.WireError("a control message from a worker that is loaded")
-        if item.code == wire.READY and message.get("protocol") == wire.PROTOCOL:
+        if item.code == wire.METRICS and self.loaded.done():
+            self._pool.metrics.reported(message.get("records"), monotonic() - self.busy_since)
+        elif self.loaded.done():
+            raise wire.WireError(f"control message {item.code} from a worker that is loaded")
+        elif item.code == wire.READY and message.get("protocol") == wire.PROTOCOL:
             self.is_ready = True
             self.loaded.set_result(message)
         elif item.code == wire.FAILED:
             text = f"{self._pool.plan.label}: {message.get('message', 'no reason given')}"
-            self.loaded.set_exception(LoadFailed(text))
+            failed = OutOfMemory if message.get("out_of_memory") else LoadFailed
+            self.loaded.set_exception(failed(text))
         else:
             raise wire.WireError(f"control message {item.code} that nobody expects")
 
     def _replies(self, frame: list[wire.Item]) -> None:
         now = monotonic()
-        kind = 0
-        for id, status, _, headers, body in frame:
-            if id not in self.flight:
+        kind = count = 0
+        for item in frame:
+            id, status, flags, headers, body = item
+            if id == 0:
+                self._control(item)
+                continue
+            job = self.flight.get(id)
+            if job is None:
                 raise wire.WireError(f"a reply to job {id}, which it does not hold")
             if not 200 <= status <= 599 or (headers and headers.count(0) % 2 == 0):
                 raise wire.WireError(f"a reply with status {status} and headers {headers[:200]!r}")
-            job = self.flight.pop(id)
+            if flags & wire.MORE:
+                self._chunk(id, job, status, headers, body)
+                continue
+            del self.flight[id]
             kind = job.kind
+            count += 1
             self.held[kind] -= 1
-            if not job.future.done():
+            if job.stream is not None:
+                if flags & wire.BROKEN:
+                    job.fail(StreamBroken(body.decode("utf-8", "replace")))
+                else:
+                    job.stream.put(body, is_last=True)
+            elif not job.future.done():
                 job.future.set_result(Reply(status, headers, body))
-        self.answered += len(frame)
-        self._pool.measured(kind, len(frame), now - self.busy_since)
+        if count:
+            self.answered += count
+            self._pool.measured(kind, count, now - self.busy_since)
+            # It takes what has arrived, up to a batch.
+            self.running = min(self._pool.plan.batch_size, len(self.flight))
         self.busy_since = now
         if not self.flight:
             self.is_alone = self.is_reserved = False
+
+    def _chunk(self, id: int, job: Job, status: int, headers: bytes, body: bytes) -> None:
+        """Pass on a chunk; status and headers go with the first one."""
+        if job.stream is None:
+            job.stream = Stream(job.receive, partial(self._cancel, id))
+            if job.future.done():  # its deadline has passed
+                job.stream.close()
+            else:
+                job.future.set_result(Reply(status, headers, job.stream))
+        job.stream.put(body)
+
+    def _cancel(self, id: int) -> None:
+        """Tell the worker that nobody reads the rest of this job's answer."""
+        if id in self.flight and self._transport is not None:
+            self._transport.write(wire.encode_control(wire.CANCEL, {"ids": [id]}))
+
+    @property
+    def death(self) -> WorkerDied:
+        """What its end means to the requests that it held."""
+        code = self._process.returncode if self._process else None
+        killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL) and not self.is_condemned
+        return WorkerKilled() if killed else WorkerDied()
 
     # -- a replica, as the batcher knows it ----------------------------------------------------
 
@@ -286,14 +372,15 @@ class Worker(asyncio.Protocol):
         assert self._transport is not None
         if not self.flight:
             self.busy_since = monotonic()
+            self.running = len(jobs)
         frame = wire.Frame()
         for job in jobs:
             self._next_id = self._next_id % 0xFFFFFFFF + 1
             self.flight[self._next_id] = job
             self.held[job.kind] += 1
-            flags = (wire.EXPLAIN if job.kind == EXPLAIN else 0) | (
-                wire.ALONE if job.retried else 0
-            )
+            flags = job.flags
+            flags |= wire.EXPLAIN if job.kind == EXPLAIN else 0
+            flags |= wire.ALONE if job.retried else 0
             frame.add(self._next_id, 0, flags, job.meta, job.parts)
         self._transport.writelines(frame.buffers())
 
@@ -303,15 +390,28 @@ class Worker(asyncio.Protocol):
         return self.is_ready and not (self.is_alone or self.is_reserved or self.is_closing)
 
 
+_ids = itertools.count(9000)
+
+
 @dataclass
 class Seat:
     """A place for one worker, refilled when the worker dies."""
 
     number: int
+    """From 1 up within its model version."""
+    id: int = field(default_factory=_ids.__next__)
+    """Unique in this server and the same for every worker in this seat; TorchServe's is a port."""
     task: asyncio.Task[None] | None = None
     worker: Worker | None = None
     restarts: int = 0
     is_closing: bool = False
+    has_given_up: bool = False
+    """It stays empty: no worker could be started for the whole retry window."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its worker is loaded and right."""
+        return self.worker is not None and self.worker.is_ready
 
 
 class Pool:
@@ -319,7 +419,7 @@ class Pool:
 
     def __init__(self, plan: Plan, metrics: VersionMetrics) -> None:
         self.plan = plan
-        self._metrics = metrics
+        self.metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._batchers: Sequence[Batcher] = ()
         self._retries: deque[Job] = deque()
@@ -328,7 +428,11 @@ class Pool:
         self._last_failure = ""
         self._sweeper: asyncio.TimerHandle | None = None
         self._is_stopping = False
+        self._counts_handed_over = plan.is_torchserve
+        self._closing: set[asyncio.Task[None]] = set()
         self.seats: list[Seat] = []
+        self.least = self.most = 0
+        """How many workers were asked for, last."""
         metrics.watch_workers(lambda: self.ready_count)
 
     def feed(self, batchers: Sequence[Batcher]) -> None:
@@ -337,18 +441,29 @@ class Pool:
 
     # -- life ----------------------------------------------------------------------------------
 
-    async def scale(self, count: int, drain_timeout_s: float) -> None:
-        """Have `count` workers: start missing ones, let surplus ones finish and end.
+    async def scale(
+        self, least: int, drain_timeout_s: float, *, most: int | None = None, wait: bool = True
+    ) -> None:
+        """Have at least `least` workers and at most `most`: start missing ones, end surplus ones.
+
+        Args:
+            least: how many to start.
+            drain_timeout_s: for surplus ones to answer what they hold.
+            most: how many may stay; None takes `least`.
+            wait: False returns at once; new workers that cannot load are tried again.
 
         Raises:
             LoadFailed: a new worker could not load; the workers that ran before still run.
         """
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(0.1, self._sweep)
+        self.least, self.most = least, max(least, most if most is not None else least)
         new: list[tuple[Seat, asyncio.Future[None]]] = []
-        while len(self.seats) < count:
+        while len(self._open_seats) < least:
             number = max((seat.number for seat in self.seats), default=0) + 1
             seat, first = Seat(number), self._loop.create_future()
+            if not wait:
+                first.set_result(None)
             seat.task = self._loop.create_task(self._keep(seat, first))
             self.seats.append(seat)
             new.append((seat, first))
@@ -357,7 +472,22 @@ class Pool:
         if failures:
             await self._close([seat for seat, _ in new], 0)
             raise failures[0]
-        await self._close(self.seats[count:], drain_timeout_s)
+        surplus = self._open_seats[self.most :]
+        for seat in surplus:
+            seat.is_closing = True
+        closing = self._loop.create_task(self._shrink(surplus, drain_timeout_s))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        if wait:
+            await closing
+
+    @property
+    def _open_seats(self) -> list[Seat]:
+        return [seat for seat in self.seats if not seat.is_closing]
+
+    async def _shrink(self, seats: Sequence[Seat], drain_timeout_s: float) -> None:
+        """End these seats; when none are left, nobody serves what still waits."""
+        await self._close(seats, drain_timeout_s)
         if (reason := self.why_none) is not None:
             self._refuse(Unavailable(reason, retry_after_s=5))
 
@@ -406,8 +536,10 @@ class Pool:
     async def _keep(self, seat: Seat, first: asyncio.Future[None]) -> None:
         """Keep one worker alive in this seat; `first` tells how the first start went."""
         backoff_s = FIRST_BACKOFF_S
+        failing_since: float | None = None
         while True:
-            worker = seat.worker = Worker(self, seat.number)
+            began = self._loop.time()
+            worker = seat.worker = Worker(self, seat.number, seat.id)
             try:
                 await worker.start()
             except (LoadFailed, OSError) as error:
@@ -417,7 +549,10 @@ class Pool:
                 self._load_failed(error)
             else:
                 self._failures = 0
+                failing_since = None
+                self.metrics.worker_loaded(seat.id, self._loop.time() - began)
                 logger.info("%s worker %d ready, pid %d", self.plan.label, seat.number, worker.pid)
+                self._tell(seat, "State change WORKER_STARTED -> WORKER_MODEL_LOADED")
                 if not first.done():
                     first.set_result(None)
                 self.pump()
@@ -426,13 +561,33 @@ class Pool:
                     backoff_s = FIRST_BACKOFF_S
             if seat.is_closing:
                 return
+            self._tell(seat, "Backend worker process died.")
+            now = self._loop.time()
+            if failing_since is None:
+                failing_since = now
+            elif now - failing_since >= self.plan.retry_window_s:
+                self._give_up(seat)
+                return
             seat.restarts += 1
-            self._metrics.restarts.inc()
+            self.metrics.restarts.inc()
             logger.warning(
                 "%s worker %d ended; replacing it in %g s", self.plan.label, seat.number, backoff_s
             )
+            self._tell(seat, f"Retry worker: {seat.id} in {backoff_s:g} seconds.")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
+
+    def _tell(self, seat: Seat, text: str) -> None:
+        """Log a line that TorchServe's users search their logs for."""
+        if self.plan.is_torchserve:
+            logger.info("W-%d-%s %s", seat.id, self.plan.label.replace(" ", "_"), text)
+
+    def _give_up(self, seat: Seat) -> None:
+        seat.has_given_up = True
+        logger.error("%s worker %d: no start succeeded for %g s; not tried again",
+                     self.plan.label, seat.number, self.plan.retry_window_s)  # fmt: skip
+        if (reason := self.why_none) is not None:
+            self._refuse(Unavailable(reason, retry_after_s=5))
 
     def _load_failed(self, error: Exception) -> None:
         self._failures += 1
@@ -454,20 +609,36 @@ class Pool:
         return sum(worker.is_ready for worker in self.workers)
 
     @property
+    def healthy_count(self) -> int:
+        """How many workers are ready, or started again and again within the retry window."""
+        return sum(not seat.has_given_up for seat in self.seats)
+
+    @property
     def why_none(self) -> str | None:
         """Why no worker will come up soon, or None."""
         if self._is_stopping:
             return f"{self.plan.label} is being removed"
         if not self.seats:
             return f"{self.plan.label} has no workers; scale it up"
-        if self._failures >= GIVE_UP_AFTER and not self.ready_count:
+        if (self._failures >= GIVE_UP_AFTER and not self.ready_count) or not self.healthy_count:
             return f"no worker of {self.plan.label} can be started any more: {self._last_failure}"
         return None
+
+    @property
+    def idle_count(self) -> int:
+        """How many workers would start a request at once."""
+        return sum(worker.takes_work and not worker.flight for worker in self.workers)
 
     def pick(self, kind: int) -> Worker | None:
         """Return the worker to give work to: no explanation running, fewest jobs held."""
         able = (w for w in self.workers if w.takes_work and w.room(kind) > 0)
         return min(able, key=lambda w: (w.held[EXPLAIN], len(w.flight)), default=None)
+
+    def handed_over(self) -> int:
+        """Return how many jobs wait inside workers; TorchServe's queue holds them still."""
+        if not self._counts_handed_over:
+            return 0
+        return sum(len(worker.flight) - worker.running for worker in self.workers)
 
     def seconds_per_job(self, kind: int) -> float:
         """Return a running mean of a worker's time per job."""
@@ -477,7 +648,7 @@ class Pool:
         """Take note of one batch: its size and how long the worker was busy with it."""
         cost = seconds / jobs
         self._cost_s[kind] = 0.9 * self._cost_s[kind] + 0.1 * cost if self._cost_s[kind] else cost
-        self._metrics.kinds[kind].batch_size.observe(jobs)
+        self.metrics.kinds[kind].batch_size.observe(jobs)
 
     def pump(self) -> None:
         """Hand out work: first what a dead worker held, then what waits."""
@@ -492,11 +663,9 @@ class Pool:
         Alone, because one of them may be what kills workers: it must not take the others along.
         """
         for job in worker.flight.values():
-            if job.future.done():
-                continue
-            if job.retried or not self.plan.retry:
-                job.fail(WorkerDied())
-            else:
+            if job.stream is not None or job.retried or not self.plan.retry:
+                job.fail(worker.death)
+            elif not job.future.done():
                 job.retried = True
                 self._retries.append(job)
         worker.flight.clear()
@@ -524,15 +693,19 @@ class Pool:
         late: ServeError = DeadlinePassed("the answer took longer than the request's time")
         for worker in self.workers:
             for job in worker.flight.values():
-                if job.deadline <= now:
+                if job.deadline <= now and job.stream is None:
                     job.fail(late)
             limit = self.plan.response_timeout_s
             if worker.is_ready and worker.flight and now - worker.busy_since > limit:
                 logger.error("%s worker %d: no answer for %g s; ending it",
                              self.plan.label, worker.number, limit)  # fmt: skip
                 oldest = next(iter(worker.flight.values()))
-                oldest.fail(DeadlinePassed(f"the worker gave no answer for {limit:g} s"))
-                worker.kill()
+                oldest.fail(
+                    WorkerDied()
+                    if self.plan.is_torchserve
+                    else DeadlinePassed(f"the worker gave no answer for {limit:g} s")
+                )
+                worker.condemn()
         for job in self._retries:
             if job.deadline <= now:
                 job.fail(late)
@@ -540,15 +713,21 @@ class Pool:
             batcher.sweep(now)
 
 
-def _worker_environment(threads: int) -> dict[str, str]:
+def _worker_environment(plan: Plan) -> dict[str, str]:
     """Return the environment of a worker: thread counts must be set before torch is imported.
 
     OpenMP teams that spin at their barriers collapse when anything else runs on their cores (a
     call of 2 ms took 100); GOMP_SPINCOUNT=0 makes them sleep.
     """
-    count = str(threads)
+    count = str(plan.threads)
+    hidden = re.compile(plan.hidden_variables) if plan.hidden_variables else None
     return {
-        **os.environ,
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if hidden is None or not hidden.fullmatch(name)
+        },
+        **plan.variables,
         "OMP_NUM_THREADS": count,
         "MKL_NUM_THREADS": count,
         "OPENBLAS_NUM_THREADS": count,

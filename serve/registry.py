@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from serve.batcher import Batcher
 from serve.errors import Conflict, DefaultVersion, ModelNotFound, VersionNotFound
 from serve.metrics import VersionMetrics
-from serve.model_config import ModelConfig
+from serve.model_config import ModelConfig, Options
 from serve.pool import Pool
 
 
@@ -23,9 +24,15 @@ class ModelVersion:
     version: str
     file: str
     """Name of the archive in the model store."""
+    url: str
+    """As it was registered; the file's name unless it was fetched."""
     digest: str
     """Of the archive."""
-    manifest: dict[str, Any]
+    manifest: dict[str, Any] | None
+    """None in an archive without one, which only TorchServe's dialect serves."""
+    runtime: str
+    options: Options
+    """What the caller said."""
     config: ModelConfig
     folder: Path
     """Where the archive is unpacked."""
@@ -33,6 +40,10 @@ class ModelVersion:
     batchers: tuple[Batcher, Batcher]
     """For predictions and explanations."""
     metrics: VersionMetrics
+    at_start: bool = False
+    """Whether the server's start loaded it."""
+    is_downloaded: bool = False
+    """Whether its file was fetched, and goes when it is unregistered."""
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
 
 
@@ -71,6 +82,15 @@ class Registry:
         if version in self._models.get(name, {}):
             raise Conflict(f"Model version {version} is already registered for model {name}")
 
+    def refuse_gone(self, model: ModelVersion) -> None:
+        """Raise when a version has been removed, by somebody who was faster.
+
+        Raises:
+            ModelNotFound, VersionNotFound.
+        """
+        if self.get(model.name, model.version) is not model:
+            raise VersionNotFound(model.name, model.version)
+
     def refuse_default(self, model: ModelVersion) -> None:
         """Raise DefaultVersion when the version is the default and not the only one."""
         if self.is_default(model) and len(self._models[model.name]) > 1:
@@ -84,15 +104,33 @@ class Registry:
 
     def remove(self, model: ModelVersion) -> None:
         """Forget a version."""
+        self.refuse_gone(model)
         self.refuse_default(model)
         versions = self._models[model.name]
         del versions[model.version]
         if not versions:
             del self._models[model.name], self._defaults[model.name]
 
+    def arrange(self, models: Iterable[ModelVersion]) -> None:
+        """Put versions in this order; they were registered at once, in whatever order that gave."""
+        for model in models:
+            versions = self._models[model.name]
+            versions[model.version] = versions.pop(model.version)
+
     def set_default(self, name: str, version: str) -> None:
         """Make a version the one that answers when a request names none."""
         self._defaults[name] = self.get(name, version).version
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Undo what a block changes in the table when the block fails."""
+        models = {name: dict(versions) for name, versions in self._models.items()}
+        defaults = dict(self._defaults)
+        try:
+            yield
+        except BaseException:
+            self._models, self._defaults = models, defaults
+            raise
 
     def __iter__(self) -> Iterator[ModelVersion]:
         """Yield all versions, models in the order of their names."""

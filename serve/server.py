@@ -18,7 +18,6 @@ import uvloop
 
 from archiver import ArchiveError
 from serve.app import Server, create_server
-from serve.auth import make_keys
 from serve.errors import ServeError, StartError
 from serve.settings import Settings
 from serve.state import StateDir, write_json
@@ -39,12 +38,14 @@ def run(settings: Settings, report: Report) -> int:
 
     Args:
         settings: what to serve and where.
-        report: told about each step: {"event": "loading" | "loaded" | "ready" | "error", …}.
+        report: told about each step: {"event": …}: locked when the state folder is held, started
+            when the ports are open, loading, ready, error.
     """
     state = StateDir(settings.state_dir)
     try:
         state.create()
         with state.lock():
+            report({"event": "locked"})
             uvloop.run(_serve(settings, state, report))
     except (ServeError, ArchiveError) as error:
         logger.error("%s", error)
@@ -62,34 +63,53 @@ async def _serve(settings: Settings, state: StateDir, report: Report) -> None:
     """Start, wait for the signal to stop, stop."""
     shutil.rmtree(state.unpacked, ignore_errors=True)
     state.unpacked.mkdir(mode=0o700)
-    server = create_server(settings, make_keys(state.key_file))
+    server = create_server(settings)
     stop = _watch_signals()
-    try:
+    about = _describe(server, state, settings)
+
+    async def open_ports() -> None:
         for listener in server.listeners:
             await listener.start()
-        about = _describe(server, state, settings)
         write_json(state.server_file, about)
-        loading = asyncio.ensure_future(
-            server.lifecycle.start(
-                lambda model, text: report({"event": "loading", "model": model, "text": text})
-            )
-        )
-        stopped = asyncio.ensure_future(stop.first.wait())
-        await asyncio.wait([loading, stopped], return_when=asyncio.FIRST_COMPLETED)
-        if not loading.done():
-            loading.cancel()
-            await asyncio.wait([loading])  # it ends the workers that it has started
-            raise StartError("stopped while it was starting")
-        await loading
+        report({"event": "started", **about})
+
+    try:
+        if settings.torchserve is None:
+            await open_ports()
+            await _load(server, stop, report)
+        else:  # its models are registered before the first request and load their workers after
+            await _load(server, stop, report)
+            await open_ports()
         server.phase.is_starting = False
         gc.collect()
         gc.freeze()
         logger.info("ready: %s", about)
         report({"event": "ready", **about})
-        await stopped
+        await stop.first.wait()
         await _drain(server, settings.drain_timeout_s, stop.second)
     finally:
         await _end(server, state)
+
+
+async def _load(server: Server, stop: StopSignals, report: Report) -> None:
+    """Register what is to be served.
+
+    Raises:
+        StartError: a signal came first.
+    """
+    loading = asyncio.ensure_future(
+        server.lifecycle.start(
+            lambda model, text: report({"event": "loading", "model": model, "text": text})
+        )
+    )
+    stopped = asyncio.ensure_future(stop.first.wait())
+    await asyncio.wait([loading, stopped], return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not loading.done():
+        loading.cancel()
+        await asyncio.wait([loading])  # it ends the workers that it has started
+        raise StartError("stopped while it was starting")
+    await loading
 
 
 def _describe(server: Server, state: StateDir, settings: Settings) -> Event:
@@ -97,7 +117,7 @@ def _describe(server: Server, state: StateDir, settings: Settings) -> Event:
         "pid": os.getpid(),
         "inference": server.inference.url,
         "management": server.management.url,
-        "metrics": server.metrics.url,
+        "metrics": server.metrics.url if server.metrics else None,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "key_file": str(state.key_file),
         "log": str(state.log_file),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from pydantic import (
     field_validator,
 )
 
+from serve.address import Address
 from serve.errors import StartError
 from serve.torchserve.settings import TorchServeSettings
 
@@ -44,28 +44,28 @@ class Settings(BaseModel):
     state_dir: Path = Field(default_factory=default_state_dir)
     """Folder of pid file, keys, logs and saved state; one server each."""
     host: str = "127.0.0.1"
-    """Address of all three APIs."""
-    port: int = Field(8080, ge=0, le=65535)
+    """Address of all three APIs; `torchserve` has an address of its own for each."""
+    port: int = Field(default=8080, ge=0, le=65535)
     """Port of the inference API; 0 lets the system choose, for the other two as well."""
-    management_port: int = Field(8081, ge=0, le=65535)
-    metrics_port: int = Field(8082, ge=0, le=65535)
+    management_port: int = Field(default=8081, ge=0, le=65535)
+    metrics_port: int = Field(default=8082, ge=0, le=65535)
     auth: Literal["auto", "always", "never"] = "auto"
     """Bearer tokens. auto: management always, inference unless the address is loopback."""
-    device: str = Field("auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Where models run; auto takes CUDA where there is one."""
-    workers: int = Field(0, ge=0, le=1024)
+    workers: int = Field(default=0, ge=0, le=1024)
     """Workers of each model; 0 chooses by cores and number of models."""
-    queue_size: int = Field(100, ge=1)
+    queue_size: int = Field(default=100, ge=1)
     """Requests that may wait per model version and kind."""
-    request_timeout_s: float = Field(60, gt=0)
+    request_timeout_s: float = Field(default=60, gt=0)
     """From arrival to answer; a request that takes longer is answered 504."""
-    response_timeout_s: float = Field(120, gt=0)
+    response_timeout_s: float = Field(default=120, gt=0)
     """For one batch in a worker; a worker that takes longer is replaced."""
-    startup_timeout_s: float = Field(120, gt=0)
+    startup_timeout_s: float = Field(default=120, gt=0)
     """For a worker to load its model and answer the golden requests."""
-    drain_timeout_s: float = Field(30, ge=0)
+    drain_timeout_s: float = Field(default=30, ge=0)
     """After SIGTERM, for requests that were accepted."""
-    max_request_bytes: int = Field(6_553_500, ge=1)
+    max_request_bytes: int = Field(default=6_553_500, ge=1)
     """Size of a request body; a larger one is answered 413."""
     trusted_keys: Path | None = None
     """File of public keys (PEM), whose signatures are accepted."""
@@ -95,14 +95,21 @@ class Settings(BaseModel):
         return value
 
     @property
+    def addresses(self) -> tuple[Address, Address, Address]:
+        """Where the inference, the management and the metrics API listen.
+
+        APIs with equal addresses share one listener.
+        """
+        if (own := self.torchserve) is not None:
+            return own.inference_address, own.management_address, own.metrics_address
+        ports = (self.port, self.management_port, self.metrics_port)
+        inference, management, metrics = (Address(self.host, port) for port in ports)
+        return inference, management, metrics
+
+    @property
     def is_loopback(self) -> bool:
-        """Whether only this machine can reach the server."""
-        if self.host == "localhost":
-            return True
-        try:
-            return ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return False
+        """Whether only this machine can reach the inference API."""
+        return self.addresses[0].is_loopback
 
 
 def load_settings(

@@ -37,6 +37,11 @@ class StateDir:
         return self.root / "models.json"
 
     @property
+    def previous_models_file(self) -> Path:
+        """What was registered before the last change; read when the other file is damaged."""
+        return self.root / "models.previous.json"
+
+    @property
     def log_file(self) -> Path:
         """The server's log."""
         return self.root / "logs" / "server.log"
@@ -109,14 +114,19 @@ def describe_running(server: dict[str, Any] | None) -> str:
 
 
 def write_json(file: Path, content: object, mode: int = 0o600) -> None:
-    """Replace a file by new JSON, atomically and durably.
+    """Replace a file by new JSON, as `write_text` does."""
+    write_text(file, json.dumps(content, indent=2), mode)
+
+
+def write_text(file: Path, text: str, mode: int = 0o600) -> None:
+    """Replace a file's content, atomically and durably.
 
     A reader sees the old content or the new one; so does the next start after a power cut.
     """
     fd, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
         with os.fdopen(fd, "w", encoding="utf-8") as out:
-            json.dump(content, out, indent=2)
+            out.write(text)
             out.flush()
             os.fchmod(out.fileno(), mode)
             os.fsync(out.fileno())

@@ -8,8 +8,10 @@ marks a control item, whose `code` is one of the control codes and whose body is
 list of byte strings joined by NUL, which no HTTP header may contain. All heads come first, so that
 a reader knows the size of a frame before its payloads arrive.
 
-From server to worker a job's `code` is unused and `flags` holds EXPLAIN and ALONE. From worker to
-server `code` is the HTTP status and `meta` the response headers, name after value.
+From server to worker a job's `code` is unused and `flags` says what kind of job it is. From worker
+to server `code` is the HTTP status and `meta` the response headers, name after value. A streamed
+answer is several replies to one job, all but the last with MORE; status and headers are those of
+the first.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-PROTOCOL = 1
+PROTOCOL = 2
 """Version of this format; a worker's READY says it."""
 
 COUNT = struct.Struct("<I")
@@ -35,12 +37,29 @@ READY = 2
 """Worker → server: loaded, and the golden requests were answered right."""
 FAILED = 3
 """Worker → server: could not load, and why. The worker ends."""
+METRICS = 4
+"""Worker → server, at the end of any frame after READY: what the handler measured."""
+CANCEL = 5
+"""Server → worker: nobody waits for these jobs any more; `ids` lists them."""
 
 # Flags of a job.
 EXPLAIN = 1
 """The job asks for an explanation, not a prediction."""
 ALONE = 2
 """The job is run in a batch of one: a worker died while it held this job."""
+DESCRIBE = 4
+"""The handler is asked to describe itself; run in a batch of one, without a body."""
+LEGACY = 8
+"""From one of TorchServe's oldest routes: the query's parameters are the handler's too, and the
+headers `explain` and `url_path` are not made."""
+KSERVE = 16
+"""From a route of KServe's: the header `url_path` is not made."""
+
+# Flags of a reply.
+MORE = 1
+"""A chunk of a streamed answer; at least one reply to the same job follows."""
+BROKEN = 2
+"""The handler failed after it had sent chunks; the body is the error, for the log."""
 
 
 class WireError(Exception):

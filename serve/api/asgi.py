@@ -19,13 +19,33 @@ from starlette.exceptions import HTTPException
 
 from archiver import ArchiveError
 from serve.auth import TokenCheck
-from serve.errors import BadRequest, ServeError, Unauthorized, Unavailable, error_body, http_status
+from serve.batcher import Stream
+from serve.errors import (
+    BadRequest,
+    MethodNotAllowed,
+    NoSuchRoute,
+    ServeError,
+    Unauthorized,
+    Unavailable,
+    error_body,
+    http_status,
+)
 from serve.listener import ANSWER
 
 logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
 Headers = list[tuple[bytes, bytes]]
+Answer = tuple[int, Headers, bytes]
+"""Status, headers and body."""
+Check = Callable[[str, Headers], None]
+"""Called with path and headers; raises Unauthorized unless the request may pass."""
+
+
+def open_to_all(path: str, headers: Headers) -> None:
+    """Check nothing."""
+
+
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
@@ -43,15 +63,17 @@ _count = itertools.count(secrets.randbits(32))
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 
 
-def request_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
-    """Return the client's own request id when it is harmless, else a new one."""
+def request_id(
+    headers: Iterable[tuple[bytes, bytes]], pattern: re.Pattern[bytes] = _REQUEST_ID
+) -> str:
+    """Return the client's own request id when it has this form, else a new one."""
     for name, value in headers:
-        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+        if name == b"x-request-id" and pattern.fullmatch(value):
             return value.decode()
     return f"{_RUN}{next(_count):012x}"
 
 
-def error_answer(error: Exception, id: str) -> tuple[int, Headers, bytes]:
+def error_answer(error: Exception, id: str) -> Answer:
     """Return status, headers and JSON body for an error."""
     status, _ = http_status(error)
     body = json.dumps(error_body(error, id)).encode()
@@ -72,24 +94,97 @@ class Phase:
     """The server is being stopped; connections close with their answer."""
 
 
-class Api(FastAPI):
-    """A FastAPI application behind a token check, whose errors are our JSON.
+class Front:
+    """What the applications of every dialect have in common.
 
     Args:
         check: the token check; it comes before routing, so that no route can forget it.
         phase: shared with the server.
+    """
+
+    def __init__(self, check: Check, phase: Phase) -> None:
+        self.on_status: Callable[[int], None] | None = None
+        """Told the status of every answer; TorchServe counts them."""
+        self.closes_after_errors = False
+        self.more_headers: Headers = []
+        """On every answer."""
+        self.check = check
+        self.phase = phase
+
+    def form_error(self, error: Exception, id: str) -> Answer:
+        """Return status, headers and body for an error."""
+        return error_answer(error, id)
+
+    def closes(self, status: int) -> bool:
+        """Tell whether an answer is the last on its connection."""
+        return self.phase.is_draining or (self.closes_after_errors and status >= 400)
+
+    def headers(self, id: str, status: int) -> Headers:
+        """Return the headers that every answer of this status has."""
+        headers = [(b"x-request-id", id.encode()), *COMMON_HEADERS, *self.more_headers]
+        if self.closes(status):
+            headers.append((b"connection", b"close"))
+        return headers
+
+    async def send_answer(
+        self, scope: Scope, send: Send, id: str, status: int, headers: Headers, body: bytes | Stream
+    ) -> None:
+        """Send a whole answer, in one piece where the connection can, or a streamed one."""
+        if self.on_status is not None:
+            self.on_status(status)
+        common = self.headers(id, status)
+        if len(headers) > 1 or (headers and headers[0][0] != b"content-type"):
+            # What a handler says, of caching for instance, counts.
+            own = {name for name, _ in headers}
+            common = [pair for pair in common if pair[0] not in own]
+        if not isinstance(body, bytes):
+            await send_stream(send, status, [*headers, *common], body, id)
+            return
+        headers = [*headers, (b"content-length", b"%d" % len(body)), *common]
+        extensions = scope.get("extensions")
+        if extensions and not self.closes(status):
+            at_once = extensions.get(ANSWER)
+            if at_once is not None and at_once(status, headers, body):
+                return
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+
+async def send_stream(
+    send: Send, status: int, headers: Headers, stream: Stream, request_id: str
+) -> None:
+    """Send each chunk as it comes.
+
+    A stream that breaks is left without its end, which closes the connection: a client must not
+    take a part for the whole.
+    """
+    try:
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        async for chunk in stream.read():
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+    except ServeError as error:
+        logger.error("request %s: the stream is broken: %s", request_id, error)
+    finally:
+        stream.close()
+
+
+class Api(Front, FastAPI):
+    """A FastAPI application behind a token check, whose errors are our JSON.
+
+    Args:
         description: for the documentation.
     """
 
     def __init__(self, title: str, description: str, check: TokenCheck, phase: Phase) -> None:
-        super().__init__(
+        FastAPI.__init__(
+            self,
             title=title,
             description=description,
             version=version("modelyard"),
             openapi_url=None,  # `docs.py` describes all three APIs in one document
         )
-        self.check = check
-        self.phase = phase
+        Front.__init__(self, check, phase)
         for kind in (ServeError, ArchiveError, Exception):
             self.add_exception_handler(kind, _answer_error)
         self.add_exception_handler(RequestValidationError, _answer_validation)  # type: ignore[arg-type]
@@ -98,7 +193,7 @@ class Api(FastAPI):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Check the token, then route; add the common headers to the answer."""
         if scope["type"] != "http":
-            await super().__call__(scope, receive, send)
+            await FastAPI.__call__(self, scope, receive, send)
             return
         id = scope.setdefault("state", {})["request_id"] = request_id(scope["headers"])
         try:
@@ -109,30 +204,12 @@ class Api(FastAPI):
 
         async def send_with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], *self.headers(id)]
+                if self.on_status is not None:
+                    self.on_status(message["status"])
+                message["headers"] = [*message["headers"], *self.headers(id, message["status"])]
             await send(message)
 
-        await super().__call__(scope, receive, send_with_headers)
-
-    def headers(self, id: str) -> Headers:
-        """Return the headers that every answer has."""
-        headers = [(b"x-request-id", id.encode()), *COMMON_HEADERS]
-        if self.phase.is_draining:
-            headers.append((b"connection", b"close"))
-        return headers
-
-    async def send_answer(
-        self, scope: Scope, send: Send, id: str, status: int, headers: Headers, body: bytes
-    ) -> None:
-        """Send a whole answer, in one piece where the connection can."""
-        headers = [*headers, (b"content-length", b"%d" % len(body)), *self.headers(id)]
-        extensions = scope.get("extensions")
-        if extensions and not self.phase.is_draining:
-            at_once = extensions.get(ANSWER)
-            if at_once is not None and at_once(status, headers, body):
-                return
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await FastAPI.__call__(self, scope, receive, send_with_headers)
 
 
 def _respond(request: Request, error: Exception) -> Response:
@@ -155,16 +232,12 @@ async def _answer_validation(request: Request, error: RequestValidationError) ->
 
 
 async def _answer_http(request: Request, error: HTTPException) -> Response:
-    kind, message = {
-        404: (
-            "ResourceNotFoundException",
-            "Requested resource is not found, please refer to API document.",
-        ),
-        405: (
-            "MethodNotAllowedException",
-            "Requested method is not allowed, please refer to API document.",
-        ),
-    }.get(error.status_code, ("InternalServerException", str(error.detail)))
+    known = {404: NoSuchRoute, 405: MethodNotAllowed}.get(error.status_code)
+    if known is not None:
+        answer = _respond(request, known())
+        answer.headers.update(error.headers or {})  # 405 says what is allowed
+        return answer
+    kind, message = "InternalServerException", str(error.detail)
     content = {
         "code": error.status_code,
         "type": kind,

@@ -19,7 +19,7 @@ def health_routes(registry: Registry, phase: Phase) -> APIRouter:
     @router.get("/ping", summary="Ping")
     async def ping() -> JSONResponse:
         """Healthy while every model's default version has a worker; TorchServe's answer."""
-        sick = _without_worker(registry)
+        sick = without_worker(registry)
         status = "Unhealthy" if sick else "Healthy"
         return JSONResponse({"status": status}, 500 if sick else 200)
 
@@ -31,18 +31,23 @@ def health_routes(registry: Registry, phase: Phase) -> APIRouter:
     @router.get("/health/ready", summary="Ready")
     async def ready() -> JSONResponse:
         """Predictions can be answered now; else the reason."""
-        if phase.is_starting or phase.is_draining:
-            doing = "starting" if phase.is_starting else "being stopped"
-            return JSONResponse({"ready": False, "reason": f"the server is {doing}"}, 503)
-        if sick := _without_worker(registry):
-            reason = f"no worker is ready for {', '.join(sick)}"
+        if (reason := why_not_ready(registry, phase)) is not None:
             return JSONResponse({"ready": False, "reason": reason}, 503)
         return JSONResponse({"ready": True})
 
     return router
 
 
-def _without_worker(registry: Registry) -> list[str]:
+def why_not_ready(registry: Registry, phase: Phase) -> str | None:
+    """Say why predictions cannot be answered now, or None when they can."""
+    if phase.is_starting or phase.is_draining:
+        return f"the server is {'starting' if phase.is_starting else 'being stopped'}"
+    if sick := without_worker(registry):
+        return f"no worker is ready for {', '.join(sick)}"
+    return None
+
+
+def without_worker(registry: Registry) -> list[str]:
     """Return the models whose default version should have workers but has none ready."""
     return [
         model.name

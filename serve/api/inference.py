@@ -15,10 +15,22 @@ from fastapi import APIRouter, Path, Query, Request
 from fastapi.responses import Response
 
 from serve import wire
-from serve.api.asgi import Api, Headers, Phase, Receive, Scope, Send, error_answer, request_id
+from serve.api.asgi import (
+    Api,
+    Check,
+    Front,
+    Headers,
+    Phase,
+    Receive,
+    Scope,
+    Send,
+    request_id,
+    send_stream,
+)
 from serve.auth import TokenCheck
-from serve.batcher import EXPLAIN, PREDICT, Job
+from serve.batcher import EXPLAIN, PREDICT, Job, Stream
 from serve.errors import BodyTooLarge, ModelNotFound, ServeError, Unavailable, http_status
+from serve.listener import SPELLING
 from serve.metrics import Metrics
 from serve.registry import ModelVersion, Registry
 
@@ -33,49 +45,62 @@ class ClientLeft(Exception):
     """The connection closed before the body was read; nobody waits for an answer."""
 
 
-class Inference(Api):
-    """Routes for clients, with the hot path in front of them."""
+class StreamedResponse(Response):
+    """A streamed answer, where FastAPI wants a response."""
+
+    def __init__(self, status: int, headers: Headers, stream: Stream, id: str) -> None:
+        super().__init__(status_code=status)
+        self._answer = status, headers, stream, id
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the chunks."""
+        await send_stream(send, *self._answer)
+
+
+class Answering(Front):
+    """Runs requests: the one implementation behind the routes of every dialect."""
 
     def __init__(
         self,
         registry: Registry,
         metrics: Metrics,
-        check: TokenCheck,
+        check: Check,
         phase: Phase,
         max_request_bytes: int,
     ) -> None:
-        super().__init__("Modelyard", DESCRIPTION, check, phase)
+        Front.__init__(self, check, phase)
         self._models = registry
         self._metrics = metrics
         self._max_request_bytes = max_request_bytes
-        self.include_router(_routes(self))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer predictions and explanations here, everything else by routing."""
-        if scope["type"] == "http" and scope["method"] in METHODS:
-            _, first, *rest = scope["path"].split("/")
-            if first in KINDS and rest and rest[0]:
-                await self._answer_hot(scope, receive, send, KINDS[first], rest)
-                return
-        await super().__call__(scope, receive, send)
-
-    async def _answer_hot(
-        self, scope: Scope, receive: Receive, send: Send, kind: int, path: list[str]
+    async def run_job(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        id: str,
+        kind: int,
+        path: list[str],
+        flags: int = 0,
     ) -> None:
-        id = request_id(scope["headers"])
+        """Check the token, run one request and send its answer; `path` as `answer` takes it."""
         try:
             self.check(scope["path"], scope["headers"])
-            answer = await self.answer(scope, receive, kind, path, id)
+            answer = await self.answer(scope, receive, kind, path, id, flags)
         except ClientLeft:
             return
         except BodyTooLarge as error:
             self._metrics.unrouted.labels("413").inc()
-            await _refuse_body(self, receive, send, id, error)
+            await refuse_body(self, receive, send, id, error)
             return
         except ServeError as error:
-            answer = error_answer(error, id)
+            answer = self.form_error(error, id)
             self._metrics.unrouted.labels(str(answer[0])).inc()
         await self.send_answer(scope, send, id, *answer)
+
+    def word(self, error: Exception, path: list[str]) -> Exception:
+        """Return what is said of an error of the model and version that `path` begins with."""
+        return error
 
     def _find(self, name: str, version: str | None) -> ModelVersion:
         try:
@@ -86,28 +111,43 @@ class Inference(Api):
             raise
 
     async def answer(
-        self, scope: Scope, receive: Receive, kind: int, path: list[str], id: str
-    ) -> tuple[int, Headers, bytes]:
-        """Queue one request and return its answer.
+        self,
+        scope: Scope,
+        receive: Receive,
+        kind: int,
+        path: list[str],
+        id: str,
+        flags: int = 0,
+        parts: list[bytes] | None = None,
+    ) -> tuple[int, Headers, bytes | Stream]:
+        """Queue one request and return its answer, or what of it has come when it is streamed.
 
         Args:
             path: model, version (optional), rest (optional).
+            flags: of `wire`, for the worker.
+            parts: the body, where it has been read already.
 
         Raises:
             ModelNotFound, VersionNotFound, BodyTooLarge, ClientLeft.
         """
         model = self._find(path[0], path[1] if len(path) > 1 and path[1] else None)
-        parts = await _read_body(scope, receive, self._max_request_bytes)
+        if parts is None:
+            parts = await read_body(scope, receive, self._max_request_bytes)
         began = monotonic()
         metrics = model.metrics.kinds[kind]
+        torchserve = self._metrics.torchserve
+        version = path[1] if len(path) > 1 else None
+        if torchserve is not None:
+            torchserve.accepted(model.name, version)
         job = Job(
             kind,
-            _pack_head(scope, "/".join(path[2:]), id),
+            pack_head(scope, "/".join(path[2:]), id),
             parts,
             receive,
             began,
             model.config.request_timeout_s,
             asyncio.get_running_loop().create_future(),
+            flags,
         )
         try:
             reply = await model.batchers[kind].submit(job)
@@ -117,22 +157,70 @@ class Inference(Api):
             raise ClientLeft from None
         except Exception as error:
             metrics.answered(http_status(error)[0], monotonic() - began)
-            return error_answer(error, id)
-        metrics.answered(reply.status, monotonic() - began)
+            return self.form_error(self.word(error, path), id)
+        took_s = monotonic() - began
+        metrics.answered(reply.status, took_s)
+        if torchserve is not None:
+            torchserve.inferred(model.name, version, job.taken_at - began, took_s)
         fields = wire.unpack_meta(reply.headers)
         return reply.status, list(zip(fields[::2], fields[1::2], strict=True)), reply.body
 
 
-def _pack_head(scope: Scope, rest: str, id: str) -> bytes:
+class Inference(Answering, Api):
+    """Routes for clients, with the hot path in front of them."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        metrics: Metrics,
+        check: TokenCheck,
+        phase: Phase,
+        max_request_bytes: int,
+    ) -> None:
+        Api.__init__(self, "Modelyard", DESCRIPTION, check, phase)
+        Answering.__init__(self, registry, metrics, check, phase, max_request_bytes)
+        self.include_router(_routes(self))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer predictions and explanations here, everything else by routing."""
+        if scope["type"] == "http" and scope["method"] in METHODS:
+            _, first, *rest = scope["path"].split("/")
+            if first in KINDS and rest and rest[0]:
+                id = request_id(scope["headers"])
+                await self.run_job(scope, receive, send, id, KINDS[first], rest)
+                return
+            if first == "v2" and rest[:1] == ["models"] and (path := _infer_path(rest[1:])):
+                id = request_id(scope["headers"])
+                await self.run_job(scope, receive, send, id, PREDICT, path, wire.KSERVE)
+                return
+        await Api.__call__(self, scope, receive, send)
+
+
+def _infer_path(path: list[str]) -> list[str] | None:
+    """Return model and version of a path of the Open Inference Protocol that infers."""
+    match path:
+        case [model, "infer"] if model:
+            return [model]
+        case [model, "versions", version, "infer"] if model and version:
+            return [model, version]
+    return None
+
+
+def pack_head(scope: Scope, rest: str, id: str) -> bytes:
     """Pack what a worker needs of the request's head; `worker.request` reads it."""
     # The path is decoded already and may hold a NUL, which separates the fields.
     fields = [rest.replace("\0", "%00").encode(), scope["query_string"], id.encode()]
-    for pair in scope["headers"]:
-        fields += pair
+    extensions = scope.get("extensions")
+    if extensions and (spelling := extensions.get(SPELLING)):
+        for name, (_, value) in zip(spelling, scope["headers"], strict=False):
+            fields += (name, value)
+    else:
+        for pair in scope["headers"]:
+            fields += pair
     return wire.pack_meta(fields)
 
 
-async def _read_body(scope: Scope, receive: Receive, limit: int) -> list[bytes]:
+async def read_body(scope: Scope, receive: Receive, limit: int) -> list[bytes]:
     """Return the body in the parts in which it came; they are never joined.
 
     Raises:
@@ -157,11 +245,12 @@ async def _read_body(scope: Scope, receive: Receive, limit: int) -> list[bytes]:
             return parts or [b""]
 
 
-async def _refuse_body(api: Api, receive: Receive, send: Send, id: str, error: Exception) -> None:
+async def refuse_body(api: Front, receive: Receive, send: Send, id: str, error: Exception) -> None:
     """Answer 413, then read on for a moment, so that a client still sending can read the answer."""
-    status, headers, body = error_answer(error, id)
+    status, headers, body = api.form_error(error, id)
+    headers = [pair for pair in headers if pair[0] != b"connection"]
     headers += [(b"content-length", str(len(body)).encode()), (b"connection", b"close")]
-    headers += [pair for pair in api.headers(id) if pair[0] != b"connection"]
+    headers += [pair for pair in api.headers(id, status) if pair[0] != b"connection"]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": True})
     size = 0
@@ -234,9 +323,13 @@ def _routes(api: Inference) -> APIRouter:
     """Declare the hot paths."""
     router = APIRouter(tags=["inference"], responses=error_responses(400, 404, 413, 500, 503, 504))
 
-    async def respond(request: Request, kind: int, path: list[str]) -> Response:
+    async def respond(request: Request, kind: int, path: list[str], flags: int = 0) -> Response:
         id = request.state.request_id
-        status, headers, body = await api.answer(request.scope, request.receive, kind, path, id)
+        status, headers, body = await api.answer(
+            request.scope, request.receive, kind, path, id, flags
+        )
+        if not isinstance(body, bytes):
+            return StreamedResponse(status, headers, body, id)
         response = Response(body, status)
         response.raw_headers = [*headers, (b"content-length", str(len(body)).encode())]
         return response
@@ -280,5 +373,20 @@ def _routes(api: Inference) -> APIRouter:
     async def explain_version(request: Request, model: ModelName, version: Version) -> Response:
         """Attribute one version's answer to each input value; parameters as without version."""
         return await respond(request, EXPLAIN, [model, version])
+
+    @router.post("/v2/models/{model}/infer", openapi_extra=BODY, summary="Infer")
+    async def infer(request: Request, model: ModelName) -> Response:
+        """Run the default version, by the path of the Open Inference Protocol.
+
+        The handler gets the body as it is, and answers in its own form.
+        """
+        return await respond(request, PREDICT, [model], wire.KSERVE)
+
+    @router.post(
+        "/v2/models/{model}/versions/{version}/infer", openapi_extra=BODY, summary="Infer, version"
+    )
+    async def infer_version(request: Request, model: ModelName, version: Version) -> Response:
+        """Run one version, by the path of the Open Inference Protocol."""
+        return await respond(request, PREDICT, [model, version], wire.KSERVE)
 
     return router

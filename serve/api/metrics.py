@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Query
 from fastapi.responses import PlainTextResponse
-from prometheus_client.exposition import generate_latest
 
 from serve.api.asgi import Api, Phase
 from serve.auth import TokenCheck
@@ -19,9 +20,11 @@ def create_metrics(metrics: Metrics, check: TokenCheck, phase: Phase) -> Api:
     router = APIRouter(tags=["metrics"])
 
     @router.get("/metrics", summary="Metrics", response_class=PlainTextResponse)
-    async def read_metrics() -> PlainTextResponse:
-        """Requests, errors, latency, queue time, batch size, workers and their restarts."""
-        return PlainTextResponse(generate_latest(metrics.registry), media_type=CONTENT_TYPE)
+    async def read_metrics(
+        names: Annotated[list[str], Query(alias="name[]", description="Only these metrics.")] = [],  # noqa: B006 - FastAPI never changes it
+    ) -> PlainTextResponse:
+        """Requests, errors, latency, queue time, batch size, workers, and what handlers measure."""
+        return PlainTextResponse(metrics.text(names), media_type=CONTENT_TYPE)
 
     api.include_router(router)
     return api

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from serve.address import Address
+
 
 class TorchServeSettings(BaseModel):
     """Settings of the TorchServe dialect; frozen. `Settings.torchserve` is None without it."""
@@ -16,14 +18,27 @@ class TorchServeSettings(BaseModel):
     directory: Path
     """Where the command was given: key_file.json is written here."""
     config_file: Path | None = None
+    inference_address: Address = Address(port=8080)
+    management_address: Address = Address(port=8081)
+    metrics_address: Address = Address(port=8082)
+    """Equal addresses share one listener."""
+    certificate_file: Path | None = None
+    """PEM, of every address that starts with https."""
+    private_key_file: Path | None = None
+    keystore: Path | None = None
+    """PKCS12; certificate and key in one file."""
+    keystore_pass: str = "changeit"
+    """Without files of either kind the server makes a certificate that it signs itself."""
     enable_model_api: bool = False
     """Whether models may be registered and unregistered while serving."""
     disable_token_authorization: bool | None = None
     """True: no tokens; False: everywhere; None, not said: inference open on loopback only."""
-    token_expiration_min: float = Field(60, gt=0)
-    default_workers_per_model: int = Field(0, ge=0)
+    token_expiration_min: float = Field(default=60, gt=0)
+    default_workers_per_model: int = Field(default=0, ge=0)
     """0: by GPUs, else cores at the start, and none over the register API."""
     default_service_handler: str | None = None
+    number_of_gpu: int | None = Field(default=None, ge=0)
+    """Use no more GPUs than this; None uses all."""
     service_envelope: Literal["body", "json", "kserve", "kservev2"] | None = None
     allowed_urls: tuple[str, ...] = ()
     """Regular expressions; a URL is fetched only when one matches it whole. Empty: none is."""
@@ -33,10 +48,12 @@ class TorchServeSettings(BaseModel):
     """What to load (JSON); KServe configures TorchServe by it."""
     snapshot_dir: Path | None = None
     """Where a snapshot is written after each change; None writes none."""
+    properties: dict[str, str] = {}
+    """Every key that was set, as it was written: what a snapshot keeps."""
     decode_input_request: bool = True
     limit_max_image_pixels: bool = True
-    max_response_size: int = Field(6_553_500, ge=0)
-    unregister_model_timeout: int = Field(120, ge=1)
+    max_response_size: int = Field(default=6_553_500, ge=0)
+    unregister_model_timeout: int = Field(default=120, ge=1)
     blacklist_env_vars: str | None = None
     """Regular expression; variables whose whole name it matches are kept from workers."""
     cors_allowed_origin: str | None = None
@@ -44,11 +61,14 @@ class TorchServeSettings(BaseModel):
     cors_allowed_headers: str | None = None
     ts_open_inference_protocol: str | None = None
     """`oip` adds the routes of the Open Inference Protocol."""
+    ts_header_key_sequence_id: str = "ts_request_sequence_id"
+    ts_header_key_sequence_start: str = "ts_request_sequence_start"
+    ts_header_key_sequence_end: str = "ts_request_sequence_end"
     enable_metrics_api: bool = True
     metrics_mode: Literal["log", "prometheus", "legacy"] = "log"
     metrics_config: Path | None = None
     model_metrics_auto_detect: bool = False
-    metric_time_interval: int = Field(60, ge=1)
+    metric_time_interval: int = Field(default=60, ge=1)
     disable_system_metrics: bool = False
     log_dir: Path = Path("logs")
     metrics_dir: Path = Path("logs")

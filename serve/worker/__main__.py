@@ -13,10 +13,9 @@ working folder off the path until ours are imported:
 from __future__ import annotations
 
 import ctypes
-import importlib
 import logging
 import os
-import pkgutil
+import platform
 import signal
 import socket
 import sys
@@ -26,7 +25,6 @@ from pathlib import Path
 from serve import wire
 from serve.worker import check, load, loop
 
-SHIM = Path(__file__).parent / "shim"
 OURS = ("modelyard", "exporter", "archiver", "handlers", "serve", "ts")
 PR_SET_PDEATHSIG = 1
 
@@ -38,20 +36,30 @@ def main(fd: int) -> int:
     connection.set_inheritable(False)
     reader = loop.Reader(connection)
     message = wire.decode_control(reader.read()[0])
+    if message.get("dialect") == "torchserve":
+        _log_as_torchserve()
     try:
-        _import_shim()
+        load.import_shim()
         _enter(Path(message["folder"]))
         service = load.load_service(message)
         loop.check_golden(service, message["golden"])
     except BaseException as error:
         traceback.print_exc()
         reason = load.describe(error, Path(message["folder"]))
-        connection.sendall(wire.encode_control(wire.FAILED, {"message": reason}))
+        failed = {"message": reason, "out_of_memory": is_out_of_memory(error)}
+        connection.sendall(wire.encode_control(wire.FAILED, failed))
         return 1
     ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}
     connection.sendall(wire.encode_control(wire.READY, ready))
-    loop.run(reader, service)
+    loop.run(reader, service, loop.Rules.of(message))
     return 0
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell whether a load failed for memory; CUDA's own errors are RuntimeErrors that name it."""
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and "CUDA" in str(error)
+    )
 
 
 def check_archive(exchange: Path) -> int:
@@ -64,7 +72,7 @@ def check_archive(exchange: Path) -> int:
     task = check.read_task(exchange)
     folder = Path(task["load"]["folder"])
     try:
-        _import_shim()
+        load.import_shim()
         _enter(folder)
         result = check.run(task)
     except BaseException as error:
@@ -84,18 +92,24 @@ def _die_with_parent() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
 
 
-def _import_shim() -> None:
-    """Import TorchServe's names from our shim, before anything else could provide them."""
-    sys.path.insert(0, str(SHIM))
-    shim = importlib.import_module("ts")
-    for module in pkgutil.walk_packages(shim.__path__, "ts."):
-        importlib.import_module(module.name)
+def _log_as_torchserve() -> None:
+    """Send the author's log to standard output, whose lines the server marks, and say who we are.
+
+    Scripts search the log for these three lines.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    logging.info("[PID]%d", os.getpid())
+    logging.info("Torch worker started.")
+    logging.info("Python runtime: %s", platform.python_version())
 
 
 def _enter(folder: Path) -> None:
     """Make the archive's folder the working folder and the first place for imports."""
     os.chdir(folder)
     sys.path.insert(0, str(folder))
+    # For processes that the handler starts.
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), inherited)))
     for name in OURS:
         if (folder / f"{name}.py").exists() or (folder / name).is_dir():
             for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:

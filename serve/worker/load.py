@@ -3,28 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import importlib
-import inspect
+import pkgutil
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 import yaml
 
-import handlers
-from handlers import BaseHandler, Context
+from handlers import BaseHandler, Context, ImageClassifier
+from handlers.entry_point import Entry as Entry
+from handlers.entry_point import FoundHandler, find_handler
 from handlers.errors import LoadError
 
-Entry = Callable[[list[dict[str, Any]], Context], Any]
+SHIM = Path(__file__).parent / "shim"
 
-BUILT_IN: dict[str, type[BaseHandler]] = {
+OURS: Mapping[str, type[BaseHandler]] = {
     "base_handler": BaseHandler,
-    "image_classifier": handlers.ImageClassifier,
+    "image_classifier": ImageClassifier,
 }
+"""Handlers that archives of `modelyard archive` mean by names that TorchServe's have too."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,21 @@ class Service:
     device: str
 
 
+@functools.cache
+def import_shim() -> Any:
+    """Import all of TorchServe's names from our shim; give its module that knows the built-in ones.
+
+    The first call comes before an archive's folder is on the path: whatever the archive ships,
+    these are ours.
+    """
+    gc.freeze()  # going through all of torch's objects once would cost ten times these imports
+    sys.path.insert(0, str(SHIM))
+    shim = importlib.import_module("ts")
+    for module in pkgutil.walk_packages(shim.__path__, "ts."):
+        importlib.import_module(module.name)
+    return sys.modules["ts.model_loader"]
+
+
 def load_service(message: dict[str, Any]) -> Service:
     """Load what the LOAD message names.
 
@@ -45,16 +64,29 @@ def load_service(message: dict[str, Any]) -> Service:
         Exception: whatever the author's code raises; LoadError for what we find ourselves.
     """
     folder = Path(message["folder"])
+    manifest = message["manifest"]
     device = choose_device(message["device"], message["worker"])
     context = Context(
         model_name=message["name"],
         model_dir=str(folder),
-        manifest=message["manifest"],
+        manifest=manifest,
         batch_size=message["batch_size"],
         gpu=torch.device(device).index if device != "cpu" else None,
+        limit_max_image_pixels=message.get("limit_max_image_pixels", True),
         model_yaml_config=read_config(folder, message["config_file"]),
     )
-    predict, explain = _entries(message["handler"], context)
+    shim = import_shim()
+    context.metrics = shim.WorkerMetrics(context, (message.get("metrics") or {}).get("declared"))
+    sealed = "modelyard" in (manifest or {})
+    place = (folder / message["handler"].partition(":")[0]).parent
+    if place != folder:
+        sys.path.insert(0, str(place))
+    found = find_handler(message["handler"], {**shim.BUILT_IN, **(OURS if sealed else {})})
+    found.initialize(context)
+    predict, explain = found.handle, _explain_entry(found, sealed)
+    if name := message.get("envelope"):
+        envelope = shim.find_envelope(name)
+        predict, explain = envelope(predict).handle, envelope(explain).handle
     return Service(predict, explain, context, message["batch_size"], device)
 
 
@@ -99,59 +131,14 @@ def read_config(folder: Path, config_file: str | None) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _entries(handler: str, context: Context) -> tuple[Entry, Entry]:
-    """Find the handler and initialise it, by TorchServe's rules.
+def _explain_entry(found: FoundHandler, sealed: bool) -> Entry:
+    """Give what answers explanations.
 
-    A module-level function of the wanted name (`handle` unless the handler says `file:name`) is
-    the entry point; else the module's one class, or the class of that name.
+    TorchServe calls `handle` for them too, with a header that says so, and its handlers may have
+    any attribute of the name `explain`.
     """
-    place, _, wanted = handler.partition(":")
-    name = Path(place).name.removesuffix(".py")
-    if name in BUILT_IN and not Path(f"{name}.py").exists():
-        return _from_class(BUILT_IN[name], context)
-    module = _import_handler(name, handler)
-    entry = getattr(module, wanted or "handle", None)
-    if callable(entry) and not inspect.isclass(entry):
-        entry(None, context)
-        return entry, entry
-    return _from_class(_find_class(module, wanted), context)
-
-
-def _import_handler(name: str, handler: str) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise LoadError(
-            f'the handler "{handler}" is neither a file of the archive nor one of '
-            f"{', '.join(sorted(BUILT_IN))}"
-        ) from error
-
-
-def _find_class(module: ModuleType, wanted: str) -> type[Any]:
-    own = [
-        value
-        for value in vars(module).values()
-        if inspect.isclass(value) and value.__module__ == module.__name__
-    ]
-    if inspect.isclass(chosen := getattr(module, wanted, None) if wanted else None):
-        return chosen
-    if len(own) > 1:
-        own = [value for value in own if issubclass(value, BaseHandler)]
-    if wanted or len(own) != 1:
-        names = ", ".join(value.__name__ for value in own) or "none"
-        missing = f'"{wanted}"' if wanted else "one class or a function handle(data, context)"
-        raise LoadError(
-            f"{module.__name__}.py: expected {missing}, found classes: {names}; "
-            "name one with FILE.py:Class when archiving"
-        )
-    return own[0]
-
-
-def _from_class(kind: type[Any], context: Context) -> tuple[Entry, Entry]:
-    handler = kind()
-    handler.initialize(context)
-    handle = handler.handle
-    # A handler without `explain` is told by the request header of that name, as in TorchServe.
-    return handle, getattr(handler, "explain", handle)
+    explain = getattr(found.target, "explain", None)
+    if callable(explain) and (sealed or isinstance(found.target, BaseHandler)):
+        entry: Entry = explain
+        return entry
+    return found.handle

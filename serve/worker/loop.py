@@ -8,6 +8,7 @@ work.
 from __future__ import annotations
 
 import gc
+import io
 import json
 import logging
 import math
@@ -15,9 +16,14 @@ import re
 import socket
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any, NamedTuple
 
+import torch
+
+from handlers import Context
 from handlers.errors import BadInput, LoadError, NoGradients, PredictionException
 from serve import wire
 from serve.worker.load import Entry, Service
@@ -29,11 +35,46 @@ RECEIVE_BYTES = 1 << 18
 MAX_BODY = 0xFFFFFFFF
 
 JSON, TEXT, BYTES = "application/json", "text/plain; charset=utf-8", "application/octet-stream"
+KIND = wire.EXPLAIN | wire.ALONE | wire.DESCRIBE
+"""Flags that jobs of one batch share."""
 
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+")
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _FRAMING = frozenset({"connection", "content-length", "transfer-encoding"})
 """Headers that belong to the connection; a handler's opinion of them is left out."""
+_STREAMED = {"ts_stream_next": "true"}
+"""On the first chunk of a streamed answer, as TorchServe's clients know it."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How requests are read and answers are written; the LOAD message says it."""
+
+    is_torchserve: bool = False
+    """The server speaks TorchServe's dialect: its errors, and numbers that JSON does not have."""
+    is_plain: bool = False
+    """Answers as TorchServe writes them: indented JSON, and of the content types none but its."""
+    decode_input: bool = True
+    max_answer_bytes: int | None = None
+    """Of one answer or chunk; a longer one is an error of its own request."""
+    times_predictions: bool = False
+    """Whether each call of the handler is reported as the metric PredictionTime."""
+
+    @classmethod
+    def of(cls, message: dict[str, Any]) -> Rules:
+        """Read the LOAD message."""
+        is_torchserve = message.get("dialect") == "torchserve"
+        return cls(
+            is_torchserve=is_torchserve,
+            is_plain=is_torchserve or "modelyard" not in (message["manifest"] or {}),
+            decode_input=message.get("decode_input", True),
+            max_answer_bytes=message.get("max_response_bytes"),
+            times_predictions=message.get("metrics") is not None,
+        )
+
+
+OURS = Rules()
+"""Of an archive that we sealed, in a server of ours."""
 
 
 class Answer(NamedTuple):
@@ -42,6 +83,28 @@ class Answer(NamedTuple):
     status: int
     headers: dict[str, str]
     body: bytes
+    flags: int = 0
+
+
+class WrongAnswer(Exception):
+    """What a handler answered cannot be sent.
+
+    Args:
+        message: what came and what was expected.
+        torchserve: what TorchServe says to that.
+        code: the status of that.
+    """
+
+    def __init__(
+        self, message: str, torchserve: str = "Prediction failed", code: int = 503
+    ) -> None:
+        super().__init__(message)
+        self.torchserve = torchserve
+        self.code = code
+
+
+class ClientsLeft(BaseException):
+    """Nobody waits for any answer of the batch any more; no `except Exception` holds it up."""
 
 
 class Reader:
@@ -51,6 +114,8 @@ class Reader:
         self.connection = connection
         self._decoder = wire.Decoder(MAX_BODY)
         self._frames: deque[list[wire.Item]] = deque()
+        self.cancelled: set[int] = set()
+        """Jobs of the running batch that nobody waits for any more."""
 
     def read(self) -> list[wire.Item]:
         """Wait for the next frame.
@@ -64,26 +129,75 @@ class Reader:
 
     def read_arrived(self) -> list[wire.Item]:
         """Return the items of all frames that have arrived, without waiting."""
+        self.poll()
+        items = [item for frame in self._frames for item in frame]
+        self._frames.clear()
+        return items
+
+    def poll(self) -> None:
+        """Take what has arrived, without waiting, and keep it for the next read."""
         while True:
             try:
                 self._receive(socket.MSG_DONTWAIT)
             except BlockingIOError:
-                break
-        items = [item for frame in self._frames for item in frame]
-        self._frames.clear()
-        return items
+                return
 
     def _receive(self, flags: int) -> None:
         data = self.connection.recv(RECEIVE_BYTES, flags)
         if not data:
             raise EOFError
-        self._frames.extend(self._decoder.feed(data))
+        for frame in self._decoder.feed(data):
+            if frame[0].id == 0 and frame[0].code == wire.CANCEL:
+                self.cancelled.update(wire.decode_control(frame[0])["ids"])
+            else:
+                self._frames.append(frame)
 
 
-def run(reader: Reader, service: Service) -> None:
+class Chunks:
+    """Sends what a handler answers before it is done: the context's `stream`."""
+
+    def __init__(self, reader: Reader, context: Context, rules: Rules) -> None:
+        self._reader = reader
+        self._context = context
+        self._rules = rules
+        self._requests: Sequence[Request] = ()
+        self.has_sent = False
+        """Whether the running call has sent a chunk."""
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Take note of whom the next chunks are for."""
+        self._requests = requests
+        self.has_sent = False
+        self._reader.cancelled.clear()
+
+    def __call__(self, values: Sequence[Any]) -> None:
+        """Send one chunk to each client.
+
+        Raises:
+            ClientsLeft: all of them have hung up.
+            WrongAnswer: a value cannot be sent.
+        """
+        frame = wire.Frame()
+        self._reader.poll()
+        left = self._reader.cancelled
+        waiting = [(at, request) for at, request in enumerate(self._requests)
+                   if request.id not in left]  # fmt: skip
+        if not waiting:
+            raise ClientsLeft
+        for at, request in waiting:
+            answer = _format(self._context, at, values[at], self._rules)
+            headers = {} if self.has_sent else {**answer.headers, **_STREAMED}
+            frame.add(request.id, answer.status, wire.MORE, _pack(headers), [answer.body])
+        self._reader.connection.sendall(b"".join(frame.buffers()))
+        self.has_sent = True
+
+
+def run(reader: Reader, service: Service, rules: Rules = OURS) -> None:
     """Serve until the server closes its end (EOFError)."""
     gc.collect()
     gc.freeze()
+    chunks = service.context.stream = Chunks(reader, service.context, rules)
+    metrics = service.context.metrics
     waiting: deque[wire.Item] = deque()
     while True:
         if not waiting:
@@ -91,55 +205,80 @@ def run(reader: Reader, service: Service) -> None:
         waiting.extend(reader.read_arrived())
         batch = take_batch(waiting, service.batch_size)
         frame = wire.Frame()
-        for item, answer in zip(batch, answer_batch(service, batch), strict=True):
-            meta = wire.pack_meta(
-                text.encode("latin-1", "replace")
-                for pair in answer.headers.items()
-                for text in pair
-            )
-            frame.add(item.id, answer.status, 0, meta, [answer.body])
+        answers = answer_batch(service, batch, rules, chunks)
+        for item, answer in zip(batch, answers, strict=True):
+            frame.add(item.id, answer.status, answer.flags, _pack(answer.headers), [answer.body])
+        if metrics is not None and (records := metrics.drain()):
+            # Authors report numbers of any library; the server reads what str() makes of them.
+            reported = json.dumps({"records": records}, default=str).encode()
+            frame.add(0, wire.METRICS, 0, b"", [reported])
         reader.connection.sendall(b"".join(frame.buffers()))
+
+
+def _pack(headers: dict[str, str]) -> bytes:
+    return wire.pack_meta(
+        text.encode("latin-1", "replace") for pair in headers.items() for text in pair
+    )
 
 
 def take_batch(waiting: deque[wire.Item], size: int) -> list[wire.Item]:
     """Take the first item and up to `size - 1` more of its kind; the others keep their order."""
     first = waiting.popleft()
     batch = [first]
-    if first.flags & wire.ALONE:
+    kind = first.flags & KIND
+    if kind & (wire.ALONE | wire.DESCRIBE):
         return batch
     others: list[wire.Item] = []
     while waiting and len(batch) < size:
         item = waiting.popleft()
-        (batch if item.flags == first.flags else others).append(item)
+        (batch if item.flags & KIND == kind else others).append(item)
     waiting.extendleft(reversed(others))
     return batch
 
 
-def answer_batch(service: Service, batch: Sequence[wire.Item]) -> list[Answer]:
+def answer_batch(
+    service: Service,
+    batch: Sequence[wire.Item],
+    rules: Rules = OURS,
+    chunks: Chunks | None = None,
+) -> list[Answer]:
     """Return one answer per item, whatever happens.
 
     A request whose body cannot be decoded is answered by itself. When the handler fails on several
     requests together, each is run again alone: the bad one gets its own error, the others their
     answers.
+
+    Args:
+        service: what answers.
+        batch: of one kind.
+        rules: how to read and write.
+        chunks: what the handler streams through, None where nobody reads that.
     """
     answers: dict[int, Answer] = {}
     requests = []
     for item in batch:
         request = Request(item)
         try:
-            request.decode(item.body)
+            request.decode(item.body, rules.decode_input)
         except Exception as error:
-            answers[item.id] = error_answer(error, request.request_id)
+            answers[item.id] = _undecodable(error, request.request_id, rules)
         else:
             requests.append(request)
     if requests:
         entry = service.explain if batch[0].flags & wire.EXPLAIN else service.predict
-        for request, answer in zip(requests, _call(service, entry, requests), strict=True):
+        answered = _call(service, entry, requests, rules, chunks)
+        for request, answer in zip(requests, answered, strict=True):
             answers[request.id] = answer
     return [answers[item.id] for item in batch]
 
 
-def _call(service: Service, entry: Entry, requests: list[Request]) -> list[Answer]:
+def _call(
+    service: Service,
+    entry: Entry,
+    requests: list[Request],
+    rules: Rules,
+    chunks: Chunks | None,
+) -> list[Answer]:
     """Run the handler on these requests, and on each alone when that fails."""
     context = service.context
     context.reset(
@@ -147,58 +286,108 @@ def _call(service: Service, entry: Entry, requests: list[Request]) -> list[Answe
         headers=[request.headers for request in requests],
         queries=[request.query for request in requests],
     )
+    if chunks is not None:
+        chunks.begin(requests)
+    began = perf_counter()
     try:
         outputs = entry([request.row for request in requests], context)
         _check_outputs(outputs, len(requests))
     except BaseException as error:
-        if len(requests) > 1:
-            return [_call(service, entry, [request])[0] for request in requests]
-        answer = error_answer(error, requests[0].request_id)
-        if answer.status >= 500:
-            logger.error("request %s failed", requests[0].request_id, exc_info=error)
-        return [answer]
+        if chunks is not None and chunks.has_sent:
+            return _broken(error, requests, rules)
+        if rules.is_torchserve and not isinstance(error, Exception):
+            raise  # `sys.exit()` in a handler ends the worker there
+        if len(requests) > 1 and not (rules.is_torchserve and isinstance(error, WrongAnswer)):
+            return [_call(service, entry, [one], rules, chunks)[0] for one in requests]
+        _log_failure(error, requests[0].request_id, rules)
+        return [error_answer(error, request.request_id, rules) for request in requests]
+    if rules.times_predictions and context.metrics is not None:
+        context.metrics.add_time("PredictionTime", round((perf_counter() - began) * 1000, 2))
+    answers = []
+    for index, output in enumerate(outputs):
+        try:
+            answers.append(_format(context, index, output, rules))
+        except WrongAnswer as error:
+            if chunks is not None and chunks.has_sent:
+                answers += _broken(error, [requests[index]], rules)
+            else:
+                _log_failure(error, requests[index].request_id, rules)
+                answers.append(error_answer(error, requests[index].request_id, rules))
+    return answers
+
+
+def _broken(error: BaseException, requests: Sequence[Request], rules: Rules) -> list[Answer]:
+    """Return the ends of answers of which the clients have the first chunks already."""
+    if not isinstance(error, ClientsLeft):
+        logger.error("request %s failed after its first chunk",
+                     requests[0].request_id, exc_info=error)  # fmt: skip
     return [
-        _format(context, index, output, requests[index].request_id)
-        for index, output in enumerate(outputs)
+        error_answer(error, request.request_id, rules)._replace(flags=wire.BROKEN)
+        for request in requests
     ]
+
+
+def _log_failure(error: BaseException, request_id: str, rules: Rules) -> None:
+    """Log what is not the client's fault, with the traceback that no client sees."""
+    if error_answer(error, request_id, rules).status >= 500:
+        logger.error("request %s failed", request_id, exc_info=error)
 
 
 def _check_outputs(outputs: object, count: int) -> None:
     if not isinstance(outputs, list):
-        raise TypeError(
+        raise WrongAnswer(
             f"the handler returned {type(outputs).__name__}; a list with one answer per request "
-            "is expected"
+            "is expected",
+            "Invalid model predict output",
         )
     if len(outputs) != count:
-        raise ValueError(
-            f"number of batch response mismatched: {len(outputs)} answers to {count} requests"
-        )
+        text = "number of batch response mismatched"
+        raise WrongAnswer(f"{text}: {len(outputs)} answers to {count} requests", text)
 
 
-def _format(context: Any, index: int, output: object, request_id: str) -> Answer:
-    """Turn one answer of the handler into status, headers and bytes."""
+def _format(context: Context, index: int, output: object, rules: Rules) -> Answer:
+    """Turn one answer of the handler into status, headers and bytes.
+
+    Raises:
+        WrongAnswer: it cannot be sent.
+    """
     try:
-        if isinstance(output, str):
-            body, content_type = output.encode(), TEXT
-        elif isinstance(output, (bytes, bytearray)):
-            body, content_type = bytes(output), BYTES
-        else:
-            body, content_type = json.dumps(output, allow_nan=False).encode(), JSON
+        body, content_type = _encode(output, rules)
     except (TypeError, ValueError, RecursionError) as error:
-        reason = ValueError(f"the handler's answer cannot be sent as JSON: {error}")
-        return error_answer(reason, request_id)
+        raise WrongAnswer(
+            f"the handler's answer cannot be sent as JSON: {error}",
+            "Unsupported model output data type.",
+        ) from error
+    limit = rules.max_answer_bytes
+    if limit is not None and len(body) > limit:
+        text = f"the answer has {len(body)} bytes; max_response_size allows {limit}"
+        raise WrongAnswer(text, text, 500)
     status, _ = context.get_response_status(index)
     if not _is_status(status):
-        return error_answer(ValueError(f"the handler set the status {status!r}"), request_id)
-    headers = {"content-type": content_type}
+        raise WrongAnswer(f"the handler set the status {status!r}")
+    headers = {"content-type": content_type} if content_type else {}
     for name, value in context.get_response_headers(index).items():
         lower, text = str(name).lower(), str(value)
         if not _HEADER_NAME.fullmatch(lower) or not _HEADER_VALUE.fullmatch(text):
-            reason = ValueError(f"the handler set the header {name!r} to {value!r}")
-            return error_answer(reason, request_id)
+            raise WrongAnswer(f"the handler set the header {name!r} to {value!r}")
         if lower not in _FRAMING:
             headers[lower] = text
     return Answer(status, headers, body)
+
+
+def _encode(output: object, rules: Rules) -> tuple[bytes, str | None]:
+    """Return the bytes of one value, and its content type unless the client is to guess."""
+    if isinstance(output, str):
+        return output.encode(), None if rules.is_plain else TEXT
+    if isinstance(output, (bytes, bytearray)):
+        return bytes(output), None if rules.is_plain else BYTES
+    if not rules.is_plain:
+        return json.dumps(output, allow_nan=False).encode(), JSON
+    if isinstance(output, torch.Tensor):
+        saved = io.BytesIO()
+        torch.save(output, saved)
+        return saved.getvalue(), None
+    return json.dumps(output, indent=2, allow_nan=rules.is_torchserve).encode(), JSON
 
 
 def _is_status(code: object) -> bool:
@@ -206,18 +395,40 @@ def _is_status(code: object) -> bool:
     return isinstance(code, int) and 200 <= code <= 599
 
 
-def error_answer(error: BaseException, request_id: str) -> Answer:
-    """Return the JSON error of a request: class and message, never the traceback."""
-    code, kind, message = 500, "InternalServerException", f"{type(error).__name__}: {_text(error)}"
+def _undecodable(error: Exception, request_id: str, rules: Rules) -> Answer:
+    """Answer a request whose body cannot be read: the client's fault, but 500 in TorchServe."""
+    if rules.is_torchserve:
+        return _error(500, "InternalServerException", _text(error), request_id, rules)
+    return error_answer(error, request_id, rules)
+
+
+def error_answer(error: BaseException, request_id: str, rules: Rules = OURS) -> Answer:
+    """Return the JSON error of a request, never the traceback."""
+    kind = "InternalServerException"
     if isinstance(error, (BadInput, NoGradients)):
-        code, kind, message = 400, "BadRequestException", _text(error)
-    elif isinstance(error, PredictionException):
+        return _error(400, "BadRequestException", _text(error), request_id, rules)
+    if isinstance(error, PredictionException):
         code = error.error_code if _is_status(error.error_code) else 500
-        message = str(error.message)
-    elif isinstance(error, MemoryError):
-        code, message = 507, "Out of resources"
-    content = {"code": code, "type": kind, "message": message, "request_id": request_id}
-    return Answer(code, {"content-type": JSON}, json.dumps(content).encode())
+        if rules.is_torchserve and code == 413:
+            code = 507
+        return _error(code, kind, str(error.message), request_id, rules)
+    if isinstance(error, MemoryError) or (rules.is_torchserve and "CUDA" in _text(error)):
+        return _error(507, kind, "Out of resources", request_id, rules)
+    if not rules.is_torchserve:
+        name = "" if isinstance(error, WrongAnswer) else f"{type(error).__name__}: "
+        return _error(500, kind, f"{name}{_text(error)}", request_id, rules)
+    if isinstance(error, WrongAnswer):
+        return _error(error.code, kind, error.torchserve, request_id, rules)
+    return _error(503, kind, "Prediction failed", request_id, rules)
+
+
+def _error(code: int, kind: str, message: str, request_id: str, rules: Rules) -> Answer:
+    content: dict[str, object] = {"code": code, "type": kind, "message": message}
+    if rules.is_torchserve:
+        body = json.dumps(content, indent=2) + "\n"
+    else:
+        body = json.dumps({**content, "request_id": request_id})
+    return Answer(code, {"content-type": JSON}, body.encode())
 
 
 def _text(error: BaseException) -> str:

@@ -1,7 +1,11 @@
+from pathlib import Path
+
 import pytest
 
 from archiver.requirements import Pin
-from archiver.source_checks import Source, source_warnings
+from archiver.source_checks import TS_MODULES, Source, source_warnings
+
+SHIM = Path(__file__).parents[2] / "serve" / "worker" / "shim"
 
 SIX = Pin("six", "1.17.0", "a" * 64)
 
@@ -50,6 +54,18 @@ def test_an_import_that_nothing_provides_is_named_with_its_line(
 
     assert warning.startswith(
         f"handler.py:{line} imports {module}, which is neither in the archive"
+    )
+
+
+def test_the_modules_of_torchserve_are_those_that_workers_have() -> None:
+    paths = {file.relative_to(SHIM).with_suffix("").parts for file in SHIM.rglob("*.py")}
+    assert {".".join(parts).removesuffix(".__init__") for parts in paths} == TS_MODULES
+
+
+def test_a_module_of_torchserve_that_workers_lack_is_named() -> None:
+    (warning,) = warnings("from ts.utils.util import x\nfrom ts.model_service.x import y\n")
+    assert warning.startswith(
+        "handler.py:2 imports ts.model_service.x, a module of TorchServe that"
     )
 
 

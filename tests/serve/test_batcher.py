@@ -39,6 +39,7 @@ class Engine:
     def __init__(self, *rooms: int) -> None:
         self.replicas = [Replica(room) for room in rooms]
         self.why_none: str | None = None
+        self.idle_count = 0
         self.cost_s = 0.0
 
     @property
@@ -48,6 +49,9 @@ class Engine:
     def pick(self, kind: int) -> Replica | None:
         able = [replica for replica in self.replicas if replica.free > 0]
         return max(able, key=lambda replica: replica.free, default=None)
+
+    def handed_over(self) -> int:
+        return 0
 
     def seconds_per_job(self, kind: int) -> float:
         return self.cost_s
@@ -82,7 +86,7 @@ def test_jobs_that_arrive_together_go_out_together_and_in_order() -> None:
         assert batcher.waiting == 5
         await turn()
         assert engine.replicas[0].batches == [[0, 1, 2, 3, 4]]
-        assert [int((await future).body) for future in futures] == [0, 1, 2, 3, 4]
+        assert [(await future).body for future in futures] == [b"%d" % at for at in range(5)]
         assert batcher.waiting == 0
 
     asyncio.run(scenario())
@@ -280,5 +284,18 @@ def test_the_time_in_the_queue_is_measured_for_what_was_handed_over() -> None:
         found = metrics.registry.get_sample_value(name, labels)
         assert found is not None
         return found
+
+    asyncio.run(scenario())
+
+
+def test_where_a_ticket_is_needed_a_job_is_taken_only_for_an_idle_replica() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        engine.idle_count = 1
+        batcher = make(engine, needs_ticket=True)
+        batcher.submit(job(0))
+        with pytest.raises(QueueFull, match="no worker is idle"):
+            batcher.submit(job(1))
+        assert batcher.waiting == 1
 
     asyncio.run(scenario())

@@ -92,6 +92,28 @@ def test_an_explanation_reaches_the_handler_as_one(server: LiveServer) -> None:
     assert server.predict("echo", b"x").json()["explain"] == "False"
 
 
+def test_a_handler_sees_headers_as_the_client_spelled_them(server: LiveServer) -> None:
+    connection = http.client.HTTPConnection(*server.address, timeout=20)
+    for name in ("Content-Type", "content-type", "CONTENT-type"):  # on one connection
+        connection.request("POST", "/predictions/echo", "[1]", {name: "application/json"})
+        answer = json.loads(connection.getresponse().read())
+        assert answer["headers"][name] == answer["content_type"] == "application/json"
+        assert len([one for one in answer["headers"] if one.lower() == "content-type"]) == 1
+        assert answer["headers"]["Host"]
+    connection.close()
+
+
+def test_what_a_handler_measures_is_on_the_metrics_api(server: LiveServer) -> None:
+    labels = {"ModelName": "echo", "Level": "Model"}
+    before = server.metric("Echoes", **labels)
+    assert server.predict("echo").status_code == 200
+    assert server.metric("Echoes", **labels) == before + 1
+    only = server.metrics.get("/metrics", params={"name[]": "Echoes"}).text
+    assert [line.split()[2:] for line in only.splitlines() if "# TYPE" in line] == [
+        ["Echoes", "counter"]
+    ]
+
+
 @pytest.mark.parametrize("id", ["", "a b", "x" * 129, "\u00e9"])
 def test_a_request_id_that_does_not_belong_in_a_log_is_replaced(
     server: LiveServer, id: str
@@ -316,6 +338,30 @@ def test_on_loopback_no_token_is_needed(server: LiveServer) -> None:
     assert server.client.get("/health/live").json() == {"live": True}
 
 
+# -- the Open Inference Protocol -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("version", ["", "/versions/1.0"])
+def test_a_model_tells_its_inputs_and_outputs(server: LiveServer, version: str) -> None:
+    path = f"/v2/models/digits{version}"
+    described = server.client.get(path).json()
+    (given,), (answered,) = described["inputs"], described["outputs"]
+    assert (described["name"], described["versions"]) == ("digits", ["1.0"])
+    assert given["datatype"] == answered["datatype"] == "FP32"
+    assert given["shape"][0] == answered["shape"][0] == -1
+    assert server.client.get(f"{path}/ready").json() == {"name": "digits", "ready": True}
+    assert server.client.get("/v2/health/ready").json() == {"ready": True}
+    assert server.client.get("/v2").json()["name"] == "modelyard"
+
+
+@pytest.mark.parametrize("version", ["", "/versions/1.0"])
+def test_a_model_infers_under_the_protocols_path(server: LiveServer, version: str) -> None:
+    answer = server.client.post(f"/v2/models/echo{version}/infer", content=b"x")
+    assert answer.status_code == 200
+    assert "url_path" not in answer.json()["headers"]
+    assert server.client.post("/v2/models/cats/infer").status_code == 404
+
+
 DOCUMENTED = {
     "/ping": {"get"},
     "/health/live": {"get"},
@@ -324,6 +370,15 @@ DOCUMENTED = {
     "/predictions/{model}/{version}": {"post"},
     "/explanations/{model}": {"post"},
     "/explanations/{model}/{version}": {"post"},
+    "/v2": {"get"},
+    "/v2/health/live": {"get"},
+    "/v2/health/ready": {"get"},
+    "/v2/models/{model}": {"get"},
+    "/v2/models/{model}/ready": {"get"},
+    "/v2/models/{model}/infer": {"post"},
+    "/v2/models/{model}/versions/{version}": {"get"},
+    "/v2/models/{model}/versions/{version}/ready": {"get"},
+    "/v2/models/{model}/versions/{version}/infer": {"post"},
     "/models": {"get", "post"},
     "/models/{model}": {"get", "put", "delete"},
     "/models/{model}/{version}": {"get", "put", "delete"},

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from serve.errors import FileNotInStore
 from serve.lifecycle import Lifecycle
 from serve.metrics import Metrics
 from serve.registry import Registry
@@ -50,3 +51,15 @@ def test_a_line_of_the_saved_state_that_makes_no_sense_is_left_out(
 ) -> None:
     (tmp_path / "models.json").write_text(json.dumps({"models": [entry]}), encoding="utf-8")
     assert len(start(tmp_path)) == 0
+
+
+@pytest.mark.parametrize("content", ["", '{"models": [', '{"schema": 99, "models": []}', "\0" * 99])
+def test_a_damaged_state_is_kept_aside_and_the_one_before_it_restored(
+    tmp_path: Path, content: str
+) -> None:
+    (tmp_path / "models.json").write_text(content, encoding="utf-8")
+    before = {"schema": 1, "models": [{"file": "gone.mar"}]}
+    (tmp_path / "models.previous.json").write_text(json.dumps(before), encoding="utf-8")
+    with pytest.raises(FileNotInStore, match=r"gone\.mar"):
+        start(tmp_path)
+    assert (tmp_path / "models.damaged.json").read_text(encoding="utf-8") == content

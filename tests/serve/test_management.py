@@ -349,6 +349,32 @@ def test_a_worker_that_cannot_be_spawned_is_an_error_and_not_a_wait(server: Live
     assert names(server) == ["echo"]
 
 
+def test_a_change_that_cannot_be_saved_is_not_made(server: LiveServer) -> None:
+    """As on a full disk: here a folder is where the file of the state should be."""
+    file = server.state_dir / "models.json"
+    saved = file.read_bytes()
+    folders = unpacked(server)
+    file.unlink()
+    file.mkdir()
+    try:
+        for method, path in (
+            ("POST", "/models?url=picky&model_name=unsaved&initial_workers=0"),
+            ("DELETE", "/models/echo"),
+            ("PUT", "/models/echo?min_worker=2"),
+        ):
+            answer = error_of(server.management.request(method, path))
+            assert (answer["code"], "could not be saved" in str(answer["message"])) == (500, True)
+        assert names(server) == ["echo"]
+        assert unpacked(server) == folders
+        assert server.predict("echo", b"x").status_code == 200
+        assert server.describe("echo")["minWorkers"] == 1
+    finally:
+        file.rmdir()
+        file.write_bytes(saved)
+    assert server.management.put("/models/echo?min_worker=1").status_code == 200
+    assert len(server.worker_pids("echo")) == 1
+
+
 # -- requests that meet a change ---------------------------------------------------------------
 
 

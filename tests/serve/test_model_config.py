@@ -54,6 +54,7 @@ def test_torchserves_keys_say_how_a_model_is_run(load: Load) -> None:
     )
     assert load(text, device="cuda") == ModelConfig(
         workers=3,
+        most_workers=5,
         batch_size=4,
         batch_delay_ms=50,
         queue_size=7,

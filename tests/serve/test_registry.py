@@ -4,6 +4,7 @@ from typing import Any, cast
 import pytest
 
 from serve.errors import Conflict, DefaultVersion, ModelNotFound, VersionNotFound
+from serve.model_config import Options
 from serve.registry import ModelVersion, Registry
 
 
@@ -14,8 +15,11 @@ def version(name: str, number: str) -> ModelVersion:
         name=name,
         version=number,
         file=f"{name}.mar",
+        url="",
         digest="",
         manifest={},
+        runtime="python",
+        options=Options(),
         config=nothing,
         folder=Path(),
         pool=nothing,
@@ -87,3 +91,10 @@ def test_models_come_by_name_and_versions_in_the_order_of_registration(registry:
     listed = [(model.name, model.version) for model in registry]
     assert listed == [("cats", "7"), ("digits", "1.0"), ("digits", "2.0")]
     assert [model.version for model in registry.versions("digits")] == ["1.0", "2.0"]
+
+
+def test_versions_can_be_put_in_an_order(registry: Registry) -> None:
+    first, second = registry.versions("digits")
+    registry.arrange([second, first])
+    assert registry.versions("digits") == [second, first]
+    assert registry.is_default(first)

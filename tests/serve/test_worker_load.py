@@ -2,80 +2,55 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.serve.forks import Run, forks
+
 Load = Callable[..., dict[str, Any]]
-
-# A fork of one interpreter per case: importing torch for each would take minutes.
-PROBE = """
-import json, os, sys
-from pathlib import Path
-from serve.worker import __main__ as boot, load
-
-def answer(message):
-    folder = Path(message["folder"])
-    try:
-        boot._import_shim()
-        boot._enter(folder)
-        service = load.load_service(message)
-        service.context.reset(request_ids=["id"], headers=[{}], queries=[{}])
-        rows = [{"body": bytearray(b"hi")}]
-        entries = (service.predict, service.explain)
-        return {"answers": [entry(rows, service.context) for entry in entries]}
-    except BaseException as error:
-        return {"error": load.describe(error, folder)}
-
-for line in sys.stdin:
-    if child := os.fork():
-        os.waitpid(child, 0)
-    else:
-        print(json.dumps(answer(json.loads(line))), flush=True)
-        os._exit(0)
-"""
 
 
 @pytest.fixture(scope="module")
-def probe() -> Iterator[subprocess.Popen[str]]:
-    """Start the interpreter that loads handlers in forks of itself."""
-    command = [sys.executable, "-P", "-c", PROBE]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        yield process
+def run() -> Iterator[Run]:
+    with forks() as run:
+        yield run
 
 
 @pytest.fixture
-def load(tmp_path: Path, probe: subprocess.Popen[str]) -> Load:
+def load(tmp_path: Path, run: Run) -> Load:
     """Write `handler.py`, load it as a worker does, and give its answers or the error."""
 
-    def run(source: str, handler: str = "handler.py", **files: str) -> dict[str, Any]:
-        (tmp_path / handler.partition(":")[0]).write_text(source, encoding="utf-8")
+    def load(
+        source: str,
+        handler: str = "handler.py",
+        *,
+        sealed: bool = True,
+        envelope: str | None = None,
+        **files: str,
+    ) -> dict[str, Any]:
+        if source:
+            (tmp_path / handler.partition(":")[0]).write_text(source, encoding="utf-8")
         for name, text in files.items():
             (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
         message = {
             "folder": str(tmp_path),
             "name": "m",
-            "manifest": {"model": {"modelName": "m", "handler": handler}},
+            "manifest": {"model": {"modelName": "m", "handler": handler}}
+            | ({"modelyard": {}} if sealed else {}),
+            "envelope": envelope,
             "handler": handler,
             "config_file": None,
             "device": "cpu",
             "batch_size": 4,
             "worker": 1,
+            "batches": [(kind, [{"body": {"b64": "aGk="}}]) for kind in ("predict", "explain")],
         }
-        assert probe.stdin is not None and probe.stdout is not None
-        probe.stdin.write(json.dumps(message) + "\n")
-        probe.stdin.flush()
-        found: dict[str, Any] = json.loads(probe.stdout.readline())
-        return found
+        return run(message)
 
-    return run
+    return load
 
 
 def body(name: str = "one", base: str = "", method: str = "handle") -> str:
@@ -115,31 +90,77 @@ def test_a_function_may_be_named(load: Load) -> None:
     ]
 
 
+EXPLAINS = body("one") + "\n    def explain(self, data, context):\n        return ['because']\n"
+
+
 def test_a_handler_with_explain_explains(load: Load) -> None:
-    source = body("one") + "\n    def explain(self, data, context):\n        return ['because']\n"
-    assert load(source)["answers"] == [["one"], ["because"]]
+    assert load(EXPLAINS)["answers"] == [["one"], ["because"]]
+
+
+def test_in_an_archive_for_torchserve_handle_explains_too(load: Load) -> None:
+    assert load(EXPLAINS, sealed=False)["answers"] == [["one"], ["one"]]
+
+
+def test_a_name_that_the_file_lacks_leaves_its_one_class(load: Load) -> None:
+    assert load(body("one"), "handler.py:three")["answers"][0] == ["one"]
+
+
+def test_an_envelope_is_around_both_entries(load: Load) -> None:
+    source = body("one").replace("['one']", "[row.decode() for row in data]")
+    assert load(source, envelope="body")["answers"] == [["hi"], ["hi"]]
+
+
+def test_an_envelope_that_there_is_not_is_said(load: Load) -> None:
+    assert (
+        "service_envelope is 'soap'; expected one of body" in load(body(), envelope="soap")["error"]
+    )
+
+
+def test_what_handle_is_after_initialize_answers(load: Load) -> None:
+    source = body("one").replace("pass", "self.handle = lambda data, context: ['replaced']")
+    assert load(source, sealed=False)["answers"][0] == ["replaced"]
+
+
+@pytest.mark.parametrize(
+    ("sealed", "module"), [(True, "handlers.base"), (False, "ts.torch_handler.base_handler")]
+)
+def test_whose_base_handler_an_archive_means_depends_on_who_made_it(
+    load: Load, sealed: bool, module: str
+) -> None:
+    """Neither finds weights here; the two say so in words of their own."""
+    expected = {"handlers.base": "names no artifact", "ts.torch_handler.base_handler": "No model"}
+    assert expected[module] in load("", "base_handler", sealed=sealed)["error"]
 
 
 @pytest.mark.parametrize(
     ("source", "handler", "expected"),
     [
-        (body("one") + body("two"), "handler.py", "found classes: none"),
-        ("x = 1\n", "handler.py", "expected one class or a function handle(data, context)"),
-        (body("one"), "handler.py:Three", 'expected "Three", found classes: One'),
+        (
+            body("one") + body("two"),
+            "handler.py",
+            "Expected only one class in custom service code or a function entry point "
+            "[<class 'handler.One'>, <class 'handler.Two'>]",
+        ),
+        ("x = 1\n", "handler.py", "or a function entry point []"),
+        ("import nothing_like_this\n", "handler.py:x", "No module named 'nothing_like_this'"),
         ("import nothing_like_this\n", "handler.py", "No module named 'nothing_like_this'"),
         ("raise OSError('on import')\n", "handler.py", "OSError: on import (handler.py:1)"),
         ("def broken(:\n", "handler.py", "SyntaxError: invalid syntax (handler.py:1)"),
         ("import sys\nsys.exit(3)\n", "handler.py", "SystemExit: 3 (handler.py:2)"),
         (
-            "class A:\n    def initialize(self, context):\n        self.x = 1 / 0\n",
+            body("one").replace("pass", "self.x = 1 / 0"),
             "handler.py",
             "ZeroDivisionError: division by zero (handler.py:3)",
         ),
-        ("class A:\n    pass\n", "handler.py", "has no attribute 'initialize'"),
+        (
+            "class A:\n    def handle(self, data, context):\n        pass\n",
+            "handler.py",
+            "has no attribute 'initialize'",
+        ),
         (
             "class A:\n    def initialize(self, context):\n        pass\n",
             "handler.py",
-            "has no attribute 'handle'",
+            "Expect handle method in class <class 'handler.A'>",
         ),
         (
             "class A:\n    def __init__(self, x):\n        pass\n",
@@ -147,8 +168,8 @@ def test_a_handler_with_explain_explains(load: Load) -> None:
             "missing 1 required positional argument: 'x'",
         ),
     ],
-    ids=["several classes", "nothing", "no such class", "missing library", "import", "syntax",
-         "exit", "initialize", "no initialize", "no handle", "arguments"],
+    ids=["several classes", "nothing", "library and name", "library", "import", "syntax", "exit",
+         "initialize", "no initialize", "no handle", "arguments"],
 )  # fmt: skip
 def test_what_is_wrong_with_a_handler_is_said(
     load: Load, source: str, handler: str, expected: str
@@ -172,4 +193,4 @@ def test_the_archives_modules_come_before_ours_and_ours_keep_working(load: Load)
 def test_torchserves_names_are_ours_even_where_torchserve_is_installed(load: Load) -> None:
     source = "from ts.torch_handler.base_handler import BaseHandler\n" + body("one")
     source = source.replace("['one']", "[BaseHandler.__module__]")
-    assert load(source)["answers"][0] == ["handlers.base"]
+    assert load(source)["answers"][0] == ["ts.torch_handler.base_handler"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import socket
@@ -12,12 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from handlers import BadInput, Context, PredictionException
 from serve import wire
 from serve.worker import loop
 from serve.worker.load import Service
-from serve.worker.loop import Answer, answer_batch, compare_golden, take_batch
+from serve.worker.loop import Answer, Rules, answer_batch, compare_golden, take_batch
+
+JSON = {"content-type": "application/json"}
 
 Handle = Callable[[list[dict[str, Any]], Context], Any]
 
@@ -68,6 +72,12 @@ def test_a_batch_has_one_kind_and_the_others_keep_their_order() -> None:
     assert numbers(waiting) == [2, 4, 5]
     assert numbers(take_batch(waiting, 8)) == [2, 4]
     assert numbers(waiting) == [5]
+
+
+def test_a_describe_job_is_alone_and_routes_do_not_part_a_batch() -> None:
+    flags = {1: wire.KSERVE, 2: wire.DESCRIBE, 3: wire.LEGACY, 4: 0}
+    waiting = deque(item(id, flags=flag) for id, flag in flags.items())
+    assert [numbers(take_batch(waiting, 8)) for _ in range(2)] == [[1, 3, 4], [2]]
 
 
 def test_a_job_that_is_tried_again_is_alone() -> None:
@@ -260,6 +270,136 @@ def test_how_an_answer_is_framed_is_not_for_the_handler_to_say(name: str) -> Non
     assert answer.headers == {"content-type": "text/plain; charset=utf-8"}
 
 
+# -- TorchServe's dialect -----------------------------------------------------------------------
+
+THEIRS = Rules(is_torchserve=True, is_plain=True)
+
+
+@pytest.mark.parametrize(
+    ("output", "headers", "body"),
+    [
+        ("gr\u00fcn", {}, "gr\u00fcn".encode()),
+        (b"\x01\x02", {}, b"\x01\x02"),
+        (bytearray(b"\x01"), {}, b"\x01"),
+        ({"a": 1, "\u00e9": "\u00fc"}, JSON, b'{\n  "a": 1,\n  "\\u00e9": "\\u00fc"\n}'),
+        ([1, 2], JSON, b"[\n  1,\n  2\n]"),
+        (3, JSON, b"3"),
+        (None, JSON, b"null"),
+        ([math.nan, math.inf], JSON, b"[\n  NaN,\n  Infinity\n]"),
+    ],
+    ids=repr,
+)
+def test_torchserves_answers_are_indented_and_without_guessed_types(
+    output: Any, headers: dict[str, str], body: bytes
+) -> None:
+    (answer,) = answer_batch(service(lambda data, context: [output]), [item(1)], THEIRS)
+    assert answer == Answer(200, headers, body)
+
+
+def test_a_tensor_is_saved_and_can_be_loaded() -> None:
+    value = torch.arange(3)
+    (answer,) = answer_batch(service(lambda data, context: [value]), [item(1)], THEIRS)
+    assert torch.equal(torch.load(io.BytesIO(answer.body), weights_only=True), value)
+
+
+def test_an_archive_that_is_not_ours_answers_so_in_a_server_of_ours_too() -> None:
+    rules = Rules.of({"manifest": {"model": {}}})
+    assert rules == Rules(is_plain=True)
+    values = service(lambda data, context: [[1]] if bodies(data) == ["list"] else [math.nan])
+    good, bad = answer_batch(values, [item(1, b"list")], rules)[0], None
+    assert good.body == b"[\n  1\n]"
+    (bad,) = answer_batch(values, [item(2, b"nan")], rules)
+    assert bad.status == 500
+    assert Rules.of({"manifest": {"modelyard": {}}}) == Rules()
+    assert Rules.of({"manifest": None, "dialect": "torchserve", "max_response_bytes": 9}) == Rules(
+        is_torchserve=True, is_plain=True, max_answer_bytes=9
+    )
+
+
+class Failure(Exception):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (Failure("why"), 503, "Prediction failed"),
+        (MemoryError(), 507, "Out of resources"),
+        (RuntimeError("CUDA out of memory"), 507, "Out of resources"),
+        (PredictionException("mine", 418), 418, "mine"),
+        (PredictionException("mine", 599), 599, "mine"),
+        (PredictionException("too large", 413), 507, "too large"),
+        (PredictionException("mine"), 500, "mine"),
+        (BadInput("no image"), 400, "no image"),
+        (Unprintable(), 503, "Prediction failed"),
+    ],
+    ids=repr,
+)
+def test_torchserves_errors_have_its_status_and_words(
+    error: Exception, status: int, message: str
+) -> None:
+    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
+        raise error
+
+    (answer,) = answer_batch(service(handle), [item(1)], THEIRS)
+    kind = "BadRequestException" if status == 400 else "InternalServerException"
+    assert answer.body.decode() == (
+        f'{{\n  "code": {status},\n  "type": "{kind}",\n  "message": "{message}"\n}}\n'
+    )
+    assert answer.status == status
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        ({"a": 1}, "Invalid model predict output"),
+        (None, "Invalid model predict output"),
+        (("a",), "Invalid model predict output"),
+        ([1, 2], "number of batch response mismatched"),
+        ([{1, 2}], "Unsupported model output data type."),
+        ([np.zeros(2)], "Unsupported model output data type."),
+    ],
+    ids=repr,
+)
+def test_a_wrong_answer_is_503_in_torchserves_words(output: Any, message: str) -> None:
+    (answer,) = answer_batch(service(lambda data, context: output), [item(1)], THEIRS)
+    assert (answer.status, json.loads(answer.body)["message"]) == (503, message)
+
+
+def test_a_wrong_number_of_answers_fails_the_batch_as_a_whole_in_the_dialect() -> None:
+    calls: list[int] = []
+
+    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
+        calls.append(len(data))
+        return ["one"]
+
+    answers = answer_batch(service(handle), [item(1), item(2)], THEIRS)
+    assert [answer.status for answer in answers] == [503, 503]
+    assert calls == [2]
+    assert [a.status for a in answer_batch(service(handle), [item(1), item(2)])] == [200, 200]
+
+
+def test_a_form_that_cannot_be_read_is_500_in_the_dialect() -> None:
+    broken = item(1, b"broken", content_type=b"multipart/form-data")
+    (answer,) = answer_batch(service(echo), [broken], THEIRS)
+    assert (answer.status, json.loads(answer.body)["type"]) == (500, "InternalServerException")
+
+
+def test_an_answer_over_the_limit_is_an_error_of_its_own_request() -> None:
+    rules = Rules(is_torchserve=True, is_plain=True, max_answer_bytes=3)
+    answers = answer_batch(service(echo), [item(1, b"abc"), item(2, b"abcd")], rules)
+    assert [answer.status for answer in answers] == [200, 500]
+    assert "has 4 bytes; max_response_size allows 3" in json.loads(answers[1].body)["message"]
+
+
+def test_a_handler_that_exits_ends_the_worker_in_the_dialect() -> None:
+    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
+        raise SystemExit(4)
+
+    with pytest.raises(SystemExit):
+        answer_batch(service(handle), [item(1)], THEIRS)
+
+
 # -- the loop ----------------------------------------------------------------------------------
 
 
@@ -301,9 +441,61 @@ def test_the_loop_answers_every_frame_and_ends_with_the_connection() -> None:
     assert len(ended) == 1
 
 
-# -- golden requests ---------------------------------------------------------------------------
+def test_chunks_and_metrics_travel_beside_the_replies() -> None:
+    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
+        context.set_response_header(0, "x-note", "mine")
+        context.send_intermediate([f"{body} " for body in bodies(data)])
+        context.set_response_header(0, "x-note", "late")
+        context.send_intermediate([""] * len(data))
+        return ["end"] * len(data)
 
-JSON = {"content-type": "application/json"}
+    class Metrics:
+        def drain(self) -> list[dict[str, Any]]:
+            return [{"name": "Calls", "value": np.float32(2)}]
+
+    running = service(handle)
+    running.context.metrics = Metrics()
+    ours, theirs = socket.socketpair()
+
+    def work() -> None:
+        with pytest.raises(EOFError):
+            loop.run(loop.Reader(theirs), running)
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    frame = wire.Frame()
+    for one in (item(1, b"one"), item(2, b"two")):
+        frame.add(one.id, 0, 0, one.meta, [one.body])
+    decoder = wire.Decoder(1000)
+    frames: list[list[wire.Item]] = []
+    with ours, theirs:
+        ours.settimeout(10)
+        ours.sendall(b"".join(frame.buffers()))
+        while len(frames) < 3:
+            frames += decoder.feed(ours.recv(65_536))
+        ours.shutdown(socket.SHUT_WR)
+        worker.join(10)
+    first, second, last = frames
+    note = [b"content-type", b"text/plain; charset=utf-8", b"x-note", b"mine"]
+    assert wire.unpack_meta(first[0].meta) == [*note, b"ts_stream_next", b"true"]
+    assert [(i.id, i.flags, i.body) for i in first] == [(1, wire.MORE, b"one "),
+                                                        (2, wire.MORE, b"two ")]  # fmt: skip
+    assert [(i.flags, i.meta, i.body) for i in second] == [(wire.MORE, b"", b"")] * 2
+    assert [(i.id, i.flags, i.body) for i in last[:2]] == [(1, 0, b"end"), (2, 0, b"end")]
+    assert (last[2].id, last[2].code) == (0, wire.METRICS)
+    assert wire.decode_control(last[2]) == {"records": [{"name": "Calls", "value": "2.0"}]}
+
+
+def test_as_many_chunks_as_requests_are_expected() -> None:
+    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
+        context.send_intermediate(["one", "two"])
+        return bodies(data)
+
+    (answer,) = answer_batch(service(handle), [item(1)])
+    assert "2 chunks for 1 requests" in error_of(answer)["message"]
+
+
+# -- golden requests ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

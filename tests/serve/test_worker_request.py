@@ -17,12 +17,13 @@ def decode(
     path: bytes = b"",
     query: bytes = b"",
     flags: int = 0,
+    decode_input: bool = True,
 ) -> Request:
     fields = [path, query, b"id-1"]
     for pair in headers:
         fields += pair
     request = Request(wire.Item(1, 0, flags, wire.pack_meta(fields), body))
-    request.decode(body)
+    request.decode(body, decode_input)
     return request
 
 
@@ -37,6 +38,10 @@ def decode(
         (b"application/octet-stream", PNG, bytearray(PNG)),
         (b"image/png", PNG, bytearray(PNG)),
         (b"", PNG, bytearray(PNG)),
+        (b"APPLICATION/JSON", b'{"a": 1}', bytearray(b'{"a": 1}')),
+        (b"Text/plain", b"a", bytearray(b"a")),
+        (b"application/vnd.api+json", b"[1]", bytearray(b"[1]")),
+        (b"text/plain; charset=latin-1", "gr\u00fcn".encode(), "gr\u00fcn"),
         (b"application/json", b"{broken", bytearray(b"{broken")),
         (b"application/json", b"[" * 100_000, bytearray(b"[" * 100_000)),
         (b"text/plain", b"\xff\xfe", bytearray(b"\xff\xfe")),
@@ -63,6 +68,14 @@ def test_a_body_without_a_content_type_is_bytes() -> None:
         (b"a=%E2%82%AC", {"a": "\u20ac".encode()}),
         (b"a=%FF", {"a": b"\xff"}),
         (b"a=\xc3\xa9", {"a": "\u00e9".encode()}),
+        (b"%C3%A9=1", {"\u00e9": b"1"}),
+        (b"a=1&a=2", {"a": b"2"}),
+        (b"a&b=1", {"a": b"", "b": b"1"}),
+        (b"a=1&hello", {"a": b"1"}),
+        (b"a=1&", {"a": b"1"}),
+        (b"a=b=c", {"a": b"b=c"}),
+        (b"hello", {}),
+        (b'{"a":1}', {}),
         (b"", {}),
     ],
 )
@@ -72,6 +85,93 @@ def test_a_form_gives_each_field_as_the_bytes_that_were_sent(
     row = decode(body, (b"content-type", b"application/x-www-form-urlencoded")).row
     assert row == expected
     assert all(type(value) is bytearray for value in row.values())
+
+
+FORM = (b"content-type", b"application/x-www-form-urlencoded")
+
+
+def test_json_that_comes_as_a_form_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    assert decode(b'{"a": 1}', FORM).row == {}
+    assert "a JSON body came with the content type application/x-www" in caplog.text
+    caplog.clear()
+    decode(b"{no json}=1", FORM)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("body", [b"a=%", b"a=%2", b"a=%zz", b"%x=1"])
+def test_a_broken_escape_is_the_clients_fault(body: bytes) -> None:
+    with pytest.raises(BadInput, match="two hexadecimal digits"):
+        decode(body, FORM)
+
+
+def test_what_cannot_be_decoded_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    decode(b"{bad", (b"content-type", b"application/json"))
+    assert "a body of type application/json cannot be decoded" in caplog.text
+
+
+def test_nothing_is_decoded_where_the_server_says_so() -> None:
+    body = (
+        part("j", b"[1]", "Content-Type: application/json\r\n", "a.json")
+        + part("t", b"words", "Content-Type: text/plain\r\n", "n.txt")
+        + b"--B--\r\n"
+    )
+    for header, sent in (
+        ((b"content-type", b"application/json"), b"[1]"),
+        ((b"content-type", b"text/plain"), b"words"),
+        (MULTIPART, body),
+    ):
+        row = decode(sent, header, decode_input=False).row
+        assert {type(value) for value in row.values()} == {bytearray}
+
+
+def test_the_media_type_of_each_value_is_a_header() -> None:
+    body = (
+        part("typed", b"x", "Content-Type: Image/PNG; q=1\r\n", "a.png")
+        + part("file", b"x", "", "a.bin")
+        + part("field", b"x", "Content-Type: text/plain\r\n")
+        + b"--B--\r\n"
+    )
+    headers = decode(body, MULTIPART).headers
+    assert headers["typed"] == {"content-type": "Image/PNG"}
+    assert headers["file"] == {"content-type": "application/octet-stream"}
+    assert headers["field"] == {"content-type": ""}
+
+
+def test_headers_keep_their_spelling_and_the_last_of_one_spelling_counts() -> None:
+    request = decode(
+        b"[1]",
+        (b"Content-Type", b"application/json"),
+        (b"X-One", b"1"),
+        (b"X-One", b"2"),
+        (b"x-one", b"3"),
+        (b"Explain", b"mine"),
+        (b"explain", b"mine"),
+    )
+    assert request.row == {"body": [1]}
+    assert request.headers == {
+        "Content-Type": "application/json",
+        "X-One": "2",
+        "x-one": "3",
+        "Explain": "mine",
+        "explain": "False",
+        "url_path": "",
+        "body": {"content-type": "application/json"},
+    }
+
+
+def test_kserves_routes_have_no_path_and_legacy_ones_give_the_query_to_the_row() -> None:
+    kserve = decode(b"", flags=wire.KSERVE).headers
+    assert (kserve["explain"], "url_path" in kserve) == ("False", False)
+    legacy = decode(b"z=1&b=3", FORM, query=b"a=%E2%82%AC&b=2&c=", flags=wire.LEGACY)
+    assert legacy.row == {"a": "\u20ac".encode(), "b": b"3", "c": b"", "z": b"1"}
+    assert all(type(value) is bytearray for value in legacy.row.values())
+    assert not {"explain", "url_path"} & set(legacy.headers)
+
+
+def test_a_describe_job_has_an_empty_row() -> None:
+    request = decode(b"", flags=wire.DESCRIBE)
+    assert request.row == {}
+    assert request.headers["describe"] == "True"
 
 
 def part(name: str, content: bytes, extra: str = "", file: str | None = None) -> bytes:

@@ -8,6 +8,7 @@ class Echo:
         self.version = context.manifest["model"]["modelVersion"]
 
     def handle(self, data, context):
+        context.metrics.add_counter("Echoes", len(data))
         return [
             {
                 "body": self.text(row.get("body", b"")),
@@ -18,6 +19,8 @@ class Echo:
                 "url_path": context.get_request_header(at, "url_path"),
                 "explain": context.get_request_header(at, "explain"),
                 "request_id": context.get_request_id(at),
+                "headers": context.get_all_request_header(at),
+                "content_type": context.get_request_header(at, "content-type"),
             }
             for at, row in enumerate(data)
         ]

@@ -1,3 +1,4 @@
 """`from ts.context import Context`."""
 
-from handlers import Context as Context
+from handlers.context import Context as Context
+from handlers.context import RequestProcessor as RequestProcessor

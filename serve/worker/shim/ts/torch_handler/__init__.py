@@ -1,1 +1,1 @@
-"""TorchServe's handlers, under their old names."""
+"""TorchServe's handlers: the base classes of authors' own, and those that archives name."""

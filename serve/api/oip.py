@@ -1,0 +1,108 @@
+"""The Open Inference Protocol (KServe v2): server, readiness, and a model's inputs and outputs.
+
+https://github.com/kserve/open-inference-protocol
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from serve.api.asgi import Phase
+from serve.api.health import why_not_ready
+from serve.api.inference import ModelName, Version
+from serve.registry import ModelVersion, Registry
+
+DATATYPES = {
+    "bool": "BOOL",
+    "uint8": "UINT8",
+    "uint16": "UINT16",
+    "uint32": "UINT32",
+    "uint64": "UINT64",
+    "int8": "INT8",
+    "int16": "INT16",
+    "int32": "INT32",
+    "int64": "INT64",
+    "float16": "FP16",
+    "bfloat16": "BF16",
+    "float32": "FP32",
+    "float64": "FP64",
+}
+"""Names of element types: the signature's → the protocol's."""
+
+
+def oip_routes(registry: Registry, phase: Phase) -> APIRouter:
+    """Return the routes that tell; those that infer are the inference API's."""
+    router = APIRouter(prefix="/v2", tags=["open inference protocol"])
+
+    @router.get("", summary="Server")
+    async def server() -> dict[str, Any]:
+        """Name, version and extensions."""
+        return {"name": "modelyard", "version": version("modelyard"), "extensions": []}
+
+    @router.get("/health/live", summary="Alive")
+    async def live() -> dict[str, bool]:
+        """The process responds."""
+        return {"live": True}
+
+    @router.get("/health/ready", summary="Ready")
+    async def ready() -> JSONResponse:
+        """Predictions can be answered now."""
+        reason = why_not_ready(registry, phase)
+        return JSONResponse({"ready": reason is None}, 200 if reason is None else 503)
+
+    @router.get("/models/{model}", summary="A model's inputs and outputs")
+    async def describe(model: ModelName) -> dict[str, Any]:
+        """Describe the default version."""
+        return describe_signature(registry, registry.get(model))
+
+    @router.get("/models/{model}/versions/{version}", summary="A version's inputs and outputs")
+    async def describe_version(model: ModelName, version: Version) -> dict[str, Any]:
+        """Describe one version."""
+        return describe_signature(registry, registry.get(model, version))
+
+    @router.get("/models/{model}/ready", summary="A model is ready")
+    async def model_ready(model: ModelName) -> JSONResponse:
+        """Tell whether a worker of the default version is ready."""
+        return JSONResponse(*readiness(registry.get(model)))
+
+    @router.get("/models/{model}/versions/{version}/ready", summary="A version is ready")
+    async def version_ready(model: ModelName, version: Version) -> JSONResponse:
+        """Tell whether a worker of this version is ready."""
+        return JSONResponse(*readiness(registry.get(model, version)))
+
+    return router
+
+
+def readiness(model: ModelVersion) -> tuple[dict[str, Any], int]:
+    """Return whether a version answers predictions now, and the status that says so."""
+    is_ready = model.pool.ready_count > 0
+    return {"name": model.name, "ready": is_ready}, 200 if is_ready else 503
+
+
+def describe_signature(registry: Registry, model: ModelVersion) -> dict[str, Any]:
+    """Return a model's metadata: inputs and outputs as its archive states them, -1 where they vary.
+
+    An archive without a seal states none.
+    """
+    seal = (model.manifest or {}).get("modelyard") or {}
+    signature = seal.get("signature") or {}
+    return {
+        "name": model.name,
+        "versions": [each.version for each in registry.versions(model.name)],
+        "platform": "pytorch",
+        "inputs": [_tensor(tensor) for tensor in signature.get("inputs", ())],
+        "outputs": [_tensor(tensor) for tensor in signature.get("outputs", ())],
+    }
+
+
+def _tensor(tensor: dict[str, Any]) -> dict[str, Any]:
+    dtype = tensor["dtype"]
+    return {
+        "name": tensor["name"],
+        "datatype": DATATYPES.get(dtype, dtype),
+        "shape": [size if isinstance(size, int) else -1 for size in tensor["shape"]],
+    }

@@ -1,0 +1,208 @@
+"""Metrics whose names, labels and values others choose, as Prometheus text.
+
+The form is that of TorchServe's Java library, which dashboards were made with: no `_total` is
+added to a counter's name, no `_created` series stands beside it, and every list of labels ends in
+a comma.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import re
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+logger = logging.getLogger(__name__)
+
+BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+MOST_SERIES = 1000
+"""Of one metric; a label whose values never end must not fill the server's memory."""
+MOST_FAMILIES = 500
+
+KINDS = ("counter", "gauge", "histogram")
+_NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
+_LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+Values = tuple[str, ...]
+
+
+class Family:
+    """One metric: a value for each combination of its labels' values.
+
+    Args:
+        name: as it is exposed.
+        kind: counter, gauge or histogram.
+        unit: for the HELP line.
+        labels: their names, in the order in which they are exposed.
+    """
+
+    def __init__(self, name: str, kind: str, unit: str, labels: Sequence[str]) -> None:
+        self.name = name
+        self.kind = kind
+        self.unit = unit
+        self.labels = tuple(labels)
+        self._series: dict[Values, float | list[float]] = {}
+        self._is_full = False
+
+    def add(self, values: Values, amount: float) -> None:
+        """Count a counter up, set a gauge, or observe a histogram."""
+        if values not in self._series and len(self._series) >= MOST_SERIES:
+            if not self._is_full:
+                self._is_full = True
+                logger.warning("metric %s has %d series; new values of its labels %s are dropped",
+                               self.name, MOST_SERIES, ", ".join(self.labels))  # fmt: skip
+            return
+        if self.kind == "gauge":
+            self._series[values] = amount
+        elif self.kind == "counter":
+            self._series[values] = self._series.get(values, 0.0) + amount  # type: ignore[operator]
+        else:
+            # A count for each bucket and for what is above them, then the sum.
+            counts = self._series.setdefault(values, [0.0] * (len(BUCKETS) + 2))
+            assert isinstance(counts, list)
+            counts[bisect.bisect_left(BUCKETS, amount)] += 1
+            counts[-1] += amount
+
+    def value(self, values: Values) -> float:
+        """Return a counter's or gauge's value, a histogram's count; 0 where there is none yet."""
+        found = self._series.get(values, 0.0)
+        return sum(found[:-1]) if isinstance(found, list) else found
+
+    def forget(self, label: str, value: str) -> None:
+        """Drop the series in which a label has this value."""
+        if label in self.labels:
+            at = self.labels.index(label)
+            self._series = {k: v for k, v in self._series.items() if k[at] != value}
+
+    def lines(self) -> Iterator[str]:
+        """Yield the text, HELP and TYPE first."""
+        yield f"# HELP {self.name} Torchserve prometheus {self.kind} metric with unit: {self.unit}"
+        yield f"# TYPE {self.name} {self.kind}"
+        for values, found in list(self._series.items()):
+            pairs = "".join(
+                f'{label}="{value.translate(_ESCAPES)}",'
+                for label, value in zip(self.labels, values, strict=True)
+            )
+            if not isinstance(found, list):
+                yield f"{self.name}{{{pairs}}} {found}" if pairs else f"{self.name} {found}"
+                continue
+            total = 0.0
+            for bound, count in zip((*map(str, BUCKETS), "+Inf"), found, strict=False):
+                total += count
+                yield f'{self.name}_bucket{{{pairs}le="{bound}",}} {total}'
+            braced = f"{{{pairs}}}" if pairs else ""
+            yield f"{self.name}_count{braced} {total}"
+            yield f"{self.name}_sum{braced} {found[-1]}"
+
+
+def text(families: Iterable[Family], names: Collection[str] = ()) -> str:
+    """Return families as Prometheus text; only those of these names unless there are none."""
+    return "".join(
+        f"{line}\n"
+        for family in families
+        if not names or family.name in names
+        for line in family.lines()
+    )
+
+
+class Record(NamedTuple):
+    """One value that a handler reported."""
+
+    name: str
+    value: float
+    unit: str
+    kind: str
+    dimensions: dict[str, str]
+    request_id: str
+
+
+def read_records(records: object) -> Iterator[Record]:
+    """Yield the records of a worker, without what is none: authors' code runs in that process."""
+    for record in records if isinstance(records, list) else ():
+        try:
+            yield Record(
+                name=str(record["name"]),
+                value=float(record["value"]),
+                unit=str(record["unit"]),
+                kind=str(record["type"]).lower(),
+                dimensions={str(k): str(v) for k, v in record["dimensions"].items()},
+                request_id=str(record.get("request_id") or ""),
+            )
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            logger.warning("a record of a worker cannot be read (%r): %.200r", error, record)
+
+
+class HandlerMetrics:
+    """What handlers measure. A metric's declaration, else its first record, decides what it is.
+
+    Args:
+        hostname: the value of the label `Hostname`, which each metric has.
+        declared: families that exist from the start.
+        detects: whether a metric that was not declared is taken.
+        reserved: names that handlers cannot use.
+    """
+
+    def __init__(
+        self,
+        hostname: str,
+        declared: Iterable[Family] = (),
+        detects: bool = True,
+        reserved: Collection[str] = (),
+    ) -> None:
+        self._hostname = hostname
+        self._detects = detects
+        self._reserved = reserved
+        self._refused: set[str] = set()
+        self.families = {family.name: family for family in declared}
+
+    def record(self, record: Record) -> None:
+        """Take one record; one that cannot be taken is left out, with a warning."""
+        name, value, kind = record.name, record.value, record.kind
+        dimensions = {"Hostname": self._hostname, **record.dimensions}
+        family = self.families.get(name)
+        if family is None:
+            if (reason := self._why_not(name, kind, dimensions)) is not None:
+                self._refuse(name, reason)
+                return
+            family = self.families[name] = Family(
+                name, kind, record.unit, (*(d for d in dimensions if d != "Hostname"), "Hostname")
+            )
+        if set(family.labels) != set(dimensions):
+            self._refuse(
+                name,
+                f"its labels are {', '.join(family.labels)}; it came with {', '.join(dimensions)}",
+            )
+        elif family.kind == "counter" and value < 0:
+            self._refuse(name, f"a counter cannot grow by {value}")
+        else:
+            family.add(tuple(dimensions[label] for label in family.labels), value)
+
+    def _why_not(self, name: str, kind: str, labels: Iterable[str]) -> str | None:
+        """Say why a metric that nobody declared is not taken, or None."""
+        if not self._detects:
+            return (
+                "it is not declared; add it to model_metrics of the metrics configuration, or set "
+                "model_metrics_auto_detect=true"
+            )
+        if name in self._reserved or name.startswith("modelyard_"):
+            return "the server has a metric of this name"
+        if not _NAME.fullmatch(name) or not all(map(_LABEL.fullmatch, labels)):
+            return "Prometheus has no such names; use letters, digits and underscores"
+        if kind not in KINDS:
+            return f"its type is {kind!r}; expected {', '.join(KINDS)}"
+        if len(self.families) >= MOST_FAMILIES:
+            return f"there are {MOST_FAMILIES} metrics already"
+        return None
+
+    def _refuse(self, name: str, reason: str) -> None:
+        """Warn once for each metric."""
+        if name not in self._refused and len(self._refused) < MOST_FAMILIES:
+            self._refused.add(name)
+            logger.warning("metric %s of a handler is dropped: %s", name, reason)
+
+    def forget(self, model: str) -> None:
+        """Drop the series of a model."""
+        for family in self.families.values():
+            family.forget("ModelName", model)

@@ -1,0 +1,80 @@
+"""The flags of `torchserve`, read by the command and once more by the server that it starts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+
+class CommandLine(argparse.Namespace):
+    """What was given on the command line."""
+
+    version: bool
+    start: bool
+    stop: bool
+    foreground: bool
+    model_store: str | None
+    workflow_store: str | None
+    models: list[str] | None
+    ts_config: str | None
+    log_config: str | None
+    cpp_log_config: str | None
+    no_config_snapshots: bool
+    plugins_path: str | None
+    disable_token_auth: bool
+    enable_model_api: bool
+
+
+def parse_command_line(arguments: Sequence[str] | None = None) -> CommandLine:
+    """Read the flags; wrong usage ends the process with exit code 2."""
+    return _parser().parse_args(arguments, namespace=CommandLine())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="torchserve",
+        description="Serve models as TorchServe does. `modelyard serve` is this server's own "
+        "command line.",
+        epilog="Example: torchserve --start --ncs --model-store model_store "
+        "--models digits=digits.mar",
+    )
+    add = parser.add_argument
+    verbs = parser.add_mutually_exclusive_group()
+    verbs.add_argument("-v", "--version", action="store_true", help="print the version")
+    verbs.add_argument("--start", action="store_true", help="start the server (the default)")
+    verbs.add_argument("--stop", action="store_true", help="stop the server")
+    add(
+        "--foreground",
+        action="store_true",
+        help="start: stay attached to the server; stop: say nothing when it has ended",
+    )
+    add("--model-store", help="folder of the archives that may be served")
+    add("--workflow-store", help="accepted; workflows are not served")
+    add(
+        "--models",
+        nargs="+",
+        metavar="NAME=LOCATION",
+        help="what to load: [NAME=]LOCATION …, or ALL for the whole model store",
+    )
+    add("--ts-config", help="configuration file; default: config.properties, where there is one")
+    add("--log-config", help="accepted; log4j configuration has no effect")
+    add("--cpp-log-config", help="accepted; there is no C++ backend")
+    add(
+        "--no-config-snapshots",
+        "--ncs",
+        action="store_true",
+        help="neither write snapshots nor restore the newest one",
+    )
+    add("--plugins-path", "--ppath", help="accepted; Java plug-ins have no effect")
+    add(
+        "--disable-token-auth",
+        "--dt",
+        action="store_true",
+        help="let everybody in who reaches the ports",
+    )
+    add(
+        "--enable-model-api",
+        action="store_true",
+        help="let models be registered and unregistered while serving",
+    )
+    return parser

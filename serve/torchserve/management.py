@@ -1,0 +1,346 @@
+"""The management API in TorchServe's dialect: its routes, parameters, answers and texts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from serve.api.asgi import Answer, Phase, Scope, open_to_all
+from serve.api.inference import pack_head
+from serve.api.management import memory_bytes
+from serve.batcher import PREDICT
+from serve.errors import (
+    BadRequest,
+    LoadFailed,
+    MethodNotAllowed,
+    NoSuchRoute,
+    Unavailable,
+    VersionNotFound,
+    http_status,
+)
+from serve.lifecycle import Lifecycle
+from serve.model_config import ModelConfig, Options
+from serve.pool import Seat
+from serve.registry import ModelVersion, Registry
+from serve.settings import Settings
+from serve.torchserve import openapi
+from serve.torchserve.dialect import (
+    JSON,
+    Dialect,
+    boolean,
+    error_answer,
+    integer,
+    json_answer,
+    parameters,
+    segments,
+    status_answer,
+)
+from serve.torchserve.settings import TorchServeSettings
+from serve.torchserve.tokens import Tokens
+from serve.wire import unpack_meta
+
+PAGE = 100
+MOST_WORKERS = 1024
+RUNTIMES = ("python", "python3", "LSP")
+NO_WORKER = (
+    'Model "{}" has no worker to serve describe request. Please use scale workers API to add '
+    "workers."
+)
+
+
+class TorchServeManagement(Dialect):
+    """Routes for operators.
+
+    Args:
+        tokens: None lets everybody in.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        lifecycle: Lifecycle,
+        tokens: Tokens | None,
+        phase: Phase,
+        settings: Settings,
+        dialect: TorchServeSettings,
+    ) -> None:
+        check = tokens.check("management", ["/token"]) if tokens else open_to_all
+        document = openapi.server(management=True)
+        super().__init__(check, phase, dialect, settings.max_request_bytes, document)
+        self._registry = registry
+        self._lifecycle = lifecycle
+        self._tokens = tokens
+        self._has_model_api = dialect.enable_model_api
+
+    async def route(self, scope: Scope, path: list[str], body: bytes, id: str) -> Answer:
+        """Answer a request by path and method."""
+        method, query = scope["method"], parameters(scope)
+        match path:
+            case ["models"]:
+                if method == "GET":
+                    return self._list(query)
+                if method == "POST" and self._has_model_api:
+                    return await self._register(_body_or_query(scope, body, query))
+            case ["models", name]:
+                return await self._one(scope, method, name, None, query, id)
+            case ["models", name, version]:
+                return await self._one(scope, method, name, version, query, id)
+            case ["models", name, version, "set-default"]:
+                if method == "PUT":
+                    return self._set_default(name, version)
+            case ["v1", "models", name]:
+                if method == "GET":
+                    model = self._registry.get(name)
+                    return json_answer({"name": model.name, "ready": bool(model.pool.seats)})
+            case ["token"] if self._tokens is not None:
+                self._tokens.replace(query.get("type", ""), scope["headers"])
+                return 200, list(JSON), b"\n"
+            case ["workflows"]:
+                if method == "GET":
+                    return json_answer({"workflows": []})
+                if method == "POST":
+                    raise BadRequest("Registering new workflows is disabled.")
+            case ["workflows", name]:
+                return error_answer(404, "WorkflowNotFoundException", f"Workflow not found: {name}")
+            case _:
+                raise NoSuchRoute
+        raise MethodNotAllowed
+
+    async def _one(
+        self,
+        scope: Scope,
+        method: str,
+        name: str,
+        version: str | None,
+        query: Mapping[str, str],
+        id: str,
+    ) -> Answer:
+        """Answer a request for a model or one of its versions."""
+        if method == "GET":
+            if boolean(query, "customized", False) and version != "all":
+                return await self._describe_customized(scope, self._get(name, version), id)
+            return self._describe(name, version)
+        if method == "PUT":
+            return await self._scale(name, version or query.get("model_version"), query)
+        if method == "DELETE" and self._has_model_api:
+            await self._lifecycle.unregister(self._get(name, version))
+            return status_answer(f'Model "{name}" unregistered')
+        if method == "OPTIONS":
+            return json_answer(openapi.model_management(self._get(name, version).name))
+        raise MethodNotAllowed
+
+    def _get(self, name: str, version: str | None) -> ModelVersion:
+        return self._registry.get(name, version)
+
+    def _list(self, query: Mapping[str, str]) -> Answer:
+        limit, start = integer(query, "limit", PAGE), integer(query, "next_page_token", 0)
+        limit = limit if 0 <= limit <= PAGE else PAGE
+        start = max(0, start)
+        models = [model for model in self._registry if self._registry.is_default(model)]
+        answer: dict[str, Any] = {}
+        if start + limit <= len(models):
+            answer["nextPageToken"] = str(start + limit)
+        page = models[start : start + limit]
+        answer["models"] = [{"modelName": model.name, "modelUrl": model.url} for model in page]
+        return json_answer(answer)
+
+    async def _register(self, given: Mapping[str, Any]) -> Answer:
+        if (url := given.get("url")) is None:
+            raise BadRequest("Parameter url is required.")
+        if boolean(given, "s3_sse_kms", False):
+            raise BadRequest("s3_sse_kms: signed requests to S3 are not supported")
+        workers = integer(given, "initial_workers", -1)
+        is_synchronous = boolean(given, "synchronous", True)
+        try:
+            model = await self._lifecycle.register(
+                str(url),
+                _text(given, "model_name"),
+                _limited("initial_workers", workers) if workers >= 0 else None,
+                _options(given),
+                synchronous=is_synchronous,
+            )
+        except LoadFailed as error:
+            name, version = error.model or ("", "")
+            return _failed_to_start(error, name, version)
+        count = model.pool.least
+        if count and not is_synchronous:
+            return status_answer("Processing worker updates...", 202)
+        more = "" if count else ". Use scale workers API to add workers for the model."
+        return status_answer(
+            f'Model "{model.name}" Version: {model.version} registered with {count} initial '
+            f"workers{more}"
+        )
+
+    async def _scale(self, name: str, version: str | None, query: Mapping[str, str]) -> Answer:
+        least = integer(query, "min_worker", 1)
+        most = integer(query, "max_worker", least)
+        if most < least:
+            raise BadRequest("max_worker cannot be less than min_worker.")
+        _limited("min_worker", least)
+        model = self._get(name, version)
+        is_synchronous = boolean(query, "synchronous", False)
+        try:
+            await self._lifecycle.scale(model, least, most, is_synchronous)
+        except LoadFailed as error:
+            return _failed_to_start(error, name, version or "null")
+        if not is_synchronous:
+            return status_answer("Processing worker updates...", 202)
+        suffix = f", version: {version}" if version else ""
+        return status_answer(f"Workers scaled to {least} for model: {name}{suffix}")
+
+    def _set_default(self, name: str, version: str) -> Answer:
+        try:
+            self._lifecycle.set_default(name, version)
+        except VersionNotFound as error:
+            status, kind = http_status(error)
+            text = f"Model version {version} does not exist for model {name}"
+            return error_answer(status, kind, text)
+        return status_answer(
+            f'Default version successfully updated for model "{name}" to "{version}"'
+        )
+
+    def _describe(self, name: str, version: str | None) -> Answer:
+        if version == "all":
+            return json_answer([describe(model) for model in self._registry.versions(name)])
+        return json_answer([describe(self._get(name, version))])
+
+    async def _describe_customized(self, scope: Scope, model: ModelVersion, id: str) -> Answer:
+        """Ask the handler too; an answer that is no object counts as none."""
+        timeout_s = model.config.request_timeout_s
+        try:
+            head = pack_head(scope, "", id)
+            reply = await model.batchers[PREDICT].describe(head, timeout_s)
+        except Unavailable as error:
+            raise Unavailable(NO_WORKER.format(model.name), error.retry_after_s) from error
+        body = reply.body if isinstance(reply.body, bytes) else b""
+        if reply.status != 200:
+            fields = unpack_meta(reply.headers)
+            return reply.status, list(zip(fields[::2], fields[1::2], strict=True)), body
+        try:
+            said = json.loads(body)
+        except ValueError:
+            said = None
+        customized = said if isinstance(said, dict) else {}
+        return json_answer([{**describe(model), "customizedMetadata": customized}])
+
+
+def _body_or_query(scope: Scope, body: bytes, query: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return what a request gives: a JSON body, else the query."""
+    headers = (value for name, value in scope["headers"] if name == b"content-type")
+    media_type = next(headers, b"").partition(b";")[0].strip().lower()
+    if media_type != b"application/json":
+        return query
+    try:
+        given = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is no JSON: {error}") from error
+    if not isinstance(given, dict):
+        raise BadRequest(f"the body is no JSON object but {type(given).__name__}")
+    return given
+
+
+def _options(given: Mapping[str, Any]) -> Options:
+    runtime = _text(given, "runtime")
+    if runtime is not None and runtime not in RUNTIMES:
+        raise BadRequest(f"Invalid RuntimeType value: {runtime}")
+    if runtime == "LSP":
+        raise BadRequest("runtime LSP: there is no C++ backend; expected python or python3")
+    delay = integer(given, "max_batch_delay", -1)
+    return Options(
+        batch_size=_positive(given, "batch_size"),
+        batch_delay_ms=delay if delay >= 0 else None,
+        response_timeout_s=_positive(given, "response_timeout"),
+        startup_timeout_s=_positive(given, "startup_timeout"),
+        handler=_text(given, "handler"),
+        runtime=runtime,
+    )
+
+
+def _text(given: Mapping[str, Any], name: str) -> str | None:
+    value = given.get(name)
+    if value is not None and not isinstance(value, str):
+        raise BadRequest(f"{name}: expected text, got {value!r}")
+    return value or None
+
+
+def _positive(given: Mapping[str, Any], name: str) -> int | None:
+    value = integer(given, name, 0)
+    return value if value > 0 else None
+
+
+def _limited(name: str, workers: int) -> int:
+    if not 0 <= workers <= MOST_WORKERS:
+        raise BadRequest(f"{name}: expected 0 to {MOST_WORKERS}, got {workers}")
+    return workers
+
+
+def _failed_to_start(error: LoadFailed, name: str, version: str) -> Answer:
+    status, kind = http_status(error)
+    text = f"Failed to start workers for model {name} version: {version}"
+    return error_answer(status, kind, text, str(error))
+
+
+def describe(model: ModelVersion) -> dict[str, Any]:
+    """Return a model version as TorchServe describes it, with the values that are in effect."""
+    config, pool = model.config, model.pool
+    timeout_s = config.request_timeout_s
+    return {
+        "modelName": model.name,
+        "modelVersion": model.version,
+        "modelUrl": model.url,
+        "runtime": model.runtime,
+        "minWorkers": pool.least,
+        "maxWorkers": pool.most,
+        "batchSize": config.batch_size,
+        "maxBatchDelay": config.batch_delay_ms,
+        "responseTimeout": int(config.response_timeout_s),
+        "startupTimeout": int(config.startup_timeout_s),
+        "maxRetryTimeoutInSec": config.retry_s,
+        "clientTimeoutInMills": int(timeout_s * 1000) if timeout_s != float("inf") else 0,
+        "parallelType": config.parallel_type,
+        "parallelLevel": config.parallel_level,
+        "deviceType": "gpu" if config.uses_gpu else "cpu",
+        **({"deviceIds": list(config.device_ids)} if config.device_ids else {}),
+        "continuousBatching": False,
+        "useJobTicket": config.needs_ticket,
+        "useVenv": config.has_venv,
+        "stateful": False,
+        "sequenceMaxIdleMSec": 0,
+        "sequenceTimeoutMSec": 0,
+        "maxNumSequence": 0,
+        "maxSequenceJobQueueSize": 0,
+        "loadedAtStartup": model.at_start,
+        "workers": [_describe_worker(seat, config) for seat in pool.seats],
+        "jobQueueStatus": {
+            "remainingCapacity": model.batchers[PREDICT].room,
+            "pendingRequests": model.batchers[PREDICT].waiting,
+        },
+    }
+
+
+def _describe_worker(seat: Seat, config: ModelConfig) -> dict[str, Any]:
+    worker = seat.worker
+    return {
+        "id": str(seat.id),
+        "startTime": worker.started_at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        if worker
+        else "",
+        "status": "READY" if seat.is_ready else "UNLOADING",
+        "memoryUsage": memory_bytes(worker.pid) if worker else 0,
+        "pid": worker.pid if worker else -1,
+        "gpu": config.uses_gpu,
+        "gpuUsage": "N/A",
+    }
+
+
+def is_management(path: str) -> bool:
+    """Tell whether a path is this API's, where one port carries several."""
+    match segments(path):
+        case ["models", _, "invoke"]:
+            return False
+        case ["models" | "workflows", *_] | ["token"]:
+            return True
+        case ["v1", "models", name]:
+            return name.rpartition(":")[2] not in ("predict", "explain") or ":" not in name
+    return False

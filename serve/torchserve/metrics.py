@@ -1,0 +1,272 @@
+"""TorchServe's metrics: its names, labels and text, beside those of `serve.metrics`.
+
+What the server itself measures is passed to `add` by name; a metric that the configuration does not
+declare is not kept. In `log` mode each value is a line of a log instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from serve.errors import StartError
+from serve.exposition import KINDS, Family, HandlerMetrics, Record, text
+from serve.torchserve.logs import MODEL_METRICS, TS_METRICS
+from serve.torchserve.settings import TorchServeSettings
+
+logger = logging.getLogger(__name__)
+own_log = logging.getLogger(TS_METRICS)
+model_log = logging.getLogger(MODEL_METRICS)
+
+DEFAULT_CONFIG = Path(__file__).with_name("metrics.yaml")
+LEGACY = frozenset(
+    {
+        "ts_inference_requests_total",
+        "ts_inference_latency_microseconds",
+        "ts_queue_latency_microseconds",
+    }
+)
+"""In `legacy` mode these are Prometheus metrics and all others are logged."""
+MEGABYTE, GIGABYTE = 1 << 20, 1 << 30
+CPU_SAMPLE_S = 0.2
+SMI_TIMEOUT_S = 10
+
+
+class TorchServeMetrics:
+    """The metrics of one server in TorchServe's dialect.
+
+    Raises:
+        StartError: the metrics configuration cannot be read.
+    """
+
+    def __init__(self, settings: TorchServeSettings) -> None:
+        config = read_config(settings.metrics_config or DEFAULT_CONFIG)
+        self.model_metrics: dict[str, Any] = config.get("model_metrics") or {}
+        """As the configuration declares them, for the workers."""
+        self.auto_detect = settings.model_metrics_auto_detect
+        self.mode = settings.metrics_mode
+        self._hostname = socket.gethostname()
+        self._families = {f.name: f for f in _families(config.get("ts_metrics") or {})}
+        self._host = {"Level": "Host", "Hostname": self._hostname, "hostname": self._hostname}
+        self._host_values = {
+            name: tuple(self._host.get(label, "") for label in family.labels)
+            for name, family in self._families.items()
+        }
+        declared = list(_families(self.model_metrics, ("Hostname",)))
+        self._handlers = HandlerMetrics(
+            self._hostname, declared, self.auto_detect, frozenset(self._families)
+        )
+        self._interval_s = settings.metric_time_interval
+        self._collects = not settings.disable_system_metrics
+        self._is_stopping = threading.Event()
+
+    # -- what the server measures --------------------------------------------------------------
+
+    def add(self, name: str, value: float, **labels: str) -> None:
+        """Count, set or observe a metric of the server's own."""
+        family = self._families.get(name)
+        if family is None:
+            return
+        values = self._host_values[name]
+        if labels:
+            known = {**self._host, **labels}
+            values = tuple(known.get(label, "") for label in family.labels)
+        if self.mode == "prometheus" or (self.mode == "legacy" and name in LEGACY):
+            family.add(values, value)
+        elif own_log.isEnabledFor(logging.INFO):
+            pairs = zip(family.labels, values, strict=True)
+            own_log.info("%s", self._line(family.name, family.unit, value, pairs))
+
+    def answered(self, status: int) -> None:
+        """Count an answer of the inference or the management API."""
+        if 200 <= status < 600 and status // 100 != 3:
+            self.add(f"Requests{status // 100}XX", 1.0)
+
+    def accepted(self, model: str, version: str | None) -> None:
+        """Count a prediction or explanation that is asked for."""
+        self.add(
+            "ts_inference_requests_total",
+            1.0,
+            model_name=model,
+            model_version=version or "default",
+        )
+
+    def inferred(self, model: str, version: str | None, queued_s: float, total_s: float) -> None:
+        """Take note of one answer: how long it waited, and how long it took altogether."""
+        labels = {"model_name": model, "model_version": version or "default"}
+        self.add("ts_inference_latency_microseconds", total_s * 1e6, **labels)
+        self.add("ts_queue_latency_microseconds", queued_s * 1e6, **labels)
+        self.add("QueueTime", queued_s * 1e3)
+
+    def worker_loaded(self, worker: str, seconds: float) -> None:
+        """Take note of how long a worker took to load."""
+        self.add("WorkerLoadTime", seconds * 1e3, WorkerName=worker)
+
+    # -- what handlers measure -----------------------------------------------------------------
+
+    def reported(self, records: Iterable[Record], seconds: float) -> None:
+        """Take what a handler measured in one batch, which its worker had for `seconds`."""
+        for record in records:
+            if self.mode == "prometheus":
+                self._handlers.record(record)
+            elif model_log.isEnabledFor(logging.INFO):
+                self._log_record(record)
+            if record.name == "PredictionTime":
+                self.add("WorkerThreadTime", max(0.0, seconds * 1e3 - record.value))
+
+    def _log_record(self, record: Record) -> None:
+        labels = record.dimensions.items()
+        line = self._line(record.name, record.unit, record.value, labels, record.request_id)
+        model_log.info("%s", line)
+
+    def _line(
+        self,
+        name: str,
+        unit: str,
+        value: float,
+        labels: Iterable[tuple[str, str]],
+        request_id: str = "",
+    ) -> str:
+        """Return a line as TorchServe's log parsers know it."""
+        shown = ",".join(f"{k}:{v}" for k, v in labels if k.lower() != "hostname")
+        asked = f",requestID:{request_id}" if request_id else ""
+        stamp = f"hostname:{self._hostname}{asked},timestamp:{int(time.time())}"
+        return f"{name}.{unit}:{float(value)}|#{shown}|#{stamp}"
+
+    def forget(self, model: str) -> None:
+        """Drop the series of a model that is removed."""
+        self._handlers.forget(model)
+        for family in self._families.values():
+            family.forget("model_name", model)
+
+    # -- the text ------------------------------------------------------------------------------
+
+    def text(self, names: Collection[str] = ()) -> str:
+        """Return what is exposed: nothing in log mode, all families of these names otherwise."""
+        if self.mode == "log":
+            return ""
+        if self.mode == "legacy":
+            return text((f for f in self._families.values() if f.name in LEGACY), names)
+        return text((*self._families.values(), *self._handlers.families.values()), names)
+
+    # -- the machine ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Measure the machine now and then, in a thread that ends with the process or `stop`."""
+        if self._collects:
+            threading.Thread(target=self._collect, name="system-metrics", daemon=True).start()
+
+    def stop(self) -> None:
+        """Measure no more."""
+        self._is_stopping.set()
+
+    def _collect(self) -> None:
+        before = _cpu_times()
+        wait_s = CPU_SAMPLE_S
+        while not self._is_stopping.wait(wait_s):
+            now = _cpu_times()
+            try:
+                self._measure_machine(before, now)
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                logger.warning("the system metrics cannot be read: %s", error)
+            before, wait_s = now, self._interval_s
+
+    def _measure_machine(self, before: tuple[int, int], now: tuple[int, int]) -> None:
+        busy, total = now[0] - before[0], now[1] - before[1]
+        memory = _memory_bytes()
+        used = memory["MemTotal"] - memory["MemAvailable"]
+        disk = shutil.disk_usage("/")
+        for name, value in (
+            ("CPUUtilization", 100 * busy / max(1, total)),
+            ("MemoryUsed", used / MEGABYTE),
+            ("MemoryAvailable", memory["MemAvailable"] / MEGABYTE),
+            ("MemoryUtilization", 100 * used / memory["MemTotal"]),
+            ("DiskUsage", disk.used / GIGABYTE),
+            ("DiskUtilization", 100 * disk.used / max(1, disk.used + disk.free)),
+            ("DiskAvailable", disk.free / GIGABYTE),
+        ):
+            self.add(name, round(value, 2))
+        for index, *values in _gpu_usage():
+            names = ("GPUUtilization", "GPUMemoryUtilization", "GPUMemoryUsed")
+            for name, value in zip(names, values, strict=True):
+                self.add(name, value, DeviceId=f"{index:g}")
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Read a metrics configuration: `ts_metrics` and `model_metrics`, each by type.
+
+    Raises:
+        StartError: it cannot be read, or a metric lacks its name, unit or dimensions.
+    """
+    try:
+        config = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise StartError(f"cannot read the metrics configuration {file}: {error}") from error
+    if not isinstance(config, dict):
+        raise StartError(f"the metrics configuration {file} holds no ts_metrics or model_metrics")
+    for section in ("ts_metrics", "model_metrics"):
+        for kind, metrics in (config.get(section) or {}).items():
+            if kind not in KINDS:
+                raise StartError(f"{file}: {section}: {kind}: expected {', '.join(KINDS)}")
+            for metric in metrics or ():
+                if not isinstance(metric, dict) or not {"name", "unit", "dimensions"} <= set(
+                    metric
+                ):
+                    raise StartError(
+                        f"{file}: {section}: {kind}: expected name, unit and dimensions, "
+                        f"got {metric!r}"
+                    )
+    return config
+
+
+def _families(section: Mapping[str, Any], more: tuple[str, ...] = ()) -> Iterable[Family]:
+    for kind, metrics in section.items():
+        for metric in metrics or ():
+            labels = [str(label) for label in metric["dimensions"]]
+            labels += [label for label in more if label not in labels]
+            yield Family(str(metric["name"]), kind, str(metric["unit"]), labels)
+
+
+def _cpu_times() -> tuple[int, int]:
+    """Return busy and all ticks of the machine's processors so far."""
+    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    idle = ticks[3] + ticks[4]
+    return sum(ticks) - idle, sum(ticks)
+
+
+def _memory_bytes() -> dict[str, int]:
+    lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
+    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines}
+
+
+def _gpu_usage() -> list[tuple[float, ...]]:
+    """Return index, percent of time busy, percent of time its memory was, and MB used, by GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    asked = "index,utilization.gpu,utilization.memory,memory.used"
+    ran = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        timeout=SMI_TIMEOUT_S,
+        check=True,
+    )
+    return [tuple(map(_number, line.split(","))) for line in ran.stdout.splitlines() if line]
+
+
+def _number(field: str) -> float:
+    """Read a number; what a device does not support comes as a word."""
+    try:
+        return float(field)
+    except ValueError:
+        return math.nan

@@ -1,0 +1,166 @@
+"""The server process that `torchserve --start` runs: `python -P -m serve.torchserve.server`."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import stat
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from serve.errors import StartError
+from serve.model_config import count_gpus
+from serve.settings import Settings
+from serve.state import StateDir
+from serve.torchserve import TORCHSERVE_VERSION, launcher
+from serve.torchserve.arguments import parse_command_line
+from serve.torchserve.configuration import Configuration, load_configuration
+from serve.torchserve.logs import Logs
+from serve.torchserve.settings import TorchServeSettings
+
+logger = logging.getLogger("serve.torchserve.server")
+
+
+def main() -> int:
+    """Serve until SIGTERM; the arguments are a descriptor to write to at the start, and flags."""
+    started, *arguments = sys.argv[1:]
+    given = parse_command_line(arguments)
+    try:
+        configuration = load_configuration(given, os.environ, Path.cwd())
+        own = configuration.settings.torchserve
+        assert own is not None
+        _claim(configuration.settings.state_dir)
+        logs = _open_logs(own)
+    except StartError as error:
+        _say(f"Invalid configuration: {error}")
+        return 1
+    threading.current_thread().name = "main"
+    if StateDir(configuration.settings.state_dir).is_locked():
+        _say(launcher.ALREADY_RUNNING)
+        return 1
+    if own.number_of_gpu is not None:
+        limit_gpus(own.number_of_gpu)
+    logs.start()
+    if given.log_config:
+        logger.warning("--log-config has no effect: log4j is a Java library")
+    for notice in configuration.notices:
+        logger.warning("%s", notice)
+    logger.info("\n%s", "\n".join(_describe(configuration, own)))
+    logger.info("gRPC is not served: its ports, 7070 and 7071 in TorchServe, stay closed")
+    if not own.disable_token_authorization:
+        is_open = own.disable_token_authorization is None and configuration.settings.is_loopback
+        logger.info(
+            "requests need the keys of %s%s; --disable-token-auth lets everybody in",
+            own.directory / "key_file.json",
+            ", those for predictions from this machine none" if is_open else "",
+        )
+
+    def report(event: dict[str, Any]) -> None:
+        if event["event"] == "locked":
+            launcher.write_pid()
+        elif event["event"] == "started":
+            _say("Model server started.")
+            if started != "-":
+                os.write(int(started), b"1")
+                os.close(int(started))
+        elif event["event"] == "error":
+            _say(event["message"])
+
+    from serve.server import run  # the web framework, once it is sure to be needed
+
+    code = run(configuration.settings, report)
+    logger.info("Torchserve stopped.")
+    logs.close()
+    launcher.remove_pid()
+    return code
+
+
+def limit_gpus(count: int) -> None:
+    """Let this process, and the workers that inherit its environment, see the first GPUs only."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = map(str, range(count_gpus())) if visible is None else visible.split(",")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(itertools.islice(seen, count))
+
+
+def _claim(folder: Path) -> None:
+    """Make the server's folder in a temp folder where others may write too."""
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise StartError(f"cannot use the folder {folder}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise StartError(f"{folder} belongs to somebody else; set TEMP to a folder of your own")
+
+
+def _open_logs(own: TorchServeSettings) -> Logs:
+    try:
+        return Logs(own.log_dir, own.metrics_dir)
+    except OSError as error:
+        raise StartError(
+            f"cannot write logs to {error.filename}: {error.strerror}; LOG_LOCATION and "
+            "METRICS_LOCATION name other folders"
+        ) from error
+
+
+def _describe(configuration: Configuration, own: TorchServeSettings) -> list[str]:
+    """Return the lines of the start-up log that scripts search, in TorchServe's order."""
+    settings: Settings = configuration.settings
+
+    def said(key: str, default: object = "N/A") -> str:
+        return own.properties.get(key) or str(default)
+
+    gpus = count_gpus()
+    facts: dict[str, object] = {
+        "Torchserve version": TORCHSERVE_VERSION,
+        "TS Home": Path(__file__).parents[2],
+        "Current directory": own.directory,
+        "Temp directory": settings.state_dir.parent,
+        "Metrics config path": own.metrics_config or "N/A",
+        "Number of GPUs": gpus,
+        "Number of CPUs": len(os.sched_getaffinity(0)),
+        "Max heap size": "N/A",
+        "Python executable": sys.executable,
+        "Config file": configuration.file or "N/A",
+        "Inference address": own.inference_address,
+        "Management address": own.management_address,
+        "Metrics address": own.metrics_address,
+        "Model Store": settings.model_store,
+        "Initial Models": ",".join(settings.models) or "N/A",
+        "Log dir": own.log_dir,
+        "Metrics dir": own.metrics_dir,
+        "Netty threads": said("number_of_netty_threads", 0),
+        "Netty client threads": said("netty_client_threads", 0),
+        "Default workers per model": own.default_workers_per_model or gpus or os.cpu_count(),
+        "Blacklist Regex": own.blacklist_env_vars or "N/A",
+        "Maximum Response Size": own.max_response_size,
+        "Maximum Request Size": settings.max_request_bytes,
+        "Limit Maximum Image Pixels": _word(own.limit_max_image_pixels),
+        "Prefer direct buffer": said("prefer_direct_buffer", "false"),
+        "Allowed Urls": list(own.allowed_urls),
+        "Custom python dependency for model allowed": _word(settings.install_requirements),
+        "Enable metrics API": _word(own.enable_metrics_api),
+        "Metrics mode": own.metrics_mode.upper(),
+        "Disable system metrics": _word(own.disable_system_metrics),
+        "Workflow Store": said("workflow_store", settings.model_store),
+        "CPP log config": said("cpp_log_config"),
+        "Model config": said("models"),
+        "System metrics command": said("system_metrics_cmd", "default"),
+        "Model API enabled": _word(own.enable_model_api),
+    }
+    return [f"{name}: {fact}" for name, fact in facts.items()]
+
+
+def _word(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # noqa: T201 - scripts wait for these lines on standard output
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""TorchServe's tokens: three keys in a file, two of which expire and can be replaced."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from serve.errors import StartError, Unauthorized
+from serve.state import write_json
+
+KEY_FILE = "key_file.json"
+EXPIRING = ("management", "inference")
+"""Keys that open one API each and expire; the third, `API`, only replaces them."""
+BEARER = re.compile(rb"Bearer\s+(\S+)")
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+@dataclass(frozen=True)
+class Token:
+    """A key and the time of its end, in seconds since 1970 by the wall clock; None: never."""
+
+    key: str
+    expires_at: float | None
+
+
+class Tokens:
+    """The keys of a running server. Each start writes new ones, readable by their owner only.
+
+    Args:
+        folder: where key_file.json goes.
+        minutes: how long a key is taken.
+
+    Raises:
+        StartError: the file cannot be written.
+    """
+
+    def __init__(self, folder: Path, minutes: float) -> None:
+        self._file = folder / KEY_FILE
+        self._life_s = minutes * 60
+        self._tokens = {name: self._new() for name in EXPIRING}
+        self._tokens["API"] = Token(_new_key(), None)
+        try:
+            self._write()
+        except OSError as error:
+            raise StartError(f"cannot write {self._file}: {error.strerror}") from error
+
+    def check(self, name: str, open_paths: Iterable[str] = ()) -> Callable[[str, Headers], None]:
+        """Return the check that an API makes before it looks at a request.
+
+        Args:
+            name: of the key that opens the API.
+            open_paths: paths that need none.
+        """
+        is_open = frozenset(open_paths)
+
+        def check(path: str, headers: Headers) -> None:
+            if path not in is_open and path.rstrip("/") not in is_open:
+                self._require(name, headers, "Authorization")
+
+        return check
+
+    def replace(self, kind: str, headers: Headers) -> None:
+        """Make a new key of a kind, which ends the old one; for who has the `API` key.
+
+        Raises:
+            Unauthorized: the key or the kind is another one.
+        """
+        self._require("API", headers, "Authentication")
+        name = kind.lower()
+        if name not in EXPIRING:
+            raise _refusal("Authentication")
+        before, self._tokens[name] = self._tokens[name], self._new()
+        try:
+            self._write()
+        except OSError:
+            self._tokens[name] = before  # nobody could read the new one
+            raise
+
+    def _require(self, name: str, headers: Headers, purpose: str) -> None:
+        token = self._tokens[name]
+        given = next((value for header, value in headers if header == b"authorization"), b"")
+        match = BEARER.fullmatch(given)
+        if match is None or not secrets.compare_digest(match[1], token.key.encode()):
+            raise _refusal(purpose)
+        if token.expires_at is not None and time.time() >= token.expires_at:
+            raise _refusal(purpose)
+
+    def _new(self) -> Token:
+        return Token(_new_key(), time.time() + self._life_s)
+
+    def _write(self) -> None:
+        content: dict[str, dict[str, str]] = {}
+        for name, token in self._tokens.items():
+            content[name] = {"key": token.key}
+            if token.expires_at is not None:
+                end = datetime.fromtimestamp(token.expires_at, UTC)
+                content[name]["expiration time"] = end.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+        write_json(self._file, content)
+
+
+def _new_key() -> str:
+    return secrets.token_urlsafe(32)
+
+
+def _refusal(purpose: str) -> Unauthorized:
+    return Unauthorized(
+        f"Token {purpose} failed. Token either incorrect, expired, or not provided correctly"
+    )

@@ -1,0 +1,94 @@
+"""A metric that reports each value as it comes."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ts.metrics.dimension import Dimension
+from ts.metrics.metric_abstract import MetricAbstract
+from ts.metrics.metric_type_enum import MetricTypes
+
+logger = logging.getLogger(__name__)
+
+Record = dict[str, Any]
+"""name, value, unit, type, dimensions (name → value) and request_id (None without) of one value."""
+
+
+class CachingMetric(MetricAbstract):
+    """A metric that hands each value to `record`, or writes it to the log where that is None."""
+
+    def __init__(
+        self,
+        metric_name: str,
+        unit: str,
+        dimension_names: Sequence[str] | None = None,
+        metric_type: MetricTypes = MetricTypes.COUNTER,
+        record: Callable[[Record], None] | None = None,
+    ) -> None:
+        super().__init__(metric_name, unit, dimension_names, metric_type)
+        self._record = record
+
+    def add_or_update(
+        self, value: Any, dimension_values: Sequence[Any] = (), request_id: str | None = ""
+    ) -> None:
+        """Report a value; one that cannot be is an error in the log, never one of the handler.
+
+        Args:
+            value: a number; of a counter not below 0.
+            dimension_values: as many as there are dimension names, in their order.
+            request_id: the requests that it is about, separated by commas.
+        """
+        values = list(dimension_values or ())
+        dimensions = ",".join(
+            str(Dimension(*pair)) for pair in zip(self.dimension_names, values, strict=False)
+        )
+        if problem := self._problem(value, values):
+            logger.error(
+                "[METRICS]Failed to update metric with name:%s and dimensions: %s "
+                "with value: %s: %s",
+                *(self.metric_name, dimensions, value, problem),
+            )
+        elif self._record is None:
+            self.emit_metrics(request_id, value, dimensions)
+        else:
+            self._record(
+                {
+                    "name": self.metric_name,
+                    "value": value if type(value) in (int, float) else float(value),
+                    "unit": self.unit,
+                    "type": self.metric_type.value,
+                    "dimensions": dict(zip(self.dimension_names, map(str, values), strict=True)),
+                    "request_id": request_id or None,
+                }
+            )
+
+    def update(
+        self, value: Any, request_id: str = "", dimensions: Sequence[Dimension] = ()
+    ) -> None:
+        """Report a value with other dimensions than it was declared with, which are replaced."""
+        logger.warning("the dimensions of %s are replaced", self.metric_name)
+        self.dimension_names = [dimension.name for dimension in dimensions]
+        self.add_or_update(value, [dimension.value for dimension in dimensions], request_id)
+
+    def emit_metrics(self, request_id: str | None, value: Any, dimension_string: str) -> None:
+        """Write a value to the log, in the form that TorchServe's log readers know."""
+        line = (
+            f"[METRICS]{self.metric_name}.{self.unit}:{value}|#{dimension_string}|"
+            f"#type:{self.metric_type.name}|#hostname:{socket.gethostname()},{int(time.time())}"
+        )
+        logger.info("%s,%s" if request_id else "%s", *filter(None, (line, request_id)))
+
+    def _problem(self, value: Any, dimension_values: Sequence[Any]) -> str | None:
+        if len(dimension_values) != len(self.dimension_names):
+            return f"its dimensions are {self.dimension_names}, the values {dimension_values}"
+        try:
+            number = float(value)
+        except (TypeError, ValueError):
+            return "the value is no number"
+        if self.metric_type is MetricTypes.COUNTER and number < 0:
+            return "a counter cannot go down"
+        return None

@@ -1,0 +1,140 @@
+"""A metrics cache that metrics.yaml declares."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ts.metrics.caching_metric import CachingMetric, Record
+from ts.metrics.metric_cache_abstract import MetricCacheAbstract
+from ts.metrics.metric_cache_errors import (
+    GeneralMetricsCacheError,
+    MetricsCacheIOError,
+    MetricsCacheKeyError,
+    MetricsCachePyYamlError,
+    MetricsCacheTypeError,
+    MetricsCacheValueError,
+)
+from ts.metrics.metric_type_enum import MetricTypes
+
+logger = logging.getLogger(__name__)
+
+
+class MetricsCacheYamlImpl(MetricCacheAbstract):
+    """A metrics cache whose values go to the log; `initialize_cache` declares what the file says.
+
+    Args:
+        config_file_path: TorchServe's metrics.yaml.
+
+    Raises:
+        MetricsCacheTypeError: no path.
+        MetricsCacheIOError: the file cannot be read.
+        MetricsCachePyYamlError: it is not YAML.
+        GeneralMetricsCacheError: it is not text.
+    """
+
+    record: Callable[[Record], None] | None = None
+    """Takes every value instead of the log."""
+
+    def __init__(self, config_file_path: str) -> None:
+        super().__init__(config_file_path)
+        if not config_file_path:
+            raise MetricsCacheTypeError("no metrics.yaml is named; expected its path")
+        try:
+            self._declared: Any = yaml.safe_load(Path(config_file_path).read_text("utf-8"))
+        except OSError as error:
+            raise MetricsCacheIOError(f"{config_file_path} cannot be read: {error}") from error
+        except yaml.YAMLError as error:
+            raise MetricsCachePyYamlError(f"{config_file_path} is not YAML: {error}") from error
+        except UnicodeDecodeError as error:
+            raise GeneralMetricsCacheError(f"{config_file_path}: {error}") from error
+
+    def initialize_cache(self) -> None:
+        """Declare the file's `model_metrics`.
+
+        Raises:
+            MetricsCacheKeyError: the section, a type or an entry is not there.
+            MetricsCacheValueError: the section is empty.
+        """
+        try:
+            declared = self._declared["model_metrics"]
+        except (KeyError, TypeError) as error:
+            raise MetricsCacheKeyError("metrics.yaml has no section model_metrics") from error
+        if not declared:
+            raise MetricsCacheValueError("model_metrics of metrics.yaml is empty")
+        self.declare(declared)
+
+    def declare(self, model_metrics: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+        """Declare metrics as metrics.yaml lists them: by type, with name, unit and dimensions.
+
+        Raises:
+            MetricsCacheKeyError: a type that does not exist, or an entry that is missing.
+        """
+        for kind, metrics in model_metrics.items():
+            try:
+                metric_type = MetricTypes(kind)
+            except ValueError as error:
+                known = ", ".join(known.value for known in MetricTypes)
+                raise MetricsCacheKeyError(f"{kind!r} is no type; known are {known}") from error
+            for metric in metrics or ():
+                try:
+                    name, unit, dimensions = metric["name"], metric["unit"], metric["dimensions"]
+                except KeyError as error:
+                    raise MetricsCacheKeyError(f"{metric} of {kind} lacks {error}") from error
+                self.add_metric_to_cache(name, unit, dimensions, metric_type)
+
+    def add_metric_to_cache(
+        self,
+        metric_name: str,
+        unit: str,
+        dimension_names: Sequence[str] = (),
+        metric_type: MetricTypes = MetricTypes.COUNTER,
+    ) -> CachingMetric:
+        """Declare a metric; one of that type and name is replaced.
+
+        Raises:
+            MetricsCacheTypeError: an argument is of the wrong type.
+        """
+        _check_type("metric_name", metric_name, str)
+        _check_type("unit", unit, str)
+        _check_type("metric_type", metric_type, MetricTypes)
+        if dimension_names:
+            _check_type("dimension_names", dimension_names, list)
+        metrics = self.cache.setdefault(metric_type, {})
+        if metric_name in metrics:
+            logger.warning("the %s %s is declared again", metric_type.value, metric_name)
+        metric = CachingMetric(metric_name, unit, dimension_names, metric_type, self.record)
+        metrics[metric_name] = metric
+        return metric
+
+    def get_metric(
+        self, metric_name: str, metric_type: MetricTypes = MetricTypes.COUNTER
+    ) -> CachingMetric:
+        """Give a declared metric.
+
+        Raises:
+            MetricsCacheKeyError: there is none of that type and name.
+            MetricsCacheTypeError: an argument is of the wrong type.
+        """
+        _check_type("metric_name", metric_name, str)
+        _check_type("metric_type", metric_type, MetricTypes)
+        try:
+            return self.cache[metric_type][metric_name]
+        except KeyError as error:
+            raise MetricsCacheKeyError(
+                f"there is no {metric_type.value} {metric_name!r}; declare it first with "
+                "add_metric_to_cache, or report it with add_metric"
+            ) from error
+
+    def cache_keys(self) -> list[str]:
+        """List what is declared, as `type:name`."""
+        return [f"{kind.value}:{name}" for kind, metrics in self.cache.items() for name in metrics]
+
+
+def _check_type(name: str, value: object, expected: type[Any]) -> None:
+    if not isinstance(value, expected):
+        raise MetricsCacheTypeError(f"{name} is {value!r}; expected a {expected.__name__}")

@@ -1,0 +1,52 @@
+"""`context.metrics` of a worker."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from handlers.context import Context
+from ts.metrics.caching_metric import Record
+from ts.metrics.metric_cache_abstract import MetricCacheAbstract, Requests
+from ts.metrics.metric_cache_yaml_impl import MetricsCacheYamlImpl
+
+MOST_RECORDS = 10_000
+"""More are not kept between two calls of `drain`; the oldest go first."""
+
+
+class WorkerMetrics(MetricsCacheYamlImpl):
+    """A metrics cache that keeps every value until the worker's loop takes them.
+
+    Args:
+        context: whose requests the values are about.
+        declared: `model_metrics` of the server's metrics.yaml, None without one.
+    """
+
+    def __init__(
+        self, context: Context, declared: Mapping[str, Sequence[Mapping[str, Any]]] | None
+    ) -> None:
+        self._context = context
+        MetricCacheAbstract.__init__(self, None)
+        self.model_name = context.model_name
+        self._records: deque[Record] = deque(maxlen=MOST_RECORDS)
+        self.declare(declared or {})
+
+    @property  # the loop changes the context's requests with every batch
+    def request_ids(self) -> Requests:
+        """The requests of the current batch."""
+        return self._context.request_ids
+
+    @request_ids.setter
+    def request_ids(self, value: Requests) -> None:
+        pass
+
+    def record(self, record: Record) -> None:
+        """Keep a value for `drain`."""
+        self._records.append(record)
+
+    def drain(self) -> list[Record]:
+        """Give what was reported since the last call, in order, and forget it."""
+        records = list(self._records)
+        self._records.clear()
+        return records

@@ -1,0 +1,1 @@
+"""Base classes of handlers whose model is spread over several processes."""

@@ -1,0 +1,39 @@
+"""The envelope `json`: TensorFlow Serving's {"instances": […]} and {"predictions": […]}."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ts.torch_handler.request_envelope.base import BaseEnvelope, document, split
+
+
+class JSONEnvelope(BaseEnvelope):
+    """The handler gets the instances of all requests; {"b64": …} of an instance becomes bytes."""
+
+    _lengths: Sequence[int] = ()
+
+    def parse_input(self, data: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Give all instances in one list."""
+        instances = [document(row)["instances"] for row in data]
+        self._lengths = [len(rows) for rows in instances]
+        return [_decoded(row) for rows in instances for row in rows]
+
+    def format_output(self, data: Sequence[Any]) -> list[str]:
+        """Give each request the JSON text of its predictions."""
+        return [json.dumps({"predictions": rows}) for rows in split(data, self._lengths)]
+
+
+def _decoded(row: Any) -> Any:
+    if not isinstance(row, dict):
+        return row
+    if row.keys() == {"b64"}:
+        return b64decode(row["b64"])
+    return {
+        name: b64decode(value["b64"])
+        if isinstance(value, dict) and value.keys() == {"b64"}
+        else value
+        for name, value in row.items()
+    }

@@ -1,0 +1,1 @@
+"""For authors' unit tests of their handlers."""

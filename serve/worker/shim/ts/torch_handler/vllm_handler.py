@@ -1,0 +1,22 @@
+"""`from ts.torch_handler.vllm_handler import VLLMHandler`."""
+
+from __future__ import annotations
+
+from handlers.context import Context
+from handlers.errors import LoadError
+from ts.torch_handler.base_handler import BaseHandler
+
+
+class VLLMHandler(BaseHandler):
+    """A name that archives ask for; it does not load."""
+
+    def initialize(self, context: Context) -> None:
+        """Refuse.
+
+        Raises:
+            LoadError: always.
+        """
+        raise LoadError(
+            "the handler vllm_handler is not served: it answers several batches at once, and a "
+            "worker here answers one; serve the model with vLLM's own server"
+        )

@@ -1,0 +1,5 @@
+"""The last version of TorchServe, which handlers compare against."""
+
+from handlers.context import SERVER_VERSION
+
+__version__ = SERVER_VERSION

@@ -1,0 +1,132 @@
+"""Metrics that others name, as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from serve import exposition
+from serve.exposition import Family, HandlerMetrics, read_records, text
+
+
+def record(**changes: Any) -> dict[str, Any]:
+    fields = {"name": "Calls", "value": 2, "unit": "count", "type": "counter", "request_id": None}
+    return {**fields, "dimensions": {"ModelName": "m"}, **changes}
+
+
+def take(metrics: HandlerMetrics, *records: dict[str, Any]) -> None:
+    for one in read_records(list(records)):
+        metrics.record(one)
+
+
+def test_a_counters_text_is_that_of_torchserves_library() -> None:
+    family = Family("Requests2XX", "counter", "Count", ("Level", "Hostname"))
+    assert text([family]).splitlines() == [
+        "# HELP Requests2XX Torchserve prometheus counter metric with unit: Count",
+        "# TYPE Requests2XX counter",
+    ]
+    family.add(("Host", 'a"b\\c\nd'), 1)
+    family.add(("Host", 'a"b\\c\nd'), 2)
+    assert text([family]).splitlines()[2:] == [
+        r'Requests2XX{Level="Host",Hostname="a\"b\\c\nd",} 3.0'
+    ]
+
+
+def test_a_gauge_keeps_its_last_value_and_a_histogram_counts() -> None:
+    gauge, histogram = Family("G", "gauge", "ms", ()), Family("H", "histogram", "ms", ("a",))
+    for value in (0.005, 0.3, 99.0):
+        gauge.add((), value)
+        histogram.add(("1",), value)
+    lines = text([gauge, histogram]).splitlines()
+    assert "G 99.0" in lines
+    assert 'H_bucket{a="1",le="0.005",} 1.0' in lines
+    assert 'H_bucket{a="1",le="0.25",} 1.0' in lines
+    assert 'H_bucket{a="1",le="0.5",} 2.0' in lines
+    assert 'H_bucket{a="1",le="+Inf",} 3.0' in lines
+    assert 'H_count{a="1",} 3.0' in lines
+    assert 'H_sum{a="1",} 99.305' in lines
+    assert (gauge.value(()), histogram.value(("1",))) == (99.0, 3.0)
+
+
+def test_only_the_metrics_that_are_asked_for_are_given() -> None:
+    families = [Family("A", "gauge", "ms", ()), Family("B", "gauge", "ms", ())]
+    assert "B" not in text(families, ["A"])
+    assert text(families, ["C"]) == ""
+
+
+def test_a_handlers_metric_appears_with_its_first_value_and_the_hostname() -> None:
+    metrics = HandlerMetrics("here")
+    take(metrics, record(), record(value="3"))
+    assert text(metrics.families.values()).splitlines()[2:] == [
+        'Calls{ModelName="m",Hostname="here",} 5.0'
+    ]
+
+
+def test_a_metric_that_is_not_declared_is_dropped_where_only_those_are_taken(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    declared = Family("Calls", "counter", "count", ("ModelName", "Hostname"))
+    metrics = HandlerMetrics("here", [declared], detects=False)
+    take(metrics, record(), record(name="Other"), record(name="Other"))
+    assert declared.value(("m", "here")) == 2
+    assert list(metrics.families) == ["Calls"]
+    assert [r.message.startswith("metric Other of a handler") for r in caplog.records] == [True]
+
+
+def test_the_declared_type_counts_whatever_the_handler_says() -> None:
+    declared = Family("Calls", "histogram", "count", ("ModelName", "Hostname"))
+    take(HandlerMetrics("here", [declared]), record(type="gauge"), record())
+    assert declared.value(("m", "here")) == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dimensions": {"ModelName": "m", "Route": "a"}},
+        {"value": -1},
+        {"name": "no name"},
+        {"name": "New", "dimensions": {"a-b": "c"}},
+        {"name": "New", "type": "summary"},
+        {"name": "modelyard_requests_total"},
+        {"name": "Requests2XX"},
+        {"value": "many"},
+        {"dimensions": None},
+        {"dimensions": ["a"]},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_exposed_is_dropped_with_a_warning(
+    changes: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    metrics = HandlerMetrics("here", reserved={"Requests2XX"})
+    take(metrics, record(), record(**changes))
+    assert text(metrics.families.values()).splitlines()[2:] == [
+        'Calls{ModelName="m",Hostname="here",} 2.0'
+    ]
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize("records", [None, {}, "records", [1, None, "x", []]], ids=str)
+def test_what_is_no_record_is_left_out(records: object) -> None:
+    assert list(read_records(records)) == []
+
+
+def test_labels_without_end_do_not_fill_the_memory(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(exposition, "MOST_SERIES", 3)
+    metrics = HandlerMetrics("here")
+    take(metrics, *(record(dimensions={"id": str(at)}) for at in range(9)))
+    assert len(text(metrics.families.values()).splitlines()) == 2 + 3
+    take(metrics, record(dimensions={"id": "0"}))
+    assert metrics.families["Calls"].value(("0", "here")) == 4
+    assert len(caplog.records) == 1
+
+
+def test_a_removed_models_series_go() -> None:
+    metrics = HandlerMetrics("here")
+    take(metrics, record(), record(dimensions={"ModelName": "other"}))
+    metrics.forget("m")
+    assert metrics.families["Calls"].value(("m", "here")) == 0
+    assert metrics.families["Calls"].value(("other", "here")) == 2

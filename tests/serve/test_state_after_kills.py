@@ -1,0 +1,230 @@
+"""What was acknowledged is there after `kill -9`, at whatever moment it came.
+
+A long random history of changes over HTTP, cut by kills between and during changes. After each
+restart the server serves what the last acknowledged change left, or the one that was in flight.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.live import environment, poll
+
+NAMES = ("alpha", "beta", "gamma")
+VERSIONS = ("1.0", "2.0", "3.0")
+KILL_EVERY = 42
+"""Changes between two kills, on average."""
+
+State = dict[str, dict[str, Any]]
+"""Name → {"default": version, "versions": {version: (least workers, most workers)}}."""
+
+
+class Server:
+    """A server process whose state outlives it."""
+
+    def __init__(self, folder: Path, store: Path) -> None:
+        self.folder = folder
+        self.store = store
+        self.process: subprocess.Popen[str] | None = None
+        self.client = httpx.Client()
+
+    def kill(self) -> None:
+        assert self.process is not None
+        self.process.send_signal(signal.SIGKILL)
+
+    def end(self) -> None:
+        assert self.process is not None
+        self.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.client.close()
+
+    def state(self) -> State:
+        """Return what the management API says is served."""
+        found: State = {}
+        for listed in self.client.get("/models").json()["models"]:
+            name = listed["modelName"]
+            every = self.client.get(f"/models/{name}/all").json()
+            (default,) = self.client.get(f"/models/{name}").json()
+            found[name] = {
+                "default": default["modelVersion"],
+                "versions": {
+                    one["modelVersion"]: (one["minWorkers"], one["maxWorkers"]) for one in every
+                },
+            }
+        return found
+
+
+class Ours(Server):
+    """A server as `modelyard serve start` starts it."""
+
+    has_most = False
+
+    def start(self) -> None:
+        settings = {
+            "model_store": str(self.store),
+            "state_dir": str(self.folder / "state"),
+            **dict.fromkeys(("port", "management_port", "metrics_port"), 0),
+            "device": "cpu",
+            "auth": "never",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "serve.server"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment(),
+            text=True,
+        )
+        assert self.process.stdin is not None and self.process.stdout is not None
+        self.process.stdin.write(json.dumps(settings))
+        self.process.stdin.close()
+        events = (json.loads(line) for line in self.process.stdout)
+        ready = next(event for event in events if event["event"] == "ready")
+        self.client = httpx.Client(base_url=ready["management"], timeout=20)
+
+
+class TorchServes(Server):
+    """A server as `torchserve --start` starts it, restored from its snapshots."""
+
+    has_most = True
+
+    def __init__(self, folder: Path, store: Path) -> None:
+        super().__init__(folder, store)
+        with (
+            socket.create_server(("127.0.0.1", 0)) as one,
+            socket.create_server(("127.0.0.1", 0)) as two,
+        ):
+            self.ports = one.getsockname()[1], two.getsockname()[1]
+        (folder / "config.properties").write_text(
+            f"inference_address=http://127.0.0.1:{self.ports[0]}\n"
+            f"management_address=http://127.0.0.1:{self.ports[1]}\n"
+            "enable_metrics_api=false\ndisable_system_metrics=true\n"
+            "default_workers_per_model=0\nenable_model_api=true\n"
+            "disable_token_authorization=true\n",
+            encoding="utf-8",
+        )
+
+    def start(self) -> None:
+        flags = ["-", "--start", "--model-store", str(self.store)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "serve.torchserve.server", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            cwd=self.folder,
+            env={**environment(), "TMPDIR": str(self.folder), "TEMP": str(self.folder)},
+            text=True,
+        )
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith("Model server started."):
+                break
+        threading.Thread(target=self.process.stdout.read, daemon=True).start()
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.ports[1]}", timeout=20)
+        poll(self._answers, "the management API answers")
+
+    def _answers(self) -> bool:
+        try:
+            return self.client.get("/models").status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("store")
+    for version in VERSIONS:
+        with zipfile.ZipFile(folder / f"m{version[0]}.mar", "w") as zipped:
+            model = {"modelName": "m", "handler": "h.py", "modelVersion": version}
+            manifest = {"runtime": "python", "model": model, "archiverVersion": "1"}
+            zipped.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
+            zipped.writestr("h.py", "def handle(data, context):\n    return data\n")
+    return folder
+
+
+def draw(
+    dice: random.Random, state: State, has_most: bool
+) -> tuple[Callable[[httpx.Client], httpx.Response], State, int]:
+    """Choose a change; return it, the state after it and the status that it must be answered."""
+    after = deepcopy(state)
+    name, version = dice.choice(NAMES), dice.choice(VERSIONS)
+    model = state.get(name)
+    is_there = model is not None and version in model["versions"]
+    kind = dice.choices(("register", "scale", "default", "unregister"), (5, 2, 2, 3))[0]
+    if kind == "register":
+        if not is_there:
+            entry = after.setdefault(name, {"default": version, "versions": {}})
+            entry["versions"][version] = (0, 0)
+        query = f"url=m{version[0]}.mar&model_name={name}&initial_workers=0"
+        return lambda client: client.post(f"/models?{query}"), after, 409 if is_there else 200
+    path = f"/models/{name}/{version}"
+    if kind == "scale":
+        most = dice.randrange(9)
+        if is_there:
+            after[name]["versions"][version] = (0, most if has_most else 0)
+        query = f"min_worker=0&max_worker={most}&synchronous=true"
+        return lambda client: client.put(f"{path}?{query}"), after, 200 if is_there else 404
+    if kind == "default":
+        if is_there:
+            after[name]["default"] = version
+        return lambda client: client.put(f"{path}/set-default"), after, 200 if is_there else 404
+    if not is_there:
+        return lambda client: client.delete(path), after, 404
+    assert model is not None
+    if model["default"] == version and len(model["versions"]) > 1:
+        return lambda client: client.delete(path), after, 403
+    del after[name]["versions"][version]
+    if not after[name]["versions"]:
+        del after[name]
+    return lambda client: client.delete(path), after, 200
+
+
+@pytest.mark.parametrize(("kind", "changes"), [(Ours, 500), (TorchServes, 250)])
+def test_what_was_acknowledged_survives_kills_at_any_moment(
+    kind: type[Ours] | type[TorchServes], changes: int, store: Path, tmp_path: Path
+) -> None:
+    dice = random.Random(20261121)
+    server = kind(tmp_path, store)
+    server.start()
+    state: State = {}
+    left, in_flight = changes, 0
+    try:
+        while left:
+            for _ in range(min(left, dice.randrange(1, 2 * KILL_EVERY))):
+                left -= 1
+                change, state, status = draw(dice, state, kind.has_most)
+                assert change(server.client).status_code == status
+            before, killer = state, None
+            change, after, status = draw(dice, state, kind.has_most)
+            if dice.random() < 0.75:  # else between two changes
+                killer = threading.Timer(dice.random() * 0.03, server.kill)
+                killer.start()
+                try:
+                    assert change(server.client).status_code == status
+                    before = after
+                except httpx.TransportError:
+                    in_flight += 1
+                killer.join()
+            server.end()
+            server.start()
+            state = server.state()
+            assert state in (before, after if killer else before)
+    finally:
+        server.end()
+    assert in_flight, "no kill came during a change"
+    assert len(list(store.iterdir())) == len(VERSIONS)

@@ -1,0 +1,537 @@
+"""Inference and management over HTTP, as TorchServe's clients know them, on one real server."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.server import HTTPServer, SimpleHTTPRequestHandler
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.serve.torchserve.live import Home
+
+ECHO = """
+import json
+
+def handle(data, context):
+    if data is None:
+        return None
+    headers = context.get_all_request_header(0)
+    if headers.get("describe") == "True":
+        return [{"a": 1}]
+    row = {k: v.decode() if isinstance(v, bytearray) else v for k, v in data[0].items()}
+    said = {k: headers[k] for k in ("explain", "url_path") if k in headers}
+    return [{"row": row, "said": said, "name": context.model_name}]
+"""
+BROKEN = "raise ValueError('no such weights')\n"
+HEADERS = {
+    "pragma": "no-cache",
+    "cache-control": "no-cache; no-store, must-revalidate, private",
+    "expires": "Thu, 01 Jan 1970 00:00:00 UTC",
+}
+
+
+def write_mar(
+    file: Path,
+    handler: str = ECHO,
+    name: str | None = "echo",
+    version: str = "1.0",
+    config: str = "",
+) -> None:
+    """Write an archive as torch-model-archiver does; without a name, without a manifest."""
+    model = {"modelName": name, "handler": "h.py", "modelVersion": version}
+    with zipfile.ZipFile(file, "w") as zipped:
+        zipped.writestr("h.py", handler)
+        if config:
+            model["configFile"] = "c.yaml"
+            zipped.writestr("c.yaml", config)
+        if name:
+            manifest = {"runtime": "python", "model": model}
+            zipped.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
+
+
+@pytest.fixture(scope="module")
+def remote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Serve a folder of archives over HTTP."""
+    folder = tmp_path_factory.mktemp("remote")
+    write_mar(folder / "remote.mar", name="remote")
+    write_mar(folder / "broken_remote.mar", BROKEN, "broken_remote")
+    (folder / "page.mar").write_text("<html></html>")
+    handler = partial(QuietHandler, directory=str(folder))
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+class QuietHandler(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, remote: str) -> Iterator[Home]:
+    home = Home(tmp_path_factory.mktemp("home"))
+    write_mar(home.store / "echo.mar")
+    write_mar(home.store / "two.mar", version="2.0")
+    write_mar(home.store / "bad.mar", BROKEN, "bad")
+    write_mar(home.store / "nameless.mar", name=None)
+    write_mar(home.store / "seq.mar", name="seq", config="sequenceBatching: true\n")
+    write_mar(home.store / "conf.mar", name="conf", config="minWorkers: 1\nmaxWorkers: 3\n")
+    (home.store / "garbage.mar").write_bytes(b"no archive")
+    home.start(
+        "--models",
+        "echo.mar,absent.mar",
+        properties={
+            "enable_model_api": "true",
+            "allowed_urls": f"{remote}/.*",
+            "cors_allowed_origin": "https://app.example",
+            "ts_open_inference_protocol": "oip",
+            "max_request_size": "5000",
+            "default_workers_per_model": "1",
+        },
+    )
+    home.wait_for_workers("echo")
+    yield home
+    home.stop()
+
+
+@pytest.fixture(scope="module")
+def client(home: Home) -> Iterator[httpx.Client]:
+    with home.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def management(home: Home) -> Iterator[httpx.Client]:
+    with home.client("management") as client:
+        yield client
+
+
+def error(answer: httpx.Response) -> tuple[int, str, str]:
+    """Check the form of an error; return status, type and message."""
+    content = answer.json()
+    assert list(content) == ["code", "type", "message"]
+    assert content["code"] == answer.status_code
+    assert answer.text == json.dumps(content, indent=2) + "\n"
+    assert answer.headers["connection"] == "close"
+    assert answer.headers["content-type"] == "application/json"
+    return answer.status_code, content["type"], content["message"]
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"/"
+            for path in folder.rglob("*")}  # fmt: skip
+
+
+# -- inference ---------------------------------------------------------------------------------
+
+PLAIN = {"explain": "False", "url_path": ""}
+
+
+@pytest.mark.parametrize("method", ["POST", "GET", "PUT", "DELETE", "PATCH"])
+@pytest.mark.parametrize(
+    ("path", "row", "said"),
+    [
+        ("/predictions/echo", {"body": "x"}, PLAIN),
+        ("/predictions/echo/", {"body": "x"}, PLAIN),
+        ("/predictions/%65cho/1.0", {"body": "x"}, PLAIN),
+        ("/predictions/echo/1.0/a/b?c=1", {"body": "x"}, {**PLAIN, "url_path": "a/b"}),
+        ("/explanations/echo", {"body": "x"}, {**PLAIN, "explain": "True"}),
+        ("/v1/models/echo:predict", {"body": "x"}, {"explain": "False"}),
+        ("/v1/models/echo:explain", {"body": "x"}, {"explain": "True"}),
+        ("/v2/models/echo/infer?c=1", {"body": "x"}, {"explain": "False"}),
+        ("/v2/models/echo/explain", {"body": "x"}, {"explain": "True"}),
+        ("/v2/models/echo/versions/1.0/infer", {"body": "x"}, {"explain": "False"}),
+        ("/invocations?model_name=echo&b=2", {"model_name": "echo", "b": "2", "body": "x"}, {}),
+        ("/invocations", {"body": "x"}, {}),
+        ("/models/echo/invoke?b=2", {"b": "2", "body": "x"}, {}),
+        ("/echo/predict?b=2", {"b": "2", "body": "x"}, {}),
+        ("/echo/1.0/predict", {"body": "x"}, {}),
+    ],
+)
+def test_every_route_predicts_in_every_method(
+    client: httpx.Client, method: str, path: str, row: dict[str, str], said: dict[str, str]
+) -> None:
+    answer = client.request(method, path, content=b"x")
+    assert answer.status_code == 200, answer.text
+    assert answer.json() == {"row": row, "said": said, "name": "echo"}
+    assert {name: answer.headers[name] for name in HEADERS} == HEADERS
+    assert answer.headers["access-control-allow-origin"] == "https://app.example"
+    assert len(answer.headers["x-request-id"]) == 36
+    assert not {"server", "date"} & set(answer.headers)
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {"data": {"model_name": "echo", "a": "1"}},
+        {"files": {"model_name": (None, "echo"), "a": b"1"}},
+    ],
+    ids=["urlencoded", "multipart"],
+)
+def test_a_form_may_name_the_model(client: httpx.Client, form: dict[str, Any]) -> None:
+    row = client.post("/invocations", **form).json()["row"]
+    assert (row["model_name"], row["a"]) == ("echo", "1")
+    form = {key: {**value, "model_name": (None, "cat")} if key == "files" else
+            {**value, "model_name": "cat"} for key, value in form.items()}  # fmt: skip
+    assert error(client.post("/invocations", **form))[2] == "Model not found: cat"
+
+
+NO_ROUTE = (
+    404,
+    "ResourceNotFoundException",
+    "Requested resource is not found, please refer to API document.",
+)
+NO_METHOD = (
+    405,
+    "MethodNotAllowedException",
+    "Requested method is not allowed, please refer to API document.",
+)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("GET", "/nowhere", NO_ROUTE),
+        ("GET", "/", NO_METHOD),
+        ("POST", "/predictions", NO_ROUTE),
+        ("POST", "/predictions/", NO_ROUTE),
+        ("GET", "/models", NO_ROUTE),
+        ("GET", "/metrics", NO_ROUTE),
+        ("POST", "/models/echo/1.0/invoke", NO_ROUTE),
+        ("POST", "/v1/models/echo:other", NO_ROUTE),
+        ("POST", "/predictions/cat", (404, "ModelNotFoundException", "Model not found: cat")),
+        ("POST", "/cat/predict", (404, "ModelNotFoundException", "Model not found: cat")),
+        (
+            "POST",
+            "/predictions/echo/9",
+            (
+                404,
+                "ModelVersionNotFoundException",
+                "Model version: 9 does not exist for model: echo",
+            ),
+        ),
+        ("POST", "/wfpredict/w", (404, "WorkflowNotFoundException", "Workflow not found: w")),
+        ("OPTIONS", "/predictions/cat", (404, "ModelNotFoundException", "Model not found: cat")),
+    ],
+)
+def test_what_is_not_there_is_said_in_torchserves_words(
+    client: httpx.Client, method: str, path: str, expected: tuple[int, str, str]
+) -> None:
+    assert error(client.request(method, path)) == expected
+
+
+@pytest.mark.parametrize("api", ["inference", "management"])
+def test_a_body_over_the_limit_is_413_and_says_nothing(home: Home, api: str) -> None:
+    path = {"inference": "/predictions/echo", "management": "/models?url=echo.mar"}[api]
+    with home.client(api) as client:
+        answer = client.post(path, content=b"0" * 6000)
+    assert (answer.status_code, answer.content) == (413, b"")
+
+
+def test_probes_and_the_open_inference_protocol(client: httpx.Client) -> None:
+    assert client.get("/ping/?x=1").json() == {"status": "Healthy"}
+    assert client.get("/health/live").json() == {"live": True}
+    assert client.get("/health/ready").json() == {"ready": True}
+    assert client.get("/v2/health/live").json() == {"live": True}
+    assert client.get("/v2/health/ready").json() == {"ready": True}
+    about = client.get("/v2").json()
+    assert (about["name"], about["extensions"]) == ("Torchserve", ["kserve", "kubeflow"])
+    described = {"name": "echo", "versions": ["1.0"], "platform": "pytorch"}
+    described |= {"inputs": [], "outputs": []}
+    for path in ("/v2/models/echo", "/v2/models/echo/versions/1.0"):
+        assert client.get(path).json() == described
+        assert client.get(f"{path}/ready").json() == {"name": "echo", "ready": True}
+    assert error(client.get("/v2/models/cat"))[0] == 404
+
+
+def test_a_client_may_choose_a_uuid_as_its_request_id(client: httpx.Client) -> None:
+    id = "123E4567-e89b-12d3-a456-426614174000"
+    for given, same in ((id, True), ("abc", False), (id + "0", False)):
+        answer = client.post("/predictions/echo", headers={"x-request-id": given})
+        assert (answer.headers["x-request-id"] == given) is same
+
+
+@pytest.mark.parametrize(
+    ("api", "path", "title", "shown"),
+    [
+        ("inference", "/", "TorchServe APIs", "/predictions/{model_name}"),
+        ("management", "/", "TorchServe APIs", "/models/{model_name}/{model_version}/set-default"),
+        ("inference", "/predictions/echo", "RESTful API for: echo", "/prediction/echo"),
+        ("management", "/models/echo", "RESTful Management API for: echo", "/models/echo"),
+    ],
+)
+def test_options_describes(home: Home, api: str, path: str, title: str, shown: str) -> None:
+    with home.client(api) as client:
+        document = client.options(path).json()
+        assert (document["openapi"], document["info"]["title"]) == ("3.0.1", title)
+        assert shown in document["paths"]
+        if path == "/":
+            assert client.get("/api-description").json() == document
+
+
+# -- management --------------------------------------------------------------------------------
+
+
+def status(answer: httpx.Response) -> tuple[int, str]:
+    assert list(answer.json()) == ["status"]
+    return answer.status_code, answer.json()["status"]
+
+
+def test_the_life_of_a_model(home: Home, client: httpx.Client, management: httpx.Client) -> None:
+    given = {"url": "echo.mar", "model_name": "a b", "initial_workers": 0, "batch_size": 4}
+    assert status(management.post("/models", json=given)) == (
+        200,
+        'Model "a b" Version: 1.0 registered with 0 initial workers. Use scale workers API to add '
+        "workers for the model.",
+    )
+    refusal = error(client.post("/predictions/a b/1.0"))
+    assert refusal[:2] == (503, "ServiceUnavailableException")
+    assert refusal[2].startswith('Model "a b" Version 1.0 has no worker to serve inference request')
+    asked = management.get("/models/a b?customized=true")
+    assert error(asked) == (
+        503,
+        "ServiceUnavailableException",
+        'Model "a b" has no worker to serve describe request. Please use scale workers API to add '
+        "workers.",
+    )
+    assert management.get("/v1/models/a b").json() == {"name": "a b", "ready": False}
+    again = {"url": "echo.mar", "model_name": "a b"}
+    assert error(management.post("/models", params=again)) == (
+        409,
+        "ConflictStatusException",
+        "Model version 1.0 is already registered for model a b",
+    )
+    started = management.put("/models/a b?min_worker=1")
+    assert status(started) == (202, "Processing worker updates...")
+    home.wait_for_workers("a b")
+    (described,) = management.get("/models/a b?customized=true").json()
+    assert described["customizedMetadata"] == {"a": 1}
+    assert (described["minWorkers"], described["maxWorkers"], described["batchSize"]) == (1, 1, 4)
+    assert management.get("/v1/models/a b").json() == {"name": "a b", "ready": True}
+
+    second: dict[str, Any] = {"url": "two.mar", "model_name": "a b", "initial_workers": 0}
+    assert management.post("/models", params=second).status_code == 200
+    assert error(management.delete("/models/a b")) == (
+        403,
+        "InvalidModelVersionException",
+        "Cannot remove default version for model a b",
+    )
+    assert error(management.put("/models/a b/7/set-default")) == (
+        404,
+        "ModelVersionNotFoundException",
+        "Model version 7 does not exist for model a b",
+    )
+    assert status(management.put("/models/a b/2.0/set-default")) == (
+        200,
+        'Default version successfully updated for model "a b" to "2.0"',
+    )
+    assert status(management.delete("/models/a b/1.0")) == (200, 'Model "a b" unregistered')
+    assert status(management.delete("/models/a b")) == (200, 'Model "a b" unregistered')
+    assert error(management.delete("/models/a b"))[2] == "Model not found: a b"
+
+
+def test_workers_between_least_and_most_are_left_alone(
+    home: Home, management: httpx.Client
+) -> None:
+    """Neither minWorkers nor maxWorkers is the number of workers; scaling acts on what exceeds."""
+    assert status(management.post("/models?url=conf.mar"))[1].endswith("with 1 initial workers")
+    (described,) = management.get("/models/conf").json()
+    assert (described["minWorkers"], described["maxWorkers"]) == (1, 3)
+    (worker,) = described["workers"]
+    scaled = management.put("/models/conf?min_worker=0&max_worker=2&synchronous=true")
+    assert status(scaled) == (200, "Workers scaled to 0 for model: conf")
+    (described,) = management.get("/models/conf").json()
+    assert (described["minWorkers"], described["maxWorkers"]) == (0, 2)
+    assert described["workers"][0]["pid"] == worker["pid"]
+    scaled = management.put("/models/conf?min_worker=0&max_worker=0&synchronous=true")
+    assert scaled.status_code == 200
+    assert management.get("/models/conf").json()[0]["workers"] == []
+    assert management.delete("/models/conf").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ("", (400, "BadRequestException", "Parameter url is required.")),
+        ("url=", (404, "ModelNotFoundException", "empty url")),
+        ("url=ftp://x/echo.mar", None),
+        ("url=/etc/passwd", None),
+        ("url=..", (404, "ModelNotFoundException", "Relative path is not allowed in url: ..")),
+        ("url=a/../echo.mar", None),
+        ("url=%252e%252e", None),
+        ("url=C:\\echo2", None),
+        ("url=x%00", None),
+        ("url=" + "x" * 3000, None),
+        ("url=.hidden", None),
+        ("url=garbage.mar&model_name=g", (400, "InvalidModelException", None)),
+        ("url=nameless.mar", (400, "InvalidModelException", "Model name is not defined.")),
+        ("url=echo.mar&model_name=a/b", (400, "InvalidModelException", None)),
+        ("url=echo.mar&model_name=..", (400, "InvalidModelException", None)),
+        ("url=echo.mar&model_name=a%00", (400, "InvalidModelException", None)),
+        ("url=echo.mar&runtime=X", (400, "BadRequestException", "Invalid RuntimeType value: X")),
+        ("url=echo.mar&runtime=LSP", (400, "BadRequestException", None)),
+        ("url=echo.mar&initial_workers=99999", (400, "BadRequestException", None)),
+        ("url=seq.mar", (400, "BadRequestException", None)),
+        ("url=echo.mar&s3_sse_kms=true", (400, "BadRequestException", None)),
+    ],
+)
+def test_a_registration_that_is_refused_changes_nothing(
+    home: Home, management: httpx.Client, query: str, expected: tuple[int, str, str] | None
+) -> None:
+    store, models = tree(home.store), management.get("/models").json()
+    code, kind, message = error(management.post(f"/models?{query}"))
+    wanted = expected or (404, "ModelNotFoundException", None)
+    assert (code, kind) == wanted[:2]
+    assert wanted[2] in (None, message)
+    assert str(home.folder) not in message
+    assert tree(home.store) == store
+    assert management.get("/models").json() == models
+
+
+@pytest.mark.parametrize("url", ["bad.mar", "broken_remote.mar"])
+def test_a_model_that_cannot_load_is_removed_again(
+    home: Home, management: httpx.Client, remote: str, url: str
+) -> None:
+    store = tree(home.store)
+    location = url if url == "bad.mar" else f"{remote}/{url}"
+    answer = management.post("/models", params={"url": location, "initial_workers": 1})
+    name = url.removesuffix(".mar")
+    assert error(answer) == (
+        500,
+        "InternalServerException",
+        f"Failed to start workers for model {name} version: 1.0",
+    )
+    assert "ValueError: no such weights (h.py:1)" in answer.headers["x-modelyard-reason"]
+    assert management.get(f"/models/{name}").status_code == 404
+    assert tree(home.store) == store
+
+
+def test_a_model_that_loads_in_the_background_is_tried_again_and_can_go(
+    management: httpx.Client,
+) -> None:
+    begun = management.post("/models?url=bad.mar&initial_workers=1&synchronous=false")
+    assert status(begun) == (202, "Processing worker updates...")
+    (described,) = management.get("/models/bad").json()
+    assert [worker["status"] for worker in described["workers"]] == ["UNLOADING"]
+    assert status(management.delete("/models/bad")) == (200, 'Model "bad" unregistered')
+
+
+def test_an_archive_is_fetched_and_goes_with_its_model(
+    home: Home, management: httpx.Client, remote: str
+) -> None:
+    url = f"{remote}/remote.mar"
+    given: dict[str, Any] = {"url": url, "initial_workers": 0}
+    assert management.post("/models", params=given).status_code == 200
+    assert management.get("/models/remote").json()[0]["modelUrl"] == url
+    assert (home.store / "remote.mar").is_file()
+    assert error(management.post("/models", params=given)) == (
+        500,
+        "InternalServerException",
+        "Model file already exists remote.mar",
+    )
+    assert management.delete("/models/remote").status_code == 200
+    assert not (home.store / "remote.mar").exists()
+    missing = f"{remote}/missing.mar"
+    assert error(management.post("/models", params={"url": missing})) == (
+        400,
+        "DownloadArchiveException",
+        f"Failed to download archive from: {missing}",
+    )
+    other = "http://example.com/x.mar"
+    assert error(management.post("/models", params={"url": other})) == (
+        404,
+        "ModelNotFoundException",
+        f"Given URL {other} does not match any allowed URL(s)",
+    )
+    page = management.post("/models", params={"url": f"{remote}/page.mar"})
+    assert error(page)[:2] == (400, "InvalidModelException")
+    assert not (home.store / "page.mar").exists()
+
+
+@pytest.mark.parametrize(
+    ("query", "answered", "token"),
+    [
+        ("", 3, None),
+        ("?limit=2", 2, "2"),
+        ("?limit=3", 3, "3"),
+        ("?limit=0", 0, "0"),
+        ("?limit=-5", 3, None),
+        ("?limit=many&next_page_token=x", 3, None),
+        ("?next_page_token=2", 1, None),
+        ("?next_page_token=-1", 3, None),
+        ("?next_page_token=9", 0, None),
+    ],
+)
+def test_models_are_listed_page_by_page(
+    management: httpx.Client, query: str, answered: int, token: str | None
+) -> None:
+    for name in ("b", "c"):
+        given: dict[str, Any] = {"url": "echo.mar", "model_name": name, "initial_workers": 0}
+        assert management.post("/models", params=given).status_code in (200, 409)
+    listed = management.get(f"/models{query}").json()
+    assert (len(listed["models"]), listed.get("nextPageToken")) == (answered, token)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "expected"),
+    [
+        ("PATCH", "/models", NO_METHOD),
+        ("POST", "/models/echo", NO_METHOD),
+        ("POST", "/v1/models/echo", NO_METHOD),
+        ("GET", "/models/echo/1.0/set-default", NO_METHOD),
+        ("GET", "/models/echo/1.0/other", NO_ROUTE),
+        ("GET", "/nothing", NO_ROUTE),
+        ("GET", "/ping", NO_ROUTE),
+        ("GET", "/token?type=inference", NO_ROUTE),
+        ("POST", "/workflows", (400, "BadRequestException",
+                                "Registering new workflows is disabled.")),
+        ("PUT", "/models/echo?max_worker=0", (400, "BadRequestException",
+                                              "max_worker cannot be less than min_worker.")),
+    ],
+)  # fmt: skip
+def test_what_management_does_not_do(
+    management: httpx.Client, method: str, path: str, expected: tuple[int, str, str]
+) -> None:
+    assert error(management.request(method, path)) == expected
+
+
+def test_a_model_that_fails_at_the_start_is_logged_and_the_server_goes_on(home: Home) -> None:
+    assert "Failed to load model: absent.mar" in home.output.read_text(encoding="utf-8")
+
+
+def test_many_operators_at_once_get_only_answers_that_are_documented(home: Home) -> None:
+    path = "/models/crowd"
+    changes = [
+        ("POST", "/models?url=echo.mar&model_name=crowd&initial_workers=0", (200, 409)),
+        ("POST", "/models?url=two.mar&model_name=crowd&initial_workers=0", (200, 409)),
+        ("DELETE", path, (200, 403, 404)),
+        ("DELETE", f"{path}/2.0", (200, 403, 404)),
+        ("PUT", f"{path}?min_worker=0&synchronous=true", (200, 404)),
+        ("PUT", f"{path}/2.0/set-default", (200, 404)),
+        ("GET", f"{path}/all", (200, 404)),
+    ]
+
+    def operate(seed: int) -> None:
+        dice = random.Random(seed)
+        with home.client("management") as client:
+            for method, place, documented in dice.choices(changes, k=40):
+                answer = client.request(method, place)
+                assert answer.status_code in documented, (method, place, answer.text)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(operate, range(8)))
+    with home.client("management") as client:
+        client.put(f"{path}/2.0/set-default")
+        client.delete(f"{path}/1.0")
+        client.delete(path)
+        assert client.get(path).status_code == 404

@@ -1,0 +1,144 @@
+"""TorchServe's log files, written beside the work."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from serve.torchserve import logs
+from serve.torchserve.logs import Logs, WorkerOutput, log_access
+
+TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3}"
+
+
+@pytest.fixture
+def written(tmp_path: Path) -> Iterator[Logs]:
+    """Log as the server does, and put back what this process had."""
+    root = logging.getLogger()
+    handlers, level, raises = root.handlers, root.level, logging.raiseExceptions
+    opened = Logs(tmp_path / "logs", tmp_path / "metrics")
+    opened.start()
+    yield opened
+    opened.close()
+    root.handlers, logging.raiseExceptions = handlers, raises
+    root.setLevel(level)
+
+
+def lines(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines()
+
+
+def test_each_logger_has_its_file_and_form(
+    written: Logs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    logging.getLogger("serve.any").warning("first\nsecond")
+    log_access(("127.0.0.1", 51998), "GET", "/ping?x=1", 200, 0.0021)
+    log_access(None, "GET", "/ping", 500, 0)
+    logging.getLogger("TS_METRICS").info("CPUUtilization.Percent:1.0")
+    logging.getLogger("MODEL_METRICS").info("HandlerTime.ms:1.0")
+    written.close()
+    name = "MainThread"
+    own = lines(tmp_path / "logs" / "ts_log.log")
+    assert re.fullmatch(rf"{TIME} \[WARN \] {name} serve.any - first", own[0])
+    assert own[1:] == ["second"]
+    access = lines(tmp_path / "logs" / "access_log.log")
+    assert re.fullmatch(rf'{TIME} - /127.0.0.1:51998 "GET /ping\?x=1 HTTP/1.1" 200 2', access[0])
+    assert access[1].endswith(' - /unix "GET /ping HTTP/1.1" 500 0')
+    metrics = tmp_path / "metrics"
+    assert lines(metrics / "ts_metrics.log")[0].endswith(" - CPUUtilization.Percent:1.0")
+    assert lines(metrics / "model_metrics.log")[0].endswith(" - HandlerTime.ms:1.0")
+    console = capfd.readouterr().out.splitlines()
+    assert len(console) == 6
+    assert re.fullmatch(rf"{TIME} \[INFO \] {name} ACCESS_LOG - /127.0.0.1:51998 .*", console[2])
+
+
+def print_and_end(code: str) -> tuple[str, str]:
+    """Run Python as a worker; return the last lines of both its outputs."""
+
+    async def follow() -> tuple[str, str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert process.stdout is not None and process.stderr is not None
+        out = WorkerOutput(process.stdout, "W-9000-m_1.0-stdout", logging.INFO)
+        err = WorkerOutput(process.stderr, "W-9000-m_1.0-stderr", logging.WARNING)
+        await asyncio.to_thread(process.wait)
+        out.finish()
+        err.finish()
+        return out.last_line, err.last_line
+
+    return asyncio.run(follow())
+
+
+def test_what_a_worker_prints_is_logged_line_by_line(written: Logs, tmp_path: Path) -> None:
+    code = (
+        "import os; w = os.write; w(1, b'one\\ntwo\\n\\xff\\n'); w(2, b'bad\\n'); w(1, b'no end')"
+    )
+    assert print_and_end(code) == ("no end", "bad")
+    written.close()
+    logged = lines(tmp_path / "logs" / "model_log.log")
+    assert all(re.match(rf"{TIME} \[(INFO |WARN )\] W-9000-m_1.0-std", line) for line in logged)
+    of = {
+        kind: [line.partition(" MODEL_LOG - ")[2] for line in logged if f"-{kind} " in line]
+        for kind in ("stdout", "stderr")
+    }
+    assert of == {"stdout": ["one", "two", "\ufffd", "no end"], "stderr": ["bad"]}
+
+
+def test_a_line_without_end_is_logged_in_pieces(written: Logs, tmp_path: Path) -> None:
+    last, _ = print_and_end("print('x' * 100_000, end='')")
+    written.close()
+    logged = lines(tmp_path / "logs" / "model_log.log")
+    assert sum(line.count("x") for line in logged) == 100_000
+    assert 0 < len(last) <= 2 * logs.CHUNK_BYTES
+
+
+def test_a_file_is_put_aside_when_it_is_full_and_on_another_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "FILE_BYTES", 200)
+    file = tmp_path / "ts_log.log"
+    file.write_text("of yesterday\n")
+    yesterday = time.time() - 86_400
+    os.utime(file, (yesterday, yesterday))
+    handler = logs._file(file, logs.BARE)
+    for number in range(40):
+        handler.handle(logging.makeLogRecord({"msg": f"line {number}"}))
+    handler.close()
+    kept = sorted(other.name for other in tmp_path.iterdir())
+    assert kept == ["ts_log.log", *(f"ts_log.log.{n}" for n in range(1, logs.FILES_KEPT + 1))]
+    assert all(other.stat().st_size < 250 for other in tmp_path.iterdir())
+    assert lines(file)[-1].endswith("line 39")
+
+
+def test_the_first_line_of_a_day_starts_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "ts_log.log"
+    file.write_text("of yesterday\n")
+    yesterday = time.time() - 86_400
+    os.utime(file, (yesterday, yesterday))
+    handler = logs._file(file, logs.BARE)
+    handler.handle(logging.makeLogRecord({"msg": "of today"}))
+    handler.close()
+    assert lines(tmp_path / "ts_log.log.1") == ["of yesterday"]
+    assert len(lines(file)) == 1
+
+
+def test_lines_that_come_too_fast_are_counted(
+    written: Logs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs, "MOST_WAITING", 0)
+    logging.getLogger("serve.any").info("lost")
+    monkeypatch.undo()
+    logging.getLogger("serve.any").info("kept")
+    written.close()
+    text = (tmp_path / "logs" / "ts_log.log").read_text()
+    assert "kept" in text and " lost\n" not in text
