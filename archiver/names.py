@@ -18,6 +18,8 @@ BUILTIN_HANDLERS = (
     "image_classifier",
     "image_segmenter",
     "object_detector",
+    "tabular",
+    "text",
     "text_classifier",
 )
 

@@ -9,11 +9,23 @@ from handlers.errors import (
     LoadError,
     NoGradients,
     PredictionException,
+    TwinDiffers,
 )
 from handlers.image_classifier import ImageClassifier
+from handlers.tabular_handler import TabularHandler
+from handlers.text_handler import TextHandler
 from handlers.vision_handler import VisionHandler
 
+BUILT_IN: dict[str, type[BaseHandler]] = {
+    "base_handler": BaseHandler,
+    "image_classifier": ImageClassifier,
+    "tabular": TabularHandler,
+    "text": TextHandler,
+}
+"""The handlers that archives may name without bringing them."""
+
 __all__ = [
+    "BUILT_IN",
     "BadInput",
     "BaseHandler",
     "Context",
@@ -23,5 +35,8 @@ __all__ = [
     "LoadError",
     "NoGradients",
     "PredictionException",
+    "TabularHandler",
+    "TextHandler",
+    "TwinDiffers",
     "VisionHandler",
 ]

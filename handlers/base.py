@@ -9,17 +9,21 @@ The smallest complete handler of an archive changes one step and inherits the ot
             return [2 * row for row in super().postprocess(outputs)]
 """
 
+import hashlib
+import inspect
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from handlers.attribution import ExplainOptions, parse_options
+from handlers import heatmap
+from handlers.attribution import Tensors
 from handlers.backends import (
     Artifact,
     DynamicDim,
@@ -31,7 +35,8 @@ from handlers.backends import (
 from handlers.bodies import body_of, parse_json, read_numbers, stack
 from handlers.context import Context
 from handlers.errors import BadInput, LoadError, NoGradients
-from handlers.explanation import Explanation, explain_batch
+from handlers.explain_options import ExplainOptions, Row, gather_options, parse_options
+from handlers.explanation import Agreement, Explanation, Subject, explain_batch
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +57,16 @@ class BaseHandler:
         inputs: what the model takes; the first dimension is the batch.
         mapping: output index as str → label, None where the archive has no index_to_name.json.
         device: where the model computes.
+        agreement: how far `model` and `explainer` may be apart, where both have a certificate.
+        digest: SHA-256 of the archive's manifest, which lists the digests of all other files.
     """
+
+    formats: ClassVar[tuple[str, ...]] = ("json",)
+    """What explanations can be answered in; the first where the request has no wish."""
+    default_baseline: ClassVar[str] = "zero"
+    default_aggregate: ClassVar[str] = "none"
+    embedded: int | None = None
+    """Place among the inputs of the token ids, for models that embed them."""
 
     def __init__(self) -> None:
         self.initialized = False
@@ -68,6 +82,9 @@ class BaseHandler:
         self.inputs: tuple[InputSpec, ...] = ()
         self.output_names: tuple[str, ...] = ()
         self.mapping: dict[str, str] | None = None
+        self.agreement: Agreement | None = None
+        self.digest: str | None = None
+        self._module: Artifact | None = None
 
     def initialize(self, context: Context) -> None:
         """Load what the archive holds; a worker calls it once, before any request.
@@ -84,10 +101,17 @@ class BaseHandler:
         artifact = _serialized_file(self.manifest)
         self.model_pt_path = str(folder / artifact)
         ours = self.manifest.get("modelyard") or {}
-        self.model = _open(folder, artifact, ours.get("report"), self.device)
-        self.explainer = self._open_explainer(folder, artifact, ours.get("explain"))
+        self.model = served = _open(folder, artifact, ours.get("report"), self.device)
+        explain = ours.get("explain") or {}
+        self.explainer = self._open_explainer(folder, artifact, explain)
+        if self.explainer is not self.model:
+            reports = [
+                folder / name for name in (ours.get("report"), explain.get("report")) if name
+            ]
+            self.agreement = _read_agreement(reports)
+        self.digest = _digest(folder / "MAR-INF" / "MANIFEST.json")
         self.signature = ours.get("signature")
-        self.inputs, self.output_names = _read_signature(self.signature, self.model)
+        self.inputs, self.output_names = _read_signature(self.signature, served)
         self._check_batch_size(context.system_properties["batch_size"])
         self.mapping = load_label_mapping(folder / "index_to_name.json")
         self.initialized = True
@@ -131,40 +155,82 @@ class BaseHandler:
     def explain(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
         """Answer a batch of explanations: which input values led to the output.
 
-        Each request's query parameters and Accept header say what it wants (`ExplainOptions`);
+        Each request's query, JSON part and Accept header say what it wants (`ExplainOptions`);
         requests that want the same share their passes.
 
         Raises:
-            NoGradients: the archive holds nothing that can be differentiated.
+            NoGradients: the archive holds nothing that can be differentiated, as the method asks.
             BadInput: options or a body that cannot be used.
+            TwinDiffers: what would be explained is not what is predicted.
         """
         self.context = context
-        explainer = self._require_explainer()
-        options = [self._each(index, self._read_options, index) for index in range(len(data))]
-        inputs = self.preprocess(data)
-        if not isinstance(inputs, Tensor):
-            raise NoGradients(f"models of {len(inputs)} inputs cannot be explained; only of one")
-        explanations = explain_batch(
-            explainer,
-            inputs.to(explainer.device),
-            options,
-            label=self.label,
-            baseline=self.baseline,
-        )
+        read = [self._each(index, self._read_options, index, row) for index, row in enumerate(data)]
+        inputs = self.preprocess([row for _, row in read])
+        tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
+        explanations = explain_batch(self.subject(), tensors, [options for options, _ in read])
         return [
-            self._present(index, *pair)
-            for index, pair in enumerate(zip(inputs, explanations, strict=True))
+            self._present(index, tuple(tensor[index] for tensor in tensors), found)
+            for index, found in enumerate(explanations)
         ]
 
-    def baseline(self, name: str, inputs: Tensor) -> Tensor:
-        """Give the input (1, *S) that stands for "no information", for inputs (N, *S)."""
+    def subject(self) -> Subject:
+        """Give what explanations need to know of the model version."""
+        served = self._served()
+        twin = served if self.explainer is None and served.is_differentiable else self.explainer
+        return Subject(
+            served,
+            twin,
+            self.agreement,
+            self.label,
+            self.baselines,
+            self.window,
+            self.default_baseline,
+            self.embedded,
+            getattr(self.context, "check_cancelled", _go_on),
+        )
+
+    def baselines(self, name: str, inputs: Tensors, seed: int) -> Tensors:
+        """Give what stands for "no information", for one request's inputs (1, …): (B, …) each.
+
+        `file:NAME` names a file of the archive: JSON with a list of request bodies, or one body
+        of another type, or a folder of such files. Every other name is given to `baseline`.
+        """
+        if name.startswith("file:"):
+            return self._read_baselines(name.removeprefix("file:"))
+        return tuple(
+            self.baseline(name, each, seed) if each.is_floating_point() else each for each in inputs
+        )
+
+    def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
+        """Give the input (1, *S) that stands for "no information", for one request's (1, *S)."""
         if name != "zero":
-            raise BadInput(f'baseline is "{name}"; expected zero: this model takes no images')
-        return torch.zeros_like(inputs[:1])
+            raise BadInput(f'baseline is "{name}"; expected zero or file:NAME for this model')
+        return torch.zeros_like(inputs)
+
+    def window(self, sizes: torch.Size, side: int | None) -> tuple[int, ...]:
+        """Give the shape of what methods without gradients replace at once, for rows of a shape.
+
+        Args:
+            sizes: of a row.
+            side: as asked for; one value without it.
+        """
+        return (*[1] * (len(sizes) - 1), side or 1) if sizes else ()
+
+    def aggregate(self, attributions: Tensor) -> Tensor:
+        """Sum attributions (*S) over what belongs together."""
+        raise BadInput("aggregate is sum; expected none: this model's inputs have no channels")
+
+    def describe(self, index: int, explanation: Explanation) -> dict[str, Any]:
+        """Give further fields of request `index`'s answer; attributions are aggregated."""
+        return {}
 
     def heat_map(self, inputs: Tensor, explanation: Explanation) -> bytes:
         """Draw an explanation's attributions over its input (*S), as a PNG file."""
         raise BadInput("format is png; expected json: this model takes no images to draw over")
+
+    def page(self, index: int, explanations: Sequence[Explanation]) -> bytes:
+        """Draw explanations of request `index` as an HTML page."""
+        raise BadInput("format is html; expected json: this model takes no text")
 
     def label(self, index: int) -> str:
         """Give the name of an output index: its label, else the index itself."""
@@ -174,12 +240,12 @@ class BaseHandler:
     # --- initialize -----------------------------------------------------------------------------
 
     def _open_explainer(
-        self, folder: Path, artifact: str, explain: Mapping[str, Any] | None
+        self, folder: Path, artifact: str, explain: Mapping[str, Any]
     ) -> Artifact | None:
-        twin = (explain or {}).get("artifact", artifact)
+        twin = explain.get("artifact", artifact)
         if twin == artifact:
             return self.model if self.model.is_differentiable else None
-        return _open(folder, twin, (explain or {}).get("report"), self.device)
+        return _open(folder, twin, explain.get("report"), self.device)
 
     def _check_batch_size(self, batch_size: int) -> None:
         for spec in self.inputs:
@@ -216,27 +282,69 @@ class BaseHandler:
 
     # --- explain --------------------------------------------------------------------------------
 
-    def _require_explainer(self) -> Artifact:
-        if self.explainer is None or not self.explainer.is_differentiable:
+    def _served(self) -> Artifact:
+        """Give the model as an artifact, also where an author put a module of their own there."""
+        if isinstance(self.model, Artifact):
+            return self.model
+        if self._module is not None and self._module.module is self.model:
+            return self._module
+        if not isinstance(self.model, nn.Module):
             raise NoGradients(
-                "this archive holds no differentiable twin of its artifact; build it again with "
-                "`modelyard archive … --explain-with FILE.pt2`, exported from the same checkpoint"
+                f"the handler's model is a {type(self.model).__name__}; only artifacts and torch "
+                "modules can be explained"
             )
-        return self.explainer
+        parameters = inspect.signature(self.model.forward).parameters.values()
+        inputs = self.inputs or tuple(
+            InputSpec(each.name) for each in parameters if each.default is each.empty
+        )
+        self._module = Artifact("eager", self.model, inputs, self.device, self.model)
+        return self._module
 
-    def _read_options(self, index: int) -> ExplainOptions:
+    def _read_options(self, index: int, row: Row) -> tuple[ExplainOptions, Row]:
+        given, rest = gather_options(self.context.query[index], row)
         accept = self.context.get_request_header(index, "accept")
-        return parse_options(self.context.query[index], accept)
+        return parse_options(given, accept, self.formats), rest
 
-    def _present(self, index: int, inputs: Tensor, explanation: Explanation) -> Any:
+    def _read_baselines(self, name: str) -> Tensors:
+        folder = Path(self.context.system_properties["model_dir"]).resolve()
+        place = (folder / name).resolve()
+        if not place.is_relative_to(folder) or not place.exists() or place == folder:
+            raise BadInput(f'baseline is "file:{name}", which the archive does not hold')
+        files = sorted(each for each in place.rglob("*") if each.is_file()) or [place]
+        rows: list[Any] = []
+        for file in files:
+            content = bytearray(file.read_bytes())
+            rows += parse_json(content) if file.suffix == ".json" else [content]
+        try:
+            inputs = self.preprocess([{"body": row} for row in rows])
+        except BadInput as error:
+            raise BadInput(f'baseline "file:{name}" cannot be used: {error}') from error
+        return (inputs,) if isinstance(inputs, Tensor) else inputs
+
+    def _present(self, index: int, inputs: Tensors, explanations: Sequence[Explanation]) -> Any:
         """Write the answer of request `index` in the format that it asked for."""
-        if explanation.options.format == "png":
-            picture = self.heat_map(inputs, explanation)
+        options = explanations[0].options
+        if options.format == "png":
             self.context.set_response_content_type(index, "image/png")
-            return picture
+            return heatmap.stack([self.heat_map(inputs[0], each) for each in explanations])
+        wants_sum = (options.aggregate or self.default_aggregate) == "sum"
+        if wants_sum:
+            explanations = [self._aggregated(each) for each in explanations]
+        if options.format == "html":
+            self.context.set_response_content_type(index, "text/html; charset=utf-8")
+            return self.page(index, explanations)
         version = (self.manifest.get("model") or {}).get("modelVersion", "")
-        answer = {"model": self.context.model_name, "version": str(version)}
-        return answer | explanation.as_json()
+        answer = {
+            "model": self.context.model_name,
+            "version": str(version),
+            "archive_digest": self.digest,
+        }
+        told = [each.as_json() | self.describe(index, each) for each in explanations]
+        return answer | ({"explanations": told} if options.target.startswith("top-") else told[0])
+
+    def _aggregated(self, explanation: Explanation) -> Explanation:
+        summed = tuple(self.aggregate(each) for each in explanation.attributions)
+        return replace(explanation, attributions=summed)
 
 
 def load_label_mapping(path: Path) -> dict[str, str] | None:
@@ -268,6 +376,30 @@ def _serialized_file(manifest: Mapping[str, Any]) -> str:
             "build the archive with `modelyard archive … --artifact FILE`"
         )
     return name
+
+
+def _go_on() -> None:
+    """Stand for a context that cannot say whether the client is still there."""
+
+
+def _digest(manifest: Path) -> str | None:
+    return hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
+
+
+def _read_agreement(reports: Sequence[Path]) -> Agreement | None:
+    """Add up what the two reports allow; None where one of them proves nothing."""
+    try:
+        found = [json.loads(path.read_text(encoding="utf-8")) for path in reports]
+        parities = [report["parity"] for report in found if "parity" in report]
+        if len(parities) < 2:
+            return None
+        tolerance = sum(float(parity["tolerance"]) for parity in parities)
+        return Agreement(
+            tolerance, any("quantize" in report.get("details", {}) for report in found)
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        names = " or ".join(path.name for path in reports)
+        raise LoadError(f"{names} cannot be read ({error!r}); build the archive again") from error
 
 
 def _open(folder: Path, artifact: str, report: str | None, device: torch.device) -> Artifact:

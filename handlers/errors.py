@@ -3,6 +3,7 @@
 HandlerError
 ├── BadInput              the client's request cannot be used          → 400
 ├── NoGradients           the model cannot be explained this way       → 400
+├── TwinDiffers           the artifact and what explains it give different answers
 ├── InputMismatch         tensors that the artifact does not take (also a ValueError)
 ├── LoadError             a worker cannot load this archive
 │   ├── NoEntryPoint      an archive without a usable handler (also a ValueError)
@@ -28,6 +29,10 @@ class BadInput(HandlerError):
 
 class NoGradients(HandlerError):
     """The output does not depend on the input through anything that can be differentiated."""
+
+
+class TwinDiffers(HandlerError):
+    """Artifact and twin differ on an input by more than their reports allow."""
 
 
 class InputMismatch(HandlerError, ValueError):

@@ -51,7 +51,7 @@ def render(
     attributions: np.ndarray,
     *,
     label: str,
-    probability: float,
+    probability: float | None,
     footer: str = "",
 ) -> bytes:
     """Draw the input beside its attributions, with a colour bar that gives their values.
@@ -60,7 +60,7 @@ def render(
         image: mode L or RGB, the picture that was explained.
         attributions: (C, H, W) as the picture's size; channels are summed.
         label: what the attributions speak for (red) or against (blue).
-        probability: of the label, 0 to 1.
+        probability: of the label, 0 to 1; None leaves it out.
         footer: one line below the panels.
 
     Returns:
@@ -80,12 +80,21 @@ def render(
     return canvas.png()
 
 
-def footer(method: str, n_steps: int, relative_delta: float | None) -> str:
-    """Say how an explanation was made and how far it is off, in one line."""
-    parts = [method.replace("_", " "), f"{n_steps} steps"]
-    if relative_delta is not None:
-        parts.append(f"delta {100 * relative_delta:.2g} %")
-    return " · ".join(parts)
+def stack(pictures: Sequence[bytes]) -> bytes:
+    """Put PNG files below one another; one alone stays as it is."""
+    if len(pictures) == 1:
+        return pictures[0]
+    sheets = [Image.open(io.BytesIO(each)) for each in pictures]
+    whole = Image.new(
+        "RGB", (max(each.width for each in sheets), sum(each.height for each in sheets)), "white"
+    )
+    top = 0
+    for sheet in sheets:
+        whole.paste(sheet, (0, top))
+        top += sheet.height
+    file = io.BytesIO()
+    whole.save(file, "PNG")
+    return file.getvalue()
 
 
 class _Canvas:
@@ -107,8 +116,8 @@ class _Canvas:
         )
         self.draw = ImageDraw.Draw(self.sheet)
 
-    def title(self, label: str, probability: float) -> None:
-        tail = f" · p = {probability:.3f}"
+    def title(self, label: str, probability: float | None) -> None:
+        tail = "" if probability is None else f" · p = {probability:.3f}"
         room = self.sheet.width - 2 * _MARGIN - self.heading.getlength(tail)
         text = _shorten(_printable(label), self.heading, room) + tail
         self.draw.text((_MARGIN, _MARGIN - 4), text, fill=_INK, font=self.heading)
@@ -199,6 +208,12 @@ def _colour(values: np.ndarray) -> np.ndarray:
     channels = [np.interp(places, np.arange(len(_COLOURS)), channel) for channel in _COLOURS.T]
     colours: np.ndarray = np.rint(np.stack(channels, axis=-1)).astype(np.uint8)
     return colours
+
+
+def colours_of(share: float) -> tuple[int, int, int]:
+    """Give red, green and blue of a share in [−1, 1]."""
+    red, green, blue = _colour(np.array(share)).tolist()
+    return red, green, blue
 
 
 def _enlarge(image: Image.Image, size: tuple[int, int]) -> Image.Image:

@@ -7,11 +7,11 @@ import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageFilter, UnidentifiedImageError
 from torch import Tensor
 
 from handlers import heatmap
@@ -83,6 +83,8 @@ class VisionHandler(BaseHandler):
     model's input (C, H, W) already.
     """
 
+    formats: ClassVar[tuple[str, ...]] = ("json", "png")
+
     def __init__(self) -> None:
         super().__init__()
         self.settings: Mapping[str, Any] = {}
@@ -116,23 +118,63 @@ class VisionHandler(BaseHandler):
         rows = [self._each(index, self._read_image, row) for index, row in enumerate(data)]
         return stack(self.inputs[0], rows)
 
-    def baseline(self, name: str, inputs: Tensor) -> Tensor:
-        """Give zeros as the model sees them, or the black or white picture after normalising."""
+    def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
+        """Give the picture that stands for "no information", for one request's (1, C, H, W).
+
+        It is made before normalisation: `black`, `white`, the request's `mean` colour, the
+        request's picture under a `blur` of a tenth of its longer side, or `noise` of even colours.
+        `zero` is zeros as the model sees them.
+        """
         if name == "zero":
             return super().baseline(name, inputs)
-        colour = self.table[:, 255 if name == "white" else 0]
-        return torch.from_numpy(colour.copy()).view(1, -1, 1, 1).expand(1, *inputs.shape[1:])
+        height, width = inputs.shape[2:]
+        if name in ("black", "white"):
+            pixels = np.full((height, width, len(self.table)), 255 * (name == "white"), np.uint8)
+        elif name == "noise":
+            noise = np.random.default_rng(seed)
+            pixels = noise.integers(0, 256, (height, width, len(self.table)), dtype=np.uint8)
+        elif name == "mean":
+            return inputs.mean((2, 3), keepdim=True).expand_as(inputs)
+        elif name == "blur":
+            blurred = self.picture(inputs[0]).filter(
+                ImageFilter.GaussianBlur(max(height, width) / 10)
+            )
+            pixels = np.asarray(blurred).reshape(height, width, -1)
+        else:
+            raise BadInput(
+                f'baseline is "{name}"; expected zero, black, white, mean, blur, noise or '
+                "file:NAME for images"
+            )
+        return torch.from_numpy(self._normalise(pixels))[None]
+
+    def window(self, sizes: torch.Size, side: int | None) -> tuple[int, ...]:
+        """Give a square over all channels; an eighth of the longer side where none is asked for."""
+        if len(sizes) != 3:
+            return super().window(sizes, side)
+        side = side or -(-max(sizes[1:]) // 8)
+        return sizes[0], side, side
+
+    def aggregate(self, attributions: Tensor) -> Tensor:
+        """Sum attributions (C, H, W) over the channels."""
+        return attributions.sum(0)
 
     def heat_map(self, inputs: Tensor, explanation: Explanation) -> bytes:
         """Draw attributions (C, H, W) over the picture as the model saw it."""
+        (attributions,) = explanation.attributions
+        if attributions.dim() != 3:
+            raise BadInput(
+                f"format is png; expected json: layer {explanation.options.layer} has the shape "
+                f"{list(attributions.shape)}, which is none of pictures"
+            )
+        if attributions.shape[1:] != inputs.shape[1:]:
+            shares = attributions.sum(0, keepdim=True)[None].float()
+            attributions = torch.nn.functional.interpolate(shares, tuple(inputs.shape[1:]))[0]
         return heatmap.render(
             self.picture(inputs),
-            explanation.attributions.float().cpu().numpy(),
+            attributions.float().cpu().numpy(),
             label=explanation.label,
             probability=explanation.probability,
-            footer=heatmap.footer(
-                explanation.options.method, explanation.n_steps, explanation.relative_delta
-            ),
+            footer=explanation.footer,
         )
 
     def picture(self, inputs: Tensor) -> Image.Image:
@@ -149,7 +191,10 @@ class VisionHandler(BaseHandler):
             body = _decode_base64(body)
         if not isinstance(body, bytes | bytearray):
             return read_numbers(self.inputs[0], body)
-        pixels = decode(body, self.image, self.max_pixels)
+        return self._normalise(decode(body, self.image, self.max_pixels))
+
+    def _normalise(self, pixels: np.ndarray) -> np.ndarray:
+        """Turn pixels (H, W) or (H, W, C) into a model input (C, H, W)."""
         if pixels.ndim == 2:
             values: np.ndarray = self.table[:, pixels]
             return values

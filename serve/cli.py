@@ -328,15 +328,44 @@ def explain(
     model: ModelArgument,
     file: FileArgument,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Heat map (.png) or answer (.json).")
+        Path | None,
+        typer.Option("-o", "--output", help="Heat map (.png), coloured text (.html) or .json."),
     ] = None,
-    method: Annotated[str | None, typer.Option()] = None,
-    target: Annotated[str | None, typer.Option(help="Class index, label or predicted.")] = None,
-    baseline: Annotated[str | None, typer.Option(help="zero, black or white.")] = None,
+    method: Annotated[
+        str | None, typer.Option(help="integrated_gradients, occlusion, …; docs/explain.md.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Class index, label, predicted, top-N, or a place as 3,7.")
+    ] = None,
+    output_kind: Annotated[
+        str | None, typer.Option(help="What of the target: logit or probability.")
+    ] = None,
+    baseline: Annotated[
+        str | None,
+        typer.Option(help="zero, black, white, mean, blur, noise, pad, or file:NAME."),
+    ] = None,
     n_steps: Annotated[int | None, typer.Option(help="Fixed number of steps.")] = None,
     tolerance: Annotated[
         float | None, typer.Option(help="Raise the steps until the sum is this close.")
     ] = None,
+    max_steps: Annotated[int | None, typer.Option(help="Where raising ends.")] = None,
+    n_samples: Annotated[int | None, typer.Option(help="Random points.")] = None,
+    noise: Annotated[
+        float | None, typer.Option(help="Deviation, as a share of the input's range.")
+    ] = None,
+    window: Annotated[int | None, typer.Option(help="Side of what is replaced at once.")] = None,
+    stride: Annotated[int | None, typer.Option(help="By which windows move.")] = None,
+    layer: Annotated[str | None, typer.Option(help="As the checkpoint names it.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Of everything random.")] = None,
+    internal_batch_size: Annotated[
+        int | None, typer.Option(help="Points that share a pass; by memory without it.")
+    ] = None,
+    aggregate: Annotated[
+        str | None, typer.Option(help="sum or none: channels, or a token's embedding.")
+    ] = None,
+    quality: Annotated[
+        bool, typer.Option("--quality", help="Measure infidelity and sensitivity too.")
+    ] = False,
     url: UrlOption = None,
     state_dir: StateDirOption = None,
     json_output: JsonOption = False,
@@ -348,12 +377,23 @@ def explain(
     query = {
         "method": method,
         "target": target,
+        "output": output_kind,
         "baseline": baseline,
         "n_steps": n_steps,
         "tolerance": tolerance,
+        "max_steps": max_steps,
+        "n_samples": n_samples,
+        "noise": noise,
+        "window": window,
+        "stride": stride,
+        "layer": layer,
+        "seed": seed,
+        "internal_batch_size": internal_batch_size,
+        "aggregate": aggregate,
+        "quality": "true" if quality else None,
+        "format": _PICTURES.get(output.suffix.lower()) if output is not None else None,
     }
-    is_picture = output is not None and output.suffix.lower() == ".png"
-    accept = {"Accept": "image/png" if is_picture else "application/json"}
+    accept = {"Accept": "application/json"}
     with _errors():
         answer = _ask("explanations", model, file, url, state_dir, query, accept)
         if output is not None:
@@ -417,29 +457,61 @@ def _print_labels(answer: Answer) -> bool:
 
 
 def _print_explanation(answer: Answer) -> bool:
-    """Print what an explanation says of itself; tell whether the answer is one."""
+    """Print what explanations say of themselves; tell whether the answer holds any."""
     content = answer.json() if answer.content_type.startswith("application/json") else None
-    if not isinstance(content, dict) or "attributions" not in content:
+    if not isinstance(content, dict):
         return False
-    grid = Table.grid(padding=(0, 2))
-    rows: list[tuple[str, Callable[[Any], str]]] = [
-        ("label", str),
-        ("target", str),
-        ("method", str),
-        ("baseline", str),
-        ("f_input", "{:.6g}".format),
-        ("f_baseline", "{:.6g}".format),
-        ("convergence_delta", "{:.3g}".format),
-        ("n_steps", str),
-        ("tolerance_met", str),
-        ("shape", str),
-    ]
-    for name, show in rows:
-        if name in content:
-            grid.add_row(name, _plain(show(content[name])))
-    out.print(grid)
-    out.print("-o FILE.png draws the heat map, --json prints the attributions")
+    explanations = content.get("explanations", [content])
+    if not all("attributions" in each for each in explanations):
+        return False
+    for number, each in enumerate(explanations):
+        if number:
+            out.print()
+        grid = Table.grid(padding=(0, 2))
+        for name, show in _FIELDS.items():
+            if each.get(name) is not None:
+                grid.add_row(name, _plain(show(each[name])))
+        for name, value in each.get("quality", {}).items():
+            grid.add_row(name, f"{value:.3g}")
+        out.print(grid)
+        shares = each.get("features") or {}
+        pairs = [*shares.items(), *((t["token"], t["attribution"]) for t in each.get("tokens", ()))]
+        if pairs:
+            _print_shares(pairs)
+    out.print("-o FILE.png or FILE.html draws it, --json prints the attributions")
     return True
+
+
+_FIELDS: dict[str, Callable[[Any], str]] = {
+    "label": str,
+    "target": str,
+    "probability": "{:.4f}".format,
+    "method": str,
+    "layer": str,
+    "output": str,
+    "baseline": str,
+    "f_input": "{:.6g}".format,
+    "f_baseline": "{:.6g}".format,
+    "sum_attributions": "{:.6g}".format,
+    "convergence_delta": "{:.3g}".format,
+    "relative_delta": "{:.2%}".format,
+    "n_steps": str,
+    "tolerance_met": str,
+    "shape": str,
+}
+
+_PICTURES = {".png": "png", ".html": "html"}
+
+
+def _print_shares(pairs: list[tuple[str, float]]) -> None:
+    """Print name → attribution as bars, as long as the largest allows."""
+    most = max(abs(value) for _, value in pairs) or 1.0
+    grid = Table.grid(padding=(0, 2))
+    for name, value in pairs:
+        colour = "red" if value > 0 else "blue"
+        bar = "█" * round(30 * abs(value) / most)
+        grid.add_row(_plain(name), f"{value:+.4g}", f"[{colour}]{bar}[/{colour}]")
+    out.print(grid)
 
 
 def _write(file: Path, content: bytes) -> None:

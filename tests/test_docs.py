@@ -16,7 +16,8 @@ from typing import NamedTuple
 import pytest
 from prometheus_client import Metric
 
-from handlers.attribution import ExplainOptions
+from handlers.explain_options import ExplainOptions
+from handlers.methods import METHODS
 from serve.errors import STATUS
 from serve.metrics import Metrics
 from serve.settings import Settings
@@ -179,7 +180,13 @@ def test_the_metrics_table_names_every_metric_with_its_labels() -> None:
 
 def test_the_options_table_names_every_option_of_an_explanation() -> None:
     documented = {row[0] for row in rows("explain.md", "## Options")}
-    assert documented == {field.name for field in dataclasses.fields(ExplainOptions)}
+    assert documented == {field.name for field in dataclasses.fields(ExplainOptions)} - {"given"}
+
+
+def test_the_methods_table_and_the_gallery_show_every_method() -> None:
+    assert [row[0] for row in rows("explain.md", "## Methods")] == list(METHODS)
+    pictures = (REPO / "docs" / "images" / "gallery").glob("*.png")
+    assert {picture.stem for picture in pictures} == set(METHODS)
 
 
 @pytest.mark.parametrize(

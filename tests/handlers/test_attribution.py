@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,9 +8,13 @@ from captum.attr import IntegratedGradients
 from torch import Tensor, nn
 
 from handlers.attribution import (
-    ExplainOptions,
+    Model,
+    Question,
+    Score,
+    evaluate,
     integrated_gradients,
-    parse_options,
+    is_met,
+    sums_of,
 )
 from handlers.backends import open_artifact
 from handlers.errors import BadInput, NoGradients
@@ -29,15 +34,39 @@ class CountingModel:
         return self.model(inputs)
 
 
+def ask(
+    model: Model, inputs: Tensor, baselines: Tensor, targets: list[int], chunk_rows: int = 8
+) -> Question:
+    """Ask about rows (N, *S) of one input, one target each; baselines (N or 1, *S)."""
+    with torch.no_grad():
+        ends, starts = (
+            evaluate(model, (each,), chunk_rows).double().expand(len(inputs), -1)
+            for each in (inputs, baselines)
+        )
+    places = torch.tensor(targets)
+    rows = torch.arange(len(inputs))
+    return Question(
+        Score(model, places),
+        (inputs,),
+        tuple((each[None],) for each in baselines.expand_as(inputs)),
+        ends[rows, places],
+        starts[rows, places],
+        chunk_rows,
+    )
+
+
+def deltas(question: Question, attributions: tuple[Tensor, ...]) -> Tensor:
+    return sums_of(attributions) - (question.f_input - question.f_baseline)
+
+
 def attribute(f: Function, x: list[float], baseline: list[float] | None = None) -> list[float]:
     """Attribute a function of float64 rows (N, S) → (N,) at one point."""
     inputs = torch.tensor([x], dtype=torch.float64)
     start = torch.zeros_like(inputs) if baseline is None else torch.tensor([baseline]).to(inputs)
-    result = integrated_gradients(
-        f, inputs, start, torch.tensor([0]), n_steps=6000, chunk_rows=1000
-    )
-    shares: list[float] = result.attributions[0].tolist()
-    assert abs(float(result.delta[0])) < 1e-6
+    question = ask(f, inputs, start, [0], chunk_rows=1000)
+    found = integrated_gradients(question, n_steps=6000).attributions
+    assert abs(float(deltas(question, found))) < 1e-6
+    shares: list[float] = found[0][0].tolist()
     return shares
 
 
@@ -121,18 +150,19 @@ def conv_net() -> nn.Module:
 @pytest.mark.parametrize("n_steps", [2, 7, 30])
 def test_equals_captum_at_equal_steps(conv_net: nn.Module, n_steps: int) -> None:
     inputs, baselines = torch.rand(3, 2, 6, 6), torch.rand(1, 2, 6, 6)
-    targets = torch.tensor([4, 0, 2])
-    ours = integrated_gradients(conv_net, inputs, baselines, targets, n_steps=n_steps, chunk_rows=5)
+    question = ask(conv_net, inputs, baselines, [4, 0, 2], chunk_rows=5)
+    ours = integrated_gradients(question, n_steps=n_steps)
     theirs, delta = IntegratedGradients(conv_net).attribute(
         inputs,
         baselines,
-        target=targets,
+        target=torch.tensor([4, 0, 2]),
         n_steps=n_steps,
         method="riemann_middle",
         return_convergence_delta=True,
     )
-    assert torch.allclose(ours.attributions, theirs, rtol=0, atol=1e-6)
-    assert torch.allclose(ours.delta.float(), delta, rtol=0, atol=1e-5)
+    assert torch.allclose(ours.attributions[0], theirs, rtol=0, atol=1e-6)
+    found = deltas(question, ours.attributions)
+    assert torch.allclose(found.float(), delta, rtol=0, atol=1e-5)
     assert ours.n_steps.tolist() == [n_steps] * 3
 
 
@@ -143,45 +173,46 @@ def test_artifact_gives_the_attributions_that_captum_gives_of_the_checkpoint(
     digits_net: nn.Module, digits_folder: Path, name: str, format: str
 ) -> None:
     torch.manual_seed(0)
-    inputs, targets = torch.rand(3, 1, 8, 8), torch.tensor([7, 0, 3])
+    inputs = torch.rand(3, 1, 8, 8)
     artifact = open_artifact(digits_folder / name, format)
-    ours = integrated_gradients(artifact, inputs, torch.zeros(1, 1, 8, 8), targets, n_steps=30)
+    question = ask(artifact, inputs, torch.zeros(1, 1, 8, 8), [7, 0, 3])
+    ours = integrated_gradients(question, n_steps=30)
     theirs = IntegratedGradients(digits_net).attribute(
-        inputs, target=targets, n_steps=30, method="riemann_middle"
+        inputs, target=torch.tensor([7, 0, 3]), n_steps=30, method="riemann_middle"
     )
     assert theirs.abs().max() > 0.1
-    assert torch.allclose(ours.attributions, theirs.float(), rtol=0, atol=1e-5)
+    assert torch.allclose(ours.attributions[0], theirs.float(), rtol=0, atol=1e-5)
 
 
 def test_chunks_do_not_change_the_result(conv_net: nn.Module) -> None:
-    inputs, targets = torch.rand(3, 2, 6, 6).double(), torch.tensor([1, 1, 2])
+    inputs = torch.rand(3, 2, 6, 6).double()
     conv_net.double()
     results = [
-        integrated_gradients(conv_net, inputs, inputs[:1] * 0, targets, n_steps=10, chunk_rows=size)
+        integrated_gradients(ask(conv_net, inputs, inputs[:1] * 0, [1, 1, 2], size), n_steps=10)
         for size in (1, 7, 64)
     ]
+    (first,) = results[0].attributions
     for result in results[1:]:
-        assert torch.allclose(result.attributions, results[0].attributions, rtol=0, atol=1e-12)
+        assert torch.allclose(result.attributions[0], first, rtol=0, atol=1e-12)
 
 
 def test_no_pass_has_more_rows_than_a_chunk(conv_net: nn.Module) -> None:
     model = CountingModel(conv_net)
     inputs = torch.rand(5, 2, 6, 6)
-    integrated_gradients(model, inputs, inputs[:1] * 0, torch.zeros(5).long(), chunk_rows=4)
+    integrated_gradients(ask(model, inputs, inputs[:1] * 0, [0] * 5, chunk_rows=4))
     assert max(model.rows) == 4
 
 
 def test_tripled_steps_reuse_every_earlier_point() -> None:
     model = CountingModel(lambda x: x[:, :1] ** 3)
     inputs = torch.ones(1, 1, dtype=torch.float64)
-    result = integrated_gradients(
-        model, inputs, inputs * 0, torch.tensor([0]), tolerance=1e-12, chunk_rows=8
-    )
+    question = ask(model, inputs, inputs * 0, [0])
+    model.rows.clear()
+    result = integrated_gradients(question, tolerance=1e-12)
     assert result.n_steps.tolist() == [270]
-    input_and_baseline = 2
-    assert sum(model.rows) == 270 + input_and_baseline
-    at_once = integrated_gradients(model.model, inputs, inputs * 0, torch.tensor([0]), n_steps=270)
-    assert torch.allclose(result.attributions, at_once.attributions, rtol=0, atol=1e-14)
+    assert sum(model.rows) == 270
+    at_once = integrated_gradients(question, n_steps=270)
+    assert torch.allclose(result.attributions[0], at_once.attributions[0], rtol=0, atol=1e-14)
 
 
 def test_row_that_met_the_tolerance_costs_no_further_passes() -> None:
@@ -192,139 +223,103 @@ def test_row_that_met_the_tolerance_costs_no_further_passes() -> None:
 
     model = CountingModel(linear_in_one_and_steep_in_the_other)
     inputs = torch.ones(2, 2, dtype=torch.float64)
-    result = integrated_gradients(
-        model, inputs, inputs[:1] * 0, torch.tensor([0, 1]), tolerance=0.001
-    )
+    question = ask(model, inputs, inputs[:1] * 0, [0, 1])
+    model.rows.clear()
+    result = integrated_gradients(question, tolerance=0.001)
     assert result.n_steps.tolist() == [10, 90]
-    assert result.tolerance_met.tolist() == [True, True]
-    inputs_and_shared_baseline = 3
-    assert sum(model.rows) == 10 + 90 + inputs_and_shared_baseline
+    assert is_met(question, deltas(question, result.attributions), 0.001).tolist() == [True, True]
+    assert sum(model.rows) == 10 + 90
 
 
-def test_tolerance_that_cannot_be_met_is_reported() -> None:
+def test_steps_end_at_the_most_that_are_allowed() -> None:
     inputs = torch.ones(1, 1, dtype=torch.float64)
-    result = integrated_gradients(
-        lambda x: x**3, inputs, inputs * 0, torch.tensor([0]), tolerance=1e-9, max_steps=90
-    )
+    question = ask(lambda x: x**3, inputs, inputs * 0, [0])
+    result = integrated_gradients(question, tolerance=1e-9, max_steps=100)
     assert result.n_steps.tolist() == [90]
-    assert result.tolerance_met.tolist() == [False]
-    assert abs(float(result.delta)) > 1e-9
+    delta = deltas(question, result.attributions)
+    assert is_met(question, delta, 1e-9).tolist() == [False]
+    assert abs(float(delta)) > 1e-9
 
 
-def test_delta_is_the_sum_less_the_difference_of_outputs(conv_net: nn.Module) -> None:
-    inputs = torch.rand(4, 2, 6, 6)
-    targets = torch.tensor([0, 1, 2, 3])
-    result = integrated_gradients(conv_net, inputs, inputs[:1] * 0, targets)
-    sums = result.attributions.double().flatten(1).sum(1)
-    expected = sums - (result.f_input - result.f_baseline)
-    assert torch.allclose(result.delta, expected, rtol=0, atol=1e-12)
-    outputs = conv_net(inputs).double().gather(1, targets[:, None])[:, 0]
-    assert torch.allclose(result.f_input, outputs, rtol=0, atol=1e-6)
+def test_attributions_of_several_inputs_add_up_together() -> None:
+    first, second = torch.tensor([[3.0, 1.0]]).double(), torch.tensor([[4.0]]).double()
+    score = Score(lambda a, b: a[:, :1] * b + a[:, 1:], torch.tensor([0]))
+    zeros = (torch.zeros(1, 2).double(), torch.zeros(1, 1).double())
+    question = Question(score, (first, second), (zeros,), torch.tensor([13.0]), torch.tensor([0.0]))
+    found = integrated_gradients(question, n_steps=1).attributions
+    assert [each.tolist() for each in found] == [[[6.0, 1.0]], [[6.0]]]
+
+
+def test_fixed_inputs_stay_as_they_are() -> None:
+    ids, mask = torch.tensor([[1.0, 2.0]] * 2), torch.tensor([[1.0, 0.0], [1.0, 1.0]])
+    score = Score(lambda x, m: (x * m).sum(1), torch.tensor([0, 0]), fixed=(mask,))
+    question = Question(
+        score, (ids,), ((ids[:1] * 0,),) * 2, torch.tensor([1.0, 3.0]), torch.zeros(2)
+    )
+    (found,) = integrated_gradients(question, n_steps=3).attributions
+    assert torch.allclose(found, ids * mask)
+
+
+def test_probability_is_the_softmax_of_the_outputs() -> None:
+    logits = torch.tensor([[1.0, 2.0, 0.5]])
+    score = Score(lambda x: x, torch.tensor([1]), is_probability=True)
+    assert float(score((logits,), torch.tensor([0]))) == float(logits.softmax(1)[0, 1])
+
+
+def test_probability_of_outputs_that_are_no_classes_is_refused() -> None:
+    score = Score(lambda x: x, torch.tensor([0]), is_probability=True)
+    with pytest.raises(BadInput, match=r"expected logit: this model gives \[N, 1\] numbers"):
+        score((torch.ones(1, 1),), torch.tensor([0]))
+
+
+def test_work_ends_between_two_chunks_when_it_is_told_to(conv_net: nn.Module) -> None:
+    inputs = torch.rand(1, 2, 6, 6)
+    asked: list[int] = []
+
+    def end_at_the_third() -> None:
+        asked.append(1)
+        if len(asked) == 3:
+            raise TimeoutError
+
+    question = ask(conv_net, inputs, inputs * 0, [0], chunk_rows=2)
+    with pytest.raises(TimeoutError):
+        integrated_gradients(replace(question, between_chunks=end_at_the_third), n_steps=10)
+    assert len(asked) == 3
 
 
 def test_runs_inside_inference_mode(conv_net: nn.Module) -> None:
     with torch.inference_mode():
         inputs = torch.rand(1, 2, 6, 6)
-        result = integrated_gradients(
-            conv_net, inputs, torch.zeros(1, 2, 6, 6), torch.tensor([0]), n_steps=30
-        )
-    assert result.attributions.abs().sum() > 0
+        result = integrated_gradients(ask(conv_net, inputs, inputs * 0, [0]), n_steps=30)
+    assert result.attributions[0].abs().sum() > 0
 
 
 @pytest.mark.parametrize(
     "model",
     [
         pytest.param(lambda x: x.detach(), id="detached"),
-        pytest.param(lambda x: x.argmax(1, keepdim=True), id="argmax"),
+        pytest.param(lambda x: x.argmax(1, keepdim=True).float(), id="argmax"),
         pytest.param(lambda x: torch.ones(len(x), 2, requires_grad=True), id="input unused"),
     ],
 )
 def test_output_without_gradient_is_refused(model: Function) -> None:
     with pytest.raises(NoGradients, match="no gradient flows"):
-        integrated_gradients(model, torch.ones(1, 2), torch.zeros(1, 2), torch.tensor([0]))
+        integrated_gradients(ask(model, torch.ones(1, 2), torch.zeros(1, 2), [0]))
 
 
 def test_onnx_artifact_is_refused(digits_folder: Path) -> None:
     artifact = open_artifact(digits_folder / "digits.onnx", "onnx")
     image = torch.rand(1, 1, 8, 8)
     with pytest.raises(NoGradients, match="--explain-with"):
-        integrated_gradients(artifact, image, image * 0, torch.tensor([0]))
+        integrated_gradients(ask(artifact, image, image * 0, [0]))
 
 
-def test_integer_input_is_refused() -> None:
-    ids = torch.ones(1, 2, dtype=torch.int64)
-    with pytest.raises(NoGradients, match=r"real-valued inputs, this model takes torch\.int64"):
-        integrated_gradients(lambda x: x, ids, ids, torch.tensor([0]))
+def test_output_that_holds_no_real_numbers_is_refused() -> None:
+    with pytest.raises(NoGradients, match=r"the output is torch\.int64"):
+        evaluate(lambda x: x.long(), (torch.ones(1, 2),), 8)
 
 
-def test_output_that_is_not_one_number_per_class_is_refused() -> None:
-    with pytest.raises(NoGradients, match=r"shape \[1, 2, 2\]"):
-        integrated_gradients(
-            lambda x: x, torch.ones(1, 2, 2), torch.zeros(1, 2, 2), torch.tensor([0])
-        )
-
-
-def test_no_parameters_ask_for_the_defaults() -> None:
-    assert parse_options({}) == ExplainOptions()
-
-
-def test_every_parameter_is_read() -> None:
-    query = {
-        "method": "integrated_gradients",
-        "target": "cat",
-        "baseline": "white",
-        "n_steps": "1000",
-        "tolerance": "0.5",
-        "format": "png",
-    }
-    assert parse_options(query) == ExplainOptions(
-        "integrated_gradients", "cat", "white", 1000, 0.5, "png"
-    )
-
-
-@pytest.mark.parametrize(
-    ("query", "message"),
-    [
-        ({"steps": "3"}, 'unknown parameter "steps"; expected some of method, target'),
-        ({"method": "magic"}, 'method is "magic"; expected one of integrated_gradients'),
-        ({"baseline": "blur"}, 'baseline is "blur"; expected one of zero, black, white'),
-        ({"n_steps": "0"}, 'n_steps is "0"; expected a whole number from 1 to 1000'),
-        ({"n_steps": "1001"}, "from 1 to 1000"),
-        ({"n_steps": "ten"}, "from 1 to 1000"),
-        ({"n_steps": "٣"}, "from 1 to 1000"),
-        ({"tolerance": "0"}, 'tolerance is "0"; expected a number above 0 and at most 1'),
-        ({"tolerance": "1.01"}, "at most 1"),
-        ({"tolerance": "nan"}, "at most 1"),
-        ({"tolerance": "1%"}, "at most 1"),
-        ({"format": "svg"}, 'format is "svg"; expected one of json, png'),
-    ],
-    ids=lambda value: "=".join(*value.items()) if isinstance(value, dict) else "",
-)
-def test_unusable_parameter_is_named(query: dict[str, str], message: str) -> None:
-    with pytest.raises(BadInput) as error:
-        parse_options(query)
-    assert message in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("accept", "format"),
-    [
-        ("image/png", "png"),
-        ("image/*", "png"),
-        ("image/png, */*;q=0.8", "png"),
-        ("IMAGE/PNG;q=0.9, application/json;q=0.5", "png"),
-        ("image/png;q=0.5, application/json", "json"),
-        ("*/*", "json"),
-        ("text/html, image/apng, */*;q=0.8", "json"),
-        ("application/*", "json"),
-        ("image/png;q=0", "json"),
-        ("image/png;q=high", "json"),
-        ("", "json"),
-    ],
-)
-def test_accept_header_chooses_the_format(accept: str, format: str) -> None:
-    assert parse_options({}, accept).format == format
-
-
-def test_format_parameter_decides_over_the_accept_header() -> None:
-    assert parse_options({"format": "json"}, "image/png").format == "json"
+def test_target_is_a_place_in_the_flattened_output() -> None:
+    inputs = torch.arange(12.0).view(1, 3, 4)
+    score = Score(lambda x: 2 * x, torch.tensor([7]))
+    assert float(score((inputs,), torch.tensor([0]))) == 14.0

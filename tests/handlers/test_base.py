@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from handlers import BadInput, BaseHandler, Context, LoadError, NoGradients
 from handlers.base import load_label_mapping
+from handlers.explanation import Agreement
 
 MakeContext = Callable[..., Context]
 
@@ -215,7 +216,7 @@ def test_numbers_are_not_drawn(make_context: MakeContext) -> None:
     context = make_context()
     handler = initialized(BaseHandler(), context)
     context.reset(["a"], queries=[{"format": "png"}])
-    with pytest.raises(BadInput, match="format is png; expected json"):
+    with pytest.raises(BadInput, match='format is "png"; expected one of json'):
         handler.explain([{"body": IMAGE}], context)
 
 
@@ -244,10 +245,132 @@ def test_differentiable_artifact_explains_itself(make_context: MakeContext, arti
     assert handler.explainer is handler.model
 
 
-def test_model_of_several_inputs_is_not_explained(
+def test_all_float_inputs_of_a_model_are_explained_at_once(
     make_context: MakeContext, pair_folder: Path
 ) -> None:
     context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
     handler = initialized(BaseHandler(), context)
-    with pytest.raises(NoGradients, match="models of 2 inputs cannot be explained"):
+    (answer,) = handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
+    assert answer["attributions"] == {"left": [1.0, 2.0], "right": [3.0, 4.0]}
+    assert answer["shape"] == {"left": [2], "right": [2]}
+    assert (answer["f_input"], answer["f_baseline"]) == (10.0, 0.0)
+
+
+def test_baseline_from_a_file_holds_what_a_body_holds(
+    make_context: MakeContext, pair_folder: Path
+) -> None:
+    (pair_folder / "start.json").write_text('[{"left": [1, 1], "right": [0, 4]}]')
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(BaseHandler(), context)
+    context.reset(["a"], queries=[{"baseline": "file:start.json"}])
+    (answer,) = handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
+    assert answer["attributions"] == {"left": [0.0, 1.0], "right": [3.0, 0.0]}
+    assert (answer["baseline"], answer["f_baseline"]) == ("file:start.json", 6.0)
+
+
+@pytest.mark.parametrize("name", ["nothing.json", "../pair.pt2", ".", "/etc/passwd"])
+def test_baseline_outside_the_archive_is_refused(
+    make_context: MakeContext, pair_folder: Path, name: str
+) -> None:
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(BaseHandler(), context)
+    context.reset(["a"], queries=[{"baseline": f"file:{name}"}])
+    with pytest.raises(BadInput, match="which the archive does not hold"):
+        handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
+
+
+def test_answer_names_the_archive_that_gave_it(
+    make_context: MakeContext, pair_folder: Path
+) -> None:
+    (pair_folder / "MAR-INF").mkdir()
+    (pair_folder / "MAR-INF" / "MANIFEST.json").write_bytes(b"{}")
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(BaseHandler(), context)
+    (answer,) = handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
+    # printf '{}' | sha256sum
+    digest = "44136fa355b3678a1146ad16f7e8649e94fb4fc21fe77e8310c060f61caaff8a"
+    assert answer["archive_digest"] == digest
+
+
+def test_work_ends_when_the_context_says_that_nobody_waits(
+    make_context: MakeContext, pair_folder: Path
+) -> None:
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(BaseHandler(), context)
+
+    def end() -> None:
+        raise TimeoutError
+
+    context.check_cancelled = end  # type: ignore[attr-defined]
+    with pytest.raises(TimeoutError):
+        handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
+
+
+@pytest.mark.parametrize("details", [{}, {"quantize": "int8-dynamic"}], ids=["fp32", "int8"])
+@pytest.mark.parametrize("artifact", ["digits.onnx", "digits.pt2"])
+def test_artifact_and_twin_may_be_as_far_apart_as_their_reports_allow(
+    make_context: MakeContext,
+    digits_folder: Path,
+    tmp_path: Path,
+    artifact: str,
+    details: dict[str, str],
+) -> None:
+    shutil.copytree(digits_folder, tmp_path, dirs_exist_ok=True)
+    for name in ("onnx", "pt2"):
+        report = {"format": name, "parity": {"tolerance": 1e-4}, "details": details}
+        (tmp_path / f"digits.{name}.report.json").write_text(json.dumps(report))
+    handler = initialized(BaseHandler(), make_context(artifact, folder=tmp_path))
+    assert handler.agreement == (
+        None if artifact == "digits.pt2" else Agreement(2e-4, is_quantized=bool(details))
+    )
+
+
+def test_baseline_and_options_of_the_body_are_those_of_the_query(
+    make_context: MakeContext,
+) -> None:
+    context = make_context("digits.pt2", None)
+    handler = initialized(BaseHandler(), context)
+    body = {"data": IMAGE, "explain": {"target": 3, "n_steps": 4}}
+    (answer,) = handler.explain([{"body": body}], context)
+    assert (answer["target"], answer["n_steps"]) == (3, 4)
+
+
+@pytest.mark.parametrize("baseline", ["black", "blur", "pad"])
+def test_numbers_have_no_baseline_of_pictures(make_context: MakeContext, baseline: str) -> None:
+    context = make_context("digits.pt2", None)
+    context.reset(["a"], queries=[{"baseline": baseline}])
+    with pytest.raises(BadInput, match="expected zero or file:NAME for this model"):
+        initialized(BaseHandler(), context).explain([{"body": IMAGE}], context)
+
+
+def test_numbers_have_no_channels(make_context: MakeContext) -> None:
+    context = make_context("digits.pt2", None)
+    context.reset(["a"], queries=[{"aggregate": "sum"}])
+    with pytest.raises(BadInput, match="aggregate is sum; expected none"):
+        initialized(BaseHandler(), context).explain([{"body": IMAGE}], context)
+
+
+class EagerPair(BaseHandler):
+    """An author's handler that puts a module of its own in place of the artifact."""
+
+    def initialize(self, context: Context) -> None:
+        super().initialize(context)
+        self.model, self.explainer = SumAndProduct(), None
+
+
+def test_module_of_an_author_is_explained(make_context: MakeContext, pair_folder: Path) -> None:
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(EagerPair(), context)
+    for _ in range(2):
+        (answer,) = handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
+        assert answer["attributions"] == {"left": [1.0, 2.0], "right": [3.0, 4.0]}
+
+
+def test_model_that_is_no_module_is_not_explained(
+    make_context: MakeContext, pair_folder: Path
+) -> None:
+    context = make_context("pair.pt2", None, folder=pair_folder, signature=PAIR_SIGNATURE)
+    handler = initialized(BaseHandler(), context)
+    handler.model, handler.explainer = sum, None
+    with pytest.raises(NoGradients, match="the handler's model is a builtin_function_or_method"):
         handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)

@@ -94,13 +94,11 @@ def test_input_is_not_changed() -> None:
     assert (shares == 1).all()
 
 
-@pytest.mark.parametrize(
-    ("relative_delta", "expected"),
-    [
-        (0.003, "integrated gradients · 30 steps · delta 0.3 %"),
-        (0.0, "integrated gradients · 30 steps · delta 0 %"),
-        (None, "integrated gradients · 30 steps"),
-    ],
-)
-def test_footer_says_method_steps_and_delta(relative_delta: float | None, expected: str) -> None:
-    assert heatmap.footer("integrated_gradients", 30, relative_delta) == expected
+def test_pictures_are_put_below_one_another() -> None:
+    one, other = (io.BytesIO() for _ in range(2))
+    Image.new("RGB", (4, 2), "red").save(one, "PNG")
+    Image.new("RGB", (6, 3), "blue").save(other, "PNG")
+    both = Image.open(io.BytesIO(heatmap.stack([one.getvalue(), other.getvalue()])))
+    assert both.size == (6, 5)
+    assert [both.getpixel((0, y)) for y in (0, 2)] == [(255, 0, 0), (0, 0, 255)]
+    assert heatmap.stack([one.getvalue()]) == one.getvalue()

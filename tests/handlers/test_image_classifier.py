@@ -1,6 +1,8 @@
 import io
 import json
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -179,6 +181,58 @@ def test_black_and_white_are_set_before_normalising(
     assert answer["f_baseline"] == pytest.approx(float(expected), abs=1e-4)
 
 
+@pytest.mark.parametrize("baseline", ["mean", "blur", "noise", "file:page.png", "file:pages"])
+def test_baselines_are_pictures_of_the_inputs_size(
+    make_context: MakeContext,
+    digits_folder: Path,
+    scans: list[bytes],
+    tmp_path: Path,
+    baseline: str,
+) -> None:
+    shutil.copytree(digits_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "page.png").write_bytes(scans[1])
+    (tmp_path / "pages").mkdir()
+    for digit in (1, 2):
+        (tmp_path / "pages" / f"{digit}.png").write_bytes(scans[digit])
+    context = make_context(folder=tmp_path)
+    handler = classifier(context)
+    (found,) = handler.baselines(baseline, (scan_of(scans[7]),), 5)
+    assert found.shape == (2 if baseline == "file:pages" else 1, 1, 8, 8)
+    expected = {
+        "mean": scan_of(scans[7]).mean(),
+        "file:page.png": scan_of(scans[1]),
+        "file:pages": torch.cat([scan_of(scans[1]), scan_of(scans[2])]),
+    }
+    if baseline in expected:
+        assert torch.allclose(found, expected[baseline].expand_as(found))
+    assert 0 < found.std() < 1 or baseline == "mean"
+    asking(context, {"baseline": baseline, "method": "gradient_shap", "seed": "1"})
+    (answer,) = handler.explain([{"body": scans[7]}], context)
+    assert answer["baseline"] == baseline
+
+
+def test_channels_are_summed_where_it_is_asked_for(
+    make_context: MakeContext, scans: list[bytes]
+) -> None:
+    context = make_context(requests=2)
+    asking(context, {"aggregate": "sum"}, {})
+    summed, whole = classifier(context).explain([{"body": scans[7]}] * 2, context)
+    assert (summed["shape"], whole["shape"]) == ([8, 8], [1, 8, 8])
+    assert summed["attributions"] == whole["attributions"][0]
+
+
+def test_several_targets_are_drawn_below_one_another(
+    make_context: MakeContext, scans: list[bytes]
+) -> None:
+    context = make_context()
+    asking(context, {"format": "png", "target": "top-2", "method": "occlusion"})
+    (two,) = classifier(context).explain([{"body": scans[7]}], context)
+    asking(context, {"format": "png", "target": "predicted", "method": "occlusion"})
+    (one,) = classifier(context).explain([{"body": scans[7]}], context)
+    heights = [Image.open(io.BytesIO(each)).height for each in (two, one)]
+    assert heights[0] == 2 * heights[1]
+
+
 def test_label_of_the_mapping_is_a_target(make_context: MakeContext, scans: list[bytes]) -> None:
     context = make_context()
     handler = classifier(context)
@@ -195,7 +249,7 @@ def test_unknown_target_names_valid_ones(
     context = make_context()
     asking(context, {"target": target})
     with pytest.raises(
-        BadInput, match="expected predicted, an index from 0 to 9, or a label: 0, 1"
+        BadInput, match="expected predicted, top-N, an index from 0 to 9, or a label: 0, 1"
     ):
         classifier(context).explain([{"body": scans[7]}], context)
 

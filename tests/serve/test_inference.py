@@ -182,7 +182,7 @@ def test_a_body_that_is_no_image_is_the_clients_fault(
         ("method=lime", "method"),
         ("target=77", "target"),
         ("target=-1", "target"),
-        ("baseline=noise", "baseline"),
+        ("baseline=grey", "baseline"),
         ("n_steps=0", "n_steps"),
         ("n_steps=1000000000", "n_steps"),
         ("n_steps=ten", "n_steps"),

@@ -2,19 +2,37 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
+import os
+import subprocess
+import sys
+import zipfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from captum.attr import IntegratedGradients
+from captum.attr import (
+    FeatureAblation,
+    GradientShap,
+    InputXGradient,
+    IntegratedGradients,
+    KernelShap,
+    LayerIntegratedGradients,
+    NoiseTunnel,
+    Occlusion,
+    Saliency,
+)
 from PIL import Image
 
+from archiver import write_archive
 from examples.digits.net import DigitsNet
+from handlers.methods import METHODS
 from tests.serve.live import LiveServer, modelyard, running
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"
@@ -97,6 +115,135 @@ def test_attributions_sum_to_the_difference_within_the_delta_that_is_stated(
         assert told["tolerance_met"] is met
         assert told["target"] == (3 if "target" in query else digit)
         assert told["label"] == str(told["target"])
+
+
+CAPTUM: dict[str, Any] = {
+    "saliency": lambda net, image, target: Saliency(net).attribute(
+        image.requires_grad_(), target=target
+    ),
+    "input_x_gradient": lambda net, image, target: InputXGradient(net).attribute(
+        image.requires_grad_(), target=target
+    ),
+    "smoothgrad": lambda net, image, target: NoiseTunnel(Saliency(net)).attribute(
+        image,
+        nt_type="smoothgrad",
+        nt_samples=6,
+        nt_samples_batch_size=6,
+        stdevs=0.15 * float(image.max() - image.min()),
+        abs=False,
+        target=target,
+    ),
+    "gradient_shap": lambda net, image, target: GradientShap(net).attribute(
+        image, image * 0, n_samples=6, target=target
+    ),
+    "occlusion": lambda net, image, target: Occlusion(net).attribute(
+        image, (1, 2, 2), (1, 1, 1), target=target
+    ),
+    "feature_ablation": lambda net, image, target: FeatureAblation(net).attribute(
+        image, target=target
+    ),
+    "kernel_shap": lambda net, image, target: KernelShap(net).attribute(
+        image, n_samples=500, target=target
+    ),
+}
+QUERIES = {
+    "smoothgrad": "n_samples=6&seed=3&internal_batch_size=6",
+    "gradient_shap": "n_samples=6&seed=3&internal_batch_size=6",
+    "occlusion": "window=2&stride=1",
+    "kernel_shap": "n_samples=500&seed=3",
+}
+
+
+@pytest.mark.parametrize("method", CAPTUM)
+def test_methods_are_captums_on_the_checkpoint(
+    server: LiveServer, checkpoint: DigitsNet, method: str
+) -> None:
+    torch.manual_seed(3)
+    np.random.seed(3)
+    expected = CAPTUM[method](checkpoint, tensor(4), 9)[0].float()
+    assert expected.abs().max() > 0.01
+    for format in FORMATS:
+        query = f"method={method}&target=9&{QUERIES.get(method, '')}"
+        told = explain(server, format, 4, query)
+        assert told["method"] == method
+        # captum's regression is in float32, with weights of 10⁶; ours is in float64.
+        allowed = 5e-3 if method == "kernel_shap" else 1e-5
+        torch.testing.assert_close(
+            torch.tensor(told["attributions"]), expected.detach(), rtol=0, atol=allowed
+        )
+
+
+def test_a_layer_is_explained_as_captum_explains_it(
+    server: LiveServer, checkpoint: DigitsNet
+) -> None:
+    query = "method=layer_integrated_gradients&n_steps=20&target=3&layer=features.0"
+    told = explain(server, "onnx", 3, query)
+    layer = checkpoint.get_submodule("features.0")
+    expected = LayerIntegratedGradients(checkpoint, layer).attribute(
+        tensor(3), target=3, n_steps=20, method="riemann_middle"
+    )
+    assert told["layer"] == "features.0"
+    torch.testing.assert_close(
+        torch.tensor(told["attributions"]), expected[0].detach(), rtol=0, atol=1e-5
+    )
+    drawn = server.client.put(f"/explanations/onnx?{query}&format=png", content=scan(3))
+    assert drawn.headers["content-type"] == "image/png"
+
+
+def test_the_likeliest_targets_are_explained_together(server: LiveServer) -> None:
+    answer = server.client.put("/explanations/onnx?target=top-3", content=scan(8)).json()
+    predicted = list(server.predict("onnx", scan(8)).json())[:3]
+    assert [each["label"] for each in answer["explanations"]] == predicted
+    for each in answer["explanations"]:
+        alone = explain(server, "onnx", 8, f"target={each['target']}")
+        assert each["n_steps"] == alone["n_steps"]
+        torch.testing.assert_close(
+            torch.tensor(each["attributions"]),
+            torch.tensor(alone["attributions"]),
+            rtol=0,
+            atol=1e-5,
+        )
+
+
+def test_a_probability_is_explained_where_it_is_asked_for(server: LiveServer) -> None:
+    told = explain(server, "pt2", 8, "output=probability&target=8&baseline=noise&seed=2")
+    assert told["f_input"] == pytest.approx(told["probability"], abs=1e-6)
+    assert 0 <= told["f_baseline"] <= 1
+    again = explain(server, "pt2", 8, "output=probability&target=8&baseline=noise&seed=2")
+    assert again == told
+    assert explain(server, "pt2", 8, "target=8&baseline=noise&seed=3")["baseline"] == "noise"
+
+
+def test_options_may_come_in_the_body(server: LiveServer) -> None:
+    expected = explain(server, "pt2", 7, "target=1&n_steps=5&aggregate=sum")
+    assert expected["shape"] == [8, 8]
+    image = tensor(7)[0].tolist()
+    options = {"target": 1, "n_steps": 5}
+    as_json = server.client.post(
+        "/explanations/pt2?aggregate=sum", json={"data": image, "explain": options}
+    )
+    as_form = server.client.post(
+        "/explanations/pt2?aggregate=sum",
+        files={"data": ("7.png", scan(7), "image/png"), "explain": (None, json.dumps(options))},
+    )
+    for answer in (as_json, as_form):
+        assert answer.status_code == 200, answer.text
+        torch.testing.assert_close(
+            torch.tensor(answer.json()["attributions"]), torch.tensor(expected["attributions"])
+        )
+
+
+def test_an_answer_names_its_archive(server: LiveServer, digits_store: Path) -> None:
+    with zipfile.ZipFile(digits_store / "onnx.mar") as archive:
+        manifest = archive.read("MAR-INF/MANIFEST.json")
+    told = explain(server, "onnx", 7)
+    assert told["archive_digest"] == hashlib.sha256(manifest).hexdigest()
+
+
+def test_quality_is_measured_where_it_is_asked_for(server: LiveServer) -> None:
+    told = explain(server, "onnx", 7, "quality=true&n_steps=10")
+    assert told["quality"]["infidelity"] > 0
+    assert 0 < told["quality"]["sensitivity"] < 1
 
 
 def test_a_smaller_tolerance_takes_more_steps_until_it_is_met(server: LiveServer) -> None:
@@ -191,11 +338,101 @@ def test_the_command_line_explains(server: LiveServer, tmp_path: Path) -> None:
         assert picture.format == "PNG"
     assert [path.name for path in tmp_path.iterdir()] == ["heatmap.png"]
 
-    wrong = modelyard("explain", "onnx", file, where, "--baseline=noise")
+    wrong = modelyard("explain", "onnx", file, where, "--baseline=grey")
     assert wrong.returncode == 1
     assert "400 BadRequestException: " in wrong.stderr
     assert "baseline" in wrong.stderr
 
+    page = modelyard("explain", "onnx", file, where, "-o", tmp_path / "page.html")
+    assert page.returncode == 1
+    assert 'format is "html"; expected one of json, png' in page.stderr
+
+    two = modelyard("explain", "onnx", file, where, "--target=top-2", "--quality")
+    assert two.returncode == 0, two.stderr
+    assert two.stdout.count("infidelity") == two.stdout.count("sensitivity") == 2
+
     nowhere = modelyard("explain", "onnx", file, where, "-o", tmp_path / "no" / "h.png")
     assert nowhere.returncode == 1
     assert "cannot write" in nowhere.stderr
+
+
+def test_the_gallery_is_drawn_anew(tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, DIGITS / "gallery.py", tmp_path / "gallery"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(DIGITS.parents[1])},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert {file.stem for file in (tmp_path / "gallery").iterdir()} == set(METHODS)
+
+
+EXACT: dict[str, tuple[list[float], list[float]]] = {
+    "linear": ([1, 2, 4], [2, -6, 2]),
+    "squares": ([1, -2, 3], [1, 4, 9]),
+    "product": ([3, 4, 0], [6, 6, 0]),
+    "cubic": ([3, 4, 0], [24, 12, 0]),
+    "exponential": ([1, 5, 5], [1.718281828459045, 0, 0]),
+    "sigmoid": ([10, 0, 0], [0.4999546021, 0, 0]),
+    "flat": ([2, 0, 0], [1, 0, 0]),
+    "relu": ([3, 1, 0], [1.5, -0.5, 0]),
+    "relu otherwise": ([3, 1, 0], [1.5, -0.5, 0]),
+    "symmetric": ([1, 1, 0], [0.4820137900, 0.4820137900, 0]),
+    "sum of two": ([3, 4, 0], [30, 18, 0]),
+    "scaled": ([3, 4, 0], [48, 24, 0]),
+}
+"""Output → input and its exact integral from zero, by hand."""
+
+
+class Exact(torch.nn.Module):
+    """One output for each entry of `EXACT`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(N, 3) to (N, 12), float64."""
+        a, b, c = x.unbind(1)
+        columns = [
+            2 * a - 3 * b + c / 2,
+            (x**2).sum(1),
+            a * b,
+            a**2 * b,
+            a.exp(),
+            a.sigmoid(),
+            1 - (1 - a).relu(),
+            (a.relu() - 1 - b.relu()).relu(),
+            ((a - 1).relu() - b.relu()).relu(),
+            (a + b).tanh(),
+            a * b + a**2 * b,
+            2 * a**2 * b,
+        ]
+        return torch.stack(columns, 1)
+
+
+def test_exact_integrals_hold_over_http(
+    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> None:
+    batch = ({0: torch.export.Dim("batch", min=1, max=64)},)
+    program = torch.export.export(
+        Exact(), (torch.rand(5, 3, dtype=torch.float64),), dynamic_shapes=batch
+    )
+    program._example_inputs = None
+    torch.export.save(program, tmp_path / "exact.pt2")
+    labels = tmp_path / "index_to_name.json"
+    labels.write_text(json.dumps(dict(enumerate(EXACT))))
+    write_archive(
+        "exact",
+        version="1.0",
+        artifact=tmp_path / "exact.pt2",
+        handler="base_handler",
+        output_dir=tmp_path,
+        extra_files=[labels],
+    )
+    with running(tmp_path_factory.mktemp("exact"), tmp_path) as server:
+        server.register_all("exact", initial_workers=1)
+        for name, (x, expected) in EXACT.items():
+            options = {"target": name, "tolerance": 1e-9, "max_steps": 7290}
+            answer = server.client.post("/explanations/exact", json={"data": x, "explain": options})
+            assert answer.status_code == 200, answer.text
+            told = answer.json()
+            assert told["attributions"] == pytest.approx(expected, abs=1e-6), name
+            assert told["sum_attributions"] == pytest.approx(sum(expected), abs=1e-6), name

@@ -1,0 +1,172 @@
+"""Named features in, labels or numbers out."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from handlers.backends import DynamicDim, Output
+from handlers.base import BaseHandler, Inputs
+from handlers.bodies import body_of, parse_json, stack
+from handlers.context import Context
+from handlers.errors import BadInput, LoadError
+from handlers.explanation import Explanation
+from handlers.labels import DEFAULT_TOP_K, TopLabels, read_top_k
+
+FEATURES_FILE = "features.json"
+
+_KEYS = ("name", "mean", "std", "values")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One column of the table: how its value becomes a number that the model takes."""
+
+    name: str
+    mean: float = 0.0
+    """Subtracted; also the value that stands for "no information"."""
+    std: float = 1.0
+    """Divides the difference."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Text → number, for a feature of texts."""
+
+
+class TabularHandler(BaseHandler):
+    """Serve a model of one float input (N, F); `features.json` in the archive names the F features.
+
+    A request's body is a JSON object with a value for each feature, {"age": 41, "smoker": "no"},
+    or a list of the values in order. The answer is {"label": probability, …} where the archive has
+    labels, else the model's numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: tuple[Feature, ...] = ()
+        self.top_labels = TopLabels(DEFAULT_TOP_K, self.label)
+
+    def initialize(self, context: Context) -> None:
+        """Load the archive and its `features.json`; refuse what does not fit the model."""
+        super().initialize(context)
+        folder = Path(context.system_properties["model_dir"])
+        self.features = read_features(folder / FEATURES_FILE)
+        section = self.model_yaml_config.get("handler") or {}
+        self.top_labels = TopLabels(read_top_k(section), self.label)
+        takes = ", ".join(map(str, self.inputs))
+        if len(self.inputs) != 1:
+            raise LoadError(f"the artifact takes {takes}; the handler tabular serves one input")
+        (spec,) = self.inputs
+        width = DynamicDim("features") if spec.shape is None else spec.shape[-1]
+        count = len(self.features)
+        fits = width.holds(count) if isinstance(width, DynamicDim) else width == count
+        is_table = spec.shape is None or len(spec.shape) == 2
+        is_real = spec.dtype is None or spec.dtype.is_floating_point
+        if not (fits and is_table and is_real):
+            raise LoadError(
+                f"the artifact takes {takes}, {FEATURES_FILE} names {count} features; expected a "
+                f"model of one float input [batch, {count}]"
+            )
+
+    def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
+        """Turn rows into a float tensor (N, F), scaled as `features.json` says.
+
+        Raises:
+            BadInput: a feature is missing, unknown, or has a value that it cannot have.
+        """
+        rows = [self._each(index, self._read_features, row) for index, row in enumerate(data)]
+        return stack(self.inputs[0], rows)
+
+    def postprocess(self, outputs: Output) -> list[Any]:
+        """Name the outputs where the archive has labels, else give them as numbers."""
+        return super().postprocess(outputs) if self.mapping is None else self.top_labels(outputs)
+
+    def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
+        """Give the `mean` of every feature, which the model sees as zeros."""
+        if name not in ("mean", "zero"):
+            raise BadInput(
+                f'baseline is "{name}"; expected mean, zero or file:NAME for a table (mean and '
+                "zero are one: the mean is subtracted)"
+            )
+        return torch.zeros_like(inputs)
+
+    def describe(self, index: int, explanation: Explanation) -> dict[str, Any]:
+        """Give the attribution of each feature by its name."""
+        (attributions,) = explanation.attributions
+        if explanation.options.layer is not None:
+            return {}
+        names = (feature.name for feature in self.features)
+        return {"features": dict(zip(names, attributions.tolist(), strict=True))}
+
+    def _read_features(self, row: Mapping[str, Any]) -> np.ndarray:
+        value = parse_json(body_of(row))
+        names = [feature.name for feature in self.features]
+        if isinstance(value, list):
+            if len(value) != len(names):
+                raise BadInput(
+                    f"the row has {len(value)} values; expected {len(names)}: {', '.join(names)}"
+                )
+            value = dict(zip(names, value, strict=True))
+        if not isinstance(value, dict):
+            raise BadInput("the body is no JSON object; expected one with a value for each feature")
+        wrong = [f"{each} is missing" for each in names if each not in value]
+        wrong += [f"{each} is unknown" for each in value if each not in names]
+        if wrong:
+            raise BadInput(f"{', '.join(wrong)}; expected exactly {', '.join(names)}")
+        return np.array([_scaled(each, value[each.name]) for each in self.features])
+
+
+def read_features(path: Path) -> tuple[Feature, ...]:
+    """Read features.json: {"features": [{"name": "age", "mean": 41.5, "std": 12.0}, …]}.
+
+    Raises:
+        LoadError: no such file, or entries that cannot be meant; the message names them.
+    """
+    if not path.is_file():
+        raise LoadError(
+            f"the archive holds no {path.name}; the handler tabular needs it: pack one with "
+            f'--extra-files, {{"features": [{{"name": "age", "mean": 0.0, "std": 1.0}}, …]}}'
+        )
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["features"]
+        features = tuple(_read_feature(path.name, at, entry) for at, entry in enumerate(entries))
+    except (ValueError, KeyError, TypeError) as error:
+        raise LoadError(f"{path.name} cannot be read ({error!r})") from error
+    names = [feature.name for feature in features]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise LoadError(f"{path.name} names {', '.join(twice)} twice")
+    return features
+
+
+def _read_feature(file: str, at: int, entry: Any) -> Feature:
+    place = f"{file}: features[{at}]"
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        raise LoadError(f'{place} is {entry!r}; expected an object with a "name"')
+    if unknown := sorted(set(entry) - set(_KEYS)):
+        raise LoadError(f"{place} has {', '.join(unknown)}; expected some of {', '.join(_KEYS)}")
+    feature = Feature(**entry)
+    numbers = (feature.mean, feature.std, *feature.values.values())
+    if not all(map(_is_number, numbers)) or feature.std <= 0:
+        raise LoadError(f"{place} is {entry!r}; expected finite numbers, and std above 0")
+    return feature
+
+
+def _scaled(feature: Feature, value: Any) -> float:
+    if feature.values:
+        if not isinstance(value, str) or value not in feature.values:
+            raise BadInput(
+                f"{feature.name} is {json.dumps(value)}; expected one of "
+                f"{', '.join(feature.values)}"
+            )
+        value = feature.values[value]
+    if not _is_number(value):
+        raise BadInput(f"{feature.name} is {json.dumps(value)}; expected a finite number")
+    return float((value - feature.mean) / feature.std)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -1,0 +1,256 @@
+"""Text in, labels out; explanations say what each token did."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from handlers import token_page
+from handlers.attribution import Tensors
+from handlers.backends import DynamicDim, Output
+from handlers.base import BaseHandler, Inputs
+from handlers.bodies import body_of, parse_json, stack
+from handlers.context import Context
+from handlers.errors import BadInput, LoadError
+from handlers.explanation import Explanation
+from handlers.labels import DEFAULT_TOP_K, TopLabels, read_top_k
+
+TOKENIZER_FILE = "tokenizer.json"
+MAX_LENGTH = 512
+"""Tokens of a request, where neither the settings nor the artifact say less."""
+MAX_CHARACTERS = 1_000_000
+
+IDS = ("input_ids", "ids", "tokens", "token_ids")
+MASKS = ("attention_mask", "mask")
+TYPES = ("token_type_ids", "segment_ids")
+"""Names that a model's inputs have; with one input, its name does not matter."""
+
+PAD_TOKENS = ("[PAD]", "<pad>", "<|endoftext|>")
+
+_KEYS = ("tokenizer", "max_length", "pad")
+
+
+class TextHandler(BaseHandler):
+    """Serve a classifier of token ids; the archive holds its tokenizer (`tokenizer.json`).
+
+    A request's body is text, or a JSON string. The file is one of the `tokenizers` package, which
+    the archive names among its requirements. `handler.text` of model-config.yaml: `tokenizer` (the
+    file), `max_length` (more tokens are cut off), `pad` (the token that fills rows).
+    """
+
+    formats: ClassVar[tuple[str, ...]] = ("json", "html")
+    default_baseline: ClassVar[str] = "pad"
+    default_aggregate: ClassVar[str] = "sum"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokenizer: Any = None
+        self.pad_id = 0
+        self.kept: Tensor = torch.empty(0, dtype=torch.int64)
+        """Ids of special tokens, which a baseline keeps."""
+        self.roles: tuple[str, ...] = ()
+        """What each input of the model is: ids, mask or types."""
+        self.texts: list[str] = []
+        self.encodings: list[Any] = []
+        """Of the current batch, as `texts`."""
+        self.top_labels = TopLabels(DEFAULT_TOP_K, self.label)
+
+    def initialize(self, context: Context) -> None:
+        """Load the archive and its tokenizer.
+
+        Raises:
+            LoadError: the package or the file is missing, or the model's inputs are none of text.
+        """
+        super().initialize(context)
+        handler = self.model_yaml_config.get("handler") or {}
+        section = handler.get("text") or {}
+        if unknown := sorted(set(section) - set(_KEYS)):
+            raise LoadError(f"handler.text.{unknown[0]} is unknown; expected {', '.join(_KEYS)}")
+        self.top_labels = TopLabels(read_top_k(handler), self.label)
+        self.roles = tuple(self._role(spec.name) for spec in self.inputs)
+        if self.roles.count("ids") != 1:
+            takes = ", ".join(map(str, self.inputs))
+            raise LoadError(f"the artifact takes {takes}; expected token ids as {' or '.join(IDS)}")
+        self.embedded = self.roles.index("ids")
+        folder = Path(context.system_properties["model_dir"])
+        self.tokenizer = _load_tokenizer(folder / section.get("tokenizer", TOKENIZER_FILE))
+        self.tokenizer.no_padding()
+        self.tokenizer.enable_truncation(self._max_length(section))
+        self.pad_id = self._find_pad(section.get("pad"))
+        self.kept = torch.tensor(_special_ids(self.tokenizer), dtype=torch.int64)
+
+    def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
+        """Turn texts into ids (N, L), filled up to the longest, with mask and types if asked for.
+
+        Raises:
+            BadInput: a body that is no text.
+            InputMismatch: texts of different length in one batch, for a model without a mask.
+        """
+        self.texts = [self._each(index, _read_text, row) for index, row in enumerate(data)]
+        self.encodings = self.tokenizer.encode_batch(self.texts)
+        low, high = self._lengths()
+        longest = max([low, *map(len, self.encodings)])
+        if "mask" not in self.roles and low != high:
+            longest = low
+        tensors = tuple(
+            stack(spec, [self._row(role, each, longest) for each in self.encodings])
+            for spec, role in zip(self.inputs, self.roles, strict=True)
+        )
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    def postprocess(self, outputs: Output) -> list[Any]:
+        """Turn logits (N, K) into one dict per request: labels and their softmax, descending."""
+        return self.top_labels(outputs)
+
+    def baselines(self, name: str, inputs: Tensors, seed: int) -> Tensors:
+        """Give the request with every token but the special ones replaced by padding."""
+        if name != "pad":
+            raise BadInput(f'baseline is "{name}"; expected pad or zero (embeddings) for text')
+        ids = inputs[self.embedded or 0]
+        filled = ids.where(torch.isin(ids, self.kept.to(ids)), self.pad_id)
+        return tuple(filled if at == self.embedded else each for at, each in enumerate(inputs))
+
+    def aggregate(self, attributions: Tensor) -> Tensor:
+        """Sum attributions (L, E) over the embedding; those of methods on ids are (L,) already."""
+        return attributions.sum(-1) if attributions.dim() > 1 else attributions
+
+    def describe(self, index: int, explanation: Explanation) -> dict[str, Any]:
+        """Give one number per token with its place in the text; what fills the row is left out."""
+        if explanation.options.layer is not None:
+            return {}
+        (attributions,) = explanation.attributions
+        encoding = self.encodings[index]
+        own = attributions[: len(encoding)]
+        return {
+            "shape": list(own.shape),
+            "attributions": own.tolist(),
+            "tokens": [
+                {
+                    "token": token,
+                    "start": start,
+                    "end": end,
+                    "is_special": bool(special),
+                    "attribution": value,
+                }
+                for token, (start, end), special, value in zip(
+                    encoding.tokens,
+                    encoding.offsets,
+                    encoding.special_tokens_mask,
+                    self.aggregate(own).tolist(),
+                    strict=True,
+                )
+            ],
+        }
+
+    def page(self, index: int, explanations: Sequence[Explanation]) -> bytes:
+        """Draw the text with a colour behind each token, as an HTML page."""
+        if explanations[0].options.layer is not None:
+            raise BadInput("format is html; expected json: a layer's values are no tokens")
+        return token_page.render(
+            [
+                token_page.Section(
+                    each.label,
+                    each.probability,
+                    self.texts[index],
+                    self.describe(index, each)["tokens"],
+                    each.footer,
+                )
+                for each in explanations
+            ]
+        )
+
+    def _role(self, name: str) -> str:
+        if len(self.inputs) == 1 or name in IDS:
+            return "ids"
+        if name in MASKS:
+            return "mask"
+        if name in TYPES:
+            return "types"
+        known = ", ".join((*IDS, *MASKS, *TYPES))
+        raise LoadError(f'the artifact has an input "{name}"; expected some of {known}')
+
+    def _lengths(self) -> tuple[int, int]:
+        """Give the fewest and the most tokens that the artifact takes."""
+        shape = self.inputs[self.embedded or 0].shape
+        if shape is None or len(shape) != 2:
+            return 1, MAX_LENGTH
+        length = shape[1]
+        if isinstance(length, DynamicDim):
+            return max(1, length.low), length.high or MAX_LENGTH
+        return length, length
+
+    def _max_length(self, section: Mapping[str, Any]) -> int:
+        most = self._lengths()[1]
+        length = section.get("max_length", min(most, MAX_LENGTH))
+        if not isinstance(length, int) or isinstance(length, bool) or not 1 <= length <= most:
+            raise LoadError(
+                f"handler.text.max_length is {length!r}; expected a whole number from 1 to {most}, "
+                "which the artifact takes"
+            )
+        return length
+
+    def _find_pad(self, name: str | None) -> int:
+        tried = PAD_TOKENS if name is None else (name,)
+        found = (self.tokenizer.token_to_id(token) for token in tried)
+        id = next((each for each in found if each is not None), None)
+        if id is None:
+            raise LoadError(
+                f"the tokenizer knows no {' or '.join(tried)}; name the token that fills rows as "
+                "handler.text.pad"
+            )
+        return int(id)
+
+    def _row(self, role: str, encoding: Any, length: int) -> np.ndarray:
+        values, fill = {
+            "ids": (encoding.ids, self.pad_id),
+            "mask": (encoding.attention_mask, 0),
+            "types": (encoding.type_ids, 0),
+        }[role]
+        return np.array([*values, *[fill] * (length - len(values))], dtype=np.int64)
+
+
+def _load_tokenizer(path: Path) -> Any:
+    try:
+        from tokenizers import Tokenizer
+    except ImportError as error:
+        raise LoadError(
+            "the handler text needs the package tokenizers, which is not installed here; name it "
+            "among the archive's requirements and start with --install-requirements"
+        ) from error
+    if not path.is_file():
+        raise LoadError(
+            f"the archive holds no {path.name}; pack the tokenizer's file with --extra-files"
+        )
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises nothing narrower
+        raise LoadError(f"{path.name} is no file of the tokenizers package: {error}") from error
+
+
+def _special_ids(tokenizer: Any) -> list[int]:
+    """Give the ids of tokens that frame a text; one that stands for an unknown word is a word."""
+    unknown = getattr(tokenizer.model, "unk_token", None)
+    return [
+        id
+        for id, token in tokenizer.get_added_tokens_decoder().items()
+        if token.special and token.content != unknown
+    ]
+
+
+def _read_text(row: Mapping[str, Any]) -> str:
+    body = body_of(row)
+    if isinstance(body, bytes | bytearray):
+        try:
+            body = body.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise BadInput(f"the body is no text in UTF-8: {error}") from error
+        if body.lstrip().startswith('"'):
+            body = parse_json(body)
+    if not isinstance(body, str):
+        raise BadInput(f"the body is a {type(body).__name__}; expected text or a JSON string")
+    if len(body) > MAX_CHARACTERS:
+        raise BadInput(f"the text has {len(body)} characters; the limit is {MAX_CHARACTERS}")
+    return body

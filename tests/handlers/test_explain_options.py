@@ -1,0 +1,176 @@
+import pytest
+
+from handlers.errors import BadInput
+from handlers.explain_options import ExplainOptions, gather_options, parse_options
+from handlers.methods import METHODS
+
+
+def test_no_parameters_ask_for_the_defaults() -> None:
+    assert parse_options({}) == ExplainOptions()
+
+
+def test_every_parameter_is_read() -> None:
+    query = {
+        "method": "integrated_gradients",
+        "target": "cat",
+        "output": "probability",
+        "baseline": "noise",
+        "tolerance": "0.5",
+        "max_steps": "90",
+        "seed": "7",
+        "internal_batch_size": "4",
+        "aggregate": "sum",
+        "format": "png",
+        "quality": "true",
+    }
+    options = parse_options(query)
+    expected: dict[str, object] = {
+        **query,
+        **{"tolerance": 0.5, "max_steps": 90, "seed": 7, "internal_batch_size": 4, "quality": True},
+    }
+    assert {name: getattr(options, name) for name in query} == expected
+    assert options.settings() == {"tolerance": 0.5, "max_steps": 90}
+
+
+def test_methods_take_their_own_options() -> None:
+    query = {"method": "kernel_shap", "n_samples": "30", "seed": "1", "window": "2"}
+    assert parse_options(query).settings() == {"n_samples": 30, "seed": 1}
+    query = {"method": "occlusion", "window": "4", "stride": "2"}
+    assert parse_options(query).settings() == {"stride": 2}
+
+
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ({"steps": "3"}, 'unknown parameter "steps"; expected some of method, target'),
+        ({"method": "magic"}, 'method is "magic"; expected one of integrated_gradients'),
+        ({"baseline": "grey"}, 'baseline is "grey"; expected one of zero, black, white, mean'),
+        ({"baseline": "file:"}, "expected one of zero, black"),
+        ({"max_steps": "9"}, 'max_steps is "9"; expected a whole number from 10 to 7290'),
+        ({"seed": "-1"}, 'seed is "-1"; expected a whole number from 0 to 4294967295'),
+        ({"internal_batch_size": "0"}, "expected a whole number from 1 to 1024"),
+        ({"method": "occlusion", "window": "0"}, "expected a whole number from 1 to 1024"),
+        ({"method": "occlusion", "stride": "0"}, "expected a whole number from 1 to 1024"),
+        ({"method": "smoothgrad", "n_samples": "5001"}, "from 1 to 5000"),
+        ({"method": "smoothgrad", "noise": "0"}, "expected a number above 0 and at most 1"),
+        ({"output": "odds"}, 'output is "odds"; expected one of logit, probability'),
+        ({"aggregate": "max"}, 'aggregate is "max"; expected one of none, sum'),
+        ({"quality": "1"}, 'quality is "1"; expected one of true, false'),
+        ({"n_steps": "9", "max_steps": "90"}, "n_steps and max_steps are given; expected one"),
+        ({"seed": "3"}, "seed does not apply: nothing is random in integrated_gradients"),
+        ({"n_steps": "0"}, 'n_steps is "0"; expected a whole number from 1 to 1000'),
+        ({"n_steps": "1001"}, "from 1 to 1000"),
+        ({"n_steps": "ten"}, "from 1 to 1000"),
+        ({"n_steps": "٣"}, "from 1 to 1000"),
+        ({"tolerance": "0"}, 'tolerance is "0"; expected a number above 0 and at most 1'),
+        ({"tolerance": "1.01"}, "at most 1"),
+        ({"tolerance": "nan"}, "at most 1"),
+        ({"tolerance": "1%"}, "at most 1"),
+        ({"format": "svg"}, 'format is "svg"; expected one of json, png'),
+        ({"format": "html"}, 'format is "html"; expected one of json, png'),
+    ],
+    ids=lambda value: (
+        "&".join("=".join(pair) for pair in value.items()) if isinstance(value, dict) else ""
+    ),
+)
+def test_unusable_parameter_is_named(query: dict[str, str], message: str) -> None:
+    with pytest.raises(BadInput) as error:
+        parse_options(query)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("accept", "format"),
+    [
+        ("image/png", "png"),
+        ("image/*", "png"),
+        ("image/png, */*;q=0.8", "png"),
+        ("IMAGE/PNG;q=0.9, application/json;q=0.5", "png"),
+        ("image/png;q=0.5, application/json", "json"),
+        ("*/*", "json"),
+        ("text/html, image/apng, */*;q=0.8", "json"),
+        ("application/*", "json"),
+        ("image/png;q=0", "json"),
+        ("image/png;q=high", "json"),
+        ("", "json"),
+    ],
+)
+def test_accept_header_chooses_the_format(accept: str, format: str) -> None:
+    assert parse_options({}, accept).format == format
+
+
+def test_format_parameter_decides_over_the_accept_header() -> None:
+    assert parse_options({"format": "json"}, "image/png").format == "json"
+
+
+@pytest.mark.parametrize(
+    ("method", "name", "value"),
+    [
+        ("saliency", "n_steps", "10"),
+        ("saliency", "baseline", "black"),
+        ("smoothgrad", "tolerance", "0.1"),
+        ("integrated_gradients", "n_samples", "10"),
+        ("integrated_gradients", "layer", "0"),
+        ("feature_ablation", "stride", "1"),
+        ("kernel_shap", "noise", "0.1"),
+    ],
+)
+def test_option_that_a_method_does_not_take_is_refused(method: str, name: str, value: str) -> None:
+    with pytest.raises(BadInput, match=f"{name} does not apply to {method}; it takes .*method"):
+        parse_options({"method": method, name: value})
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_method_is_known(method: str) -> None:
+    assert parse_options({"method": method}).method == method
+
+
+@pytest.mark.parametrize(
+    ("accept", "format"),
+    [("text/html, */*;q=0.5", "html"), ("*/*", "json"), ("image/png", "json"), ("", "json")],
+)
+def test_format_is_one_that_the_handler_has(accept: str, format: str) -> None:
+    assert parse_options({}, accept, ("json", "html")).format == format
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"body": {"data": [1, 2], "explain": {"target": 3, "tolerance": 0.5, "quality": True}}},
+        {
+            "data": [1, 2],
+            "explain": bytearray(b'{"target": "3", "tolerance": 0.5, "quality": true}'),
+        },
+    ],
+    ids=["JSON body", "multipart"],
+)
+def test_options_come_in_the_body_too(row: dict[str, object]) -> None:
+    given, rest = gather_options({"method": "saliency"}, row)
+    assert given == {"method": "saliency", "target": "3", "tolerance": "0.5", "quality": "true"}
+    assert rest.get("data", rest.get("body")) == [1, 2]
+
+
+def test_position_may_be_a_list() -> None:
+    given, _ = gather_options({}, {"body": b"x", "explain": b'{"target": [3, 7]}'})
+    assert given == {"target": "3,7"}
+
+
+def test_body_without_options_is_left_alone() -> None:
+    row = {"body": {"left": [1], "right": [2]}}
+    assert gather_options({}, row) == ({}, row)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"explain": b"{"}, 'the part "explain" is not JSON'),
+        ({"explain": b"[]"}, 'the part "explain" is no JSON object'),
+        ({"body": {"explain": {}, "left": 1, "data": 2}}, 'expected one entry "data"'),
+        ({"explain": b'{"target": null}'}, "target is null; expected a text"),
+        ({"explain": b'{"n_steps": 3}'}, "n_steps is given in the query and in the body"),
+    ],
+)
+def test_unusable_part_is_refused(row: dict[str, object], message: str) -> None:
+    with pytest.raises(BadInput) as error:
+        gather_options({"n_steps": "5"}, row)
+    assert message in str(error.value)

@@ -1,0 +1,226 @@
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from handlers import BadInput, NoGradients, TwinDiffers
+from handlers.attribution import Score
+from handlers.backends import Artifact, DynamicDim, InputSpec
+from handlers.explain_options import parse_options
+from handlers.explanation import Agreement, Explanation, Subject, explain_batch
+from handlers.passes import MOST_ROWS, free_bytes, gradient_rows
+
+SPEC = InputSpec("x", torch.float64, (DynamicDim("batch"), 3))
+
+
+class Function(nn.Module):
+    """A function of rows as a module."""
+
+    def __init__(self, f: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.f = f
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """What the function gives."""
+        return self.f(*inputs)
+
+
+def artifact(f: Callable[..., Tensor], *specs: InputSpec, differentiable: bool = True) -> Artifact:
+    module = Function(f)
+    inputs = specs or (SPEC,)
+    return Artifact("pt2", module, inputs, torch.device("cpu"), module if differentiable else None)
+
+
+def subject(model: Artifact, **others: Any) -> Subject:
+    def zeros(name: str, inputs: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:
+        return tuple(each * 0 if each.is_floating_point() else each for each in inputs)
+
+    given = Subject(model, model, None, "class {}".format, zeros, lambda sizes, side: (side or 1,))
+    return replace(given, **others)
+
+
+def explain(model: Subject, x: Tensor, *queries: dict[str, str]) -> list[list[Explanation]]:
+    return explain_batch(model, (x,), [parse_options(query) for query in queries])
+
+
+X = torch.tensor([[1.0, 2.0, 3.0], [3.0, 1.0, 2.0]], dtype=torch.float64)
+
+
+def grid(x: Tensor) -> Tensor:
+    """(N, 3) to (N, 2, 3): row 1 is twice row 0."""
+    return torch.stack([x, 2 * x], 1)
+
+
+def test_place_in_an_output_of_more_dims_is_a_target() -> None:
+    ((one,), (likeliest,)) = explain(
+        subject(artifact(grid)), X, {"target": "1,2"}, {"target": "predicted"}
+    )
+    assert (one.target, one.label, one.f_input) == ((1, 2), "1,2", 6.0)
+    assert one.attributions[0].tolist() == [0.0, 0.0, 6.0]
+    assert (likeliest.target, likeliest.f_input) == ((1, 0), 6.0)
+    assert one.probability is None
+    assert one.as_json()["target"] == [1, 2]
+
+
+@pytest.mark.parametrize("target", ["2,0", "0,3", "1", "0,0,0", "class 1", "0,-1"])
+def test_place_that_the_output_does_not_have_is_refused(target: str) -> None:
+    with pytest.raises(BadInput, match="expected predicted, top-N, or a place up to 1,2"):
+        explain(subject(artifact(grid)), X[:1], {"target": target})
+
+
+def test_likeliest_targets_come_in_their_order() -> None:
+    first, second = explain(
+        subject(artifact(lambda x: x**2)), X, {"target": "top-2"}, {"target": "class 1"}
+    )
+    assert [each.target for each in first] == [2, 1]
+    assert [each.label for each in first] == ["class 2", "class 1"]
+    assert [each.target for each in second] == [1]
+    assert first[1].attributions[0].tolist() == pytest.approx([0.0, 4.0, 0.0])
+
+
+@pytest.mark.parametrize("target", ["top-0", "top-4"])
+def test_more_targets_than_there_are_are_refused(target: str) -> None:
+    with pytest.raises(BadInput, match=f'"{target}"; expected top-1 to top-3'):
+        explain(subject(artifact(lambda x: x)), X[:1], {"target": target})
+
+
+@pytest.mark.parametrize("method", ["smoothgrad", "gradient_shap", "kernel_shap"])
+def test_answer_of_a_random_method_does_not_depend_on_its_neighbours(method: str) -> None:
+    model = subject(artifact(lambda x: torch.stack([x.prod(1), (x**2).sum(1)], 1)))
+    query = {"method": method, "n_samples": "20", "seed": "4", "target": "top-2"}
+    together = explain(model, X, query, query)
+    for row, found in enumerate(together):
+        (alone,) = explain(model, X[row : row + 1], query)
+        for one, other in zip(found, alone, strict=True):
+            assert torch.equal(one.attributions[0], other.attributions[0])
+
+
+def test_what_is_explained_may_be_in_any_place_among_the_inputs() -> None:
+    specs = (InputSpec("mask", torch.int64), replace(SPEC, shape=None))
+    model = artifact(lambda mask, x: (x * mask).sum(1), *specs)
+    mask = torch.tensor([[1, 0, 1], [0, 1, 1]])
+    for method in ("integrated_gradients", "feature_ablation", "input_x_gradient"):
+        options = parse_options({"method": method})
+        ((one,), (other,)) = explain_batch(subject(model), (mask, X), [options] * 2)
+        assert one.names == ("x",)
+        assert one.attributions[0].tolist() == pytest.approx([1.0, 0.0, 3.0])
+        assert other.attributions[0].tolist() == pytest.approx([0.0, 1.0, 2.0])
+
+
+def test_model_without_real_inputs_needs_a_method_without_gradients() -> None:
+    model = subject(artifact(lambda x: x.double(), InputSpec("ids", torch.int64)))
+    with pytest.raises(NoGradients, match="real-valued inputs, this model takes ids:int64"):
+        explain(model, X.long(), {}, {})
+
+
+def test_without_a_twin_methods_without_gradients_are_named() -> None:
+    model = subject(artifact(lambda x: 2 * x, differentiable=False), twin=None)
+    with pytest.raises(NoGradients, match="choose one of occlusion, feature_ablation, kernel_shap"):
+        explain(model, X[:1], {})
+    ((found,),) = explain(model, X[:1], {"method": "occlusion", "target": "2"})
+    assert found.attributions[0].tolist() == [0.0, 0.0, 6.0]
+
+
+SLIGHTLY_OFF = artifact(lambda x: x + 1e-3)
+
+
+def test_input_for_which_the_twin_answers_otherwise_is_not_explained() -> None:
+    model = subject(
+        artifact(lambda x: x, differentiable=False), twin=SLIGHTLY_OFF, agreement=Agreement(2e-4)
+    )
+    with pytest.raises(TwinDiffers) as error:
+        explain(model, X[:1], {})
+    assert "the artifact gives 1 at output 0 and its twin 1.001" in str(error.value)
+    assert "expected a scaled difference of 0.0002, seen 0.00033" in str(error.value)
+    assert explain(replace(model, agreement=Agreement(4e-4)), X[:1], {})
+    assert explain(model, X[:1], {"method": "occlusion"})
+
+
+def test_quantised_artifact_may_be_further_off_its_twin() -> None:
+    model = subject(
+        artifact(lambda x: x, differentiable=False),
+        twin=SLIGHTLY_OFF,
+        agreement=Agreement(2e-4, is_quantized=True),
+    )
+    assert explain(model, X[:1], {})
+    other = replace(model, twin=artifact(lambda x: -x))
+    with pytest.raises(TwinDiffers, match=r"a cosine of 0.99, seen -1\.0000"):
+        explain(other, X[:1], {})
+
+
+def test_requests_that_share_passes_differ_in_what_they_are_told() -> None:
+    model = subject(artifact(lambda x: x**2))
+    (plain,), (measured,) = explain(model, X, {"target": "0"}, {"target": "1", "quality": "true"})
+    assert plain.quality is None
+    assert measured.quality is not None
+    assert measured.as_json()["quality"].keys() == {"infidelity", "sensitivity"}
+
+
+def test_baseline_of_another_shape_is_refused() -> None:
+    model = subject(artifact(lambda x: x), baselines=lambda name, x, seed: (x[0][:, :2],))
+    with pytest.raises(BadInput, match=r"baseline file:a has the shape \[2\]; expected .* \[3\]"):
+        explain(model, X[:1], {"baseline": "file:a"})
+
+
+def test_layer_must_be_named() -> None:
+    with pytest.raises(BadInput, match="layer is not given"):
+        explain(subject(artifact(lambda x: x)), X[:1], {"method": "layer_integrated_gradients"})
+
+
+def test_layers_of_a_module_are_found_by_name() -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 2)).double().requires_grad_(False)
+    model = subject(Artifact("eager", net, (SPEC,), torch.device("cpu"), net))
+    query = {"method": "layer_integrated_gradients", "layer": "2"}
+    ((found,),) = explain(model, X[:1], {**query, "target": "1"})
+    expected = (net(X[:1]) - net(X[:1] * 0))[0]
+    assert found.attributions[0].tolist() == pytest.approx([0.0, float(expected[1])])
+    with pytest.raises(BadInput, match='layer is "3"; expected one of 0, 1, 2'):
+        explain(model, X[:1], {**query, "layer": "3"})
+
+
+def test_no_pass_is_larger_than_what_the_artifact_takes() -> None:
+    rows: list[int] = []
+
+    def counting(x: Tensor) -> Tensor:
+        rows.append(len(x))
+        return x**2
+
+    spec = replace(SPEC, shape=(DynamicDim("batch", 1, 5), 3))
+    model = subject(artifact(counting, spec))
+    for method in ("integrated_gradients", "saliency", "kernel_shap", "smoothgrad"):
+        explain(model, X, {"method": method}, {"method": method, "target": "top-3"})
+    assert max(rows) == 5
+    rows.clear()
+    explain(model, X[:1], {"internal_batch_size": "2"})
+    assert max(rows) == 2
+
+
+def test_larger_activations_make_smaller_passes() -> None:
+    def chunk(width: int) -> int:
+        spec = InputSpec("x", torch.float32, (DynamicDim("batch"), width))
+        model = artifact(lambda x: (x**2).exp().sum(1), spec)
+        question = torch.zeros(1, width)
+        return gradient_rows(model, Score(model, torch.zeros(2).long()), (question,))
+
+    assert free_bytes(torch.device("cpu")) > 1 << 20
+    small, large = chunk(10), chunk(30_000_000)
+    assert small == MOST_ROWS
+    assert large < 16
+
+
+@pytest.mark.parametrize(
+    ("query", "expected"),
+    [
+        ({"n_steps": "30"}, "integrated gradients · 30 steps · delta 0.028 %"),  # 1 / 4n²
+        ({"method": "saliency"}, "saliency · 1 step"),
+        ({"n_steps": "2", "target": "1"}, "integrated gradients · 2 steps"),
+    ],
+)
+def test_footer_says_method_steps_and_delta(query: dict[str, str], expected: str) -> None:
+    model = artifact(lambda x: torch.stack([(x**3).sum(1), 0 * x[:, 0]], 1))
+    ((found,),) = explain(subject(model), X[:1], query)
+    assert found.footer == expected

@@ -1,0 +1,147 @@
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from handlers import BadInput, Context, LoadError, TabularHandler
+
+Initialized = Callable[..., tuple[TabularHandler, Context]]
+
+FEATURES = [
+    {"name": "age", "mean": 40.0, "std": 10.0},
+    {"name": "income", "mean": 3000.0, "std": 1000.0},
+    {"name": "smoker", "values": {"no": 0, "yes": 1}},
+]
+
+
+class Two(nn.Module):
+    """Logits: age + 2 · income − smoker, and nothing."""
+
+    def forward(self, row: Tensor) -> Tensor:
+        """(N, 3) to (N, 2)."""
+        first = row[:, 0] + 2 * row[:, 1] - row[:, 2]
+        return torch.stack([first, first * 0], 1)
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    file = tmp_path_factory.mktemp("tabular") / "two.pt2"
+    batch = ({0: torch.export.Dim("batch", min=1, max=64)},)
+    torch.export.save(torch.export.export(Two(), (torch.rand(3, 3),), dynamic_shapes=batch), file)
+    return file.read_bytes()
+
+
+@pytest.fixture
+def initialized(tmp_path: Path, program: bytes) -> Initialized:
+    """Build the handler of an archive with some `features.json` and labels."""
+
+    def make(
+        features: Any = FEATURES, labels: dict[str, str] | None = None
+    ) -> tuple[TabularHandler, Context]:
+        (tmp_path / "two.pt2").write_bytes(program)
+        if features is not None:
+            (tmp_path / "features.json").write_text(json.dumps({"features": features}))
+        if labels:
+            (tmp_path / "index_to_name.json").write_text(json.dumps(labels))
+        context = Context("two", str(tmp_path), {"model": {"serializedFile": "two.pt2"}})
+        context.reset(["a"])
+        handler = TabularHandler()
+        handler.initialize(context)
+        return handler, context
+
+    return make
+
+
+ROW = {"age": 50, "income": 5000.0, "smoker": "yes"}
+
+
+@pytest.mark.parametrize(
+    "body", [ROW, list(ROW.values()), json.dumps(ROW).encode()], ids=["object", "list", "bytes"]
+)
+def test_row_is_scaled_by_name(initialized: Initialized, body: Any) -> None:
+    handler, context = initialized()
+    assert handler.preprocess([{"body": body}]).tolist() == [[1.0, 2.0, 1.0]]  # type: ignore[union-attr]
+    assert handler.handle([{"body": body}], context) == [[4.0, 0.0]]
+
+
+def test_labels_make_a_classifier(initialized: Initialized) -> None:
+    handler, context = initialized(labels={"0": "buys", "1": "leaves"})
+    (answer,) = handler.handle([{"body": ROW}], context)
+    assert list(answer) == ["buys", "leaves"]
+    assert answer["buys"] == pytest.approx(1 / (1 + 2.718281828**-4))
+
+
+@pytest.mark.parametrize("method", ["integrated_gradients", "kernel_shap", "feature_ablation"])
+def test_each_feature_gets_its_share(initialized: Initialized, method: str) -> None:
+    handler, context = initialized(labels={"0": "buys", "1": "leaves"})
+    context.reset(["a"], queries=[{"method": method, "target": "buys"}])
+    (answer,) = handler.explain([{"body": ROW}], context)
+    assert answer["features"] == pytest.approx({"age": 1, "income": 4, "smoker": -1}, abs=1e-4)
+    assert (answer["f_baseline"], answer["label"]) == (0.0, "buys")
+
+
+def test_rows_of_the_archive_are_a_baseline_set(initialized: Initialized, tmp_path: Path) -> None:
+    rows = [{**ROW, "smoker": answer} for answer in ("yes", "no")]
+    (tmp_path / "others.json").write_text(json.dumps(rows))
+    handler, context = initialized()
+    query = {"method": "gradient_shap", "baseline": "file:others.json", "target": "0"}
+    context.reset(["a"], queries=[query])
+    (answer,) = handler.explain([{"body": ROW}], context)
+    assert answer["features"]["age"] == 0.0
+    assert answer["features"]["smoker"] == pytest.approx(-0.5, abs=0.2)
+    assert answer["f_baseline"] == 4.5
+    context.reset(["a"], queries=[{"baseline": "file:others.json"}])
+    with pytest.raises(BadInput, match="holds 2 rows; integrated_gradients takes one"):
+        handler.explain([{"body": ROW}], context)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"age": 1, "smoker": "no", "sex": 0}, "income is missing, sex is unknown; expected"),
+        ([1, 2], "the row has 2 values; expected 3: age, income, smoker"),
+        ("[", "the body is not JSON"),
+        ("3", "the body is no JSON object"),
+        ({**ROW, "smoker": "maybe"}, 'smoker is "maybe"; expected one of no, yes'),
+        ({**ROW, "age": None}, "age is null; expected a finite number"),
+        ({**ROW, "age": "old"}, 'age is "old"; expected a finite number'),
+        ({**ROW, "age": True}, "age is true; expected a finite number"),
+    ],
+)
+def test_unusable_row_is_refused(initialized: Initialized, body: Any, message: str) -> None:
+    handler, _ = initialized()
+    with pytest.raises(BadInput) as error:
+        handler.preprocess([{"body": body}])
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize("baseline", ["black", "noise", "pad"])
+def test_baseline_of_pictures_is_refused(initialized: Initialized, baseline: str) -> None:
+    handler, context = initialized()
+    context.reset(["a"], queries=[{"baseline": baseline}])
+    with pytest.raises(BadInput, match="expected mean, zero or file:NAME for a table"):
+        handler.explain([{"body": ROW}], context)
+
+
+@pytest.mark.parametrize(
+    ("features", "message"),
+    [
+        (None, "the archive holds no features.json"),
+        (FEATURES[:2], r"names 2 features; expected a model of one float input \[batch, 2\]"),
+        ([*FEATURES[:2], FEATURES[0]], "names age twice"),
+        ([*FEATURES[:2], {"mean": 1}], r"features\[2\] is .* expected an object with a \"name\""),
+        ([*FEATURES[:2], {"name": "b", "scale": 1}], "has scale; expected some of name, mean"),
+        ([*FEATURES[:2], {"name": "b", "std": 0}], "expected finite numbers, and std above 0"),
+        ({"age": 1}, r"features\[0\] is 'age'; expected an object"),
+        (7, "cannot be read"),
+    ],
+)
+def test_unusable_features_are_refused(
+    initialized: Initialized, features: Any, message: str
+) -> None:
+    with pytest.raises(LoadError, match=message):
+        initialized(features)
