@@ -186,7 +186,7 @@ class BaseHandler:
             self.window,
             self.default_baseline,
             self.embedded,
-            getattr(self.context, "check_cancelled", _go_on),
+            self.context.check_cancelled,
         )
 
     def baselines(self, name: str, inputs: Tensors, seed: int) -> Tensors:
@@ -376,10 +376,6 @@ def _serialized_file(manifest: Mapping[str, Any]) -> str:
             "build the archive with `modelyard archive … --artifact FILE`"
         )
     return name
-
-
-def _go_on() -> None:
-    """Stand for a context that cannot say whether the client is still there."""
 
 
 def _digest(manifest: Path) -> str | None:

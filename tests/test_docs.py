@@ -18,6 +18,7 @@ from prometheus_client import Metric
 
 from handlers.explain_options import ExplainOptions
 from handlers.methods import METHODS
+from serve.api.inference import EXPLAIN_PARAMETERS
 from serve.errors import STATUS
 from serve.metrics import Metrics
 from serve.settings import Settings
@@ -180,7 +181,9 @@ def test_the_metrics_table_names_every_metric_with_its_labels() -> None:
 
 def test_the_options_table_names_every_option_of_an_explanation() -> None:
     documented = {row[0] for row in rows("explain.md", "## Options")}
-    assert documented == {field.name for field in dataclasses.fields(ExplainOptions)} - {"given"}
+    options = {field.name for field in dataclasses.fields(ExplainOptions)} - {"given"}
+    assert documented == options
+    assert EXPLAIN_PARAMETERS.keys() == options
 
 
 def test_the_methods_table_and_the_gallery_show_every_method() -> None:

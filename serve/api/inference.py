@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from time import monotonic
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 
 from serve import wire
@@ -287,6 +287,33 @@ BODY: dict[str, Any] = {
         },
     }
 }
+EXPLAIN_PARAMETERS = {
+    "method": "integrated_gradients (default), layer_integrated_gradients, saliency, "
+    "input_x_gradient, smoothgrad, gradient_shap, occlusion, feature_ablation or kernel_shap.",
+    "target": "Class index, label, `predicted`, `top-3`, or a place such as `3,7`.",
+    "output": "`logit` (default) or `probability`.",
+    "baseline": "zero, black, white, mean, blur, noise, pad, or `file:NAME` of the archive.",
+    "n_steps": "Points between baseline and input.",
+    "tolerance": "Largest |delta| / |f(input) - f(baseline)|; steps are raised until it is met.",
+    "max_steps": "Where raising ends.",
+    "n_samples": "Random points.",
+    "noise": "Standard deviation, as a share of the input's range.",
+    "window": "Side of what is replaced at once.",
+    "stride": "By which windows move.",
+    "layer": "Where layer_integrated_gradients looks.",
+    "seed": "Of everything random.",
+    "internal_batch_size": "Points that share a pass.",
+    "aggregate": "`none`, or `sum` over an image's channels or a token's embedding.",
+    "format": "json, png or html; the Accept header asks for them too.",
+    "quality": "`true` measures infidelity and sensitivity.",
+}
+EXPLAIN_BODY: dict[str, Any] = {
+    **BODY,
+    "parameters": [
+        {"name": name, "in": "query", "schema": {"type": "string"}, "description": text}
+        for name, text in EXPLAIN_PARAMETERS.items()
+    ],
+}
 ERROR_SCHEMA = {
     "type": "object",
     "required": ["code", "type", "message", "request_id"],
@@ -346,34 +373,20 @@ def _routes(api: Inference) -> APIRouter:
         """Run one version of a model on one input."""
         return await respond(request, PREDICT, [model, version])
 
-    @router.post("/explanations/{model}", openapi_extra=BODY, summary="Explain")
-    async def explain(
-        request: Request,
-        model: ModelName,
-        method: Annotated[Literal["integrated_gradients"] | None, Query()] = None,
-        target: Annotated[str | None, Query(description="Class index, label, or `predicted`.")] = (
-            None
-        ),
-        baseline: Annotated[Literal["zero", "black", "white"] | None, Query()] = None,
-        n_steps: Annotated[int | None, Query(ge=1, le=1000)] = None,
-        tolerance: Annotated[
-            float | None,
-            Query(gt=0, le=1, description="Largest |delta| / |f(input) - f(baseline)|."),
-        ] = None,
-        format: Annotated[
-            Literal["json", "png"] | None,
-            Query(description="`Accept: image/png` asks for the picture too."),
-        ] = None,
-    ) -> Response:
+    @router.post("/explanations/{model}", openapi_extra=EXPLAIN_BODY, summary="Explain")
+    async def explain(request: Request, model: ModelName) -> Response:
         """Attribute the default version's answer to each input value, with the error of the sum.
 
-        The handler reads the parameters; they are declared here to be documented.
+        The handler reads the parameters; a JSON body `{"data": input, "explain": {…}}` and a part
+        `explain` of a form take them too.
         """
         return await respond(request, EXPLAIN, [model])
 
-    @router.post("/explanations/{model}/{version}", openapi_extra=BODY, summary="Explain, version")
+    @router.post(
+        "/explanations/{model}/{version}", openapi_extra=EXPLAIN_BODY, summary="Explain, version"
+    )
     async def explain_version(request: Request, model: ModelName, version: Version) -> Response:
-        """Attribute one version's answer to each input value; parameters as without version."""
+        """Attribute one version's answer to each input value."""
         return await respond(request, EXPLAIN, [model, version])
 
     @router.post("/v2/models/{model}/infer", openapi_extra=BODY, summary="Infer")

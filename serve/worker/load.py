@@ -9,7 +9,6 @@ import importlib
 import pkgutil
 import sys
 import traceback
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,18 +16,12 @@ from typing import Any
 import torch
 import yaml
 
-from handlers import BaseHandler, Context, ImageClassifier
+from handlers import BUILT_IN, BaseHandler, Context
 from handlers.entry_point import Entry as Entry
 from handlers.entry_point import FoundHandler, find_handler
 from handlers.errors import LoadError
 
 SHIM = Path(__file__).parent / "shim"
-
-OURS: Mapping[str, type[BaseHandler]] = {
-    "base_handler": BaseHandler,
-    "image_classifier": ImageClassifier,
-}
-"""Handlers that archives of `modelyard archive` mean by names that TorchServe's have too."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +74,7 @@ def load_service(message: dict[str, Any]) -> Service:
     place = (folder / message["handler"].partition(":")[0]).parent
     if place != folder:
         sys.path.insert(0, str(place))
-    found = find_handler(message["handler"], {**shim.BUILT_IN, **(OURS if sealed else {})})
+    found = find_handler(message["handler"], {**shim.BUILT_IN, **(BUILT_IN if sealed else {})})
     found.initialize(context)
     predict, explain = found.handle, _explain_entry(found, sealed)
     if name := message.get("envelope"):

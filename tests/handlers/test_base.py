@@ -301,7 +301,7 @@ def test_work_ends_when_the_context_says_that_nobody_waits(
     def end() -> None:
         raise TimeoutError
 
-    context.check_cancelled = end  # type: ignore[attr-defined]
+    context.cancellation = end
     with pytest.raises(TimeoutError):
         handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
 
