@@ -102,7 +102,9 @@ def test_the_pid_file_of_a_dead_server_is_taken_away(home: Home) -> None:
     assert not (home.temp / ".model_server.pid").exists()
 
 
-@pytest.mark.parametrize("content", [str(os.getpid()), "no number", ""])
+@pytest.mark.parametrize(
+    "content", [str(os.getpid()), "no number", ""], ids=["a test", "no number", "empty"]
+)
 def test_another_process_is_never_taken_for_the_server(home: Home, content: str) -> None:
     (home.temp / ".model_server.pid").write_text(content)
     code, output = home.run("--stop")
