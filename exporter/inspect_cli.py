@@ -87,7 +87,7 @@ def inspect_command(
 def _write_graph(artifact: Path, page: Path) -> None:
     """Write the page of an artifact's graph."""
     from exporter.errors import ExportError
-    from exporter.graph import write_graph_page
+    from exporter.graph_page import write_graph_page
     from handlers.backends import LoadError
 
     try:
