@@ -93,6 +93,13 @@ class Explanation:
         return abs(self.convergence_delta) / difference if difference else None
 
     @property
+    def legend(self) -> str:
+        """What the colours mean."""
+        if METHODS[self.options.method].has_signs:
+            return "red speaks for the label, blue against"
+        return "the redder, the more the label depends on it"
+
+    @property
     def footer(self) -> str:
         """How it was made and, where the method promises a sum, how far off, in one line."""
         count = self.n_steps

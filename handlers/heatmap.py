@@ -52,6 +52,7 @@ def render(
     *,
     label: str,
     probability: float | None,
+    legend: str,
     footer: str = "",
 ) -> bytes:
     """Draw the input beside its attributions, with a colour bar that gives their values.
@@ -59,8 +60,9 @@ def render(
     Args:
         image: mode L or RGB, the picture that was explained.
         attributions: (C, H, W) as the picture's size; channels are summed.
-        label: what the attributions speak for (red) or against (blue).
+        label: the target's name.
         probability: of the label, 0 to 1; None leaves it out.
+        legend: what positive values (red) and negative ones (blue) mean.
         footer: one line below the panels.
 
     Returns:
@@ -74,7 +76,7 @@ def render(
     canvas = _Canvas(size, _bar_labels(limit, is_clipped))
     canvas.title(label, probability)
     canvas.panel(0, left, "input")
-    canvas.panel(1, right, "red speaks for the label, blue against")
+    canvas.panel(1, right, legend)
     canvas.bar()
     canvas.footer(footer)
     return canvas.png()

@@ -46,6 +46,8 @@ class Method:
     uses_baseline: bool = False
     multiplies: bool = True
     """Attributions are shares of the output, not slopes."""
+    has_signs: bool = True
+    """A negative attribution speaks against the target."""
     adds_up: bool = False
     """Promises that attributions sum to f(input) − f(baseline), as far as steps or draws allow."""
     needs_windows: bool = False
@@ -250,7 +252,7 @@ METHODS: Mapping[str, Method] = {
     "layer_integrated_gradients": Method(
         integrated_gradients, (*_STEPS, "layer"), uses_baseline=True, adds_up=True
     ),
-    "saliency": Method(saliency, multiplies=False),
+    "saliency": Method(saliency, multiplies=False, has_signs=False),
     "input_x_gradient": Method(input_x_gradient),
     "smoothgrad": Method(smoothgrad, _SMOOTH, multiplies=False, is_random=True),
     "gradient_shap": Method(

@@ -156,7 +156,7 @@ class TextHandler(BaseHandler):
                     each.probability,
                     self.texts[index],
                     self.describe(index, each)["tokens"],
-                    each.footer,
+                    f"{each.legend} · {each.footer}",
                 )
                 for each in explanations
             ]

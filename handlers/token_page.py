@@ -35,7 +35,7 @@ class Section:
 
 
 def render(sections: Sequence[Section]) -> bytes:
-    """Draw explanations below one another: red speaks for the label, blue against."""
+    """Draw explanations below one another: positive values red, negative ones blue."""
     body = "".join(map(_section, sections))
     title = html.escape(", ".join(section.label for section in sections))
     return (
@@ -55,7 +55,7 @@ def _section(section: Section) -> str:
         f'<p class="text">{_text(section, limit)}</p>'
         f'<div class="bar" style="background: linear-gradient(to right, {stops})"></div>'
         f'<div class="ends">{ends}</div>'
-        f"<footer>red speaks for the label, blue against · {html.escape(section.footer)}</footer>"
+        f"<footer>{html.escape(section.footer)}</footer>"
     )
 
 

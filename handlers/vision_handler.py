@@ -174,6 +174,7 @@ class VisionHandler(BaseHandler):
             attributions.float().cpu().numpy(),
             label=explanation.label,
             probability=explanation.probability,
+            legend=explanation.legend,
             footer=explanation.footer,
         )
 

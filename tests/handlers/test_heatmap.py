@@ -11,7 +11,12 @@ def drawn(
     image: np.ndarray, attributions: np.ndarray, label: str = "7", footer: str = ""
 ) -> np.ndarray:
     png = heatmap.render(
-        Image.fromarray(image), attributions, label=label, probability=0.998, footer=footer
+        Image.fromarray(image),
+        attributions,
+        label=label,
+        probability=0.998,
+        legend="red is more",
+        footer=footer,
     )
     sheet = Image.open(io.BytesIO(png))
     assert (sheet.format, sheet.mode) == ("PNG", "RGB")
