@@ -9,6 +9,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -93,16 +94,21 @@ class Yard:
             )
 
     def shell(self, commands: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            ["bash", "-euo", "pipefail", "-c", commands],
-            cwd=self.folder,
-            env=self.environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            timeout=300,
-        )
+        # Not a pipe, which `torchserve` goes on writing to after it has returned.
+        with tempfile.TemporaryFile("w+") as output:
+            done = subprocess.run(
+                ["bash", "-euo", "pipefail", "-c", commands],
+                cwd=self.folder,
+                env=self.environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                timeout=300,
+            )
+            output.seek(0)
+            done.stdout = output.read()
+            return done
 
 
 @pytest.fixture(scope="module")
@@ -131,7 +137,7 @@ def test_every_command_of_a_page_runs_and_no_server_is_left(page: Path, yard: Ya
         yard.run(page)
         assert yard.shell("modelyard serve status").stdout == "no server is running\n"
     finally:
-        yard.shell("modelyard serve stop")
+        yard.shell("modelyard serve stop; torchserve --stop")
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
