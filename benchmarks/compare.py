@@ -38,7 +38,7 @@ END_S = 20
 WARM_UP_S = 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-WIDTH = 130
+WIDTH = 140
 out = Console(highlight=False, width=None if sys.stdout.isatty() else WIDTH)
 
 
@@ -392,17 +392,19 @@ def _table(runs: Sequence[Run], starts: Sequence[Start], about: dict[str, Any]) 
     table = Table(
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        padding=(0, 0, 0, 1),
+        caption=", ".join(f"{name} {version}" for name, version in about["versions"].items()),
         title=f"{about['machine']['cpu']}, {about['machine']['cores']} cores · "
         f"{about['workers']} worker(s) · medians · {about['date']}",
     )
-    table.add_column("server")
+    table.add_column("server", no_wrap=True)
     for count in counts:
         for column in (f"req/s c={count}", "p50 ms", "p99 ms", "CPU µs"):
-            table.add_column(column, justify="right")
-    table.add_column("ready s", justify="right")
-    table.add_column("PSS MB", justify="right")
+            table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("ready s", justify="right", no_wrap=True)
+    table.add_column("PSS MB", justify="right", no_wrap=True)
     for name in dict.fromkeys(run.server for run in runs):
-        cells = [f"{name} {about['versions'][name]}"]
+        cells = [name]
         for count in counts:
             own = [run for run in runs if (run.server, run.connections) == (name, count)]
             failed = sum(run.failures for run in own)
