@@ -484,13 +484,7 @@ class Lifecycle:
             "decode_input": dialect.decode_input_request,
             "limit_max_image_pixels": dialect.limit_max_image_pixels,
             "max_response_bytes": dialect.max_response_size,
-            "metrics": {
-                "mode": dialect.metrics_mode,
-                "declared": metrics.model_metrics
-                if (metrics := self._metrics.torchserve)
-                else None,
-                "auto_detect": dialect.model_metrics_auto_detect,
-            },
+            "metrics": {"declared": metrics.model_metrics if metrics else None},
         }
 
     @asynccontextmanager
