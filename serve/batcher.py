@@ -3,6 +3,9 @@
 Batching is work-conserving: what waits goes out as soon as a replica has room for it, and a replica
 has room for two batches, the one it runs and the one it runs next. Only a batch delay above 0 makes
 a job wait for company.
+
+Nothing waits in vain: a job is refused at once when its answer is not to be expected in time, and
+leaves the queue when its client does.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 from serve import wire
-from serve.errors import DeadlinePassed, QueueFull, StreamBroken, Unavailable
+from serve.errors import DeadlinePassed, QueueFull, StreamBroken, TooLate, Unavailable
 from serve.metrics import KindMetrics
 
 PREDICT, EXPLAIN = 0, 1
@@ -26,6 +29,16 @@ Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 POLL_AFTER_S = 0.005
 """A job that waited longer is checked for a client that has left before it is handed over."""
 
+
+EXPECTED_SHARE = 0.75
+"""Of a job's time, that its answer may be expected to take: half of all answers take longer than
+expected, and at saturation every job waits as long as it may."""
+UNHURRIED_S = 5.0
+"""Of a job with more time than that, no more is asked than whether one replica could do it all."""
+LOOKED_AT = 256
+"""Jobs whose clients are looked at in one go, half a millisecond of work."""
+LOOK_AGAIN_S = 0.01
+"""From one look to the next, so that a flood of refusals costs little."""
 
 MOST_UNREAD_BYTES = 64 << 20
 """Chunks that a client may leave unread before its stream is broken."""
@@ -113,6 +126,7 @@ class Job:
         now: `time.monotonic()`; the event loop's own clock counts whole milliseconds.
         timeout_s: from now to the deadline.
         flags: of `wire`, beside what the kind says.
+        must_fit: whether it is refused as soon as its answer cannot be expected by the deadline.
     """
 
     __slots__ = (
@@ -121,6 +135,7 @@ class Job:
         "future",
         "kind",
         "meta",
+        "must_fit",
         "parts",
         "queued_at",
         "receive",
@@ -139,6 +154,7 @@ class Job:
         timeout_s: float,
         future: asyncio.Future[Reply],
         flags: int = 0,
+        must_fit: bool = True,
     ) -> None:
         self.kind = kind
         self.flags = flags
@@ -148,6 +164,7 @@ class Job:
         self.queued_at = now
         self.deadline = now + timeout_s
         self.future = future
+        self.must_fit = must_fit
         self.retried = False
         self.stream: Stream | None = None
         """Once the first chunk of its answer has come."""
@@ -161,6 +178,13 @@ class Job:
         elif not self.future.done():
             self.future.set_exception(error)
 
+    def drop_if_left(self) -> bool:
+        """Tell whether nobody waits for it any more, its client having left."""
+        if self.receive is None or not client_left(self.receive):
+            return False
+        self.future.cancel()
+        return True
+
 
 class Replica(Protocol):
     """What runs batches, seen from above the pool."""
@@ -170,6 +194,9 @@ class Replica(Protocol):
 
     def run(self, jobs: list[Job]) -> None:
         """Run the jobs and answer each one's future exactly once, whatever happens."""
+
+    def rest_s(self, now: float) -> float:
+        """Return in how many seconds it will have answered what it holds; 0 when it is idle."""
 
 
 class Engine(Protocol):
@@ -193,8 +220,18 @@ class Engine(Protocol):
     def handed_over(self) -> int:
         """Return how many jobs replicas hold without running them, where these count as queued."""
 
-    def seconds_per_job(self, kind: int) -> float:
-        """Return a running mean of what a job costs one replica; 0 while unknown."""
+    def batch_s(self, kind: int) -> float:
+        """Return how long a batch takes of late, in seconds; 0 while unknown."""
+
+    def job_s(self, kind: int) -> float:
+        """Return what a job costs one replica of late, in seconds; 0 while unknown."""
+
+    def expected_s(self, kind: int, queued: int) -> float:
+        """Return in how many seconds one more job will be answered, behind `queued` others.
+
+        0 while that is unknown, and where an idle replica waits for it: what was measured before
+        must not keep a job from being measured.
+        """
 
 
 def client_left(receive: Receive) -> bool:
@@ -239,6 +276,10 @@ class Batcher:
         self._queue_size = queue_size
         self._queue: deque[Job] = deque()
         self._loop = asyncio.get_running_loop()
+        self._most_held = 3 * batch_size
+        """Jobs of a replica with its own batch behind them."""
+        self._looked_at = 0
+        self._look_again_at = 0.0
         self._armed: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
         metrics.queue_length.set_function(lambda: len(self._queue))
@@ -257,20 +298,24 @@ class Batcher:
         """Queue a job.
 
         Raises:
-            QueueFull: with the time after which a place is likely.
+            QueueFull, TooLate: with the time after which it is likely to be taken.
             Unavailable: no replica will come up soon.
         """
         if self.waiting >= self._queue_size:
-            raise QueueFull(
-                f"the queue is full ({self._queue_size} requests wait); try again later",
-                self._estimate_s(),
-            )
+            self._drop_left(job.queued_at)
+            if self.waiting >= self._queue_size:
+                text = f"the queue is full ({self._queue_size} requests wait); try again later"
+                self._metrics.refused_full.inc()
+                raise QueueFull(text, self._wait_s())
         if (reason := self._engine.why_none) is not None:
             raise Unavailable(reason, retry_after_s=5)
         if self._needs_ticket and self._engine.idle_count <= len(self._queue):
-            raise QueueFull(
-                "no worker is idle, and this model lets nobody wait", self._estimate_s()
-            )
+            self._metrics.refused_full.inc()
+            raise QueueFull("no worker is idle, and this model lets nobody wait", self._wait_s())
+        if job.must_fit and self._excess_s(job) > 0:
+            self._drop_left(job.queued_at)
+            if (excess_s := self._excess_s(job)) > 0:
+                raise self._too_late(job, excess_s)
         self._queue.append(job)
         if self._armed is None:
             # All requests that were read in this turn of the loop go out in one frame.
@@ -286,7 +331,7 @@ class Batcher:
         """
         future: asyncio.Future[Reply] = self._loop.create_future()
         job = Job(
-            self._kind, meta, [b""], None, monotonic(), timeout_s, future, flags=wire.DESCRIBE
+            self._kind, meta, [b""], None, monotonic(), timeout_s, future, wire.DESCRIBE, False
         )
         return self.submit(job)
 
@@ -302,25 +347,40 @@ class Batcher:
             if replica is None:
                 return
             share = math.ceil(len(self._queue) / max(1, self._engine.ready_count))
-            if jobs := self._take(min(replica.room(self._kind), share)):
+            if jobs := self._take(replica, min(replica.room(self._kind), share)):
                 if self._queue:
                     jobs[-1].flags |= wire.BACKLOG
                 replica.run(jobs)
 
     def sweep(self, now: float) -> None:
-        """Answer 504 to the jobs whose deadline has passed; called a few times a second."""
-        while self._queue and (self._queue[0].future.done() or self._queue[0].deadline <= now):
-            self._queue.popleft().fail(DeadlinePassed("the request waited longer than its time"))
+        """Answer 504 to jobs whose deadline has passed, and drop those whose clients have left.
+
+        Called a few times a second.
+        """
+        if any(job.deadline <= now for job in self._queue):
+            jobs = list(self._queue)
+            self._queue.clear()
+            for job in jobs:
+                if job.deadline <= now:
+                    job.fail(DeadlinePassed("the request waited longer than its time"))
+                else:
+                    self._queue.append(job)
+        self._drop_left(now)
 
     def fail(self, error: Exception) -> None:
         """Answer everything that waits with `error`."""
         while self._queue:
             self._queue.popleft().fail(error)
 
-    def _take(self, count: int) -> list[Job]:
-        """Take up to `count` jobs that somebody still waits for."""
+    def _take(self, replica: Replica, count: int) -> list[Job]:
+        """Take up to `count` jobs that somebody still waits for, and that the replica can answer.
+
+        An idle replica takes one whatever is expected of it, as in `Engine.expected_s`.
+        """
         now = monotonic()
         jobs: list[Job] = []
+        rest_s = replica.rest_s(now)
+        latest = now + rest_s + self._engine.batch_s(self._kind)
         while self._queue and len(jobs) < count:
             job = self._queue.popleft()
             waited = now - job.queued_at
@@ -329,8 +389,10 @@ class Batcher:
             if job.deadline <= now:
                 job.fail(DeadlinePassed("the request waited longer than its time"))
                 continue
-            if waited > POLL_AFTER_S and job.receive is not None and client_left(job.receive):
-                job.future.cancel()
+            if waited > POLL_AFTER_S and job.drop_if_left():
+                continue
+            if job.deadline < latest and job.must_fit and (rest_s or jobs):
+                job.fail(self._too_late(job, latest - job.deadline))
                 continue
             job.taken_at = now
             self._metrics.queue_time.observe(waited)
@@ -341,7 +403,8 @@ class Batcher:
         """Tell whether the first job still waits for company, and wake up when it has waited."""
         if not self._delay_s or len(self._queue) >= self._batch_size:
             return False
-        left = self._queue[0].queued_at + self._delay_s - monotonic()
+        until = min(map(self._gathers_until, self._queue))
+        left = until - monotonic()
         if left <= 0:
             return False
         if self._timer is not None:
@@ -349,7 +412,52 @@ class Batcher:
         self._timer = self._loop.call_later(left, self.pump)
         return True
 
-    def _estimate_s(self) -> int:
+    def _gathers_until(self, job: Job) -> float:
+        """Return until when a job may wait for company: half of its time is for its answer."""
+        until = job.queued_at + self._delay_s
+        if not job.must_fit:
+            return until
+        answer_s = max(2 * self._engine.batch_s(self._kind), (job.deadline - job.queued_at) / 2)
+        return min(until, job.deadline - answer_s)
+
+    def _excess_s(self, job: Job) -> float:
+        """Return by how many seconds a job's answer is expected too late; negative: in time."""
+        allowed_s = EXPECTED_SHARE * (job.deadline - job.queued_at)
+        queued = len(self._queue)
+        if allowed_s > UNHURRIED_S:
+            most_s = (queued + self._most_held) * self._engine.job_s(self._kind)
+            if most_s < allowed_s:
+                return most_s - allowed_s
+        return self._engine.expected_s(self._kind, queued) - allowed_s
+
+    def _too_late(self, job: Job, excess_s: float) -> TooLate:
+        """Count a refusal and return what to say."""
+        self._metrics.refused_late.inc()
+        return TooLate(
+            f"no answer is to be expected within the request's {job.deadline - job.queued_at:.3g} "
+            f"s ({len(self._queue)} requests wait); try again later",
+            max(1, math.ceil(excess_s)),
+        )
+
+    def _wait_s(self) -> int:
         """Return whole seconds until what waits now will have been run, at least 1."""
-        cost = self._engine.seconds_per_job(self._kind) * len(self._queue)
-        return max(1, math.ceil(cost / max(1, self._engine.ready_count)))
+        before = max(0, len(self._queue) - 1)
+        return max(1, math.ceil(self._engine.expected_s(self._kind, before)))
+
+    def _drop_left(self, now: float) -> None:
+        """Take jobs out of the queue whose clients have left; of a long queue a part each time."""
+        if not self._queue or now < self._look_again_at:
+            return
+        self._look_again_at = now + LOOK_AGAIN_S
+        queue, start = self._queue, self._looked_at
+        if start >= len(queue):
+            start = 0
+        count, kept = min(LOOKED_AT, len(queue) - start), 0
+        queue.rotate(-start)
+        for _ in range(count):
+            job = queue.popleft()
+            if not (job.future.done() or job.drop_if_left()):
+                queue.append(job)
+                kept += 1
+        queue.rotate(start + kept)
+        self._looked_at = start + kept

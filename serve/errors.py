@@ -18,6 +18,7 @@
     ├── Unauthorized
     ├── Unavailable           no worker can take the request now
     │   ├── QueueFull
+    │   ├── TooLate           an answer is not to be expected within the request's time
     │   └── Draining
     ├── DeadlinePassed
     ├── WorkerDied            while it held the request, and again when it was tried alone
@@ -154,6 +155,10 @@ class Unavailable(ServeError):
 
 class QueueFull(Unavailable):
     """The queue of the model version holds as many requests as it may."""
+
+
+class TooLate(Unavailable):
+    """An answer is not to be expected within the request's time, so it is not worth the work."""
 
 
 class Draining(Unavailable):

@@ -21,6 +21,8 @@ from serve.torchserve.settings import TorchServeSettings
 
 KINDS = ("predict", "explain")
 """Label values by kind of job: index 0 and 1."""
+REFUSED = ("full", "deadline")
+"""Label values: why a request was refused."""
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -79,6 +81,13 @@ class Metrics:
         )
         self.queue_length = Gauge(
             "modelyard_queue_length", "Requests waiting now.", kind, registry=self.registry
+        )
+        self.refused = Counter(
+            "modelyard_refused_requests",
+            "Requests refused because too many waited (full) or none would be answered in its time "
+            "(deadline).",
+            (*kind, "reason"),
+            registry=self.registry,
         )
         self.restarts = Counter(
             "modelyard_worker_restarts",
@@ -158,6 +167,9 @@ class KindMetrics:
         self.queue_time = metrics.queue_time.labels(*self._labels)
         self.batch_size = metrics.batch_size.labels(*self._labels)
         self.queue_length = metrics.queue_length.labels(*self._labels)
+        self.refused_full, self.refused_late = (
+            metrics.refused.labels(*self._labels, reason) for reason in REFUSED
+        )
 
     def answered(self, code: int, seconds: float) -> None:
         """Count one answer and how long it took."""
@@ -180,6 +192,8 @@ class KindMetrics:
             metrics.queue_length,
         ):
             family.remove(*labels)
+        for reason in REFUSED:
+            metrics.refused.remove(*labels, reason)
         for code in self._codes:
             metrics.requests.remove(*labels, str(code))
             if code >= 400:

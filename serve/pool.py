@@ -28,7 +28,7 @@ from time import monotonic
 from typing import Any, cast
 
 from serve import wire
-from serve.batcher import EXPLAIN, Batcher, Job, Reply, Stream, client_left
+from serve.batcher import EXPLAIN, PREDICT, Batcher, Job, Reply, Stream
 from serve.errors import (
     DeadlinePassed,
     Draining,
@@ -52,6 +52,8 @@ GIVE_UP_AFTER = 5
 EXIT_GRACE_S = 2.0
 """From the end of file on its socket to SIGKILL."""
 LOG_TAIL_BYTES = 2000
+NEWEST_SHARE = 0.1
+"""Of the newest batch, in the running means."""
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,9 @@ class Worker(asyncio.Protocol):
         self.running = 0
         """Jobs of its current batch, as far as the server can know."""
         self.busy_since = 0.0
+        """When it sent something last, or got work while it was idle."""
+        self.began_at = 0.0
+        """When its current batch began."""
         self.answered = 0
 
     # -- life ----------------------------------------------------------------------------------
@@ -308,6 +313,7 @@ class Worker(asyncio.Protocol):
     def _replies(self, frame: list[wire.Item]) -> None:
         now = monotonic()
         kind = count = 0
+        before = len(self.flight)
         for item in frame:
             id, status, flags, headers, body = item
             if id == 0:
@@ -322,9 +328,10 @@ class Worker(asyncio.Protocol):
                 self._chunk(id, job, status, headers, body)
                 continue
             del self.flight[id]
-            kind = job.kind
-            count += 1
-            self.held[kind] -= 1
+            self.held[job.kind] -= 1
+            if not flags & wire.UNREAD:
+                kind = job.kind
+                count += 1
             if job.stream is not None:
                 if flags & wire.BROKEN:
                     job.fail(StreamBroken(body.decode("utf-8", "replace")))
@@ -332,9 +339,11 @@ class Worker(asyncio.Protocol):
                     job.stream.put(body, is_last=True)
             elif not job.future.done():
                 job.future.set_result(Reply(status, headers, body))
-        if count:
-            self.answered += count
-            self._pool.measured(kind, count, now - self.busy_since)
+        if len(self.flight) < before:
+            if count:
+                self.answered += count
+                self._pool.measured(kind, count, now - self.began_at)
+            self.began_at = now
             # It takes what has arrived, up to a batch.
             self.running = min(self._pool.plan.batch_size, len(self.flight))
         self.busy_since = now
@@ -377,7 +386,7 @@ class Worker(asyncio.Protocol):
         """Send the jobs in one frame; `_replies` answers them, or the pool if it dies."""
         assert self._transport is not None
         if not self.flight:
-            self.busy_since = monotonic()
+            self.busy_since = self.began_at = monotonic()
             self.running = len(jobs)
         frame = wire.Frame()
         for job in jobs:
@@ -389,6 +398,18 @@ class Worker(asyncio.Protocol):
             flags |= wire.ALONE if job.retried else 0
             frame.add(self._next_id, 0, flags, job.meta, job.parts)
         self._transport.writelines(frame.buffers())
+
+    def rest_s(self, now: float) -> float:
+        """Return in how many seconds it will have answered what it holds; 0 when it is idle.
+
+        A batch that has overrun its time is expected to overrun it by as much again.
+        """
+        if not self.flight:
+            return 0.0
+        pool, held = self._pool, self.held
+        all_s = held[PREDICT] * pool.job_s(PREDICT) + held[EXPLAIN] * pool.job_s(EXPLAIN)
+        running_s = all_s * self.running / len(self.flight)
+        return all_s - running_s + abs(running_s - (now - self.began_at))
 
     @property
     def takes_work(self) -> bool:
@@ -429,7 +450,8 @@ class Pool:
         self._loop = asyncio.get_running_loop()
         self._batchers: Sequence[Batcher] = ()
         self._retries: deque[Job] = deque()
-        self._cost_s = [0.0, 0.0]
+        self._batch_s = [0.0, 0.0]
+        self._batch_jobs = [1.0, 1.0]
         self._failures = 0
         self._last_failure = ""
         self._sweeper: asyncio.TimerHandle | None = None
@@ -645,14 +667,38 @@ class Pool:
             return 0
         return sum(len(worker.flight) - worker.running for worker in self.workers)
 
-    def seconds_per_job(self, kind: int) -> float:
-        """Return a running mean of a worker's time per job."""
-        return self._cost_s[kind]
+    def batch_s(self, kind: int) -> float:
+        """Return a running mean of how long a worker is busy with a batch; 0 while unknown."""
+        return self._batch_s[kind]
+
+    def job_s(self, kind: int) -> float:
+        """Return what a job costs one worker in batches as they are of late; 0 while unknown."""
+        return self._batch_s[kind] / self._batch_jobs[kind]
+
+    def expected_s(self, kind: int, queued: int) -> float:
+        """Return in how many seconds one more job will be answered, behind `queued` others.
+
+        0 while that is unknown, and where an idle worker waits for it.
+        """
+        if not self._batch_s[kind]:
+            return 0.0
+        now = monotonic()
+        rests: list[float] = []
+        for seat in self.seats:
+            worker = seat.worker
+            if worker is not None and worker.is_ready and not worker.is_closing:
+                rests.append(worker.rest_s(now))
+        if rests.count(0.0) > queued:
+            return 0.0
+        return begins_in_s(queued * self.job_s(kind), rests) + self._batch_s[kind]
 
     def measured(self, kind: int, jobs: int, seconds: float) -> None:
         """Take note of one batch: its size and how long the worker was busy with it."""
-        cost = seconds / jobs
-        self._cost_s[kind] = 0.9 * self._cost_s[kind] + 0.1 * cost if self._cost_s[kind] else cost
+        if self._batch_s[kind]:
+            self._batch_s[kind] += NEWEST_SHARE * (seconds - self._batch_s[kind])
+            self._batch_jobs[kind] += NEWEST_SHARE * (jobs - self._batch_jobs[kind])
+        else:
+            self._batch_s[kind], self._batch_jobs[kind] = seconds, jobs
         self.metrics.kinds[kind].batch_size.observe(jobs)
 
     def pump(self) -> None:
@@ -692,7 +738,11 @@ class Pool:
             worker.run([self._retries.popleft()])
 
     def _sweep(self) -> None:
-        """Answer 504 where a deadline has passed, and replace workers that hang."""
+        """Answer 504 where a deadline has passed, stop what nobody waits for, replace who hangs.
+
+        A worker does not begin a job that is cancelled, and ends a running one where its handler
+        looks.
+        """
         now = monotonic()
         self._sweeper = self._loop.call_later(0.1, self._sweep)
         late: ServeError = DeadlinePassed("the answer took longer than the request's time")
@@ -703,8 +753,7 @@ class Pool:
                 if job.deadline <= now:
                     job.fail(late)
                     worker.cancel(id)
-                elif job.kind == EXPLAIN and job.receive is not None and client_left(job.receive):
-                    job.future.cancel()
+                elif job.drop_if_left():
                     worker.cancel(id)
             limit = self.plan.response_timeout_s
             if worker.is_ready and worker.flight and now - worker.busy_since > limit:
@@ -720,8 +769,27 @@ class Pool:
         for job in self._retries:
             if job.deadline <= now:
                 job.fail(late)
+            else:
+                job.drop_if_left()
         for batcher in self._batchers:
             batcher.sweep(now)
+
+
+def begins_in_s(work_s: float, rests: list[float]) -> float:
+    """Return after how many seconds a job begins that `work_s` of work is queued before.
+
+    Args:
+        work_s: seconds of one worker.
+        rests: seconds until each worker is idle; empty while none is ready. Whoever is idle first
+            takes what is first, so the queue fills the gaps between them from below, as water.
+    """
+    rests.sort()
+    sum_s = work_s
+    for count, rest in enumerate(rests, 1):
+        sum_s += rest
+        if count == len(rests) or sum_s <= count * rests[count]:
+            return sum_s / count
+    return work_s
 
 
 def _worker_environment(plan: Plan) -> dict[str, str]:

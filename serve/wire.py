@@ -62,6 +62,8 @@ MORE = 1
 """A chunk of a streamed answer; at least one reply to the same job follows."""
 BROKEN = 2
 """The handler failed after it had sent chunks; the body is the error, for the log."""
+UNREAD = 4
+"""Nobody waits for the answer, so the job was not run, or not to its end."""
 
 
 class WireError(Exception):

@@ -8,6 +8,8 @@ answers.
 from __future__ import annotations
 
 import asyncio
+import math
+import re
 from time import monotonic
 from typing import Annotated, Any
 
@@ -29,7 +31,14 @@ from serve.api.asgi import (
 )
 from serve.auth import TokenCheck
 from serve.batcher import EXPLAIN, PREDICT, Job, Stream
-from serve.errors import BodyTooLarge, ModelNotFound, ServeError, Unavailable, http_status
+from serve.errors import (
+    BadRequest,
+    BodyTooLarge,
+    ModelNotFound,
+    ServeError,
+    Unavailable,
+    http_status,
+)
 from serve.listener import SPELLING
 from serve.metrics import Metrics
 from serve.registry import ModelVersion, Registry
@@ -37,6 +46,9 @@ from serve.registry import ModelVersion, Registry
 KINDS = {"predictions": PREDICT, "explanations": EXPLAIN}
 METHODS = frozenset({"POST", "PUT"})
 """`curl -T` sends PUT."""
+TIME_HEADER = b"x-request-timeout"
+_TIME = re.compile(rb"(\d*\.?\d+)(ms|s)?")
+LONGEST_TIME_S = 86_400.0
 LINGER_S = 1.0
 LINGER_BYTES = 64 << 20
 
@@ -141,17 +153,23 @@ class Answering(Front):
         version = path[1] if len(path) > 1 else None
         if torchserve is not None:
             torchserve.accepted(model.name, version)
-        job = Job(
-            kind,
-            pack_head(scope, "/".join(path[2:]), id),
-            parts,
-            receive,
-            began,
-            model.config.request_timeout_s,
-            asyncio.get_running_loop().create_future(),
-            flags,
-        )
         try:
+            timeout_s = asked_s = read_timeout(scope["headers"])
+            if timeout_s > model.config.request_timeout_s:
+                timeout_s = model.config.request_timeout_s
+            job = Job(
+                kind,
+                pack_head(scope, "/".join(path[2:]), id),
+                parts,
+                receive,
+                began,
+                timeout_s,
+                asyncio.get_running_loop().create_future(),
+                flags,
+                # TorchServe lets everybody wait until the end, and so does its dialect, unless a
+                # client asks for more.
+                torchserve is None or asked_s < math.inf,
+            )
             reply = await model.batchers[kind].submit(job)
         except asyncio.CancelledError:
             if not job.future.cancelled():
@@ -222,6 +240,36 @@ def pack_head(scope: Scope, rest: str, id: str) -> bytes:
     return wire.pack_meta(fields)
 
 
+def read_timeout(headers: Headers) -> float:
+    """Return how long the client waits for an answer, in seconds; infinite where it does not say.
+
+    Raises:
+        BadRequest: what it says is no time.
+    """
+    timeout_s = math.inf
+    for name, value in headers:
+        if name == TIME_HEADER:
+            timeout_s = min(timeout_s, parse_timeout(value))
+    return timeout_s
+
+
+def parse_timeout(value: bytes) -> float:
+    """Return the seconds that a value of X-Request-Timeout says: `0.5`, `2s` or `150ms`.
+
+    Raises:
+        BadRequest: it is no time, or none from above 0 to a day.
+    """
+    match = _TIME.fullmatch(value)
+    seconds = float(match[1]) * (0.001 if match[2] == b"ms" else 1) if match else 0.0
+    if not 0 < seconds <= LONGEST_TIME_S:
+        seen = value[:40].decode("ascii", "backslashreplace")
+        raise BadRequest(
+            f'X-Request-Timeout is "{seen}"; expected are seconds such as 0.5 or 2s, or '
+            f"milliseconds such as 150ms, above 0 and at most {LONGEST_TIME_S:.0f} s"
+        )
+    return seconds
+
+
 async def read_body(scope: Scope, receive: Receive, limit: int) -> list[bytes]:
     """Return the body in the parts in which it came; they are never joined.
 
@@ -278,14 +326,23 @@ The management and metrics routes live on ports of their own, named in each rout
 
 ModelName = Annotated[str, Path(description="Registered name.", examples=["digits"])]
 Version = Annotated[str, Path(description="Registered version.", examples=["1.0"])]
+TIMEOUT_PARAMETER = {
+    "name": "X-Request-Timeout",
+    "in": "header",
+    "schema": {"type": "string"},
+    "examples": {"seconds": {"value": "0.5"}, "milliseconds": {"value": "150ms"}},
+    "description": "How long the client waits, if less than the model allows. A request whose "
+    "answer is not to be expected in this time is refused at once.",
+}
 BODY: dict[str, Any] = {
+    "parameters": [TIMEOUT_PARAMETER],
     "requestBody": {
         "description": "What the model's handler takes: an image, JSON, text, or a form.",
         "content": {
             "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
             "application/json": {"schema": {}},
         },
-    }
+    },
 }
 EXPLAIN_PARAMETERS = {
     "method": "integrated_gradients (default), layer_integrated_gradients, saliency, "
@@ -310,8 +367,11 @@ EXPLAIN_PARAMETERS = {
 EXPLAIN_BODY: dict[str, Any] = {
     **BODY,
     "parameters": [
-        {"name": name, "in": "query", "schema": {"type": "string"}, "description": text}
-        for name, text in EXPLAIN_PARAMETERS.items()
+        TIMEOUT_PARAMETER,
+        *(
+            {"name": name, "in": "query", "schema": {"type": "string"}, "description": text}
+            for name, text in EXPLAIN_PARAMETERS.items()
+        ),
     ],
 }
 ERROR_SCHEMA = {
@@ -336,7 +396,7 @@ def error_responses(*codes: int) -> dict[int | str, dict[str, Any]]:
         409: "The version is registered already.",
         413: "The body is over the limit.",
         500: "The handler failed, or the worker died.",
-        503: "The queue is full or no worker is there; see Retry-After.",
+        503: "The queue is full, the time too short or no worker there; see Retry-After.",
         504: "Not answered in time.",
     }
     return {

@@ -93,7 +93,7 @@ class Answer(NamedTuple):
     flags: int = 0
 
 
-UNREAD = Answer(503, {}, b"")
+UNREAD = Answer(503, {}, b"", wire.UNREAD)
 """To a job that nobody waits for any more; the server counts it, and drops it."""
 
 

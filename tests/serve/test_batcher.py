@@ -21,10 +21,14 @@ class Replica:
 
     def __init__(self, room: int) -> None:
         self.free = room
+        self.busy_s = 0.0
         self.batches: list[list[int]] = []
 
     def room(self, kind: int) -> int:
         return self.free
+
+    def rest_s(self, now: float) -> float:
+        return self.busy_s
 
     def run(self, jobs: list[Job]) -> None:
         self.free -= len(jobs)
@@ -53,8 +57,14 @@ class Engine:
     def handed_over(self) -> int:
         return 0
 
-    def seconds_per_job(self, kind: int) -> float:
+    def batch_s(self, kind: int) -> float:
         return self.cost_s
+
+    def job_s(self, kind: int) -> float:
+        return self.cost_s
+
+    def expected_s(self, kind: int, queued: int) -> float:
+        return 0.0 if queued < self.idle_count else (queued + 1) * self.cost_s
 
 
 def make(engine: Engine, **options: Any) -> Batcher:
