@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from serve.batcher import PREDICT, Batcher, Job, Reply, client_left
-from serve.errors import DeadlinePassed, Draining, QueueFull, Unavailable
+from serve.batcher import LOOKED_AT, PREDICT, Batcher, Job, Reply, client_left
+from serve.errors import DeadlinePassed, Draining, QueueFull, TooLate, Unavailable
 from serve.metrics import Metrics, VersionMetrics
 
 Scenario = Callable[[], Awaitable[None]]
@@ -67,15 +67,32 @@ class Engine:
         return 0.0 if queued < self.idle_count else (queued + 1) * self.cost_s
 
 
-def make(engine: Engine, **options: Any) -> Batcher:
+def make(engine: Engine, metrics: Metrics | None = None, **options: Any) -> Batcher:
     chosen = {"batch_size": 8, "delay_s": 0.0, "queue_size": 100, **options}
-    metrics = VersionMetrics(Metrics(), "m", "1").kinds[PREDICT]
-    return Batcher(engine, PREDICT, metrics, **chosen)
+    kind = VersionMetrics(metrics or Metrics(), "m", "1").kinds[PREDICT]
+    return Batcher(engine, PREDICT, kind, **chosen)
 
 
-def job(at: int, timeout_s: float = 60, receive: Any = None, age_s: float = 0) -> Job:
+def job(
+    at: int, timeout_s: float = 60, receive: Any = None, age_s: float = 0, must_fit: bool = True
+) -> Job:
     future = asyncio.get_running_loop().create_future()
-    return Job(PREDICT, b"%d" % at, [b""], receive, monotonic() - age_s, timeout_s, future)
+    now = monotonic() - age_s
+    return Job(PREDICT, b"%d" % at, [b""], receive, now, timeout_s, future, must_fit=must_fit)
+
+
+async def gone() -> dict[str, str]:
+    return {"type": "http.disconnect"}
+
+
+async def there() -> dict[str, str]:
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError
+
+
+def refusals(metrics: Metrics, reason: str) -> float | None:
+    labels = {"model": "m", "version": "1", "kind": "predict", "reason": reason}
+    return metrics.registry.get_sample_value("modelyard_refused_requests_total", labels)
 
 
 def number(one: Job) -> int:
@@ -196,13 +213,6 @@ def test_a_job_over_its_deadline_is_never_handed_over() -> None:
 
 
 def test_a_client_that_has_left_is_not_handed_over() -> None:
-    async def gone() -> dict[str, str]:
-        return {"type": "http.disconnect"}
-
-    async def there() -> dict[str, str]:
-        await asyncio.get_running_loop().create_future()
-        raise AssertionError
-
     async def scenario() -> None:
         engine = Engine(8)
         batcher = make(engine)
@@ -307,5 +317,211 @@ def test_where_a_ticket_is_needed_a_job_is_taken_only_for_an_idle_replica() -> N
         with pytest.raises(QueueFull, match="no worker is idle"):
             batcher.submit(job(1))
         assert batcher.waiting == 1
+
+    asyncio.run(scenario())
+
+
+# -- jobs that would be answered too late ------------------------------------------------------
+
+
+def test_a_job_whose_answer_is_expected_too_late_is_refused_at_once() -> None:
+    async def scenario() -> None:
+        metrics, engine = Metrics(), Engine()
+        engine.cost_s = 1.0
+        batcher = make(engine, metrics)
+        for at in range(5):
+            batcher.submit(job(at))
+        with pytest.raises(
+            TooLate, match=r"within the request's 4 s \(5 requests wait\)"
+        ) as caught:
+            batcher.submit(job(5, timeout_s=4))
+        assert caught.value.retry_after_s == 3
+        assert batcher.waiting == 5
+        batcher.submit(job(6, timeout_s=9))
+        assert (refusals(metrics, "deadline"), refusals(metrics, "full")) == (1, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_job_with_much_time_is_refused_too_when_that_is_not_enough() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        engine.cost_s = 10.0
+        batcher = make(engine)
+        accepted = 0
+        with pytest.raises(TooLate):
+            while accepted < 100:
+                batcher.submit(job(accepted, timeout_s=100))
+                accepted += 1
+        assert accepted == 7
+
+    asyncio.run(scenario())
+
+
+def test_of_an_unknown_cost_nothing_is_expected() -> None:
+    async def scenario() -> None:
+        batcher = make(Engine())
+        for at in range(50):
+            batcher.submit(job(at, timeout_s=0.5))
+        assert batcher.waiting == 50
+
+    asyncio.run(scenario())
+
+
+def test_a_job_that_need_not_fit_waits_until_its_deadline() -> None:
+    async def scenario() -> None:
+        engine = Engine(4)
+        engine.cost_s = 60.0
+        batcher = make(engine)
+        for at in range(3):
+            batcher.submit(job(at, timeout_s=1, must_fit=False))
+        await turn()
+        assert engine.replicas[0].batches == [[0, 1, 2]]
+
+    asyncio.run(scenario())
+
+
+def test_what_can_no_longer_be_answered_in_time_is_not_handed_over() -> None:
+    async def scenario() -> None:
+        metrics, engine = Metrics(), Engine(0)
+        batcher = make(engine, metrics)
+        tight, roomy = batcher.submit(job(0, timeout_s=3)), batcher.submit(job(1, timeout_s=50))
+        engine.cost_s = 2.0
+        engine.replicas[0].busy_s = 2.0
+        engine.replicas[0].free = 8
+        batcher.pump()
+        with pytest.raises(TooLate):
+            await tight
+        await roomy
+        assert engine.replicas[0].batches == [[1]]
+        assert refusals(metrics, "deadline") == 1
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_replica_takes_one_job_however_late_it_is_expected() -> None:
+    async def scenario() -> None:
+        engine = Engine(8)
+        engine.idle_count = 1
+        batcher = make(engine)
+        first, second = batcher.submit(job(0, timeout_s=1)), batcher.submit(job(1, timeout_s=1))
+        engine.cost_s = 100.0
+        await turn()
+        await first
+        with pytest.raises(TooLate):
+            await second
+        assert engine.replicas[0].batches == [[0]]
+        batcher.submit(job(2, timeout_s=1))
+        await turn()
+        assert engine.replicas[0].batches == [[0], [2]]
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_is_counted_as_such() -> None:
+    async def scenario() -> None:
+        metrics = Metrics()
+        batcher = make(Engine(), metrics, queue_size=1)
+        batcher.submit(job(0))
+        with pytest.raises(QueueFull):
+            batcher.submit(job(1))
+        assert (refusals(metrics, "deadline"), refusals(metrics, "full")) == (0, 1)
+
+    asyncio.run(scenario())
+
+
+def test_a_deadline_behind_a_longer_one_is_seen_by_the_sweep() -> None:
+    async def scenario() -> None:
+        batcher = make(Engine())
+        futures = [batcher.submit(job(at, timeout_s=time)) for at, time in enumerate((50, 5, 40))]
+        batcher.sweep(monotonic() + 10)
+        assert [future.done() for future in futures] == [False, True, False]
+        with pytest.raises(DeadlinePassed):
+            await futures[1]
+        assert batcher.waiting == 2
+
+    asyncio.run(scenario())
+
+
+def test_a_batch_gathers_no_longer_than_half_of_the_time_of_any_of_its_jobs() -> None:
+    async def scenario() -> None:
+        engine = Engine(16)
+        batcher = make(engine, delay_s=3600.0, batch_size=8)
+        first, second = batcher.submit(job(0)), batcher.submit(job(1, timeout_s=1.0))
+        await turn()
+        assert batcher.waiting == 2
+        await asyncio.wait_for(asyncio.gather(first, second), 10)
+        assert engine.replicas[0].batches == [[0, 1]]
+
+    asyncio.run(scenario())
+
+
+# -- clients that have left --------------------------------------------------------------------
+
+
+def test_clients_that_have_left_do_not_fill_the_queue() -> None:
+    async def scenario() -> None:
+        batcher = make(Engine(), queue_size=4)
+        left = [batcher.submit(job(at, receive=gone)) for at in range(3)]
+        stays = batcher.submit(job(3, receive=there))
+        batcher.submit(job(4, receive=there))
+        assert all(future.cancelled() for future in left)
+        assert not stays.done()
+        assert batcher.waiting == 2
+
+    asyncio.run(scenario())
+
+
+def test_clients_that_have_left_do_not_make_others_late() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        engine.cost_s = 1.0
+        batcher = make(engine)
+        for at in range(30):
+            batcher.submit(job(at, receive=gone))
+        batcher.submit(job(30, timeout_s=4, receive=there))
+        assert batcher.waiting == 1
+
+    asyncio.run(scenario())
+
+
+def test_a_flood_of_refusals_looks_for_those_who_left_only_now_and_then() -> None:
+    async def scenario() -> None:
+        looks = 0
+
+        async def counted() -> dict[str, str]:
+            nonlocal looks
+            looks += 1
+            return await there()
+
+        batcher = make(Engine(), queue_size=100)
+        began = monotonic()
+        for at in range(100):
+            batcher.submit(job(at, receive=counted))
+        for at in range(1000):
+            with pytest.raises(QueueFull):
+                batcher.submit(job(at))
+        assert looks <= 100 * (1 + (monotonic() - began) / 0.01)
+        assert looks < 100 * 1000
+
+    asyncio.run(scenario())
+
+
+def test_the_sweep_drops_those_who_left_and_keeps_the_order_of_the_others() -> None:
+    async def scenario() -> None:
+        engine = Engine(0)
+        batcher = make(engine, queue_size=2000)
+        count = 3 * LOOKED_AT + 100
+        futures = [
+            batcher.submit(job(at, receive=gone if at % 3 else there)) for at in range(count)
+        ]
+        now = monotonic()
+        for sweep in range(1, 6):
+            batcher.sweep(now + sweep)
+        stay = [at for at in range(count) if not at % 3]
+        assert [at for at, future in enumerate(futures) if not future.cancelled()] == stay
+        engine.replicas[0].free = count
+        batcher.pump()
+        assert engine.replicas[0].batches == [stay]
 
     asyncio.run(scenario())

@@ -1,0 +1,237 @@
+"""Requests with little time, and clients that leave: what workers compute, and who is refused."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.serve.live import LiveServer, build_archive, poll, running
+
+CONFIGS = {
+    "wide": "minWorkers: 1\nbatchSize: 8\njobQueueSize: 2000\n",
+    "narrow": "minWorkers: 1\nbatchSize: 1\nexplainWorkers: 0\n",
+    "new": "minWorkers: 1\nbatchSize: 1\n",
+    "short": "minWorkers: 1\nbatchSize: 1\nclientTimeoutInMills: 300\n",
+    "gathering": "minWorkers: 1\nbatchSize: 8\nmaxBatchDelay: 60000\n",
+}
+LEAVING = 1000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("admission")
+    for name, config in CONFIGS.items():
+        build_archive(folder / "store", "counting", name=name, config=config)
+    with running(folder / "state", folder / "store") as server:
+        server.register_all(*CONFIGS)
+        yield server
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(20) as threads:
+        yield threads
+
+
+def computed(log: Path) -> list[str]:
+    """Return the names of all rows whose computation has begun."""
+    return log.read_text().split() if log.exists() else []
+
+
+def waiting(server: LiveServer, model: str) -> int:
+    return int(server.describe(model)["jobQueueStatus"]["pendingRequests"])
+
+
+def handed_over(server: LiveServer, model: str) -> float:
+    return server.metric("modelyard_queue_time_seconds_count", model=model, kind="predict")
+
+
+def refused(server: LiveServer, model: str, kind: str) -> float:
+    labels = {"model": model, "kind": kind, "reason": "deadline"}
+    return server.metric("modelyard_refused_requests_total", **labels)
+
+
+def send(
+    server: LiveServer, model: str, body: str, route: str = "predictions", header: str = ""
+) -> socket.socket:
+    """Send a request over a connection of its own."""
+    client = socket.create_connection(server.address, 20)
+    lines = [f"POST /{route}/{model} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
+    client.sendall("\r\n".join([*lines, *([header] if header else []), "", body]).encode())
+    return client
+
+
+def within(timeout: str) -> dict[str, str]:
+    return {"X-Request-Timeout": timeout}
+
+
+# -- a request's own time ----------------------------------------------------------------------
+
+
+def test_the_time_of_a_request_passes_while_it_is_computed(server: LiveServer, gate: Path) -> None:
+    answer = server.predict("new", f"it {gate}.log {gate}", headers=within("200ms"))
+    gate.touch()
+    assert (answer.status_code, answer.json()["type"]) == (504, "RequestTimeoutException")
+    assert server.predict("new", "next").text == "next"
+
+
+def test_a_request_cannot_have_more_time_than_its_model_gives(
+    server: LiveServer, gate: Path
+) -> None:
+    began = time.monotonic()
+    answer = server.predict("short", f"it {gate}.log {gate}", headers=within("50"))
+    gate.touch()
+    assert answer.status_code == 504
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.parametrize(
+    ("path", "timeout"),
+    [
+        ("/predictions/wide", "soon"),
+        ("/predictions/wide/1.0", "0"),
+        ("/explanations/narrow", "-1"),
+        ("/v2/models/wide/infer", "NaN"),
+        ("/v2/models/wide/versions/1.0/infer", "1e400"),
+    ],
+)
+def test_a_time_that_is_none_is_answered_400(server: LiveServer, path: str, timeout: str) -> None:
+    answer = server.client.post(path, content="it", headers=within(timeout))
+    assert (answer.status_code, answer.json()["type"]) == (400, "BadRequestException")
+    assert answer.json()["message"] == (
+        f'X-Request-Timeout is "{timeout}"; expected are seconds such as 0.5 or 2s, or '
+        "milliseconds such as 150ms, above 0 and at most 86400 s"
+    )
+
+
+@pytest.mark.parametrize("route", ["/predictions/narrow", "/v2/models/narrow/infer",
+                                   "/explanations/narrow"])  # fmt: skip
+def test_what_cannot_be_answered_in_its_time_is_refused_at_once(
+    server: LiveServer, threads: ThreadPoolExecutor, log: Path, gate: Path, route: str
+) -> None:
+    for _ in range(5):
+        server.client.post(route, content="sleep 0.3")
+    kind, queue, ahead = "predict", "pendingRequests", 2
+    if "explanations" in route:  # of which a worker holds one batch, not two
+        kind, queue, ahead = "explain", "pendingExplanations", 3
+    before = refused(server, "narrow", kind)
+    sent = [threads.submit(server.client.post, route, content=f"it {log} {gate}")]
+    poll(lambda: computed(log), "a worker is busy")
+    sent += [threads.submit(server.client.post, route, content="it") for _ in range(3)]
+    poll(lambda: server.describe("narrow")["jobQueueStatus"][queue] == ahead, "more wait")
+    answer = server.client.post(route, content=f"late {log}", headers=within("500ms"))
+    assert (answer.status_code, answer.json()["type"]) == (503, "ServiceUnavailableException")
+    assert "no answer is to be expected within the request's 0.5 s" in answer.json()["message"]
+    assert int(answer.headers["retry-after"]) >= 1
+    assert refused(server, "narrow", kind) == before + 1
+    sent.append(threads.submit(server.client.post, route, content="early", headers=within("50s")))
+    poll(lambda: server.describe("narrow")["jobQueueStatus"][queue] == ahead + 1, "one more")
+    gate.touch()
+    assert [answer.result().status_code for answer in sent] == [200] * 5
+    assert computed(log) == ["it"]
+
+
+def test_a_batch_is_not_gathered_for_longer_than_its_requests_wait(server: LiveServer) -> None:
+    answer = server.predict("gathering", "it", headers=within("2s"))
+    assert (answer.status_code, answer.text) == (200, "it")
+
+
+# -- clients that leave ------------------------------------------------------------------------
+
+
+def test_of_a_thousand_clients_that_leave_at_once_no_more_is_computed_than_was_in_flight(
+    server: LiveServer, log: Path, gate: Path
+) -> None:
+    before = handed_over(server, "wide")
+    with ExitStack() as clients:
+        for at in range(LEAVING):
+            clients.enter_context(send(server, "wide", f"{at} {log} {gate}"))
+        poll(lambda: handed_over(server, "wide") + waiting(server, "wide") == before + LEAVING,
+             "all have come")  # fmt: skip
+        in_flight = handed_over(server, "wide") - before
+        begun = computed(log)
+    assert len(begun) <= in_flight <= 16
+    poll(lambda: waiting(server, "wide") == 0, "all are gone")
+    gate.touch()
+    assert server.predict("wide", f"after {log}").text == "after"
+    assert computed(log) == [*begun, "after"]
+    assert handed_over(server, "wide") == before + in_flight + 1
+    assert not server.metric("modelyard_errors_total", model="wide", code="504")
+
+
+def test_who_leaves_the_queue_is_not_computed(server: LiveServer, log: Path, gate: Path) -> None:
+    with send(server, "narrow", f"first {log} {gate}"), send(server, "narrow", f"second {log}"):
+        poll(lambda: computed(log) == ["first"], "it is computed")
+        with send(server, "narrow", f"third {log}") as third:
+            poll(lambda: waiting(server, "narrow") == 1, "it waits")
+            third.close()
+            poll(lambda: waiting(server, "narrow") == 0, "it is gone")
+        gate.touch()
+        poll(lambda: len(computed(log)) == 2, "the second is computed")
+    assert server.predict("narrow", "after").text == "after"
+    assert computed(log) == ["first", "second"]
+
+
+def test_who_leaves_a_workers_next_batch_is_not_computed(
+    server: LiveServer, threads: ThreadPoolExecutor, log: Path, gate: Path
+) -> None:
+    before = handed_over(server, "narrow")
+    first = threads.submit(server.predict, "narrow", f"first {log} {gate}")
+    poll(lambda: computed(log) == ["first"], "it is computed")
+    with send(server, "narrow", f"second {log}"):
+        poll(lambda: handed_over(server, "narrow") == before + 2, "it is in the next batch")
+    # Two sweeps: the one that may be running when the client leaves, and the next one.
+    with send(server, "narrow", "third") as third:
+        poll(lambda: waiting(server, "narrow") == 1, "another waits")
+        third.close()
+        poll(lambda: waiting(server, "narrow") == 0, "the sweep has been")
+    gate.touch()
+    assert first.result().status_code == 200
+    assert server.predict("narrow", "after").text == "after"
+    assert computed(log) == ["first"]
+
+
+def test_who_leaves_a_batch_that_is_gathered_is_not_computed(server: LiveServer, log: Path) -> None:
+    with send(server, "gathering", f"first {log}"):
+        poll(lambda: waiting(server, "gathering") == 1, "it waits for company")
+    poll(lambda: waiting(server, "gathering") == 0, "it is gone")
+    assert server.predict("gathering", f"it {log}", headers=within("2s")).text == "it"
+    assert computed(log) == ["it"]
+
+
+def test_an_explanation_stops_between_its_passes(server: LiveServer, log: Path, gate: Path) -> None:
+    with send(server, "narrow", f"it {log} {gate}", "explanations"):
+        poll(lambda: computed(log) == ["it"], "it is computed")
+    # The worker is shared: it answers before the gate is there.
+    assert server.predict("narrow", "after").text == "after"
+    assert not gate.exists()
+
+
+def test_the_header_is_documented(server: LiveServer) -> None:
+    document = server.client.get("/openapi.json").json()
+    for path in ("/predictions/{model}", "/explanations/{model}", "/v2/models/{model}/infer"):
+        names = [each["name"] for each in document["paths"][path]["post"]["parameters"]]
+        assert "X-Request-Timeout" in names
+        assert "model" in names
+
+
+def test_an_idle_worker_takes_a_request_whatever_others_cost(server: LiveServer) -> None:
+    for _ in range(5):
+        assert server.predict("new", "sleep 0.3").status_code == 200
+    assert server.predict("new", "it", headers=within("250ms")).status_code == 200
