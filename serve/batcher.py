@@ -37,7 +37,7 @@ UNHURRIED_S = 5.0
 """Of a job with more time than that, no more is asked than whether one replica could do it all."""
 LOOKED_AT = 256
 """Jobs whose clients are looked at in one go, half a millisecond of work."""
-LOOK_AGAIN_S = 0.01
+LOOK_AGAIN_S = 0.02
 """From one look to the next, so that a flood of refusals costs little."""
 
 MOST_UNREAD_BYTES = 64 << 20
@@ -312,9 +312,10 @@ class Batcher:
         if self._needs_ticket and self._engine.idle_count <= len(self._queue):
             self._metrics.refused_full.inc()
             raise QueueFull("no worker is idle, and this model lets nobody wait", self._wait_s())
-        if job.must_fit and self._excess_s(job) > 0:
-            self._drop_left(job.queued_at)
-            if (excess_s := self._excess_s(job)) > 0:
+        if job.must_fit and (excess_s := self._excess_s(job)) > 0:
+            if self._drop_left(job.queued_at):
+                excess_s = self._excess_s(job)
+            if excess_s > 0:
                 raise self._too_late(job, excess_s)
         self._queue.append(job)
         if self._armed is None:
@@ -444,10 +445,13 @@ class Batcher:
         before = max(0, len(self._queue) - 1)
         return max(1, math.ceil(self._engine.expected_s(self._kind, before)))
 
-    def _drop_left(self, now: float) -> None:
-        """Take jobs out of the queue whose clients have left; of a long queue a part each time."""
+    def _drop_left(self, now: float) -> bool:
+        """Take jobs out of the queue whose clients have left, and tell whether there were any.
+
+        A long queue is looked through in parts.
+        """
         if not self._queue or now < self._look_again_at:
-            return
+            return False
         self._look_again_at = now + LOOK_AGAIN_S
         queue, start = self._queue, self._looked_at
         if start >= len(queue):
@@ -461,3 +465,4 @@ class Batcher:
                 kept += 1
         queue.rotate(start + kept)
         self._looked_at = start + kept
+        return kept < count

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import procfs
+from benchmarks.open_loop import Phase, run
 from tests.serve.live import LiveServer, build_archive, poll, running
 
 CONFIGS = {
@@ -18,6 +21,8 @@ CONFIGS = {
     "narrow": "minWorkers: 1\nbatchSize: 1\nexplainWorkers: 0\n",
     "new": "minWorkers: 1\nbatchSize: 1\n",
     "short": "minWorkers: 1\nbatchSize: 1\nclientTimeoutInMills: 300\n",
+    "full": "minWorkers: 1\nbatchSize: 1\njobQueueSize: 300\n",
+    "paced": "minWorkers: 1\nbatchSize: 4\njobQueueSize: 1000\n",
     "gathering": "minWorkers: 1\nbatchSize: 8\nmaxBatchDelay: 60000\n",
 }
 LEAVING = 1000
@@ -235,3 +240,40 @@ def test_an_idle_worker_takes_a_request_whatever_others_cost(server: LiveServer)
     for _ in range(5):
         assert server.predict("new", "sleep 0.3").status_code == 200
     assert server.predict("new", "it", headers=within("250ms")).status_code == 200
+
+
+# -- more than the server can do ---------------------------------------------------------------
+
+
+def test_a_refusal_costs_less_than_a_millisecond_however_many_wait(
+    server: LiveServer, log: Path, gate: Path
+) -> None:
+    count = 1000
+    with ExitStack() as clients:
+        for at in range(302):
+            clients.enter_context(send(server, "full", f"{at} {log} {gate}"))
+        poll(lambda: waiting(server, "full") == 300, "the queue is full")
+        before = procfs.cpu_s(server.pid)
+        answers = [server.predict("full", "one more") for _ in range(count)]
+        used_s = procfs.cpu_s(server.pid) - before
+    gate.touch()
+    assert {answer.status_code for answer in answers} == {503}
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers)
+    assert used_s < 0.001 * count
+    poll(lambda: waiting(server, "full") == 0, "all are gone")
+    assert len(computed(log)) <= 2
+
+
+def test_three_times_the_capacity_is_answered_up_to_the_capacity_and_then_all_again(
+    server: LiveServer,
+) -> None:
+    url = f"{server.about['inference']}/predictions/paced"
+    row_s, deadline_s = 0.01, 1.0
+    phases = [Phase(3 / row_s, 3), Phase(0.3 / row_s, 2.5)]
+    over, after = asyncio.run(run(url, f"sleep {row_s}".encode(), phases, deadline_s, seed=1))
+    assert (over.failed, after.failed, over.refused_without_retry_after) == (0, 0, 0)
+    assert over.goodput > 0.5 / row_s
+    assert over.late + over.expired < 0.1 * over.offered
+    assert over.refused > 0.4 * over.offered
+    assert after.last_not_good_s < 2
+    assert after.good > 0.3 * after.offered

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serve.batcher import LOOKED_AT, PREDICT, Batcher, Job, Reply, client_left
+from serve.batcher import LOOK_AGAIN_S, LOOKED_AT, PREDICT, Batcher, Job, Reply, client_left
 from serve.errors import DeadlinePassed, Draining, QueueFull, TooLate, Unavailable
 from serve.metrics import Metrics, VersionMetrics
 
@@ -501,7 +501,7 @@ def test_a_flood_of_refusals_looks_for_those_who_left_only_now_and_then() -> Non
         for at in range(1000):
             with pytest.raises(QueueFull):
                 batcher.submit(job(at))
-        assert looks <= 100 * (1 + (monotonic() - began) / 0.01)
+        assert looks <= 100 * (1 + (monotonic() - began) / LOOK_AGAIN_S)
         assert looks < 100 * 1000
 
     asyncio.run(scenario())

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.serve.live import poll
 from tests.serve.torchserve.live import Home
 
 ECHO = """
@@ -32,6 +33,15 @@ def handle(data, context):
     return [{"row": row, "said": said, "name": context.model_name}]
 """
 BROKEN = "raise ValueError('no such weights')\n"
+SLEEPY = """
+import time
+
+def handle(data, context):
+    if data is None:
+        return None
+    time.sleep(0.3)
+    return ["done"] * len(data)
+"""
 HEADERS = {
     "pragma": "no-cache",
     "cache-control": "no-cache; no-store, must-revalidate, private",
@@ -86,6 +96,8 @@ def home(tmp_path_factory: pytest.TempPathFactory, remote: str) -> Iterator[Home
     write_mar(home.store / "nameless.mar", name=None)
     write_mar(home.store / "seq.mar", name="seq", config="sequenceBatching: true\n")
     write_mar(home.store / "conf.mar", name="conf", config="minWorkers: 1\nmaxWorkers: 3\n")
+    hasty = "minWorkers: 1\nclientTimeoutInMills: 900\n"
+    write_mar(home.store / "sleepy.mar", SLEEPY, "sleepy", config=hasty)
     (home.store / "garbage.mar").write_bytes(b"no archive")
     home.start(
         "--models",
@@ -277,6 +289,29 @@ def test_options_describes(home: Home, api: str, path: str, title: str, shown: s
         assert shown in document["paths"]
         if path == "/":
             assert client.get("/api-description").json() == document
+
+
+def test_a_request_may_say_how_long_it_waits_and_only_then_is_refused_for_that(
+    client: httpx.Client, management: httpx.Client
+) -> None:
+    management.post("/models", params={"url": "sleepy.mar", "initial_workers": 1,
+                                       "synchronous": "true"})  # fmt: skip
+    path = "/predictions/sleepy"
+    assert client.post(path, content=b"").status_code == 200
+    with ThreadPoolExecutor(5) as threads:
+        sent = [threads.submit(client.post, path, content=b"") for _ in range(5)]
+        status = partial(management.get, "/models/sleepy")
+        poll(lambda: status().json()[0]["jobQueueStatus"]["pendingRequests"], "some wait")
+        refused = client.post(path, content=b"", headers={"X-Request-Timeout": "350ms"})
+        answers = [answer.result().status_code for answer in sent]
+    assert error(refused)[:2] == (503, "ServiceUnavailableException")
+    reason = refused.headers["x-modelyard-reason"]
+    assert reason.startswith("no answer is to be expected within the request's 0.35 s")
+    # Those that do not say so wait until the end of their time, as in TorchServe.
+    assert set(answers) <= {200, 504}
+    wrong = client.post(path, content=b"", headers={"X-Request-Timeout": "soon"})
+    assert error(wrong)[:2] == (400, "BadRequestException")
+    management.delete("/models/sleepy")
 
 
 # -- management --------------------------------------------------------------------------------
