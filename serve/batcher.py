@@ -318,9 +318,7 @@ class Batcher:
             if excess_s > 0:
                 raise self._too_late(job, excess_s)
         self._queue.append(job)
-        if self._armed is None:
-            # All requests that were read in this turn of the loop go out in one frame.
-            self._armed = self._loop.call_soon(self.pump)
+        self.wake()
         return job.future
 
     def describe(self, meta: bytes, timeout_s: float) -> asyncio.Future[Reply]:
@@ -335,6 +333,14 @@ class Batcher:
             self._kind, meta, [b""], None, monotonic(), timeout_s, future, wire.DESCRIBE, False
         )
         return self.submit(job)
+
+    def wake(self) -> None:
+        """Hand over what waits at the end of this turn of the loop.
+
+        All requests that are read in it go out in one frame, and no client's that it saw leave.
+        """
+        if self._armed is None:
+            self._armed = self._loop.call_soon(self.pump)
 
     def pump(self) -> None:
         """Hand over what waits while a replica has room."""

@@ -706,7 +706,7 @@ class Pool:
         self._serve_retries()
         for batcher in self._batchers:
             if batcher.waiting:
-                batcher.pump()
+                batcher.wake()
 
     def lost(self, worker: Worker) -> None:
         """Try once more, each alone, what a worker held when it died.

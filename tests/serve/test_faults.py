@@ -287,6 +287,7 @@ def test_what_a_client_no_longer_waits_for_is_not_run(
         head = b"POST /predictions/narrow HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
         client.sendall(head + b"die")
         poll(lambda: waiting(server, "narrow") == 1, "the request waits")
+    poll(lambda: waiting(server, "narrow") == 0, "it is gone")
     gate.touch()
     assert (first.result().status_code, second.result().status_code) == (200, 200)
     assert server.predict("narrow", "after").status_code == 200
