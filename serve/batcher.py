@@ -387,7 +387,8 @@ class Batcher:
         now = monotonic()
         jobs: list[Job] = []
         rest_s = replica.rest_s(now)
-        latest = now + rest_s + self._engine.batch_s(self._kind)
+        batch_s = self._engine.batch_s(self._kind)
+        answered_at = now + rest_s + batch_s if batch_s else now
         while self._queue and len(jobs) < count:
             job = self._queue.popleft()
             waited = now - job.queued_at
@@ -398,8 +399,8 @@ class Batcher:
                 continue
             if waited > POLL_AFTER_S and job.drop_if_left():
                 continue
-            if job.deadline < latest and job.must_fit and (rest_s or jobs):
-                job.fail(self._too_late(job, latest - job.deadline))
+            if job.deadline < answered_at and job.must_fit and (rest_s or jobs):
+                job.fail(self._too_late(job, answered_at - job.deadline))
                 continue
             job.taken_at = now
             self._metrics.queue_time.observe(waited)

@@ -399,6 +399,17 @@ def test_what_can_no_longer_be_answered_in_time_is_not_handed_over() -> None:
     asyncio.run(scenario())
 
 
+def test_of_an_unknown_cost_a_busy_replica_takes_all() -> None:
+    async def scenario() -> None:
+        engine = Engine(8)
+        engine.replicas[0].busy_s = 100.0
+        batcher = make(engine)
+        await batcher.submit(job(0, timeout_s=1))
+        assert engine.replicas[0].batches == [[0]]
+
+    asyncio.run(scenario())
+
+
 def test_an_idle_replica_takes_one_job_however_late_it_is_expected() -> None:
     async def scenario() -> None:
         engine = Engine(8)
