@@ -51,12 +51,12 @@ _DIRECTORY_END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 _TRAILER_BYTES = 24  # what may follow an entry: its sizes and checksum once more
 
-# What zipfile raises on a damaged file.
-_DAMAGED = (
+DAMAGED_ZIP = (
     zipfile.BadZipFile,
     *(NotImplementedError, RuntimeError, OSError, EOFError, ValueError, OverflowError),
     struct.error,
 )
+"""What zipfile raises on a damaged file."""
 
 _Finding = tuple[str, str]
 _Range = tuple[int, int]
@@ -88,7 +88,7 @@ def _check(name: str, file: IO[bytes]) -> "_Snapshot":
         snapshot = _Snapshot(file, _payload_ranges(file))
         with zipfile.ZipFile(snapshot) as container:
             findings = list(itertools.islice(_findings(snapshot, container), MAX_FINDINGS + 1))
-    except _DAMAGED as error:
+    except DAMAGED_ZIP as error:
         findings = [("the file", f"it is no zip that can be read ({error})")]
     if len(findings) > MAX_FINDINGS:
         findings[MAX_FINDINGS:] = [("the file", "and more")]

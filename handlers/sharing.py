@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from handlers.safe_program import data_range
+from handlers.safe_program import DAMAGED_ZIP, data_range
 
 _log = logging.getLogger(__name__)
 
@@ -44,25 +44,31 @@ def map_weights(tensors: Iterable[Tensor], path: Path) -> int:
 
     Args:
         tensors: just loaded from `path`; changed in place.
-        path: what torch has written, a zip; in a folder that nobody changes.
+        path: what torch has written, in a folder that nobody changes; of a file that is no zip,
+            nothing is mapped.
 
     Returns:
         The number of bytes that are mapped now.
     """
     by_storage: defaultdict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        if tensor.is_cpu and tensor.layout is torch.strided:
+        if tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized:
             storage = tensor.untyped_storage()
             if storage.nbytes() >= MIN_STORAGE_BYTES and storage.data_ptr():
                 by_storage[storage.data_ptr()].append(tensor)
     if not by_storage:
         return 0
-    records, mapped_bytes = _records(path), 0
+    try:
+        records = _records(path)
+    except DAMAGED_ZIP as error:
+        _log.info("each worker keeps a copy of the weights of %s: %s", path.name, error)
+        return 0
+    mapped_bytes = 0
     for address, sharing in by_storage.items():
         storage = sharing[0].untyped_storage()
         candidates = records[storage.nbytes(), ctypes.string_at(address, _HEAD_BYTES)]
         for place, record in enumerate(candidates):
-            if _libc.memcmp(*map(_pointer, (record, storage)), _size(storage.nbytes())):
+            if _differ(record, storage):
                 continue
             del candidates[place]  # another tensor of this content has memory of its own
             with torch.no_grad():
@@ -116,8 +122,6 @@ def release_freed_memory() -> None:
 def _records(path: Path) -> defaultdict[tuple[int, bytes], list[torch.UntypedStorage]]:
     """Map a zip's entries that tensors can lie in, by their size and first bytes."""
     found: defaultdict[tuple[int, bytes], list[torch.UntypedStorage]] = defaultdict(list)
-    if not zipfile.is_zipfile(path):
-        return found
     with path.open("rb") as file, zipfile.ZipFile(file) as container:
         mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         for info in container.filelist:
@@ -133,8 +137,7 @@ def _records(path: Path) -> defaultdict[tuple[int, bytes], list[torch.UntypedSto
     return found
 
 
-def _pointer(storage: torch.UntypedStorage) -> ctypes.c_void_p:
-    return ctypes.c_void_p(storage.data_ptr())
-
-
-_size = ctypes.c_size_t
+def _differ(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    """Compare two storages of one size; torch would take ten times as long for odd sizes."""
+    addresses = map(ctypes.c_void_p, (one.data_ptr(), other.data_ptr()))
+    return bool(_libc.memcmp(*addresses, ctypes.c_size_t(one.nbytes())))
