@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from handlers.safe_program import DAMAGED_ZIP, data_range
 
@@ -52,7 +52,7 @@ def map_weights(tensors: Iterable[Tensor], path: Path) -> int:
     """
     by_storage: defaultdict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        if tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized:
+        if _is_plain(tensor):
             storage = tensor.untyped_storage()
             if storage.nbytes() >= MIN_STORAGE_BYTES and storage.data_ptr():
                 by_storage[storage.data_ptr()].append(tensor)
@@ -135,6 +135,16 @@ def _records(path: Path) -> defaultdict[tuple[int, bytes], list[torch.UntypedSto
             head = mapping[start : start + _HEAD_BYTES]
             found[end - start, head].append(record.untyped_storage())
     return found
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Say whether a tensor is its storage and nothing else: no subclass, lazy or quantised one."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+    )
 
 
 def _differ(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
