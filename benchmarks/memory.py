@@ -12,7 +12,8 @@ and serves it with one worker, then with several. Memory is read after every wor
     mapped     of a worker's memory, what is mapped from the version's unpacked files
     ready      from calling `serve start` to its return
 
-Artifacts are kept in `--artifacts`, and not made again if they are there.
+Artifacts are kept in `--artifacts`, and not made again if they are there. An ONNX or AOTInductor
+archive also holds the exported program, for explanations, where that was made before.
 """
 
 from __future__ import annotations
