@@ -11,11 +11,13 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from itertools import islice
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 from serve import wire
 from serve.errors import DeadlinePassed, QueueFull, StreamBroken, Unavailable
+from serve.lengths import LOOKED_AT, choose_alike
 from serve.metrics import KindMetrics
 
 PREDICT, EXPLAIN = 0, 1
@@ -217,6 +219,7 @@ class Batcher:
 
     Args:
         needs_ticket: whether a job is taken only while a replica is idle.
+        call_bytes: of `lengths.CALL_BYTES`, for batches of like length; None takes jobs in order.
     """
 
     def __init__(
@@ -229,8 +232,10 @@ class Batcher:
         delay_s: float,
         queue_size: int,
         needs_ticket: bool = False,
+        call_bytes: int | None = None,
     ) -> None:
         self._needs_ticket = needs_ticket
+        self._call_bytes = call_bytes
         self._engine = engine
         self._kind = kind
         self._metrics = metrics
@@ -316,11 +321,28 @@ class Batcher:
             self._queue.popleft().fail(error)
 
     def _take(self, count: int) -> list[Job]:
-        """Take up to `count` jobs that somebody still waits for."""
+        """Take up to `count` jobs that somebody still waits for, the oldest always among them."""
+        if self._call_bytes is None:
+            return self._take_from(self._queue, count)
+        jobs = self._take_from(self._queue, 1)
+        if jobs:
+            jobs += self._take_from(self._remove_alike(jobs[0], count, self._call_bytes), count)
+        return jobs
+
+    def _remove_alike(self, first: Job, size: int, call_bytes: int) -> deque[Job]:
+        """Take out of the queue the jobs that run with `first`, in order."""
+        seen = [first, *islice(self._queue, LOOKED_AT)]
+        places = choose_alike([sum(map(len, job.parts)) for job in seen], size, call_bytes)[1:]
+        for place in reversed(places):
+            del self._queue[place - 1]
+        return deque(seen[place] for place in places)
+
+    def _take_from(self, queue: deque[Job], count: int) -> list[Job]:
+        """Take the first `count` jobs of a queue that somebody still waits for."""
         now = monotonic()
         jobs: list[Job] = []
-        while self._queue and len(jobs) < count:
-            job = self._queue.popleft()
+        while queue and len(jobs) < count:
+            job = queue.popleft()
             waited = now - job.queued_at
             if job.future.done():
                 continue

@@ -63,9 +63,12 @@ def make(engine: Engine, **options: Any) -> Batcher:
     return Batcher(engine, PREDICT, metrics, **chosen)
 
 
-def job(at: int, timeout_s: float = 60, receive: Any = None, age_s: float = 0) -> Job:
+def job(
+    at: int, timeout_s: float = 60, receive: Any = None, age_s: float = 0, length: int = 0
+) -> Job:
     future = asyncio.get_running_loop().create_future()
-    return Job(PREDICT, b"%d" % at, [b""], receive, monotonic() - age_s, timeout_s, future)
+    parts = [b"x" * (length // 2), b"x" * (length - length // 2)]
+    return Job(PREDICT, b"%d" % at, parts, receive, monotonic() - age_s, timeout_s, future)
 
 
 def number(one: Job) -> int:
@@ -297,5 +300,57 @@ def test_where_a_ticket_is_needed_a_job_is_taken_only_for_an_idle_replica() -> N
         with pytest.raises(QueueFull, match="no worker is idle"):
             batcher.submit(job(1))
         assert batcher.waiting == 1
+
+    asyncio.run(scenario())
+
+
+# -- batches of like length ----------------------------------------------------------------------
+
+MIXED = [20, 400, 22, 25, 410, 900, 18, 390]
+
+
+def test_jobs_of_like_length_go_out_together_the_oldest_always_among_them() -> None:
+    async def scenario() -> None:
+        engine = Engine(3)
+        batcher = make(engine, call_bytes=48)
+        for at, length in enumerate(MIXED):
+            batcher.submit(job(at, length=length))
+        await turn()
+        for _ in range(3):
+            engine.replicas[0].free = 3
+            batcher.pump()
+        assert engine.replicas[0].batches == [[0, 2, 6], [1, 4, 7], [3], [5]]
+        assert batcher.waiting == 0
+
+    asyncio.run(scenario())
+
+
+def test_an_idle_replica_gets_all_that_waits_at_once_whatever_the_lengths() -> None:
+    async def scenario() -> None:
+        engine = Engine(16)
+        batcher = make(engine, call_bytes=48)
+        for at, length in enumerate(MIXED):
+            batcher.submit(job(at, length=length))
+        await turn()
+        assert engine.replicas[0].batches == [[0, 2, 3, 6], [1, 4, 7], [5]]
+
+    asyncio.run(scenario())
+
+
+def test_who_has_left_or_is_late_gets_no_company_and_gives_none() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        batcher = make(engine, call_bytes=48)
+        jobs = [job(at, length=length, timeout_s=at or 0) for at, length in enumerate(MIXED)]
+        for one in jobs:
+            batcher.submit(one)
+        await turn()
+        jobs[1].future.cancel()
+        jobs[3].future.cancel()
+        engine.replicas.append(Replica(2))
+        batcher.pump()
+        assert engine.replicas[0].batches == [[2], [4]], "0 is late, 1 and 3 have left"
+        with pytest.raises(DeadlinePassed):
+            await jobs[0].future
 
     asyncio.run(scenario())
