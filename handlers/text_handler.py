@@ -1,5 +1,6 @@
 """Text in, labels out; explanations say what each token did."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -251,7 +252,9 @@ def _read_text(row: Mapping[str, Any]) -> str:
         except UnicodeDecodeError as error:
             raise BadInput(f"the body is no text in UTF-8: {error}") from error
         if body.lstrip().startswith('"'):
-            body = parse_json(body)
+            # Else it is a text that begins with a quotation.
+            with contextlib.suppress(BadInput):
+                body = parse_json(body)
     if not isinstance(body, str):
         raise BadInput(f"the body is a {type(body).__name__}; expected text or a JSON string")
     if len(body) > MAX_CHARACTERS:
