@@ -88,7 +88,7 @@ class Rounds:
             for connections in self._plan.connections:
                 cell = Cell(subject.name, SERVED, workers, connections)
                 progress(f"{subject.name}: served, {workers} workers, {connections} connections")
-                self._samples.append(run_served(cell, subject, server, round, self._plan.seconds))
+                self._samples.append(_run_served(cell, subject, server, round, self._plan.seconds))
             ours, each = server.server_memory(), server.worker_memory()
             sizes = ours.rss_mb, ours.pss_mb, each.rss_mb, each.pss_mb
             self._footprints.append(Footprint(subject.name, workers, round, server.start_s, *sizes))
@@ -110,8 +110,7 @@ def _run_bare(cell: Cell, bare: Bare, round: int, seconds: float) -> Sample:
     )  # fmt: skip
 
 
-def run_served(cell: Cell, subject: Subject, server: Server, round: int, seconds: float) -> Sample:
-    """Load a server that runs, after a short time to warm up."""
+def _run_served(cell: Cell, subject: Subject, server: Server, round: int, seconds: float) -> Sample:
     send = subject.content_type, subject.requests
     run_wrk(server.url, cell.connections, WARM_UP_S, *send)
     busy, before, began = procfs.busy_s(), server.usage(), time.perf_counter()

@@ -39,7 +39,6 @@ class Server:
         self.pid = -1
         self.worker_pids: list[int] = []
         self.url = ""
-        self.metrics_url = ""
 
     def __enter__(self) -> Self:
         """Start, and find the processes."""
@@ -53,7 +52,6 @@ class Server:
             self.start_s = time.perf_counter() - began
             self.pid = int(about["pid"])
             self.url = f"{about['inference']}/predictions/{self._model}"
-            self.metrics_url = f"{about['metrics']}/metrics"
             self.worker_pids = [int(worker["pid"]) for worker in self._describe()["workers"]]
         except BaseException:
             self._stop()

@@ -9,6 +9,7 @@ setting. All servers stand side by side, one worker of one thread each, and are 
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import math
 import platform
 import random
@@ -21,9 +22,9 @@ import tempfile
 import time
 import urllib.request
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich import box
@@ -33,10 +34,9 @@ from tokenizers import Tokenizer
 
 from benchmarks import procfs, wrk
 from benchmarks.archives import ROOT, Subject, modelyard
-from benchmarks.results import BUSY_NEIGHBOUR, SERVED, Cell, Results, Row, Sample, spread, summarise
-from benchmarks.rounds import run_served
+from benchmarks.results import BUSY_NEIGHBOUR
 from benchmarks.server import Server
-from benchmarks.table import show_spread
+from benchmarks.wrk import run_wrk
 from examples.minilm.make import PAGES, make
 
 LOCAL_RESULTS = ROOT / "benchmarks" / "results" / "local"
@@ -44,6 +44,7 @@ LIBRARIES = ("torch", "onnxruntime", "transformers", "tokenizers", "uvicorn", "u
 TEXTS, SEED = 512, 7
 MOST_WORDS, MOST_TOKENS = 180, 256
 BATCH = 8
+WARM_UP_S, SETTLE_S = 1, 0.2
 # Requests that the end of one run leaves behind must not make the next one's queue full.
 SETTINGS = {
     "alone": "batchSize: 1\nbatchBy: arrival\njobQueueSize: 1000\n",
@@ -75,6 +76,44 @@ class Plan:
     connections: list[int]
     formats: list[str]
     mixes: list[str]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is measured, once in every round."""
+
+    mix: str
+    format: str
+    setting: str
+    connections: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of one cell."""
+
+    cell: Cell
+    round: int
+    requests: int
+    failures: int
+    rate: float
+    """Well answered requests per second."""
+    p50_ms: float
+    p99_ms: float
+    cpu_ms: float
+    """Of server and worker, per request."""
+    per_call: float
+    """Requests in one call of the handler."""
+    other_cores: float
+    """Cores that were busy with what does not belong to the benchmark."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """Everything that was found."""
+
+    about: dict[str, Any]
+    runs: list[Run]
 
 
 out = Console(highlight=False)
@@ -114,53 +153,74 @@ def text(
         results = _measure(Path(folder), plan)
     output.mkdir(parents=True, exist_ok=True)
     stem = output / (name or time.strftime("%Y-%m-%dT%H%M%S-text"))
-    results.write(stem.with_name(f"{stem.name}.json"))
+    content = {**results.about, "runs": [asdict(run) for run in results.runs]}
+    stem.with_name(f"{stem.name}.json").write_text(json.dumps(content, indent=1) + "\n")
     with stem.with_name(f"{stem.name}.txt").open("w") as file:
         for console in (out, Console(file=file, width=100)):
             _show(results, plan, console)
     out.print(f"wrote {stem}.json and .txt", soft_wrap=True)
-    if failures := sum(sample.failures for sample in results.samples):
+    if failures := sum(run.failures for run in results.runs):
         out.print(f"[bold red]{failures} requests failed[/]")
         raise typer.Exit(1)
 
 
 def _measure(folder: Path, plan: Plan) -> Results:
     out.print("exporting and archiving")
-    subjects = _build(folder, plan)
     texts = {mix: _write_texts(folder / mix, MIXES[mix]) for mix in plan.mixes}
+    subjects = _build(folder, plan, next(iter(texts.values())))
     tokenizer = Tokenizer.from_file(str(folder / "minilm" / "tokenizer.json"))
     about = _describe(plan) | {"texts": {mix: _count(tokenizer, texts[mix]) for mix in texts}}
-    samples: list[Sample] = []
-    batches: dict[str, list[float]] = {}
+    cells = [
+        Cell(mix, format, setting, count)
+        for mix in plan.mixes
+        for format in plan.formats
+        for count in plan.connections
+        for setting in SETTINGS
+    ]
+    runs: list[Run] = []
     with ExitStack() as stack:
         servers = {
-            (format, setting): stack.enter_context(Server(subject, 1, folder / subject.name))
-            for (format, setting), subject in subjects.items()
+            key: stack.enter_context(Server(subject, 1, folder / f"state-{subject.name}"))
+            for key, subject in subjects.items()
         }
-        runs = [
-            Cell(_subject(mix, format, setting), SERVED, 1, count)
-            for mix in plan.mixes
-            for format in plan.formats
-            for count in plan.connections
-            for setting in SETTINGS
-        ]
         for round in range(plan.rounds):
-            for at, cell in enumerate(runs):
-                out.print(f"{round * len(runs) + at + 1}/{plan.rounds * len(runs)} {cell.subject}, "
-                          f"c={cell.connections}")  # fmt: skip
-                mix, format, setting = cell.subject.split(" ")
-                server = servers[format, setting]
-                before = _calls(server)
-                loaded = replace(subjects[format, setting], requests=texts[mix])
-                samples.append(run_served(cell, loaded, server, round, plan.seconds))
-                requests, calls = (
-                    now - then for now, then in zip(_calls(server), before, strict=True)
-                )
-                batches.setdefault(_key(cell), []).append(requests / calls)
-    return Results(about | {"requests_per_call": batches}, samples, [])
+            for cell in cells:
+                out.print(f"{len(runs) + 1}/{plan.rounds * len(cells)} {cell.mix}, "
+                          f"{_label(cell)}")  # fmt: skip
+                server = servers[cell.format, cell.setting]
+                state = folder / f"state-{cell.format}-{cell.setting}"
+                runs.append(_run(cell, round, plan.seconds, server, state, texts[cell.mix]))
+    return Results(about, runs)
 
 
-def _build(folder: Path, plan: Plan) -> dict[tuple[str, str], Subject]:
+def _run(
+    cell: Cell, round: int, seconds: int, server: Server, state: Path, files: tuple[Path, ...]
+) -> Run:
+    """Load a server that runs, after a second to warm up."""
+    run_wrk(server.url, cell.connections, WARM_UP_S, "text/plain", files)
+    calls, requests = _calls(state)
+    before, busy, began = server.usage(), procfs.busy_s(), time.perf_counter()
+    load = run_wrk(server.url, cell.connections, seconds, "text/plain", files)
+    elapsed, after = time.perf_counter() - began, server.usage()
+    cpu_s = after.server_s + after.workers_s - before.server_s - before.workers_s
+    others = (procfs.busy_s() - busy - cpu_s - load.cpu_s) / elapsed
+    more_calls, more_requests = _calls(state)
+    _settle(server)
+    return Run(
+        cell, round, load.requests, load.failures, (load.requests - load.failures) / load.seconds,
+        load.p50_ms, load.p99_ms, 1000 * cpu_s / max(1, load.requests),
+        (more_requests - requests) / max(1, more_calls - calls), max(0.0, others),
+    )  # fmt: skip
+
+
+def _settle(server: Server) -> None:
+    """Wait until a server has done what the load left behind: the next one needs the core."""
+    used = -1.0
+    while used != (used := sum(asdict(server.usage()).values())):
+        time.sleep(SETTLE_S)
+
+
+def _build(folder: Path, plan: Plan, requests: tuple[Path, ...]) -> dict[tuple[str, str], Subject]:
     """Export the encoder, and archive each format with each setting."""
     source = folder / "minilm"
     make(source)
@@ -187,7 +247,7 @@ def _build(folder: Path, plan: Plan) -> dict[tuple[str, str], Subject]:
                       source / "tokenizer.json", "--config-file", alone / "model-config.yaml",
                       "-o", folder / "store" / name)  # fmt: skip
             archive = folder / "store" / name / f"{name}.mar"
-            subjects[format, setting] = Subject(name, archive, "text/plain", ())
+            subjects[format, setting] = Subject(name, archive, "text/plain", requests)
     return subjects
 
 
@@ -219,16 +279,17 @@ def _count(tokenizer: Tokenizer, files: tuple[Path, ...]) -> dict[str, float]:
     }
 
 
-def _calls(server: Server) -> tuple[float, float]:
-    """Return how many requests have been predicted so far, in how many calls of the handler."""
-    with urllib.request.urlopen(server.metrics_url) as answer:
+def _calls(state: Path) -> tuple[float, float]:
+    """Return how many calls the handler has had so far, and how many requests were in them."""
+    address = json.loads((state / "server.json").read_text())["metrics"]
+    with urllib.request.urlopen(f"{address}/metrics") as answer:
         shown = answer.read().decode()
     found = (
         re.search(rf'^modelyard_batch_size_{end}{{.*kind="predict".*}} (\S+)$', shown, re.M)
-        for end in ("sum", "count")
+        for end in ("count", "sum")
     )
-    requests, calls = (float(each[1]) if each else 0.0 for each in found)
-    return requests, calls
+    calls, requests = (float(each[1]) if each else 0.0 for each in found)
+    return calls, requests
 
 
 def _describe(plan: Plan) -> dict[str, object]:
@@ -246,22 +307,17 @@ def _describe(plan: Plan) -> dict[str, object]:
     }
 
 
-def _subject(mix: str, format: str, setting: str) -> str:
-    return f"{mix} {format} {setting}"
-
-
-def _key(cell: Cell) -> str:
-    return f"{cell.subject} {cell.connections}"
+def _label(cell: Cell) -> str:
+    return f"{cell.format}, c={cell.connections}, {SHOWN[cell.setting]}"
 
 
 def _show(results: Results, plan: Plan, console: Console) -> None:
-    """Print the table: every setting beside one request at a time, in the same round."""
+    """Print the tables: every setting beside one request at a time, in the same round."""
     machine = procfs.describe_machine()
     console.print(
         f"{machine['cpu']}, {machine['cores']} cores · 1 worker of 1 thread · medians of "
         f"{plan.rounds} rounds of {plan.seconds} s · {results.about['date']}", soft_wrap=True,
     )  # fmt: skip
-    rows = {(row.cell.subject, row.cell.connections): row for row in summarise(results.samples)}
     for mix, lengths in results.about["texts"].items():
         console.print(
             f"\n[bold]{mix}[/], tokens: median {lengths['median_tokens']:g}, "
@@ -271,48 +327,29 @@ def _show(results: Results, plan: Plan, console: Console) -> None:
         table.add_column("", no_wrap=True)
         for title in ("req/s", "±", "×", "p50 ms", "p99 ms", "per call", "CPU ms", "×"):
             table.add_column(title, justify="right", no_wrap=True)
-        for format in plan.formats:
-            for count in plan.connections:
-                for setting in SETTINGS:
-                    row = rows[_subject(mix, format, setting), count]
-                    alone = rows[_subject(mix, format, "alone"), count]
-                    label = f"{format}, c={count}, {SHOWN[setting]}"
-                    table.add_row(label, *_cells(row, alone, results))
+        for cell in dict.fromkeys(run.cell for run in results.runs if run.cell.mix == mix):
+            table.add_row(_label(cell), *_cells(cell, results.runs))
         console.print(table)
-    if any(row.other_cores > BUSY_NEIGHBOUR for row in rows.values()):
+    if any(run.other_cores > BUSY_NEIGHBOUR for run in results.runs):
         console.print("* other work kept more than a quarter of a core busy: trust CPU, not rates")
 
 
-def _cells(row: Row, alone: Row, results: Results) -> list[str]:
-    mark = "*" if row.other_cores > BUSY_NEIGHBOUR else " "
-    faster, cheaper = _gains(row.cell, alone.cell, results)
-    per_call = statistics.median(results.about["requests_per_call"][_key(row.cell)])
+def _cells(cell: Cell, runs: list[Run]) -> list[str]:
+    own = [run for run in runs if run.cell == cell]
+    alone = [run for run in runs if run.cell == replace(cell, setting="alone")]
+    rates = [run.rate for run in own]
+    mark = "*" if statistics.median(run.other_cores for run in own) > BUSY_NEIGHBOUR else " "
+    pairs = list(zip(own, alone, strict=True))
     return [
-        f"{row.rate.median:,.0f}{mark}",
-        show_spread(row.rate),
-        f"{faster:.2f}",
-        f"{row.p50_ms.median:.0f}",
-        f"{row.p99_ms.median:.0f}",
-        f"{per_call:.1f}",
-        f"{(row.server_us.median + row.workers_us.median) / 1000:.2f}",
-        f"{cheaper:.2f}",
+        f"{statistics.median(rates):,.0f}{mark}",
+        f"{50 * (max(rates) - min(rates)) / statistics.median(rates):.0f}%",
+        f"{statistics.median(run.rate / other.rate for run, other in pairs):.2f}",
+        f"{statistics.median(run.p50_ms for run in own):.0f}",
+        f"{statistics.median(run.p99_ms for run in own):.0f}",
+        f"{statistics.median(run.per_call for run in own):.1f}",
+        f"{statistics.median(run.cpu_ms for run in own):.2f}",
+        f"{statistics.median(other.cpu_ms / run.cpu_ms for run, other in pairs):.2f}",
     ]
-
-
-def _gains(cell: Cell, alone: Cell, results: Results) -> tuple[float, float]:
-    """Return how many times as fast, and as cheap in CPU, a cell is as the other: by round."""
-    pairs = [
-        (own, other)
-        for own in results.samples
-        for other in results.samples
-        if own.cell == cell and other.cell == alone and own.round == other.round
-    ]
-    faster = spread(own.rate / other.rate for own, other in pairs)
-    cheaper = spread(
-        (other.server_us + other.workers_us) / (own.server_us + own.workers_us)
-        for own, other in pairs
-    )
-    return faster.median, cheaper.median
 
 
 if __name__ == "__main__":

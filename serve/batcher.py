@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 
 from serve import wire
 from serve.errors import DeadlinePassed, QueueFull, StreamBroken, Unavailable
-from serve.lengths import LOOKED_AT, choose_alike
+from serve.lengths import NEIGHBOURS, choose_alike
 from serve.metrics import KindMetrics
 
 PREDICT, EXPLAIN = 0, 1
@@ -331,7 +331,7 @@ class Batcher:
 
     def _remove_alike(self, first: Job, size: int, call_bytes: int) -> deque[Job]:
         """Take out of the queue the jobs that run with `first`, in order."""
-        seen = [first, *islice(self._queue, LOOKED_AT)]
+        seen = [first, *islice(self._queue, NEIGHBOURS)]
         places = choose_alike([sum(map(len, job.parts)) for job in seen], size, call_bytes)[1:]
         for place in reversed(places):
             del self._queue[place - 1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-LOOKED_AT = 128
+NEIGHBOURS = 128
 """Of those that wait, how many are looked at: it bounds the work, and how long one is passed by."""
 
 CALL_BYTES = {"cpu": 48, "cuda": 8192}
