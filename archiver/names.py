@@ -21,6 +21,7 @@ BUILTIN_HANDLERS = (
     "tabular",
     "text",
     "text_classifier",
+    "text_encoder",
 )
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")

@@ -13,6 +13,7 @@ from handlers.errors import (
 )
 from handlers.image_classifier import ImageClassifier
 from handlers.tabular_handler import TabularHandler
+from handlers.text_encoder import TextEncoder
 from handlers.text_handler import TextHandler
 from handlers.vision_handler import VisionHandler
 
@@ -21,6 +22,7 @@ BUILT_IN: dict[str, type[BaseHandler]] = {
     "image_classifier": ImageClassifier,
     "tabular": TabularHandler,
     "text": TextHandler,
+    "text_encoder": TextEncoder,
 }
 """The handlers that archives may name without bringing them."""
 
@@ -36,6 +38,7 @@ __all__ = [
     "NoGradients",
     "PredictionException",
     "TabularHandler",
+    "TextEncoder",
     "TextHandler",
     "TwinDiffers",
     "VisionHandler",

@@ -1,5 +1,6 @@
 """Text in, labels out; explanations say what each token did."""
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,8 +31,6 @@ TYPES = ("token_type_ids", "segment_ids")
 
 PAD_TOKENS = ("[PAD]", "<pad>", "<|endoftext|>")
 
-_KEYS = ("tokenizer", "max_length", "pad")
-
 
 class TextHandler(BaseHandler):
     """Serve a classifier of token ids; the archive holds its tokenizer (`tokenizer.json`).
@@ -44,9 +43,13 @@ class TextHandler(BaseHandler):
     formats: ClassVar[tuple[str, ...]] = ("json", "html")
     default_baseline: ClassVar[str] = "pad"
     default_aggregate: ClassVar[str] = "sum"
+    settings: ClassVar[tuple[str, ...]] = ("tokenizer", "max_length", "pad")
+    """Keys of `handler.text`."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.section: Mapping[str, Any] = {}
+        """`handler.text`."""
         self.tokenizer: Any = None
         self.pad_id = 0
         self.kept: Tensor = torch.empty(0, dtype=torch.int64)
@@ -66,9 +69,10 @@ class TextHandler(BaseHandler):
         """
         super().initialize(context)
         handler = self.model_yaml_config.get("handler") or {}
-        section = handler.get("text") or {}
-        if unknown := sorted(set(section) - set(_KEYS)):
-            raise LoadError(f"handler.text.{unknown[0]} is unknown; expected {', '.join(_KEYS)}")
+        self.section = section = handler.get("text") or {}
+        if unknown := sorted(set(section) - set(self.settings)):
+            known = ", ".join(self.settings)
+            raise LoadError(f"handler.text.{unknown[0]} is unknown; expected {known}")
         self.top_labels = TopLabels(read_top_k(handler), self.label)
         self.roles = tuple(self._role(spec.name) for spec in self.inputs)
         if self.roles.count("ids") != 1:
@@ -248,7 +252,9 @@ def _read_text(row: Mapping[str, Any]) -> str:
         except UnicodeDecodeError as error:
             raise BadInput(f"the body is no text in UTF-8: {error}") from error
         if body.lstrip().startswith('"'):
-            body = parse_json(body)
+            # Else it is a text that begins with a quotation.
+            with contextlib.suppress(BadInput):
+                body = parse_json(body)
     if not isinstance(body, str):
         raise BadInput(f"the body is a {type(body).__name__}; expected text or a JSON string")
     if len(body) > MAX_CHARACTERS:

@@ -14,11 +14,13 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
+from itertools import islice
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 from serve import wire
 from serve.errors import DeadlinePassed, QueueFull, StreamBroken, TooLate, Unavailable
+from serve.lengths import NEIGHBOURS, choose_alike
 from serve.metrics import KindMetrics
 
 PREDICT, EXPLAIN = 0, 1
@@ -254,6 +256,7 @@ class Batcher:
 
     Args:
         needs_ticket: whether a job is taken only while a replica is idle.
+        call_bytes: of `lengths.CALL_BYTES`, for batches of like length; None takes jobs in order.
     """
 
     def __init__(
@@ -266,8 +269,10 @@ class Batcher:
         delay_s: float,
         queue_size: int,
         needs_ticket: bool = False,
+        call_bytes: int | None = None,
     ) -> None:
         self._needs_ticket = needs_ticket
+        self._call_bytes = call_bytes
         self._engine = engine
         self._kind = kind
         self._metrics = metrics
@@ -380,7 +385,25 @@ class Batcher:
             self._queue.popleft().fail(error)
 
     def _take(self, replica: Replica, count: int) -> list[Job]:
-        """Take up to `count` jobs that somebody still waits for, and that the replica can answer.
+        """Take up to `count` jobs, the oldest always among them."""
+        if self._call_bytes is None:
+            return self._take_from(self._queue, replica, count)
+        jobs = self._take_from(self._queue, replica, 1)
+        if jobs:
+            alike = self._remove_alike(jobs[0], count, self._call_bytes)
+            jobs += self._take_from(alike, replica, count)
+        return jobs
+
+    def _remove_alike(self, first: Job, size: int, call_bytes: int) -> deque[Job]:
+        """Take out of the queue the jobs that run with `first`, in order."""
+        seen = [first, *islice(self._queue, NEIGHBOURS)]
+        places = choose_alike([sum(map(len, job.parts)) for job in seen], size, call_bytes)[1:]
+        for place in reversed(places):
+            del self._queue[place - 1]
+        return deque(seen[place] for place in places)
+
+    def _take_from(self, queue: deque[Job], replica: Replica, count: int) -> list[Job]:
+        """Take the first `count` jobs that somebody still waits for, and that can be answered.
 
         An idle replica takes one whatever is expected of it, as in `Engine.expected_s`.
         """
@@ -389,8 +412,8 @@ class Batcher:
         rest_s = replica.rest_s(now)
         batch_s = self._engine.batch_s(self._kind)
         answered_at = now + rest_s + batch_s if batch_s else now
-        while self._queue and len(jobs) < count:
-            job = self._queue.popleft()
+        while queue and len(jobs) < count:
+            job = queue.popleft()
             waited = now - job.queued_at
             if job.future.done():
                 continue

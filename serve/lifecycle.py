@@ -415,6 +415,7 @@ class Lifecycle:
                 "device": config.device,
                 "device_ids": list(config.device_ids),
                 "batch_size": config.batch_size,
+                "by_length": config.by_length,
                 "golden": [asdict(golden) for golden in seal.golden] if seal else [],
                 "halves_batches": self._dialect is None and not config.batch_delay_ms,
                 **self._dialect_keys(),
@@ -447,6 +448,7 @@ class Lifecycle:
                 delay_s=config.batch_delay_ms / 1000,
                 queue_size=config.queue_size,
                 needs_ticket=config.needs_ticket,
+                call_bytes=config.call_bytes,
             )
             for kind in (PREDICT, EXPLAIN)
         )

@@ -14,6 +14,7 @@ import yaml
 
 from archiver import Archive
 from serve.errors import BadModelConfig
+from serve.lengths import CALL_BYTES
 from serve.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -24,6 +25,8 @@ DEFAULT_BATCH_SIZE = 8
 """On a CPU a batch above 8 gains nothing for small networks and costs latency for large ones."""
 RETRY_S = 300
 """TorchServe's own time in which a worker that fails may come back."""
+FILLS_ROWS = ("text", "text_encoder")
+"""Built-in handlers that fill a batch up to its longest request."""
 PARALLEL_TYPES = {"pp": "pp", "tp": "tp", "pptp": "pptp", "custom": "custom"}
 LAUNCHED_TYPES = ("pp", "tp", "pptp")
 """Parallel types whose workers torchrun starts."""
@@ -72,6 +75,8 @@ class ModelConfig:
     workers of predictions [explainWorkers]."""
     device_ids: tuple[int, ...] = ()
     """Worker i takes the i-th of these, in turn [deviceIds]."""
+    by_length: bool = False
+    """Whether a batch is made of requests of like length [batchBy: arrival | length]."""
     needs_ticket: bool = False
     """Whether a request is taken only while a worker is idle [useJobTicket]."""
     has_venv: bool = False
@@ -87,6 +92,11 @@ class ModelConfig:
     def uses_gpu(self) -> bool:
         """Whether workers run on CUDA devices."""
         return self.device != "cpu" and count_gpus() > 0
+
+    @property
+    def call_bytes(self) -> int | None:
+        """What batches of like length reckon with, of `lengths`; None for batches in order."""
+        return CALL_BYTES["cuda" if self.uses_gpu else "cpu"] if self.by_length else None
 
 
 def load_model_config(
@@ -118,16 +128,22 @@ def load_model_config(
     explain_workers = values.integer(
         "explainWorkers", int(archive.manifest.modelyard is not None), least=0
     )
+    sealed = archive.manifest.modelyard is not None
+    by_length = values.choice(
+        "batchBy",
+        {"arrival": False, "length": True},
+        sealed and (said.handler or archive.manifest.handler) in FILLS_ROWS,
+    )
     if dialect is None:
         config = _ours(values, proven_batch(archive), settings, said)
-        return replace(config, explain_workers=explain_workers)
+        return replace(config, explain_workers=explain_workers, by_length=by_length)
     listed = dialect.models.get(name or "", {}).get(archive.manifest.model_version, {})
     behind = _Values(listed, "the setting `models`", True)
     config = _torchserves(values, behind, proven_batch(archive), settings, said)
     if at_start and not config.workers:
         workers, most = _pair(behind)
         config = replace(config, workers=workers, most_workers=most)
-    return replace(config, explain_workers=explain_workers)
+    return replace(config, explain_workers=explain_workers, by_length=by_length)
 
 
 def _ours(values: _Values, proven: int | None, settings: Settings, said: Options) -> ModelConfig:
@@ -327,7 +343,7 @@ class _Values:
         value = self.values.get(key, default)
         return value if isinstance(value, bool) else self._wrong(key, "true or false", default)
 
-    def choice(self, key: str, meanings: dict[str, str], default: str) -> str:
+    def choice(self, key: str, meanings: dict[str, T], default: T) -> T:
         value = self.values.get(key)
         if value is None:
             return default

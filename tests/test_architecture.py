@@ -18,7 +18,7 @@ ALLOWED = {
     "handlers": {"handlers"},
     "exporter": {"exporter", "handlers.backends"},
     "serve": {"serve", "archiver"},
-    "serve.worker": {"serve.worker", "serve.wire", "handlers", "archiver"},
+    "serve.worker": {"serve.worker", "serve.wire", "serve.lengths", "handlers", "archiver"},
     "serve.worker.shim": {"handlers", "ts"},
     "archiver.shim": {"archiver"},
     "modelyard": set[str](),

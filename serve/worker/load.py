@@ -33,6 +33,8 @@ class Service:
     context: Context
     batch_size: int
     device: str
+    by_length: bool = False
+    """Whether a batch is made of requests of like length."""
 
 
 @functools.cache
@@ -80,7 +82,8 @@ def load_service(message: dict[str, Any]) -> Service:
     if name := message.get("envelope"):
         envelope = shim.find_envelope(name)
         predict, explain = envelope(predict).handle, envelope(explain).handle
-    return Service(predict, explain, context, message["batch_size"], device)
+    by_length = message.get("by_length", False)
+    return Service(predict, explain, context, message["batch_size"], device, by_length)
 
 
 def choose_device(wanted: str, worker: int) -> str:

@@ -27,6 +27,7 @@ import torch
 from handlers import Context
 from handlers.errors import BadInput, LoadError, NoGradients, PredictionException
 from serve import wire
+from serve.lengths import CALL_BYTES, choose_alike
 from serve.worker.halves import Halves
 from serve.worker.load import Entry, Service
 from serve.worker.request import Request
@@ -239,15 +240,17 @@ def run(reader: Reader, service: Service, rules: Rules = OURS) -> None:
     metrics = service.context.metrics
     halves = Halves(service.batch_size)
     waiting: deque[wire.Item] = deque()
+    call_bytes = CALL_BYTES[service.device.partition(":")[0]] if service.by_length else None
+    halves_batches = rules.halves_batches and call_bytes is None
     while True:
         if not waiting:
             reader.forget_cancelled()
         waiting.extend(reader.read_arrived(must_wait=not waiting))
         began = perf_counter()
         size = service.batch_size
-        if rules.halves_batches and not waiting[-1].flags & wire.BACKLOG:
+        if halves_batches and not waiting[-1].flags & wire.BACKLOG:
             size = halves.choose(len(waiting))
-        batch = take_batch(waiting, size)
+        batch = take_batch(waiting, size, call_bytes)
         frame = wire.Frame()
         answers = answer_batch(service, batch, rules, chunks)
         for item, answer in zip(batch, answers, strict=True):
@@ -269,18 +272,39 @@ def _pack(headers: dict[str, str]) -> bytes:
     )
 
 
-def take_batch(waiting: deque[wire.Item], size: int) -> list[wire.Item]:
-    """Take the first item and up to `size - 1` more of its kind; the others keep their order."""
+def take_batch(
+    waiting: deque[wire.Item], size: int, call_bytes: int | None = None
+) -> list[wire.Item]:
+    """Take the first item and up to `size - 1` more of its kind; the others keep their order.
+
+    Args:
+        waiting: what has arrived, at least one.
+        size: the largest batch.
+        call_bytes: of `lengths.CALL_BYTES`, for items of like length; None takes them in order.
+    """
     first = waiting.popleft()
     batch = [first]
     kind = first.flags & KIND
     if kind & (wire.ALONE | wire.DESCRIBE):
         return batch
+    if call_bytes is not None:
+        waiting.appendleft(first)
+        return _take_alike(waiting, size, call_bytes)
     others: list[wire.Item] = []
     while waiting and len(batch) < size:
         item = waiting.popleft()
         (batch if item.flags & KIND == kind else others).append(item)
     waiting.extendleft(reversed(others))
+    return batch
+
+
+def _take_alike(waiting: deque[wire.Item], size: int, call_bytes: int) -> list[wire.Item]:
+    kind = waiting[0].flags & KIND
+    places = [at for at, item in enumerate(waiting) if item.flags & KIND == kind]
+    chosen = choose_alike([len(waiting[at].body) for at in places], size, call_bytes)
+    batch = [waiting[places[at]] for at in chosen]
+    for at in reversed(chosen):
+        del waiting[places[at]]
     return batch
 
 

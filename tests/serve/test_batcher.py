@@ -74,11 +74,17 @@ def make(engine: Engine, metrics: Metrics | None = None, **options: Any) -> Batc
 
 
 def job(
-    at: int, timeout_s: float = 60, receive: Any = None, age_s: float = 0, must_fit: bool = True
+    at: int,
+    timeout_s: float = 60,
+    receive: Any = None,
+    age_s: float = 0,
+    must_fit: bool = True,
+    length: int = 0,
 ) -> Job:
     future = asyncio.get_running_loop().create_future()
     now = monotonic() - age_s
-    return Job(PREDICT, b"%d" % at, [b""], receive, now, timeout_s, future, must_fit=must_fit)
+    parts = [b"x" * (length // 2), b"x" * (length - length // 2)]
+    return Job(PREDICT, b"%d" % at, parts, receive, now, timeout_s, future, must_fit=must_fit)
 
 
 async def gone() -> dict[str, str]:
@@ -378,6 +384,25 @@ def test_a_job_that_need_not_fit_waits_until_its_deadline() -> None:
         await turn()
         assert engine.replicas[0].batches == [[0, 1, 2]]
 
+
+# -- batches of like length ----------------------------------------------------------------------
+
+MIXED = [20, 400, 22, 25, 410, 900, 18, 390]
+
+
+def test_jobs_of_like_length_go_out_together_the_oldest_always_among_them() -> None:
+    async def scenario() -> None:
+        engine = Engine(3)
+        batcher = make(engine, call_bytes=48)
+        for at, length in enumerate(MIXED):
+            batcher.submit(job(at, length=length))
+        await turn()
+        for _ in range(3):
+            engine.replicas[0].free = 3
+            batcher.pump()
+        assert engine.replicas[0].batches == [[0, 2, 6], [1, 4, 7], [3], [5]]
+        assert batcher.waiting == 0
+
     asyncio.run(scenario())
 
 
@@ -464,6 +489,16 @@ def test_a_batch_gathers_no_longer_than_half_of_the_time_of_any_of_its_jobs() ->
         await asyncio.wait_for(asyncio.gather(first, second), 10)
         assert engine.replicas[0].batches == [[0, 1]]
 
+
+def test_an_idle_replica_gets_all_that_waits_at_once_whatever_the_lengths() -> None:
+    async def scenario() -> None:
+        engine = Engine(16)
+        batcher = make(engine, call_bytes=48)
+        for at, length in enumerate(MIXED):
+            batcher.submit(job(at, length=length))
+        await turn()
+        assert engine.replicas[0].batches == [[0, 2, 3, 6], [1, 4, 7], [5]]
+
     asyncio.run(scenario())
 
 
@@ -534,5 +569,22 @@ def test_the_sweep_drops_those_who_left_and_keeps_the_order_of_the_others() -> N
         engine.replicas[0].free = count
         batcher.pump()
         assert engine.replicas[0].batches == [stay]
+
+
+def test_who_has_left_or_is_late_gets_no_company_and_gives_none() -> None:
+    async def scenario() -> None:
+        engine = Engine()
+        batcher = make(engine, call_bytes=48)
+        jobs = [job(at, length=length, timeout_s=at or 0) for at, length in enumerate(MIXED)]
+        for one in jobs:
+            batcher.submit(one)
+        await turn()
+        jobs[1].future.cancel()
+        jobs[3].future.cancel()
+        engine.replicas.append(Replica(2))
+        batcher.pump()
+        assert engine.replicas[0].batches == [[2], [4]], "0 is late, 1 and 3 have left"
+        with pytest.raises(DeadlinePassed):
+            await jobs[0].future
 
     asyncio.run(scenario())

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from archiver import open_archive
+from archiver import open_archive, write_archive
 from serve import model_config
 from serve.errors import BadModelConfig
 from serve.model_config import (
@@ -64,6 +64,42 @@ def test_torchserves_keys_say_how_a_model_is_run(load: Load) -> None:
         device="cpu",
         retry=False,
     )
+
+
+@pytest.mark.parametrize(
+    ("text", "call_bytes"), [("", None), ("batchBy: arrival", None), ("batchBy: length", 48)]
+)
+def test_batches_are_of_like_length_where_the_archive_asks(
+    load: Load, text: str, call_bytes: int | None
+) -> None:
+    assert load(text).call_bytes == call_bytes
+
+
+def test_a_call_costs_more_on_a_gpu(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert load("batchBy: length", device="cuda").call_bytes == 8192
+    assert load("batchBy: length\ndeviceType: cpu", device="cuda").call_bytes == 48
+
+
+@pytest.mark.parametrize(
+    ("handler", "text", "by_length"),
+    [
+        ("text", "{}\n", True),
+        ("text_encoder", "{}\n", True),
+        ("text", "batchBy: arrival\n", False),
+        ("tabular", "{}\n", False),
+    ],
+)
+def test_the_built_in_handlers_of_texts_ask_for_batches_of_like_length(
+    tmp_path: Path, handler: str, text: str, by_length: bool
+) -> None:
+    artifact, config = tmp_path / "weights.bin", tmp_path / "model-config.yaml"
+    artifact.write_bytes(b"none")
+    config.write_text(text)
+    file = write_archive("m", version="1.0", artifact=artifact, handler=handler,
+                         output_dir=tmp_path, config_file=config)  # fmt: skip
+    with open_archive(file) as archive:
+        assert load_model_config(archive, load_settings({}, None, {})).by_length is by_length
 
 
 @pytest.mark.parametrize(("text", "config_file"), [("", "c.yaml"), ("{}", "c.yaml"), (None, None)])

@@ -87,6 +87,16 @@ def test_a_job_that_is_tried_again_is_alone() -> None:
     assert [numbers(take_batch(waiting, 8)) for _ in range(3)] == [[1], [2], [3]]
 
 
+def test_a_batch_of_like_length_has_the_oldest_one_kind_and_leaves_the_others_in_order() -> None:
+    kinds = {3: wire.EXPLAIN, 6: wire.ALONE}
+    lengths = {1: 50, 2: 400, 3: 50, 4: 60, 5: 380, 6: 50, 7: 55}
+    waiting = deque(item(id, b"x" * length, kinds.get(id, 0)) for id, length in lengths.items())
+    assert numbers(take_batch(waiting, 8, 48)) == [1, 4, 7]
+    assert numbers(waiting) == [2, 3, 5, 6]
+    assert [numbers(take_batch(waiting, 8, 48)) for _ in range(3)] == [[2, 5], [3], [6]]
+    assert not waiting
+
+
 # -- answer_batch ------------------------------------------------------------------------------
 
 

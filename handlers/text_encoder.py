@@ -1,0 +1,67 @@
+"""Text in, one vector out: what search and comparison of texts need."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from handlers.backends import Output
+from handlers.context import Context
+from handlers.errors import BadInput, LoadError
+from handlers.text_handler import TextHandler
+
+DECIMALS = 8
+"""Of a number in an answer: a component of a unit vector in float32 has no more."""
+
+
+class TextEncoder(TextHandler):
+    """Serve an encoder of token ids, such as a sentence-transformers model; see `TextHandler`.
+
+    The model's first output is one vector per token (N, L, E), of which the mean over the text's
+    own tokens is taken as sentence-transformers does, or the texts' vectors (N, E) themselves.
+    `handler.text.normalize` of model-config.yaml: whether a vector is given the length 1; true
+    without it.
+    """
+
+    settings: ClassVar[tuple[str, ...]] = (*TextHandler.settings, "normalize")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.normalizes = True
+
+    def initialize(self, context: Context) -> None:
+        """Load the archive and its tokenizer; errors as of `TextHandler`."""
+        super().initialize(context)
+        self.normalizes = self.section.get("normalize", True)
+        if not isinstance(self.normalizes, bool):
+            raise LoadError(
+                f"handler.text.normalize is {self.normalizes!r}; expected true or false"
+            )
+
+    def postprocess(self, outputs: Output) -> list[list[float]]:
+        """Turn vectors of tokens (N, L, E) or of texts (N, E) into a list of E numbers per text."""
+        vectors = outputs if isinstance(outputs, Tensor) else outputs[0]
+        vectors = vectors.float()
+        if vectors.dim() == 3:
+            vectors = self._mean(vectors)
+        if self.normalizes:
+            vectors = normalize(vectors, dim=1)
+        rows: list[list[float]] = vectors.double().round(decimals=DECIMALS).tolist()
+        return rows
+
+    def explain(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
+        """Refuse: a vector has no label that could be explained."""
+        raise BadInput(
+            "this model gives a vector, whose numbers mean nothing one by one; explain a classifier"
+        )
+
+    def _mean(self, vectors: Tensor) -> Tensor:
+        """Average (N, L, E) over each text's own tokens; what fills the rows does not count."""
+        length = vectors.shape[1]
+        rows = [each.attention_mask for each in self.encodings]
+        mask = [[*row, *[0] * (length - len(row))] for row in rows]
+        weights = torch.tensor(mask, dtype=vectors.dtype, device=vectors.device)
+        weights = weights.unsqueeze(2)
+        return (vectors * weights).sum(1) / weights.sum(1).clamp(min=1)
