@@ -19,9 +19,21 @@ from time import monotonic
 from typing import Any, Protocol
 from urllib.parse import unquote
 
-import httptools
+from serve.errors import (
+    BadMessage,
+    HeadTooLarge,
+    RequestTooSlow,
+    ServeError,
+    TargetTooLong,
+)
 
-from serve.errors import BadMessage, HeadTooLarge, RequestTooSlow, ServeError, TargetTooLong
+try:
+    import httptools
+except ImportError:
+    HAS_PARSER = False
+else:
+    HAS_PARSER = True
+"""No other parser is as strict; `Listener` refuses to start without this one."""
 
 logger = logging.getLogger(__name__)
 
@@ -523,6 +535,9 @@ class Connection(asyncio.Protocol):
             raise BadMessage(f"HTTP/{version} is not spoken here; send HTTP/1.1")
         if method == "CONNECT":
             raise BadMessage("CONNECT asks for a proxy; this server is none")
+        coding = fields.get(b"transfer-encoding")
+        if coding is not None and (version == "1.0" or coding.lower() != b"chunked"):
+            raise BadMessage("a Transfer-Encoding other than chunked, or under HTTP/1.0")
         if len(headers) > HEADER_COUNT:
             raise HeadTooLarge(f"{HEADER_COUNT} fields")
         if len(self.url) > TARGET_BYTES:
@@ -544,10 +559,9 @@ class Connection(asyncio.Protocol):
                 parsed = httptools.parse_url(url)
             except httptools.HttpParserError:
                 raise BadMessage("the target of the request is no path and no URL") from None
-            url = (parsed.path or b"/") + (b"?" + parsed.query if parsed.query else b"")
+            path = parsed.path or b"/"
+            return (path if path.startswith(b"/") else b"/"), parsed.query or b""
         path, _, query = url.partition(b"?")
-        if not path.isascii():
-            raise BadMessage("the path of the request is not ASCII; percent-encode it")
         return path, query
 
     def _start(self, exchange: Exchange) -> None:

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from serve.address import Address
-from serve.connection import Access, Application, Connection, Limits
+from serve.connection import HAS_PARSER, Access, Application, Connection, Limits
 from serve.errors import StartError
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,11 @@ class Listener:
         access: Access | None = None,
         spares_descriptors: bool = False,
     ) -> None:
+        if not HAS_PARSER:
+            raise StartError(
+                "httptools is not installed, and no other parser is strict enough to take its "
+                "place; install it: pip install httptools"
+            )
         self._socket = _bind(address)
         if address.path is None:
             address = replace(address, port=self._socket.getsockname()[1])
