@@ -632,6 +632,11 @@ class Connection(asyncio.Protocol):
         """Whether a request is being answered."""
         return self.answering is not None
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether it could be closed without anybody losing an answer."""
+        return self.answering is None and not self.transport.is_closing()
+
     def check(self, now: float) -> None:
         """Close what its client has left alone, or feeds or empties too slowly."""
         limits, transport = self._limits, self.transport

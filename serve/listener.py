@@ -29,6 +29,8 @@ QUIET_S = 0.5
 """A connection without a request for this long is idle, not about to send one."""
 ACCEPTS_PER_TURN = 16
 """Connections that one turn of the loop accepts, so that requests are not held up by them."""
+FRESH_S = 0.05
+"""A connection that is younger is about to send its request, and not closed to make room."""
 SPARE_DESCRIPTORS = 64
 """What the inference API leaves for operators, and for workers that are started; a quarter of all,
 where there are fewer than 256."""
@@ -77,6 +79,8 @@ class Listener:
         self._spares_descriptors = spares_descriptors
         self._connections: set[Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
+        self._room = limits.connections
+        """Connections that there may be: fewer than the limit once descriptors run short."""
         self._is_accepting = False
         self._is_stopping = False
         self._sweeper: asyncio.TimerHandle | None = None
@@ -96,6 +100,8 @@ class Listener:
         now = self._loop.time()
         for connection in tuple(self._connections):
             connection.check(now)
+        if self._count < self._room // 2:
+            self._room = self._limits.connections
         self._resume()
         self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
 
@@ -114,7 +120,7 @@ class Listener:
 
     def _accept(self) -> None:
         for _ in range(ACCEPTS_PER_TURN):
-            if len(self._connections) + len(self._opening) >= self._limits.connections:
+            if self._count >= self._room:
                 self._make_room()
                 return
             try:
@@ -127,16 +133,22 @@ class Listener:
                 return
             self._open(accepted)
             if self._spares_descriptors and accepted.fileno() >= _descriptors():
-                self._make_room()
-                return
+                self._room = max(1, self._count - 1)  # all lower numbers are in use
+
+    @property
+    def _count(self) -> int:
+        return len(self._connections) + len(self._opening)
 
     def _make_room(self) -> None:
-        """Close a 64th of the connections, those without a request for longest, and wait for it."""
-        idle = [c for c in self._connections if not c.is_busy and not c.transport.is_closing()]
-        share = max(1, len(self._connections) // 64)
+        """Close those without a request for longest, at least a 64th of all, and wait for it."""
+        stale = self._loop.time() - FRESH_S
+        idle = [c for c in self._connections if c.since < stale and c.is_idle]
+        share = max(1, self._count // 64, self._count - self._room + 1)
         for connection in heapq.nsmallest(share, idle, key=lambda connection: connection.since):
             connection.transport.close()
         self._pause()
+        if not idle:
+            self._loop.call_later(FRESH_S, self._resume)
 
     def _open(self, accepted: socket.socket) -> None:
         task = self._loop.create_task(self._adopt(accepted))
