@@ -119,10 +119,12 @@ class Listener:
             self._loop.remove_reader(self._socket)
 
     def _accept(self) -> None:
+        if self._count >= self._room:
+            self._make_room()
+            return
         for _ in range(ACCEPTS_PER_TURN):
             if self._count >= self._room:
-                self._make_room()
-                return
+                return  # whether another one waits is not known yet
             try:
                 accepted, _ = self._socket.accept()
             except (BlockingIOError, ConnectionAbortedError):
