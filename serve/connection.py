@@ -244,7 +244,7 @@ class Exchange:
             self._is_answer_chunked = True
             lines.append(b"transfer-encoding: chunked\r\n")
         lines.append(b"\r\n")
-        self.transport.write(b"".join(lines))
+        self._write(b"".join(lines))
         self._log(status)
 
     def _send_part(self, body: bytes, is_more: bool) -> None:
@@ -252,15 +252,19 @@ class Exchange:
             pass
         elif self._is_answer_chunked:
             lines = (b"%x\r\n" % len(body), body, b"\r\n") if body else ()
-            self.transport.write(b"".join((*lines, b"" if is_more else b"0\r\n\r\n")))
+            self._write(b"".join((*lines, b"" if is_more else b"0\r\n\r\n")))
         else:
             self._missing -= len(body)
             if self._missing < 0 or (self._missing and not is_more):
                 raise RuntimeError("the answer's body is not as long as its Content-Length says")
             if body:
-                self.transport.write(body)
+                self._write(body)
         if not is_more:
             self._complete()
+
+    def _write(self, data: bytes) -> None:
+        self.connection.written += len(data)
+        self.transport.write(data)
 
     def send_at_once(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> bool:
         """Write head and body in one system call; return False where only ASGI's way will do."""
@@ -278,6 +282,7 @@ class Exchange:
         line_count = len(headers) + 2 + (not self.keeps_alive)
         if head.count(b"\n") != line_count or head.count(b"\r") != line_count:
             return False  # a line break inside a header; `send` refuses it
+        self.connection.written += len(head) + len(body)
         if len(body) < JOIN_BYTES:
             self.transport.write(head + body)
         else:
@@ -318,6 +323,7 @@ class Connection(asyncio.Protocol):
             read, or of its last answer.
         answering: the request that the application has.
         reading: the request whose body is being read.
+        written: bytes of answers so far.
         writable: None, or what is set as soon as the client has taken enough of its answers.
     """
 
@@ -326,6 +332,7 @@ class Connection(asyncio.Protocol):
     since = 0.0
     url = b""
     head_bytes = 0
+    written = 0
     answering: Exchange | None = None
     reading: Exchange | None = None
     writable: asyncio.Event | None = None
@@ -610,7 +617,9 @@ class Connection(asyncio.Protocol):
         for name, value in headers:
             lines += (name, b": ", value, b"\r\n")
         lines.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
-        self.transport.write(b"".join((*lines, body)))
+        answer = b"".join((*lines, body))
+        self.written += len(answer)
+        self.transport.write(answer)
         self.phase = BODY
         self._end()
 
@@ -641,10 +650,13 @@ class Connection(asyncio.Protocol):
         """Close what its client has left alone, or feeds or empties too slowly."""
         limits, transport = self._limits, self.transport
         if left := transport.get_write_buffer_size():
-            if self._is_slow("answer", now, -left):
+            if self._is_slow("answer", now, self.written - left):
                 logger.warning("%s: takes its answer too slowly", self.client or "a client")
                 transport.abort()
-        elif self._is_reading_paused:  # we are slow, not the client
+            return
+        if self._window[0] == "answer":
+            self._window = (None, 0.0, 0)  # the client has taken all
+        if self._is_reading_paused:  # we are slow, not the client
             self.since = now
             self._window = (None, 0.0, 0)
         elif self.phase == BODY and (reading := self.reading) is not None:
@@ -671,8 +683,7 @@ class Connection(asyncio.Protocol):
         if now - since < timeout_s:
             return False
         self._window = (what, now, progress)
-        # An answer grows while it is streamed: what is negative was no standstill.
-        return 0 <= progress - then < MIN_RATE * timeout_s
+        return progress - then < MIN_RATE * timeout_s
 
     # -- back-pressure ---------------------------------------------------------------------------
 
