@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from archiver import ArchiveError
 from serve.auth import TokenCheck
 from serve.batcher import Stream
+from serve.connection import ANSWER
 from serve.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -30,7 +31,6 @@ from serve.errors import (
     error_body,
     http_status,
 )
-from serve.listener import ANSWER
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,15 @@ class Front:
     def form_error(self, error: Exception, id: str) -> Answer:
         """Return status, headers and body for an error."""
         return error_answer(error, id)
+
+    def refuse(self, error: Exception) -> Answer:
+        """Return the last answer on a connection, to what could not be read as a request."""
+        id = request_id(())
+        status, headers, body = self.form_error(error, id)
+        if self.on_status is not None:
+            self.on_status(status)
+        common = [pair for pair in self.headers(id, status) if pair[0] != b"connection"]
+        return status, [*headers, *common], body
 
     def closes(self, status: int) -> bool:
         """Tell whether an answer is the last on its connection."""

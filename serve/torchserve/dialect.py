@@ -13,6 +13,7 @@ from archiver import ArchiveError
 from serve.api.asgi import Answer, Check, Front, Headers, Phase, Receive, Scope, Send, request_id
 from serve.api.inference import ClientLeft, read_body, refuse_body
 from serve.errors import (
+    BadMessage,
     BodyTooLarge,
     FetchFailed,
     MethodNotAllowed,
@@ -114,6 +115,8 @@ class Dialect(Front):
             status = 400
         elif not isinstance(error, (ServeError, ArchiveError)):
             logger.error("request %s", id, exc_info=error)
+        elif isinstance(error, BadMessage):
+            return error_answer(400, "BadRequestException", "Invalid HTTP message.", str(error))
         elif isinstance(error, FetchFailed | UrlRefused):
             reason = error.reason
         declared = isinstance(error, (ServeError, ArchiveError))

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from serve.address import Address
+from serve.connection import Limits
 from serve.errors import StartError
 from serve.listener import Listener
+from serve.tls import tls_context
+from serve.torchserve.settings import TorchServeSettings
 
 
-async def app(scope: object, receive: object, send: object) -> None:
-    raise AssertionError("nobody asks it")
+class App:
+    """Nobody asks it."""
+
+    async def __call__(self, scope: object, receive: object, send: object) -> None:
+        raise AssertionError
+
+    def refuse(self, error: Exception) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+        raise AssertionError
+
+
+app = App()
 
 
 @pytest.fixture
@@ -54,6 +71,78 @@ def test_a_file_is_never_taken_for_a_socket(tmp_path: Path) -> None:
 def test_a_path_that_is_too_long_is_named(tmp_path: Path) -> None:
     with pytest.raises(StartError, match="AF_UNIX path too long"):
         Listener(app, Address(path=tmp_path / ("x" * 120)))
+
+
+def test_without_httptools_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("serve.listener.HAS_PARSER", False)
+    with pytest.raises(StartError, match="pip install httptools"):
+        Listener(app, Address())
+
+
+def test_the_module_without_httptools_can_be_imported() -> None:
+    """Else the server would end with a traceback in its log, not with a word on the terminal."""
+    code = (
+        "import sys; sys.modules['httptools'] = None\n"
+        "import serve.server, serve.connection as c; assert not c.HAS_PARSER"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+async def closed_after_s(address: Address, data: bytes = b"") -> float:
+    """Send something, and return when the server closes the connection."""
+    began = asyncio.get_running_loop().time()
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    writer.write(data)
+    with contextlib.suppress(ConnectionError):
+        while await reader.read(4096):
+            pass
+    writer.close()
+    return asyncio.get_running_loop().time() - began
+
+
+def test_a_tls_handshake_that_does_not_end_is_closed() -> None:
+    async def scenario() -> None:
+        context = tls_context(TorchServeSettings(directory=Path("/")))
+        address = Address("127.0.0.1", 0, is_tls=True)
+        listener = Listener(app, address, Limits(head_timeout_s=0.2), context)
+        await listener.start()
+        for data in (b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):
+            assert await closed_after_s(listener.address, data) < 10
+        await listener.stop_accepting()
+
+    uvloop.run(scenario())
+
+
+def test_one_more_than_the_most_connections_closes_the_oldest() -> None:
+    async def scenario() -> None:
+        listener = Listener(app, Address("127.0.0.1", 0), Limits(connections=8))
+        await listener.start()
+        ended: list[int] = []
+
+        async def wait(number: int, reader: asyncio.StreamReader) -> None:
+            await reader.read()
+            ended.append(number)
+
+        writers, tasks = [], []
+        for number in range(12):
+            host, port = listener.address.host, listener.address.port
+            reader, writer = await asyncio.open_connection(host, port)
+            writers.append(writer)
+            tasks.append(asyncio.create_task(wait(number, reader)))
+            await asyncio.sleep(0.01)  # so that one is older than the other
+        async with asyncio.timeout(20):
+            while len(ended) < 4:
+                await asyncio.sleep(0.01)
+            assert sorted(ended) == [0, 1, 2, 3]
+            while len(ended) < 12:
+                listener.close_idle(0)
+                await asyncio.sleep(0.01)
+        await asyncio.gather(*tasks)
+        for writer in writers:
+            writer.close()
+        await listener.stop_accepting()
+
+    uvloop.run(scenario())
 
 
 @pytest.mark.parametrize(

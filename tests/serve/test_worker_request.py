@@ -1,5 +1,6 @@
 """How a body becomes what a handler sees: TorchServe's table, row by row."""
 
+import time
 from typing import Any
 
 import pytest
@@ -272,3 +273,31 @@ def test_a_form_field_does_not_replace_a_header_of_that_name() -> None:
     )
     assert request.headers["accept"] == "*/*"
     assert request.row == {"accept": bytearray(b"x")}
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body"),
+    [
+        (b"multipart/form-data; boundary=B", part("a", b"x") * 100_000),
+        (b"multipart/form-data; boundary=" + b"B" * 60_000, part("a", b"x")),
+        (b"multipart/form-data" + b";" * 60_000 + b"boundary=B", part("a", b"x")),
+        (b"multipart/form-data; boundary=B", part("a" * 1_000_000, b"x")),
+        (b"multipart/form-data; boundary=B", part("a", b"x", "b: c\r\n" * 100_000)),
+        (b"application/x-www-form-urlencoded", b"a=b&" * 100_000),
+    ],
+    ids=["100,000 parts", "a boundary of 60 KB", "60,000 parameters", "a name of 1 MB",
+         "100,000 headers", "100,000 fields"],
+)  # fmt: skip
+def test_a_form_cannot_hold_a_worker(content_type: bytes, body: bytes) -> None:
+    before = time.process_time()
+    with pytest.raises(BadInput):
+        decode(body, (b"content-type", content_type))
+    assert time.process_time() - before < 1
+
+
+def test_a_field_of_20_mb_is_taken_as_it_is() -> None:
+    content = b"x" * 20_000_000
+    before = time.process_time()
+    row = decode(part("data", content) + b"--B--\r\n", MULTIPART).row
+    assert row == {"data": content}
+    assert time.process_time() - before < 2

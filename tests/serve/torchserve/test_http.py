@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import threading
 import zipfile
 from collections.abc import Iterator
@@ -248,6 +249,30 @@ def test_a_body_over_the_limit_is_413_and_says_nothing(home: Home, api: str) -> 
     with home.client(api) as client:
         answer = client.post(path, content=b"0" * 6000)
     assert (answer.status_code, answer.content) == (413, b"")
+
+
+@pytest.mark.parametrize("api", ["inference", "management", "metrics"])
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+    ],
+    ids=["nonsense", "no Host", "long line"],
+)
+def test_what_is_no_http_is_400_in_torchserves_words(home: Home, api: str, data: bytes) -> None:
+    url = httpx.URL(home.about[api])
+    with socket.create_connection((url.host, url.port or 0), 20) as client:
+        client.sendall(data)
+        head, _, body = b"".join(iter(lambda: client.recv(65536), b"")).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert b"\r\nx-modelyard-reason: " in head
+    assert json.loads(body) == {
+        "code": 400,
+        "type": "BadRequestException",
+        "message": "Invalid HTTP message.",
+    }
 
 
 def test_probes_and_the_open_inference_protocol(client: httpx.Client) -> None:
