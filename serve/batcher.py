@@ -27,6 +27,7 @@ PREDICT, EXPLAIN = 0, 1
 """Kinds of job; a batch has one."""
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+HasLeft = Callable[[], bool]
 
 POLL_AFTER_S = 0.005
 """A job that waited longer is checked for a client that has left before it is handed over."""
@@ -50,12 +51,12 @@ class Stream:
     """The chunks of a streamed answer, on their way from a worker to one client.
 
     Args:
-        receive: the request's ASGI receive, to learn that the client has left.
+        has_left: tells whether the client has left.
         cancel: called once when nobody reads the rest.
     """
 
-    def __init__(self, receive: Receive | None, cancel: Callable[[], None]) -> None:
-        self._receive = receive
+    def __init__(self, has_left: HasLeft | None, cancel: Callable[[], None]) -> None:
+        self._has_left = has_left
         self._cancel = cancel
         self._chunks: deque[bytes] = deque()
         self._size = 0
@@ -96,7 +97,7 @@ class Stream:
         """
         while True:
             while self._chunks and self._error is None:
-                if self._receive is not None and client_left(self._receive):
+                if self._has_left is not None and self._has_left():
                     return
                 chunk = self._chunks.popleft()
                 self._size -= len(chunk)
@@ -117,6 +118,22 @@ class Reply(NamedTuple):
     body: bytes | Stream
 
 
+class Promise(Protocol):
+    """Where an answer goes: a future that a task awaits, or what sends it on at once."""
+
+    def done(self) -> bool:
+        """Tell whether it has its answer, or nobody waits for it any more."""
+
+    def set_result(self, reply: Reply, /) -> None:
+        """Give the answer."""
+
+    def set_exception(self, error: Exception, /) -> None:
+        """Give the error that is answered."""
+
+    def cancel(self) -> bool:
+        """Note that nobody waits for it any more."""
+
+
 class Job:
     """One request waiting or being run.
 
@@ -124,7 +141,7 @@ class Job:
         kind: PREDICT or EXPLAIN.
         meta: packed request head, as `worker.request` reads it.
         parts: the body as it arrived.
-        receive: the request's ASGI receive, to learn that the client has left.
+        has_left: tells whether the client has left; None where there is none.
         now: `time.monotonic()`; the event loop's own clock counts whole milliseconds.
         timeout_s: from now to the deadline.
         flags: of `wire`, beside what the kind says.
@@ -135,12 +152,12 @@ class Job:
         "deadline",
         "flags",
         "future",
+        "has_left",
         "kind",
         "meta",
         "must_fit",
         "parts",
         "queued_at",
-        "receive",
         "retried",
         "stream",
         "taken_at",
@@ -151,10 +168,10 @@ class Job:
         kind: int,
         meta: bytes,
         parts: list[bytes],
-        receive: Receive | None,
+        has_left: HasLeft | None,
         now: float,
         timeout_s: float,
-        future: asyncio.Future[Reply],
+        future: Promise,
         flags: int = 0,
         must_fit: bool = True,
     ) -> None:
@@ -162,7 +179,7 @@ class Job:
         self.flags = flags
         self.meta = meta
         self.parts = parts
-        self.receive = receive
+        self.has_left = has_left
         self.queued_at = now
         self.deadline = now + timeout_s
         self.future = future
@@ -182,7 +199,7 @@ class Job:
 
     def drop_if_left(self) -> bool:
         """Tell whether nobody waits for it any more, its client having left."""
-        if self.receive is None or not client_left(self.receive):
+        if self.has_left is None or not self.has_left():
             return False
         self.future.cancel()
         return True
@@ -299,7 +316,7 @@ class Batcher:
         """Jobs that the queue still takes."""
         return max(0, self._queue_size - self.waiting)
 
-    def submit(self, job: Job) -> asyncio.Future[Reply]:
+    def submit(self, job: Job) -> None:
         """Queue a job.
 
         Raises:
@@ -324,7 +341,6 @@ class Batcher:
                 raise self._too_late(job, excess_s)
         self._queue.append(job)
         self.wake()
-        return job.future
 
     def describe(self, meta: bytes, timeout_s: float) -> asyncio.Future[Reply]:
         """Queue a job that asks the handler to describe itself; errors as of `submit`.
@@ -337,7 +353,8 @@ class Batcher:
         job = Job(
             self._kind, meta, [b""], None, monotonic(), timeout_s, future, wire.DESCRIBE, False
         )
-        return self.submit(job)
+        self.submit(job)
+        return future
 
     def wake(self) -> None:
         """Hand over what waits at the end of this turn of the loop.

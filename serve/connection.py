@@ -80,6 +80,12 @@ class Application(Protocol):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
 
+    def take(self, exchange: Exchange) -> bool:
+        """Answer a request whose body is there, without a task; False leaves it to ASGI's call.
+
+        It raises nothing; the answer may come later, by `send_at_once` or `run`.
+        """
+
     def refuse(self, error: Exception) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
         """Return status, headers and body of the last answer on a connection."""
 
@@ -124,6 +130,7 @@ class Exchange:
     has_left = False
     is_started = False
     is_complete = False
+    is_begun = False
     keeps_alive = True
     began = 0.0
     task: asyncio.Task[None]
@@ -140,10 +147,14 @@ class Exchange:
         self.scope = scope
         self.parts: list[bytes] = []
 
-    async def run(self, app: Application) -> None:
-        """Have the application answer."""
+    def run(self, answering: Awaitable[None]) -> None:
+        """Have a task answer."""
+        # The loop keeps no strong reference to a task.
+        self.task = self.connection.loop.create_task(self._run(answering))
+
+    async def _run(self, answering: Awaitable[None]) -> None:
         try:
-            await app(self.scope, self.receive, self.send)
+            await answering
             if self.is_complete or self.has_left:
                 return
             if not self.is_started:
@@ -159,7 +170,7 @@ class Exchange:
                 )
                 await self.send({"type": "http.response.body", "body": body})
         finally:
-            del self.scope["extensions"]  # which hold this object: no work for the collector
+            self.scope.pop("extensions", None)  # they hold this object: no work for the collector
         if not self.is_complete and not self.has_left:
             self.transport.close()  # without its end, so that no part is taken for the whole
 
@@ -173,10 +184,20 @@ class Exchange:
             self.connection.pause_reading()
             self.tell()
 
+    def take_body(self) -> list[bytes]:
+        """Return the whole body, in the parts in which it came; `receive` has none of it then."""
+        self._is_taken, self._taken = True, self.received
+        parts, self.parts = self.parts, []
+        return parts or [b""]
+
     def tell(self) -> None:
         """Wake who waits in `receive`."""
         if self._news is not None:
             self._news.set()
+
+    def is_left(self) -> bool:
+        """Tell whether nobody waits for the answer any more."""
+        return self.has_left
 
     def leave(self) -> None:
         """Note that nobody waits for the answer any more."""
@@ -290,6 +311,7 @@ class Exchange:
         self.is_started = True
         if self.connection.access is not None:
             self._log(status)
+        self.scope.pop("extensions", None)
         self._complete()
         return True
 
@@ -355,8 +377,8 @@ class Connection(asyncio.Protocol):
         self._limits = limits
         self._connections = connections
         self._closed = closed
-        self._loop = asyncio.get_running_loop()
-        self._time = self._loop.time
+        self.loop = asyncio.get_running_loop()
+        self._time = self.loop.time
         self._queue: deque[Exchange] = deque()
         self._headers: list[tuple[bytes, bytes]] = []
         self._spelling: list[bytes] = []
@@ -386,14 +408,17 @@ class Connection(asyncio.Protocol):
         """Parse."""
         if len(data) <= SLICE_BYTES:
             self._feed(data)
-            return
-        rest = memoryview(data)
-        while rest:
-            reading = self.reading
-            is_plain = reading is not None and not reading.is_chunked
-            size = len(rest) if is_plain else SLICE_BYTES
-            self._feed(rest[:size])
-            rest = rest[size:]
+        else:
+            rest = memoryview(data)
+            while rest:
+                reading = self.reading
+                is_plain = reading is not None and not reading.is_chunked
+                size = len(rest) if is_plain else SLICE_BYTES
+                self._feed(rest[:size])
+                rest = rest[size:]
+        answering = self.answering
+        if answering is not None and not answering.is_begun:
+            self._begin(answering)  # most bodies are there by now
 
     def _feed(self, data: bytes | memoryview) -> None:
         if self.parser is None:
@@ -510,7 +535,7 @@ class Connection(asyncio.Protocol):
         self.phase = BODY
         self.reading = exchange
         if self.answering is None:
-            self._start(exchange)
+            self.answering = exchange
         else:
             self._queue.append(exchange)
             self.pause_reading()
@@ -571,10 +596,11 @@ class Connection(asyncio.Protocol):
         path, _, query = url.partition(b"?")
         return path, query
 
-    def _start(self, exchange: Exchange) -> None:
-        self.answering = exchange
-        # The loop keeps no strong reference to a task.
-        exchange.task = self._loop.create_task(exchange.run(self.app))
+    def _begin(self, exchange: Exchange) -> None:
+        """Have the application answer."""
+        exchange.is_begun = True
+        if not (exchange.is_received and self.app.take(exchange)):
+            exchange.run(self.app(exchange.scope, exchange.receive, exchange.send))
 
     def answered(self, exchange: Exchange) -> None:
         """Go on after an answer: with the next request, or with the end."""
@@ -583,7 +609,8 @@ class Connection(asyncio.Protocol):
         if not exchange.keeps_alive:
             self._end()
         elif self._queue:
-            self._start(self._queue.popleft())
+            self.answering = self._queue.popleft()
+            self._begin(self.answering)
         elif self._refusal is not None:
             self._send_refusal(self._refusal)
         elif self._is_reading_paused:

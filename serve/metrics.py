@@ -9,13 +9,13 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     disable_created_metrics,
 )
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
 from serve.exposition import HandlerMetrics, read_records, text
+from serve.histogram import Histograms
 from serve.torchserve.metrics import TorchServeMetrics
 from serve.torchserve.settings import TorchServeSettings
 
@@ -58,26 +58,26 @@ class Metrics:
             (*kind, "code"),
             registry=self.registry,
         )
-        self.latency = Histogram(
+        self.latency = Histograms(
             "modelyard_request_latency_seconds",
             "From the whole body read to the answer ready, in seconds.",
             kind,
-            buckets=SECONDS,
-            registry=self.registry,
+            SECONDS,
+            self.registry,
         )
-        self.queue_time = Histogram(
+        self.queue_time = Histograms(
             "modelyard_queue_time_seconds",
             "From arrival in the queue to hand-over to a worker, in seconds.",
             kind,
-            buckets=SECONDS,
-            registry=self.registry,
+            SECONDS,
+            self.registry,
         )
-        self.batch_size = Histogram(
+        self.batch_size = Histograms(
             "modelyard_batch_size",
             "Requests in one handler call.",
             kind,
-            buckets=SIZES,
-            registry=self.registry,
+            SIZES,
+            self.registry,
         )
         self.queue_length = Gauge(
             "modelyard_queue_length", "Requests waiting now.", kind, registry=self.registry

@@ -353,7 +353,7 @@ class Worker(asyncio.Protocol):
     def _chunk(self, id: int, job: Job, status: int, headers: bytes, body: bytes) -> None:
         """Pass on a chunk; status and headers go with the first one."""
         if job.stream is None:
-            job.stream = Stream(job.receive, partial(self.cancel, id))
+            job.stream = Stream(job.has_left, partial(self.cancel, id))
             if job.future.done():  # its deadline has passed
                 job.stream.close()
             else:
@@ -647,7 +647,9 @@ class Pool:
             return f"{self.plan.label} is being removed"
         if not self.seats:
             return f"{self.plan.label} has no workers; scale it up"
-        if (self._failures >= GIVE_UP_AFTER and not self.ready_count) or not self.healthy_count:
+        # Asked for every request: no generator where the first seat has the answer.
+        is_hopeless = self.seats[0].has_given_up and not self.healthy_count
+        if is_hopeless or (self._failures >= GIVE_UP_AFTER and not self.ready_count):
             return f"no worker of {self.plan.label} can be started any more: {self._last_failure}"
         return None
 

@@ -20,7 +20,7 @@ from starlette.exceptions import HTTPException
 from archiver import ArchiveError
 from serve.auth import TokenCheck
 from serve.batcher import Stream
-from serve.connection import ANSWER
+from serve.connection import ANSWER, Exchange
 from serve.errors import (
     BadRequest,
     MethodNotAllowed,
@@ -38,6 +38,8 @@ Scope = MutableMapping[str, Any]
 Headers = list[tuple[bytes, bytes]]
 Answer = tuple[int, Headers, bytes]
 """Status, headers and body."""
+AtOnce = Callable[[int, Headers, bytes], bool]
+"""`Exchange.send_at_once` of a connection."""
 Check = Callable[[str, Headers], None]
 """Called with path and headers; raises Unauthorized unless the request may pass."""
 
@@ -115,6 +117,10 @@ class Front:
         """Return status, headers and body for an error."""
         return error_answer(error, id)
 
+    def take(self, exchange: Exchange) -> bool:
+        """Answer a request without a task; False, as here, leaves it to ASGI's call."""
+        return False
+
     def refuse(self, error: Exception) -> Answer:
         """Return the last answer on a connection, to what could not be read as a request."""
         id = request_id(())
@@ -139,24 +145,47 @@ class Front:
         self, scope: Scope, send: Send, id: str, status: int, headers: Headers, body: bytes | Stream
     ) -> None:
         """Send a whole answer, in one piece where the connection can, or a streamed one."""
+        extensions = scope.get("extensions")
+        at_once = extensions.get(ANSWER) if extensions else None
+        if at_once is not None and self.send_at_once(at_once, id, status, headers, body):
+            return
         if self.on_status is not None:
             self.on_status(status)
+        if not isinstance(body, bytes):
+            await send_stream(send, status, self._complete(id, status, headers), body, id)
+            return
+        headers = self._complete(id, status, headers, len(body))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def send_at_once(
+        self, at_once: AtOnce, id: str, status: int, headers: Headers, body: bytes | Stream
+    ) -> bool:
+        """Send a whole answer in one piece; return False where that cannot be done.
+
+        Args:
+            at_once: the connection's own way.
+        """
+        if not isinstance(body, bytes) or self.closes(status):
+            return False
+        if not at_once(status, self._complete(id, status, headers, len(body)), body):
+            return False
+        if self.on_status is not None:
+            self.on_status(status)
+        return True
+
+    def _complete(
+        self, id: str, status: int, headers: Headers, length: int | None = None
+    ) -> Headers:
+        """Return an answer's headers with those that every answer has."""
         common = self.headers(id, status)
         if len(headers) > 1 or (headers and headers[0][0] != b"content-type"):
             # What a handler says, of caching for instance, counts.
             own = {name for name, _ in headers}
             common = [pair for pair in common if pair[0] not in own]
-        if not isinstance(body, bytes):
-            await send_stream(send, status, [*headers, *common], body, id)
-            return
-        headers = [*headers, (b"content-length", b"%d" % len(body)), *common]
-        extensions = scope.get("extensions")
-        if extensions and not self.closes(status):
-            at_once = extensions.get(ANSWER)
-            if at_once is not None and at_once(status, headers, body):
-                return
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        if length is None:
+            return [*headers, *common]
+        return [*headers, (b"content-length", b"%d" % length), *common]
 
 
 async def send_stream(

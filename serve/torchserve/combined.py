@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from serve.api.asgi import Answer, Receive, Scope, Send
+from serve.connection import Exchange
 from serve.torchserve.dialect import Dialect, segments
 from serve.torchserve.management import TorchServeManagement, is_management
 from serve.torchserve.scrape import Scrape
@@ -27,6 +28,10 @@ class Combined:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Dispatch by path."""
         await self._choose(scope["path"])(scope, receive, send)
+
+    def take(self, exchange: Exchange) -> bool:
+        """Dispatch by path."""
+        return self._choose(exchange.scope["path"]).take(exchange)
 
     def refuse(self, error: Exception) -> Answer:
         """Return the last answer on a connection, to what could not be read as a request."""

@@ -11,12 +11,17 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from serve import wire
 from serve.api.asgi import Answer, Check, Phase, Receive, Scope, Send
 from serve.api.health import why_not_ready
-from serve.api.inference import KINDS, Answering, ClientLeft, read_body, refuse_body
+from serve.api.inference import (
+    KINDS,
+    Answering,
+    ClientLeft,
+    Target,
+    read_body,
+    refuse_body,
+)
 from serve.api.oip import describe_signature, readiness
 from serve.batcher import EXPLAIN, PREDICT
 from serve.errors import (
@@ -47,15 +52,6 @@ OIP_NAMES = ("oip", "true")
 """What switches the Open Inference Protocol on: by environment, and by file."""
 
 
-class Target(NamedTuple):
-    """What a path asks a model for."""
-
-    kind: int
-    path: list[str]
-    """Model, version (optional; empty for the default), rest (optional)."""
-    flags: int
-
-
 class TorchServeInference(Dialect, Answering):
     """Routes for clients."""
 
@@ -77,22 +73,22 @@ class TorchServeInference(Dialect, Answering):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer predictions and explanations here, everything else by `Dialect`."""
-        path = segments(scope["path"])
-        target = self.target(path)
-        if scope["method"] == "OPTIONS" or (target is None and path != ["invocations"]):
-            await Dialect.__call__(self, scope, receive, send)
-            return
-        id = self.request_id(scope)
-        if target is not None:
-            await self.run_job(scope, receive, send, id, *target)
+        if (target := self.target(scope)) is not None:
+            await self.run_job(scope, receive, send, self.request_id(scope), target)
+        elif scope["method"] != "OPTIONS" and segments(scope["path"]) == ["invocations"]:
+            await self._invoke(scope, receive, send, self.request_id(scope))
         else:
-            await self._invoke(scope, receive, send, id)
+            await Dialect.__call__(self, scope, receive, send)
 
-    def target(self, path: list[str]) -> Target | None:
+    def target(self, scope: Scope) -> Target | None:
+        """Return what a request asks a model for; None for all other requests."""
+        return None if scope["method"] == "OPTIONS" else self._aim(segments(scope["path"]))
+
+    def _aim(self, path: list[str]) -> Target | None:
         """Return what a path asks a model for; None for all other paths."""
         match path:
             case ["predictions" | "explanations" as first, name, *rest] if name:
-                return Target(KINDS[first], [name, *rest], 0)
+                return Target(KINDS[first], [name, *rest])
             case ["v1", "models", last]:
                 name, _, verb = last.rpartition(":")
                 if verb in ("predict", "explain"):
@@ -117,7 +113,8 @@ class TorchServeInference(Dialect, Answering):
             name = name or form_field(scope["headers"], b"".join(parts), "model_name")
             if not (name := name or self._only_model()):
                 raise BadRequest("Parameter model_name is required.")
-            answer = await self.answer(scope, receive, PREDICT, [name], id, wire.LEGACY, parts)
+            target = Target(PREDICT, [name], wire.LEGACY)
+            answer = await self.answer(scope, receive, target, id, parts)
         except ClientLeft:
             return
         except BodyTooLarge as error:
@@ -148,7 +145,7 @@ class TorchServeInference(Dialect, Answering):
 
     async def route(self, scope: Scope, path: list[str], body: bytes, id: str) -> Answer:
         """Answer what is no prediction."""
-        if scope["method"] == "OPTIONS" and (target := self.target(path)) is not None:
+        if scope["method"] == "OPTIONS" and (target := self._aim(path)) is not None:
             name, version = (*target.path, "")[:2]
             return json_answer(openapi.model(self._registry.get(name, version or None).name))
         match path:

