@@ -9,7 +9,16 @@ from typing import Any
 
 import pytest
 
-from serve.batcher import LOOK_AGAIN_S, LOOKED_AT, PREDICT, Batcher, Job, Reply, client_left
+from serve.batcher import (
+    LOOK_AGAIN_S,
+    LOOKED_AT,
+    PREDICT,
+    Batcher,
+    HasLeft,
+    Job,
+    Reply,
+    client_left,
+)
 from serve.errors import DeadlinePassed, Draining, QueueFull, TooLate, Unavailable
 from serve.metrics import Metrics, VersionMetrics
 
@@ -76,7 +85,7 @@ def make(engine: Engine, metrics: Metrics | None = None, **options: Any) -> Batc
 def job(
     at: int,
     timeout_s: float = 60,
-    receive: Any = None,
+    has_left: HasLeft | None = None,
     age_s: float = 0,
     must_fit: bool = True,
     length: int = 0,
@@ -84,16 +93,21 @@ def job(
     future = asyncio.get_running_loop().create_future()
     now = monotonic() - age_s
     parts = [b"x" * (length // 2), b"x" * (length - length // 2)]
-    return Job(PREDICT, b"%d" % at, parts, receive, now, timeout_s, future, must_fit=must_fit)
+    return Job(PREDICT, b"%d" % at, parts, has_left, now, timeout_s, future, must_fit=must_fit)
 
 
-async def gone() -> dict[str, str]:
-    return {"type": "http.disconnect"}
+def submit(batcher: Batcher, job: Job) -> asyncio.Future[Reply]:
+    batcher.submit(job)
+    assert isinstance(job.future, asyncio.Future)
+    return job.future
 
 
-async def there() -> dict[str, str]:
-    await asyncio.get_running_loop().create_future()
-    raise AssertionError
+def gone() -> bool:
+    return True
+
+
+def there() -> bool:
+    return False
 
 
 def refusals(metrics: Metrics, reason: str) -> float | None:
@@ -115,7 +129,7 @@ def test_jobs_that_arrive_together_go_out_together_and_in_order() -> None:
     async def scenario() -> None:
         engine = Engine(16)
         batcher = make(engine)
-        futures = [batcher.submit(job(at)) for at in range(5)]
+        futures = [submit(batcher, job(at)) for at in range(5)]
         assert batcher.waiting == 5
         await turn()
         assert engine.replicas[0].batches == [[0, 1, 2, 3, 4]]
@@ -130,7 +144,7 @@ def test_a_replica_gets_no_more_than_it_has_room_for() -> None:
         engine = Engine(3)
         batcher = make(engine)
         for at in range(5):
-            batcher.submit(job(at))
+            submit(batcher, job(at))
         await turn()
         assert engine.replicas[0].batches == [[0, 1, 2]]
         assert batcher.waiting == 2
@@ -146,7 +160,7 @@ def test_idle_replicas_share_what_waits() -> None:
         engine = Engine(16, 16)
         batcher = make(engine)
         for at in range(8):
-            batcher.submit(job(at))
+            submit(batcher, job(at))
         await turn()
         assert [sum(map(len, replica.batches)) for replica in engine.replicas] == [4, 4]
 
@@ -159,9 +173,9 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
         engine.cost_s = 1.5
         batcher = make(engine, queue_size=2)
         for at in range(2):
-            batcher.submit(job(at))
+            submit(batcher, job(at))
         with pytest.raises(QueueFull, match="2 requests wait") as caught:
-            batcher.submit(job(2))
+            submit(batcher, job(2))
         assert caught.value.retry_after_s == 3
         assert batcher.room == 0
         assert batcher.waiting == 2
@@ -172,9 +186,9 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
 def test_the_wait_after_a_refusal_is_at_least_a_second() -> None:
     async def scenario() -> None:
         batcher = make(Engine(), queue_size=1)
-        batcher.submit(job(0))
+        submit(batcher, job(0))
         with pytest.raises(QueueFull) as caught:
-            batcher.submit(job(1))
+            submit(batcher, job(1))
         assert caught.value.retry_after_s == 1
 
     asyncio.run(scenario())
@@ -185,7 +199,7 @@ def test_without_hope_of_a_replica_a_job_is_refused_at_once() -> None:
         engine = Engine()
         engine.why_none = "m 1 has no workers; scale it up"
         with pytest.raises(Unavailable, match="scale it up") as caught:
-            make(engine).submit(job(0))
+            submit(make(engine), job(0))
         assert caught.value.retry_after_s == 5
 
     asyncio.run(scenario())
@@ -194,7 +208,7 @@ def test_without_hope_of_a_replica_a_job_is_refused_at_once() -> None:
 def test_a_job_whose_deadline_passes_in_the_queue_is_answered_by_the_sweep() -> None:
     async def scenario() -> None:
         batcher = make(Engine())
-        late, later = batcher.submit(job(0, timeout_s=5)), batcher.submit(job(1, timeout_s=50))
+        late, later = submit(batcher, job(0, timeout_s=5)), submit(batcher, job(1, timeout_s=50))
         batcher.sweep(monotonic() + 10)
         with pytest.raises(DeadlinePassed):
             await late
@@ -208,7 +222,7 @@ def test_a_job_over_its_deadline_is_never_handed_over() -> None:
     async def scenario() -> None:
         engine = Engine(8)
         batcher = make(engine)
-        late, good = batcher.submit(job(0, timeout_s=1, age_s=2)), batcher.submit(job(1))
+        late, good = submit(batcher, job(0, timeout_s=1, age_s=2)), submit(batcher, job(1))
         await turn()
         with pytest.raises(DeadlinePassed):
             await late
@@ -222,8 +236,8 @@ def test_a_client_that_has_left_is_not_handed_over() -> None:
     async def scenario() -> None:
         engine = Engine(8)
         batcher = make(engine)
-        left = batcher.submit(job(0, receive=gone, age_s=1))
-        batcher.submit(job(1, receive=there, age_s=1))
+        left = submit(batcher, job(0, has_left=gone, age_s=1))
+        submit(batcher, job(1, has_left=there, age_s=1))
         await turn()
         assert left.cancelled()
         assert engine.replicas[0].batches == [[1]]
@@ -245,8 +259,8 @@ def test_an_answered_job_is_not_handed_over_again() -> None:
     async def scenario() -> None:
         engine = Engine(8)
         batcher = make(engine)
-        batcher.submit(job(0)).cancel()
-        batcher.submit(job(1))
+        submit(batcher, job(0)).cancel()
+        submit(batcher, job(1))
         await turn()
         assert engine.replicas[0].batches == [[1]]
 
@@ -257,10 +271,10 @@ def test_a_batch_delay_gathers_jobs_and_is_counted_from_the_first() -> None:
     async def scenario() -> None:
         engine = Engine(16)
         batcher = make(engine, delay_s=0.2, batch_size=8)
-        first = batcher.submit(job(0))
+        first = submit(batcher, job(0))
         await turn()
         assert batcher.waiting == 1
-        batcher.submit(job(1))
+        submit(batcher, job(1))
         await asyncio.wait_for(first, 10)
         assert engine.replicas[0].batches == [[0, 1]]
 
@@ -272,7 +286,7 @@ def test_a_full_batch_does_not_wait_for_its_delay() -> None:
         engine = Engine(16)
         batcher = make(engine, delay_s=3600.0, batch_size=2)
         for at in range(2):
-            batcher.submit(job(at))
+            submit(batcher, job(at))
         await turn()
         assert engine.replicas[0].batches == [[0, 1]]
 
@@ -282,7 +296,7 @@ def test_a_full_batch_does_not_wait_for_its_delay() -> None:
 def test_what_waits_can_be_answered_with_an_error() -> None:
     async def scenario() -> None:
         batcher = make(Engine())
-        futures = [batcher.submit(job(at)) for at in range(3)]
+        futures = [submit(batcher, job(at)) for at in range(3)]
         batcher.fail(Draining("going"))
         for future in futures:
             with pytest.raises(Draining):
@@ -297,8 +311,8 @@ def test_the_time_in_the_queue_is_measured_for_what_was_handed_over() -> None:
         metrics = Metrics()
         kind = VersionMetrics(metrics, "m", "1").kinds[PREDICT]
         batcher = Batcher(Engine(8), PREDICT, kind, batch_size=8, delay_s=0, queue_size=9)
-        batcher.submit(job(0, age_s=2))
-        batcher.submit(job(1))
+        submit(batcher, job(0, age_s=2))
+        submit(batcher, job(1))
         assert value(metrics, "modelyard_queue_length") == 2
         await turn()
         assert value(metrics, "modelyard_queue_length") == 0
@@ -319,9 +333,9 @@ def test_where_a_ticket_is_needed_a_job_is_taken_only_for_an_idle_replica() -> N
         engine = Engine()
         engine.idle_count = 1
         batcher = make(engine, needs_ticket=True)
-        batcher.submit(job(0))
+        submit(batcher, job(0))
         with pytest.raises(QueueFull, match="no worker is idle"):
-            batcher.submit(job(1))
+            submit(batcher, job(1))
         assert batcher.waiting == 1
 
     asyncio.run(scenario())
@@ -336,14 +350,14 @@ def test_a_job_whose_answer_is_expected_too_late_is_refused_at_once() -> None:
         engine.cost_s = 1.0
         batcher = make(engine, metrics)
         for at in range(5):
-            batcher.submit(job(at))
+            submit(batcher, job(at))
         with pytest.raises(
             TooLate, match=r"within the request's 4 s \(5 requests wait\)"
         ) as caught:
-            batcher.submit(job(5, timeout_s=4))
+            submit(batcher, job(5, timeout_s=4))
         assert caught.value.retry_after_s == 3
         assert batcher.waiting == 5
-        batcher.submit(job(6, timeout_s=9))
+        submit(batcher, job(6, timeout_s=9))
         assert (refusals(metrics, "deadline"), refusals(metrics, "full")) == (1, 0)
 
     asyncio.run(scenario())
@@ -357,7 +371,7 @@ def test_a_job_with_much_time_is_refused_too_when_that_is_not_enough() -> None:
         accepted = 0
         with pytest.raises(TooLate):
             while accepted < 100:
-                batcher.submit(job(accepted, timeout_s=100))
+                submit(batcher, job(accepted, timeout_s=100))
                 accepted += 1
         assert accepted == 7
 
@@ -368,7 +382,7 @@ def test_of_an_unknown_cost_nothing_is_expected() -> None:
     async def scenario() -> None:
         batcher = make(Engine())
         for at in range(50):
-            batcher.submit(job(at, timeout_s=0.5))
+            submit(batcher, job(at, timeout_s=0.5))
         assert batcher.waiting == 50
 
     asyncio.run(scenario())
@@ -380,7 +394,7 @@ def test_a_job_that_need_not_fit_waits_until_its_deadline() -> None:
         engine.cost_s = 60.0
         batcher = make(engine)
         for at in range(3):
-            batcher.submit(job(at, timeout_s=1, must_fit=False))
+            submit(batcher, job(at, timeout_s=1, must_fit=False))
         await turn()
         assert engine.replicas[0].batches == [[0, 1, 2]]
 
@@ -395,7 +409,7 @@ def test_jobs_of_like_length_go_out_together_the_oldest_always_among_them() -> N
         engine = Engine(3)
         batcher = make(engine, call_bytes=48)
         for at, length in enumerate(MIXED):
-            batcher.submit(job(at, length=length))
+            submit(batcher, job(at, length=length))
         await turn()
         for _ in range(3):
             engine.replicas[0].free = 3
@@ -410,7 +424,7 @@ def test_what_can_no_longer_be_answered_in_time_is_not_handed_over() -> None:
     async def scenario() -> None:
         metrics, engine = Metrics(), Engine(0)
         batcher = make(engine, metrics)
-        tight, roomy = batcher.submit(job(0, timeout_s=3)), batcher.submit(job(1, timeout_s=50))
+        tight, roomy = submit(batcher, job(0, timeout_s=3)), submit(batcher, job(1, timeout_s=50))
         engine.cost_s = 2.0
         engine.replicas[0].busy_s = 2.0
         engine.replicas[0].free = 8
@@ -429,7 +443,7 @@ def test_of_an_unknown_cost_a_busy_replica_takes_all() -> None:
         engine = Engine(8)
         engine.replicas[0].busy_s = 100.0
         batcher = make(engine)
-        await batcher.submit(job(0, timeout_s=1))
+        await submit(batcher, job(0, timeout_s=1))
         assert engine.replicas[0].batches == [[0]]
 
     asyncio.run(scenario())
@@ -440,14 +454,14 @@ def test_an_idle_replica_takes_one_job_however_late_it_is_expected() -> None:
         engine = Engine(8)
         engine.idle_count = 1
         batcher = make(engine)
-        first, second = batcher.submit(job(0, timeout_s=1)), batcher.submit(job(1, timeout_s=1))
+        first, second = submit(batcher, job(0, timeout_s=1)), submit(batcher, job(1, timeout_s=1))
         engine.cost_s = 100.0
         await turn()
         await first
         with pytest.raises(TooLate):
             await second
         assert engine.replicas[0].batches == [[0]]
-        batcher.submit(job(2, timeout_s=1))
+        submit(batcher, job(2, timeout_s=1))
         await turn()
         assert engine.replicas[0].batches == [[0], [2]]
 
@@ -458,9 +472,9 @@ def test_a_full_queue_is_counted_as_such() -> None:
     async def scenario() -> None:
         metrics = Metrics()
         batcher = make(Engine(), metrics, queue_size=1)
-        batcher.submit(job(0))
+        submit(batcher, job(0))
         with pytest.raises(QueueFull):
-            batcher.submit(job(1))
+            submit(batcher, job(1))
         assert (refusals(metrics, "deadline"), refusals(metrics, "full")) == (0, 1)
 
     asyncio.run(scenario())
@@ -469,7 +483,7 @@ def test_a_full_queue_is_counted_as_such() -> None:
 def test_a_deadline_behind_a_longer_one_is_seen_by_the_sweep() -> None:
     async def scenario() -> None:
         batcher = make(Engine())
-        futures = [batcher.submit(job(at, timeout_s=time)) for at, time in enumerate((50, 5, 40))]
+        futures = [submit(batcher, job(at, timeout_s=time)) for at, time in enumerate((50, 5, 40))]
         batcher.sweep(monotonic() + 10)
         assert [future.done() for future in futures] == [False, True, False]
         with pytest.raises(DeadlinePassed):
@@ -483,7 +497,7 @@ def test_a_batch_gathers_no_longer_than_half_of_the_time_of_any_of_its_jobs() ->
     async def scenario() -> None:
         engine = Engine(16)
         batcher = make(engine, delay_s=3600.0, batch_size=8)
-        first, second = batcher.submit(job(0)), batcher.submit(job(1, timeout_s=1.0))
+        first, second = submit(batcher, job(0)), submit(batcher, job(1, timeout_s=1.0))
         await turn()
         assert batcher.waiting == 2
         await asyncio.wait_for(asyncio.gather(first, second), 10)
@@ -495,7 +509,7 @@ def test_an_idle_replica_gets_all_that_waits_at_once_whatever_the_lengths() -> N
         engine = Engine(16)
         batcher = make(engine, call_bytes=48)
         for at, length in enumerate(MIXED):
-            batcher.submit(job(at, length=length))
+            submit(batcher, job(at, length=length))
         await turn()
         assert engine.replicas[0].batches == [[0, 2, 3, 6], [1, 4, 7], [5]]
 
@@ -508,9 +522,9 @@ def test_an_idle_replica_gets_all_that_waits_at_once_whatever_the_lengths() -> N
 def test_clients_that_have_left_do_not_fill_the_queue() -> None:
     async def scenario() -> None:
         batcher = make(Engine(), queue_size=4)
-        left = [batcher.submit(job(at, receive=gone)) for at in range(3)]
-        stays = batcher.submit(job(3, receive=there))
-        batcher.submit(job(4, receive=there))
+        left = [submit(batcher, job(at, has_left=gone)) for at in range(3)]
+        stays = submit(batcher, job(3, has_left=there))
+        submit(batcher, job(4, has_left=there))
         assert all(future.cancelled() for future in left)
         assert not stays.done()
         assert batcher.waiting == 2
@@ -524,8 +538,8 @@ def test_clients_that_have_left_do_not_make_others_late() -> None:
         engine.cost_s = 1.0
         batcher = make(engine)
         for at in range(30):
-            batcher.submit(job(at, receive=gone))
-        batcher.submit(job(30, timeout_s=4, receive=there))
+            submit(batcher, job(at, has_left=gone))
+        submit(batcher, job(30, timeout_s=4, has_left=there))
         assert batcher.waiting == 1
 
     asyncio.run(scenario())
@@ -535,18 +549,18 @@ def test_a_flood_of_refusals_looks_for_those_who_left_only_now_and_then() -> Non
     async def scenario() -> None:
         looks = 0
 
-        async def counted() -> dict[str, str]:
+        def counted() -> bool:
             nonlocal looks
             looks += 1
-            return await there()
+            return there()
 
         batcher = make(Engine(), queue_size=100)
         began = monotonic()
         for at in range(100):
-            batcher.submit(job(at, receive=counted))
+            submit(batcher, job(at, has_left=counted))
         for at in range(1000):
             with pytest.raises(QueueFull):
-                batcher.submit(job(at))
+                submit(batcher, job(at))
         assert looks <= 100 * (1 + (monotonic() - began) / LOOK_AGAIN_S)
         assert looks < 100 * 1000
 
@@ -559,7 +573,7 @@ def test_the_sweep_drops_those_who_left_and_keeps_the_order_of_the_others() -> N
         batcher = make(engine, queue_size=2000)
         count = 3 * LOOKED_AT + 100
         futures = [
-            batcher.submit(job(at, receive=gone if at % 3 else there)) for at in range(count)
+            submit(batcher, job(at, has_left=gone if at % 3 else there)) for at in range(count)
         ]
         now = monotonic()
         for sweep in range(1, 6):
@@ -576,15 +590,14 @@ def test_who_has_left_or_is_late_gets_no_company_and_gives_none() -> None:
         engine = Engine()
         batcher = make(engine, call_bytes=48)
         jobs = [job(at, length=length, timeout_s=at or 0) for at, length in enumerate(MIXED)]
-        for one in jobs:
-            batcher.submit(one)
+        futures = [submit(batcher, one) for one in jobs]
         await turn()
-        jobs[1].future.cancel()
-        jobs[3].future.cancel()
+        futures[1].cancel()
+        futures[3].cancel()
         engine.replicas.append(Replica(2))
         batcher.pump()
         assert engine.replicas[0].batches == [[2], [4]], "0 is late, 1 and 3 have left"
         with pytest.raises(DeadlinePassed):
-            await jobs[0].future
+            await futures[0]
 
     asyncio.run(scenario())
