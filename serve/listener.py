@@ -149,35 +149,23 @@ def send_at_once(
     return True
 
 
-class Listener:
-    """A bound socket and the connections that it accepted.
+class Connections:
+    """The client connections of one process.
 
     Args:
         app: the ASGI application that answers.
-        address: where to listen.
-        tls: certificate and key, for an address that asks for TLS.
         access: called with each answer, for an access log.
-
-    Raises:
-        StartError: the address cannot be bound; the message says why and what to do.
+        protocol: of one connection.
     """
 
     def __init__(
-        self,
-        app: Any,
-        address: Address,
-        tls: ssl.SSLContext | None = None,
-        access: Access | None = None,
+        self, app: Any, access: Access | None = None, protocol: type[Connection] = Connection
     ) -> None:
-        self._socket = _bind(address)
-        if address.path is None:
-            address = replace(address, port=self._socket.getsockname()[1])
-        self.address = address
-        self._tls = tls if address.is_tls else None
         self._access = access
+        self._protocol = protocol
         self._config = uvicorn.Config(
             app,
-            http=Connection,
+            http=protocol,
             ws="none",
             lifespan="off",
             access_log=False,
@@ -189,60 +177,18 @@ class Listener:
         )
         self._config.load()
         self._state = ServerState()
-        self._server: asyncio.Server | None = None
         self._sweeper: asyncio.TimerHandle | None = None
 
-    @property
-    def url(self) -> str:
-        """The address as a client writes it."""
-        return str(self.address)
-
-    async def start(self) -> None:
-        """Begin to accept."""
-        loop = asyncio.get_running_loop()
-        create = loop.create_server if self.address.path is None else loop.create_unix_server
-        self._server = await create(
-            self._connect, sock=self._socket, backlog=BACKLOG, ssl=self._tls
-        )
-        self._sweep()
-
-    def _sweep(self) -> None:
-        """Close the connections that have been idle for long, now and then."""
-        self.close_idle(KEEP_ALIVE_S)
-        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
-
-    def abandon(self) -> None:
-        """Give the address back without having accepted anything."""
-        self._close_socket()
-
-    def _close_socket(self) -> None:
-        self._socket.close()
-        if self.address.path is not None:
-            self.address.path.unlink(missing_ok=True)
-
-    def _connect(self) -> Connection:
-        connection = Connection(self._config, self._state, {})
+    def connect(self) -> Connection:
+        """Return the protocol of a new connection."""
+        connection = self._protocol(self._config, self._state, {})
         connection.access = self._access
         return connection
 
-    async def stop_accepting(self) -> None:
-        """Close the listening socket, after taking every connection that is already complete."""
-        if self._server is None:
-            self.abandon()
-            return
-        loop = asyncio.get_running_loop()
-        accepted = []
-        while True:
-            try:
-                accepted.append(self._socket.accept()[0])
-            except OSError:
-                break
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-        self._server.close()
-        self._close_socket()
-        for connection in accepted:
-            await loop.connect_accepted_socket(self._connect, connection, ssl=self._tls)
+    def sweep(self) -> None:
+        """Close the connections that have been idle for long, now and then."""
+        self.close_idle(KEEP_ALIVE_S)
+        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_S, self.sweep)
 
     @property
     def busy_count(self) -> int:
@@ -264,9 +210,80 @@ class Listener:
         return [c for c in self._state.connections if isinstance(c, Connection)]
 
 
-def _bind(address: Address) -> socket.socket:
+class Listener(Connections):
+    """A bound socket and the connections that it accepted.
+
+    Args:
+        app: the ASGI application that answers.
+        address: where to listen.
+        tls: certificate and key, for an address that asks for TLS.
+        access: called with each answer, for an access log.
+
+    Raises:
+        StartError: the address cannot be bound; the message says why and what to do.
+    """
+
+    def __init__(
+        self,
+        app: Any,
+        address: Address,
+        tls: ssl.SSLContext | None = None,
+        access: Access | None = None,
+    ) -> None:
+        super().__init__(app, access)
+        self._socket, self.address = bind(address)
+        self._tls = tls if address.is_tls else None
+        self._server: asyncio.Server | None = None
+
+    @property
+    def url(self) -> str:
+        """The address as a client writes it."""
+        return str(self.address)
+
+    async def start(self) -> None:
+        """Begin to accept."""
+        loop = asyncio.get_running_loop()
+        create = loop.create_server if self.address.path is None else loop.create_unix_server
+        self._server = await create(self.connect, sock=self._socket, backlog=BACKLOG, ssl=self._tls)
+        self.sweep()
+
+    def abandon(self) -> None:
+        """Give the address back without having accepted anything."""
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        self._socket.close()
+        if self.address.path is not None:
+            self.address.path.unlink(missing_ok=True)
+
+    async def stop_accepting(self) -> None:
+        """Close the listening socket, after taking every connection that is already complete."""
+        if self._server is None:
+            self.abandon()
+            return
+        loop = asyncio.get_running_loop()
+        accepted = []
+        while True:
+            try:
+                accepted.append(self._socket.accept()[0])
+            except OSError:
+                break
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        self._server.close()
+        self._close_socket()
+        for connection in accepted:
+            await loop.connect_accepted_socket(self.connect, connection, ssl=self._tls)
+
+
+def bind(address: Address) -> tuple[socket.socket, Address]:
+    """Return a socket that listens, and its address with the port that it got.
+
+    Raises:
+        StartError: the address cannot be bound; the message says why and what to do.
+    """
     if address.path is not None:
-        return _bind_unix(address.path)
+        return _bind_unix(address.path), address
     host, port = address.host, address.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # TCP_NODELAY reaches accepted connections only through a socket that names its protocol:
@@ -287,7 +304,7 @@ def _bind(address: Address) -> socket.socket:
             reason = f"cannot be bound: {error.strerror}"
         raise StartError(f"port {port} on {host} {reason}") from error
     listening.setblocking(False)
-    return listening
+    return listening, replace(address, port=listening.getsockname()[1])
 
 
 def _bind_unix(path: Path) -> socket.socket:
