@@ -29,6 +29,7 @@ from serve.api.asgi import (
 )
 from serve.auth import TokenCheck
 from serve.batcher import EXPLAIN, PREDICT, Job, Stream
+from serve.body import ClientLeft, linger, read_body
 from serve.errors import BodyTooLarge, ModelNotFound, ServeError, Unavailable, http_status
 from serve.listener import SPELLING
 from serve.metrics import Metrics
@@ -37,12 +38,6 @@ from serve.registry import ModelVersion, Registry
 KINDS = {"predictions": PREDICT, "explanations": EXPLAIN}
 METHODS = frozenset({"POST", "PUT"})
 """`curl -T` sends PUT."""
-LINGER_S = 1.0
-LINGER_BYTES = 64 << 20
-
-
-class ClientLeft(Exception):
-    """The connection closed before the body was read; nobody waits for an answer."""
 
 
 class StreamedResponse(Response):
@@ -222,31 +217,6 @@ def pack_head(scope: Scope, rest: str, id: str) -> bytes:
     return wire.pack_meta(fields)
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> list[bytes]:
-    """Return the body in the parts in which it came; they are never joined.
-
-    Raises:
-        BodyTooLarge: before reading when the length is declared, else as soon as it is crossed.
-        ClientLeft: the client closed the connection.
-    """
-    for name, value in scope["headers"]:
-        if name == b"content-length" and int(value) > limit:
-            raise BodyTooLarge(limit)
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        if body := message.get("body", b""):
-            parts.append(body)
-            size += len(body)
-            if size > limit:
-                raise BodyTooLarge(limit)
-        if not message.get("more_body", False):
-            return parts or [b""]
-
-
 async def refuse_body(api: Front, receive: Receive, send: Send, id: str, error: Exception) -> None:
     """Answer 413, then read on for a moment, so that a client still sending can read the answer."""
     status, headers, body = api.form_error(error, id)
@@ -255,16 +225,7 @@ async def refuse_body(api: Front, receive: Receive, send: Send, id: str, error: 
     headers += [pair for pair in api.headers(id, status) if pair[0] != b"connection"]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": True})
-    size = 0
-    try:
-        async with asyncio.timeout(LINGER_S):
-            while size < LINGER_BYTES:
-                message = await receive()
-                size += len(message.get("body", b""))
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                    break
-    except TimeoutError:
-        pass
+    await linger(receive)
     await send({"type": "http.response.body", "body": b""})
 
 

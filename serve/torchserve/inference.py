@@ -16,9 +16,10 @@ from typing import NamedTuple
 from serve import wire
 from serve.api.asgi import Answer, Check, Phase, Receive, Scope, Send
 from serve.api.health import why_not_ready
-from serve.api.inference import KINDS, Answering, ClientLeft, read_body, refuse_body
+from serve.api.inference import KINDS, Answering, refuse_body
 from serve.api.oip import describe_signature, readiness
 from serve.batcher import EXPLAIN, PREDICT
+from serve.body import ClientLeft, read_body
 from serve.errors import (
     BadRequest,
     BodyTooLarge,
