@@ -10,6 +10,7 @@ from serve.errors import BodyTooLarge
 
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 LINGER_S = 1.0
 LINGER_BYTES = 64 << 20

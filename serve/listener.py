@@ -196,7 +196,10 @@ class Connections:
         return sum(connection.is_busy for connection in self._connections())
 
     def close_idle(self, quiet_s: float = QUIET_S) -> int:
-        """Close the connections that are neither busy nor just opened; return how many remain."""
+        """Close the connections that are neither busy nor just opened; return how many remain.
+
+        One whose client still has to read its last answer is closed, and remains.
+        """
         now = asyncio.get_running_loop().time()
         remain = 0
         for connection in self._connections():
@@ -204,6 +207,7 @@ class Connections:
                 remain += 1
             else:
                 connection.transport.close()
+                remain += connection.transport.get_write_buffer_size() > 0
         return remain
 
     def _connections(self) -> list[Connection]:
