@@ -203,15 +203,17 @@ class Forwarder(Link):
     async def _answer(
         self, answer: Answer, scope: Scope, receive: Receive, send: Send, is_cut: bool
     ) -> None:
-        """Write the answer as it comes; leave it without its end when that will not come."""
+        """Write the answer as it comes; return without its end when that will not come.
+
+        Then the connection is closed, after status 500 where nothing was written.
+        """
         item = await answer.next()
         fields = wire.unpack_meta(item.meta)
         headers = list(zip(fields[::2], fields[1::2], strict=True))
         if item.flags & WHOLE and scope["extensions"][ANSWER](item.code, headers, item.body):
             return
-        if item.flags & wire.BROKEN:
+        if not (status := item.code):  # not even a head will come
             return
-        status = item.code
         await send({"type": "http.response.start", "status": status, "headers": headers})
         while item.flags & wire.MORE:
             await send({"type": "http.response.body", "body": item.body, "more_body": True})

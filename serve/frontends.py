@@ -96,7 +96,8 @@ class Exchange:
         finally:
             del self._link.exchanges[self._id]
         if not self._is_over:
-            self._link.add(self._id, 0, wire.BROKEN, b"", (b"",))
+            status, headers = self._head or (0, b"")
+            self._link.add(self._id, status, wire.BROKEN, headers, (b"",))
 
     async def receive(self) -> dict[str, Any]:
         """Return the whole body, and after it only that the client has left.
@@ -130,6 +131,7 @@ class Exchange:
             return
         status, headers = self._head or (0, b"")
         self._head = None
+        self._limit = 0  # who goes on reading now only waits for the client
         has_more = message.get("more_body", False)
         flags = wire.MORE if has_more else 0
         self._link.add(self._id, status, flags, headers, (message.get("body", b""),))

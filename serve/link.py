@@ -2,8 +2,8 @@
 
 A request is one item: its head is the `meta`, its body the body. So is an answer; its `code` is the
 status and its `meta` the headers, name after value. A streamed answer is several items, all but the
-last with MORE; status and headers are those of the first. Everything that one turn of the loop has
-made goes in one frame.
+last with MORE; status and headers are those of the first, the others have status 0. BROKEN says
+that the rest will not come. Everything that one turn of the loop has made goes in one frame.
 """
 
 from __future__ import annotations
