@@ -111,12 +111,13 @@ def main() -> None:
                 samples += [server.load(each, round, given.seconds) for server in servers]
         memory = {server.count: server.memory() for server in servers}
     machine = procfs.describe_machine()
-    print(f"{machine['cpu']}, {machine['cores']} cores · wrk -t1 · medians of {given.rounds} rounds "
-          f"of {given.seconds} s")  # fmt: skip
+    print(f"{machine['cpu']}, {machine['cores']} cores · wrk -t1 · "
+          f"medians of {given.rounds} rounds of {given.seconds} s")  # fmt: skip
     print_table(samples)
     for count, (own, *others) in memory.items():
-        print(f"N = {count}: server RSS {own.rss_mb:.0f} MB, PSS {own.pss_mb:.0f}"
-              + "".join(f"; frontend RSS {o.rss_mb:.0f}, PSS {o.pss_mb:.0f}" for o in others))  # fmt: skip
+        sizes = [f"server {own.rss_mb:.0f}, {own.pss_mb:.0f}"]
+        sizes += [f"frontend {each.rss_mb:.0f}, {each.pss_mb:.0f}" for each in others]
+        print(f"RSS, PSS in MB with N = {count}: {' · '.join(sizes)}")
     if given.output is not None:
         content = {
             "schema": SCHEMA,

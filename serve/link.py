@@ -32,6 +32,8 @@ RESUME = 8
 WHOLE = 4
 """The application sent it by the extension ANSWER, so the frontend may too."""
 
+FRAME_BYTES = 1 << 18
+"""A frame is sent as soon as it is this large, so that a sender soon learns to wait."""
 NO_LIMIT = 0xFFFF_FFFF
 """Of an item: both ends are ours, and a request's body has had its limit."""
 
@@ -43,7 +45,7 @@ class Link(asyncio.Protocol):
         self.loop = asyncio.get_running_loop()
         self._decoder = wire.Decoder(NO_LIMIT)
         self._frame = wire.Frame()
-        self._count = 0
+        self._count = self._size = 0
         self._flusher: asyncio.Handle | None = None
         self.transport: asyncio.Transport | None = None
         self.has_room = asyncio.Event()
@@ -66,12 +68,13 @@ class Link(asyncio.Protocol):
 
     def add(self, id: int, code: int, flags: int, meta: bytes, parts: Sequence[bytes]) -> None:
         """Send an item with the others of this turn of the loop; arguments as of `wire.Frame`."""
-        if self._count == wire.MAX_ITEMS:
+        if self._count == wire.MAX_ITEMS or self._size > FRAME_BYTES:
             self._flush()
         if self._flusher is None:
             self._flusher = self.loop.call_soon(self._flush)
         self._frame.add(id, code, flags, meta, parts)
         self._count += 1
+        self._size += sum(map(len, parts))
 
     def control(self, code: int, message: dict[str, Any]) -> None:
         """Send a control message, after all that was added before it."""
@@ -85,7 +88,7 @@ class Link(asyncio.Protocol):
             self._flusher = None
         if self._count and self.transport is not None and not self.transport.is_closing():
             self.transport.writelines(self._frame.buffers())
-        self._frame, self._count = wire.Frame(), 0
+        self._frame, self._count, self._size = wire.Frame(), 0, 0
 
     def close(self) -> None:
         """Send what was added, and close this end."""
