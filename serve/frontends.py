@@ -374,6 +374,8 @@ class Frontends:
             logger.error("frontend %d %s; replacing it", ended.pid, ended.how_it_ended)
             self._restarts.inc()
             await asyncio.sleep(backoff_s)
+            if self._is_stopping:
+                return
             frontend = self._frontends[place] = Frontend(self)
             try:
                 await frontend.start()

@@ -79,15 +79,21 @@ class Link(asyncio.Protocol):
     def control(self, code: int, message: dict[str, Any]) -> None:
         """Send a control message, after all that was added before it."""
         self._flush()
-        if self.transport is not None:
-            self.transport.write(wire.encode_control(code, message))
+        if (transport := self._writable()) is not None:
+            transport.write(wire.encode_control(code, message))
+
+    def _writable(self) -> asyncio.Transport | None:
+        """Return the transport while it takes anything."""
+        if self.transport is None or self.transport.is_closing():
+            return None
+        return self.transport
 
     def _flush(self) -> None:
         if self._flusher is not None:
             self._flusher.cancel()
             self._flusher = None
-        if self._count and self.transport is not None and not self.transport.is_closing():
-            self.transport.writelines(self._frame.buffers())
+        if self._count and (transport := self._writable()) is not None:
+            transport.writelines(self._frame.buffers())
         self._frame, self._count, self._size = wire.Frame(), 0, 0
 
     def close(self) -> None:

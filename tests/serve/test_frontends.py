@@ -76,8 +76,8 @@ def two(pair: Pair) -> LiveServer:
 
 def frontends(server: LiveServer) -> list[int]:
     """Return the process ids that the server reports."""
-    about = modelyard("serve", "status", f"--state-dir={server.state_dir}", "--json")
-    pids: list[int] = json.loads(about.stdout)["frontends"]
+    about = (server.state_dir / "server.json").read_text(encoding="utf-8")
+    pids: list[int] = json.loads(about)["frontends"]
     return pids
 
 
@@ -227,6 +227,9 @@ def connections(server: LiveServer, count: int) -> Iterator[list[socket.socket]]
 def test_connections_are_shared_out_evenly(two: LiveServer) -> None:
     pids = frontends(two)
     assert len(set(pids)) == 2 and set(pids) <= descendants(two.pid)
+    where = f"--state-dir={two.state_dir}"
+    assert json.loads(modelyard("serve", "status", where, "--json").stdout)["frontends"] == pids
+    assert f"frontends, pids {pids[0]} {pids[1]}" in modelyard("serve", "status", where).stdout
     before = [socket_count(pid) for pid in pids]
     with connections(two, 8) as clients:
         for client in clients:
@@ -347,15 +350,37 @@ def test_a_killed_frontend_is_replaced_and_the_other_serves_on(two: LiveServer) 
         for client in clients:
             if client not in lost:
                 assert b"fine: hello" in ask(client, "hello")
-        poll(lambda: len(frontends(two)) == 2, "it is replaced")
+        poll(lambda: victim not in frontends(two), "it is replaced")
     pids = frontends(two)
-    assert other in pids and victim not in pids
+    assert len(pids) == 2 and other in pids
     assert two.metric("modelyard_frontend_restarts_total") == before + 1
     assert f"frontend {victim} ended with SIGKILL; replacing it" in two.log
     held = [socket_count(pid) for pid in pids]
     with connections(two, 4) as clients:
         assert all(b"fine: hello" in ask(client, "hello") for client in clients)
         assert [socket_count(pid) - then for pid, then in zip(pids, held, strict=True)] == [2, 2]
+
+
+@needs_two_cores
+def test_connections_wait_for_frontends_that_cannot_take_them(two: LiveServer) -> None:
+    pids, count = frontends(two), 600
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    with connections(two, count) as clients:  # more than the sockets to the frontends hold
+        for client in clients:
+            client.sendall(request("/ping", method="GET"))
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+        assert all(read_one(client).startswith(b"HTTP/1.1 200 ") for client in clients)
+
+
+@needs_two_cores
+def test_a_connection_without_any_frontend_gets_the_next_one(two: LiveServer) -> None:
+    for pid in frontends(two):
+        os.kill(pid, signal.SIGKILL)
+        poll(lambda pid=pid: not is_alive(pid), "it ends")  # type: ignore[misc]
+    with connections(two, 2) as clients:
+        assert all(b"fine: hello" in ask(client, "hello") for client in clients)
 
 
 def is_closed(client: socket.socket) -> bool:
