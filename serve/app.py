@@ -15,9 +15,10 @@ from serve.api.management import create_management
 from serve.api.metrics import create_metrics
 from serve.api.oip import oip_routes
 from serve.auth import TokenCheck, make_keys
+from serve.connection import Access, Limits
 from serve.frontends import Frontends
 from serve.lifecycle import Lifecycle
-from serve.listener import Access, Listener
+from serve.listener import Listener
 from serve.metrics import Metrics
 from serve.registry import Registry
 from serve.settings import Settings
@@ -100,19 +101,23 @@ def _our_listeners(
     management_api = create_management(registry, lifecycle, TokenCheck(operator_key), phase)
     metrics_api = create_metrics(metrics, TokenCheck(client_key), phase)
     apis = (inference_api, management_api, metrics_api)
+    limits = _limits(settings)
     inference: Listener | Frontends
     if settings.frontends == 1:
-        inference, management, scraped = _listen(zip(apis, settings.addresses, strict=True))
+        inference, management, scraped = _listen(zip(apis, settings.addresses, strict=True), limits)
     else:
         inference = Frontends(
             inference_api,
             settings.addresses[0],
             settings.frontends,
+            limits,
             settings.max_request_bytes,
-            metrics.frontend_restarts,
+            metrics,
         )
         try:
-            management, scraped = _listen(zip(apis[1:], settings.addresses[1:], strict=True))
+            management, scraped = _listen(
+                zip(apis[1:], settings.addresses[1:], strict=True), limits
+            )
         except BaseException:
             inference.abandon()
             raise
@@ -159,13 +164,24 @@ def _torchserves_listeners(
         for address, group in groups.items()
     ]
     tls = tls_context(dialect) if any(address.is_tls for address in groups) else None
-    listeners = dict(zip(groups, _listen(ports, tls, log_access), strict=True))
+    listeners = dict(zip(groups, _listen(ports, _limits(settings), tls, log_access), strict=True))
     found = [listeners[address] for address in addresses]
     return found[0], found[1], found[2] if len(found) > 2 else None
 
 
+def _limits(settings: Settings) -> Limits:
+    return Limits(
+        header_bytes=settings.max_header_bytes,
+        head_timeout_s=settings.head_timeout_s,
+        transfer_timeout_s=settings.transfer_timeout_s,
+        keep_alive_s=settings.keep_alive_s,
+        connections=settings.max_connections,
+    )
+
+
 def _listen(
     apis: Iterable[tuple[Application, Address]],
+    limits: Limits,
     tls: ssl.SSLContext | None = None,
     access: Access | None = None,
 ) -> list[Listener]:
@@ -173,7 +189,8 @@ def _listen(
     listeners: list[Listener] = []
     try:
         for api, address in apis:
-            listeners.append(Listener(api, address, tls, access))
+            is_first = not listeners
+            listeners.append(Listener(api, address, limits, tls, access, is_first))
     except BaseException:
         for listener in listeners:
             listener.abandon()

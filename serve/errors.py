@@ -15,6 +15,10 @@
     ├── Conflict              the version is registered already
     ├── DefaultVersion        the default version cannot be removed while others exist
     ├── BodyTooLarge
+    ├── BadMessage            what a client sent is no HTTP request that is taken here
+    │   ├── TargetTooLong
+    │   └── HeadTooLarge
+    ├── RequestTooSlow        its head or body did not come in time
     ├── Unauthorized
     ├── Unavailable           no worker can take the request now
     │   ├── QueueFull
@@ -135,6 +139,43 @@ class BodyTooLarge(ServeError):
         )
 
 
+class BadMessage(ServeError):
+    """What a client sent is no HTTP request that is taken here."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"this is no HTTP/1.1 request: {reason}")
+
+
+class TargetTooLong(BadMessage):
+    """Path and query are over the limit."""
+
+    def __init__(self, limit: int) -> None:
+        Exception.__init__(
+            self, f"path and query are longer than {limit} bytes; send parameters in the body"
+        )
+
+
+class HeadTooLarge(BadMessage):
+    """The headers are over a limit, which the argument names."""
+
+    def __init__(self, limit: str) -> None:
+        Exception.__init__(self, f"the request's head is larger than {limit}; send fewer headers")
+
+
+class RequestTooSlow(ServeError):
+    """The head or body of a request did not come in time.
+
+    Args:
+        part: which of them.
+        rate: bytes per second that are wanted; 0: all of it.
+        timeout_s: measured over this time.
+    """
+
+    def __init__(self, part: str, rate: int, timeout_s: float) -> None:
+        wanted = f"at {rate} bytes/s over" if rate else "within"
+        super().__init__(f"the {part} of the request did not come {wanted} {timeout_s:g} s")
+
+
 class Unauthorized(ServeError):
     """The bearer token is missing or wrong."""
 
@@ -214,6 +255,10 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     Conflict: (409, "ConflictStatusException"),
     DefaultVersion: (403, "InvalidModelVersionException"),
     BodyTooLarge: (413, "RequestTooLargeException"),
+    BadMessage: (400, "BadRequestException"),
+    TargetTooLong: (414, "RequestTargetTooLongException"),
+    HeadTooLarge: (431, "RequestHeaderTooLargeException"),
+    RequestTooSlow: (408, "RequestTimeoutException"),
     Unauthorized: (401, "InvalidKeyException"),
     Unavailable: (503, "ServiceUnavailableException"),
     DeadlinePassed: (504, "RequestTimeoutException"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import errno
 import gc
 import logging
 import os
@@ -21,14 +22,15 @@ from typing import Any
 import uvloop
 
 from serve import wire
-from serve.body import ClientLeft, Receive, Scope, Send, linger, read_body
+from serve.address import Address
+from serve.answers import COMMON_HEADERS, Answer, error_answer, request_id
+from serve.body import ClientLeft, linger, read_body
+from serve.connection import ANSWER, EXCHANGE, SPELLING, Exchange, Limits, Receive, Scope, Send
 from serve.errors import BodyTooLarge
-from serve.link import LEFT, PAUSE, RESUME, STOP, TOO_LARGE, WHOLE, Link
-from serve.listener import ANSWER, QUIET_S, SPELLING, Connection, Connections
+from serve.link import LEFT, PAUSE, REFUSED, RESUME, STOP, TOO_LARGE, WHOLE, Link
+from serve.listener import QUIET_S, Listener
 
 PR_SET_PDEATHSIG = 1
-CONNECTION = "modelyard.connection"
-"""ASGI extension: the connection that a request came by."""
 UNREAD_BYTES = 1 << 18
 """Of a streamed answer may wait here for the client; beyond that the server keeps the rest."""
 FLUSH_S = 2.0
@@ -39,26 +41,41 @@ BROKEN_OFF = wire.Item(0, 0, wire.BROKEN, b"", b"")
 """Stands for the parts of an answer that will not come."""
 
 
-class Handed(Connection):
-    """A connection that the server process has accepted."""
+class HandedOver:
+    """Accepts what the server process has accepted.
 
-    answer: Answer | None = None
-    """Of the request that the server has."""
+    Args:
+        channel: brings a descriptor with each message; does not block.
+    """
 
-    def on_headers_complete(self) -> None:
-        """Offer the application this connection."""
-        super().on_headers_complete()
-        extensions: dict[str, Any] = self.scope["extensions"]
-        extensions[CONNECTION] = self
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        """Tell the server when a client leaves before its answer."""
-        super().connection_lost(exc)
-        if self.answer is not None:
-            self.answer.leave()
+    def accept(self) -> tuple[socket.socket, None]:
+        """Return the next connection.
+
+        Raises:
+            BlockingIOError: there is none.
+            ConnectionAbortedError: the server process has gone.
+            OSError: no descriptor is left for it; it is lost.
+        """
+        message, descriptors, _, _ = socket.recv_fds(self._channel, 1, 1)
+        if descriptors:
+            return socket.socket(fileno=descriptors[0]), None
+        if message:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        raise ConnectionAbortedError
+
+    def fileno(self) -> int:
+        """Return the channel's descriptor."""
+        return self._channel.fileno()
+
+    def close(self) -> None:
+        """Accept no more."""
+        self._channel.close()
 
 
-class Answer:
+class Reply:
     """What has come of the answer to one request."""
 
     __slots__ = ("_arrived", "_id", "_is_paused", "_items", "_link", "_size")
@@ -102,18 +119,17 @@ class Answer:
 
 
 class Forwarder(Link):
-    """This process's end of the link, and the ASGI application of its connections.
+    """This process's end of the link, and the application of its connections.
 
     Args:
-        handed: where connections come from, a descriptor with each message.
+        channel: where connections come from.
     """
 
-    def __init__(self, handed: socket.socket) -> None:
+    def __init__(self, channel: socket.socket) -> None:
         super().__init__()
-        self._handed = handed
-        self._connections = Connections(self, protocol=Handed)
-        self._opening: set[asyncio.Task[Any]] = set()
-        self._answers: dict[int, Answer] = {}
+        self._channel = channel
+        self._listener: Listener | None = None
+        self._answers: dict[int, Reply] = {}
         self._next_id = 0
         self._max_request_bytes = 0
         self._stopping = asyncio.Event()
@@ -124,40 +140,23 @@ class Forwarder(Link):
 
     async def run(self, link: socket.socket) -> None:
         """Serve until the server process says that it stops, or has gone."""
-        self._connections.sweep()
         await self.loop.connect_accepted_socket(lambda: self, link)
         await self._stopping.wait()
-        self._open_connections()
-        self.loop.remove_reader(self._handed)
-        while self._opening or self._connections.close_idle(self._quiet_s):
+        if (listener := self._listener) is None:
+            return
+        await listener.stop_accepting()
+        while listener.close_idle(QUIET_S if self._closed_at is None else 0):
             await asyncio.sleep(0.01)
             if self._closed_at is not None and self.loop.time() - self._closed_at > FLUSH_S:
                 break
 
-    @property
-    def _quiet_s(self) -> float:
-        return QUIET_S if self._closed_at is None else 0
-
-    def _open_connections(self) -> None:
-        """Take all connections that have been handed over."""
-        while True:
-            try:
-                _, descriptors, _, _ = socket.recv_fds(self._handed, 1, 1)
-            except BlockingIOError:
-                return
-            if not descriptors:  # the server process has gone, or this one has no room for more
-                self.loop.remove_reader(self._handed)
-                return
-            connection = socket.socket(fileno=descriptors[0])
-            opening: asyncio.Task[Any] = self.loop.create_task(self._open(connection))
-            self._opening.add(opening)
-            opening.add_done_callback(self._opening.discard)
-
-    async def _open(self, connection: socket.socket) -> None:
-        try:
-            await self.loop.connect_accepted_socket(self._connections.connect, connection)
-        except OSError:  # the client has gone
-            connection.close()
+    async def _begin(self, message: dict[str, Any]) -> None:
+        """Take connections, as the server process says."""
+        self._max_request_bytes = message["max_request_bytes"]
+        address, limits = Address(*message["address"]), Limits(**message["limits"])
+        self._listener = Listener(self, address, limits, listening=HandedOver(self._channel))
+        await self._listener.start()
+        self.control(wire.READY, {"protocol": wire.PROTOCOL})
 
     def connection_lost(self, error: Exception | None) -> None:
         """Answer what has come, break off the rest, and end."""
@@ -175,9 +174,7 @@ class Forwarder(Link):
             if (answer := self._answers.get(item.id)) is not None:  # else its client has left
                 answer.put(item)
         elif item.code == wire.LOAD:
-            self._max_request_bytes = wire.decode_control(item)["max_request_bytes"]
-            self.loop.add_reader(self._handed, self._open_connections)
-            self.control(wire.READY, {"protocol": wire.PROTOCOL})
+            self._beginning = self.loop.create_task(self._begin(wire.decode_control(item)))
         elif item.code == STOP:
             self._stopping.set()
 
@@ -190,22 +187,30 @@ class Forwarder(Link):
             return
         except BodyTooLarge:
             flags, parts = TOO_LARGE, [b""]
-        connection: Handed = scope["extensions"][CONNECTION]
+        exchange: Exchange = scope["extensions"][EXCHANGE]
         self._next_id = id = self._next_id % 0xFFFFFFFF + 1
-        answer = connection.answer = self._answers[id] = Answer(self, id)
+        answer = self._answers[id] = Reply(self, id)
+        exchange.on_leave = answer.leave
         self.add(id, 0, flags, pack_request(scope), parts)
         try:
             await self._answer(answer, scope, receive, send, is_cut=bool(flags))
         finally:
-            connection.answer = None
+            exchange.on_leave = None
             del self._answers[id]
 
+    def refuse(self, error: Exception) -> Answer:
+        """Return the answer to what is no request; the server process counts it."""
+        id = request_id(())
+        status, headers, body = error_answer(error, id)
+        self.control(REFUSED, {"status": status})
+        return status, [*headers, (b"x-request-id", id.encode()), *COMMON_HEADERS], body
+
     async def _answer(
-        self, answer: Answer, scope: Scope, receive: Receive, send: Send, is_cut: bool
+        self, answer: Reply, scope: Scope, receive: Receive, send: Send, is_cut: bool
     ) -> None:
         """Write the answer as it comes; return without its end when that will not come.
 
-        Then the connection is closed, after status 500 where nothing was written.
+        Then the connection is closed.
         """
         item = await answer.next()
         fields = wire.unpack_meta(item.meta)

@@ -10,28 +10,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 from urllib.parse import unquote
 
-from prometheus_client import Counter
-
 from serve import wire
 from serve.address import Address
-from serve.body import Receive, Scope, Send
+from serve.connection import ANSWER, SPELLING, Application, Limits, Scope
 from serve.errors import BodyTooLarge, StartError
-from serve.link import LEFT, PAUSE, RESUME, STOP, TOO_LARGE, WHOLE, Link
-from serve.listener import ANSWER, QUIET_S, SPELLING, bind
+from serve.link import LEFT, PAUSE, REFUSED, RESUME, STOP, TOO_LARGE, WHOLE, Link
+from serve.listener import QUIET_S, bind
+from serve.metrics import Metrics
 
 logger = logging.getLogger(__name__)
-
-Application = Callable[[Scope, Receive, Send], Any]
 
 STARTUP_TIMEOUT_S = 60.0
 FIRST_BACKOFF_S = 0.05
@@ -51,6 +50,7 @@ class Exchange:
         "_changed",
         "_head",
         "_id",
+        "_is_begun",
         "_is_over",
         "_is_paused",
         "_limit",
@@ -64,6 +64,7 @@ class Exchange:
         self._body = body
         self._limit = limit
         self._head: tuple[int, bytes] | None = None
+        self._is_begun = False
         self._is_over = False
         """Answered, or left by its client."""
         self._is_paused = False
@@ -92,7 +93,16 @@ class Exchange:
         try:
             await app(scope, self.receive, self.send)
         except Exception as error:
-            logger.error("Exception in the application", exc_info=error)
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            if self._head is None and not self._is_begun:
+                status, fields, body = app.refuse(error)
+                fields = [
+                    *fields,
+                    (b"content-length", b"%d" % len(body)),
+                    (b"connection", b"close"),
+                ]
+                self._head = status, wire.pack_meta(chain(*fields))
+                await self.send({"type": "http.response.body", "body": body})
         finally:
             del self._link.exchanges[self._id]
         if not self._is_over:
@@ -130,7 +140,7 @@ class Exchange:
         if self._is_over:
             return
         status, headers = self._head or (0, b"")
-        self._head = None
+        self._head, self._is_begun = None, True
         self._limit = 0  # who goes on reading now only waits for the client
         has_more = message.get("more_body", False)
         flags = wire.MORE if has_more else 0
@@ -168,7 +178,7 @@ class Frontend(Link):
             self.ended.set_result(None)
             raise StartError(f"no frontend process can be started: {error.strerror}") from error
         await self.loop.connect_accepted_socket(lambda: self, link)
-        self.control(wire.LOAD, {"max_request_bytes": self._owner.max_request_bytes})
+        self.control(wire.LOAD, self._owner.load)
         await asyncio.wait(
             [self.ready, self.ended],
             timeout=STARTUP_TIMEOUT_S,
@@ -270,6 +280,8 @@ class Frontend(Link):
             if code == wire.READY and not self.is_ready:
                 self.is_ready = True
                 self.ready.set_result(None)
+            elif code == REFUSED:
+                self._owner.count_refusal(wire.decode_control(item)["status"])
         elif flags & (LEFT | PAUSE | RESUME):
             if (exchange := self.exchanges.get(id)) is not None:  # else it is answered already
                 exchange.change(flags)
@@ -288,8 +300,9 @@ class Frontends:
         app: the ASGI application that answers.
         address: where to listen.
         count: how many processes.
+        limits: of all connections.
         max_request_bytes: a larger body is not read.
-        restarts: counts the processes that were replaced.
+        metrics: of the server.
 
     Raises:
         StartError: the address cannot be bound; the message says why and what to do.
@@ -300,14 +313,22 @@ class Frontends:
         app: Application,
         address: Address,
         count: int,
+        limits: Limits,
         max_request_bytes: int,
-        restarts: Counter,
+        metrics: Metrics,
     ) -> None:
         self._socket, self.address = bind(address)
         self.app = app
         self.max_request_bytes = max_request_bytes
         self._count = count
-        self._restarts = restarts
+        self._metrics = metrics
+        share = replace(limits, connections=math.ceil(limits.connections / count))
+        self.load = {
+            "address": (self.address.host, self.address.port),
+            "limits": asdict(share),
+            "max_request_bytes": max_request_bytes,
+        }
+        """What each process is told first."""
         self._frontends: list[Frontend] = []
         self._keepers: list[asyncio.Task[None]] = []
         self._turn = 0
@@ -349,6 +370,10 @@ class Frontends:
             "extensions": {SPELLING: names},
         }
 
+    def count_refusal(self, status: int) -> None:
+        """Count what a frontend has refused by itself."""
+        self._metrics.unrouted.labels(str(status)).inc()
+
     # -- life ----------------------------------------------------------------------------------
 
     async def start(self) -> None:
@@ -372,7 +397,7 @@ class Frontends:
                 return
             ended = self._frontends[place]
             logger.error("frontend %d %s; replacing it", ended.pid, ended.how_it_ended)
-            self._restarts.inc()
+            self._metrics.frontend_restarts.inc()
             await asyncio.sleep(backoff_s)
             if self._is_stopping:
                 return

@@ -17,6 +17,8 @@ from serve import wire
 # Control codes, beside LOAD and READY of `wire`.
 STOP = 6
 """Server → frontend: no more connections are handed over; end when none is left."""
+REFUSED = 7
+"""Frontend → server: something that was no request got an answer of this `status`."""
 
 # Flags of a request's item.
 TOO_LARGE = 1

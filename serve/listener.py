@@ -1,227 +1,73 @@
-"""One listening address: sockets, connections, and an orderly end.
+"""One listening address: its socket, its connections, and an orderly end.
 
-uvicorn's HTTP protocol on httptools does the parsing; its `Server` is not used, because it closes
-idle connections and the listening socket the moment it is told to stop, and a request that is on
-its way then is lost without an answer.
+Connections are accepted here and not by the loop: uvloop closes those that it has no descriptor
+for, without an answer, and has no way to leave them in the kernel's queue for a while.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import heapq
+import logging
+import resource
 import socket
 import ssl
-from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from time import monotonic
-from typing import Any
-
-import uvicorn
-from uvicorn.protocols.http.httptools_impl import (
-    STATUS_LINE,
-    HttpToolsProtocol,
-    RequestResponseCycle,
-)
-from uvicorn.protocols.utils import get_path_with_query_string
-from uvicorn.server import ServerState
+from typing import Any, Protocol
 
 from serve.address import Address
+from serve.connection import HAS_PARSER, Access, Application, Connection, Limits
 from serve.errors import StartError
 
+logger = logging.getLogger(__name__)
+
 BACKLOG = 2048
-KEEP_ALIVE_S = 75
-SWEEP_S = 5.0
+SWEEP_S = 1.0
+"""How often connections are asked whether their client is too slow; 2,000 idle ones take 1 ms."""
 QUIET_S = 0.5
 """A connection without a request for this long is idle, not about to send one."""
+ACCEPTS_PER_TURN = 16
+"""Connections that one turn of the loop accepts, so that requests are not held up by them."""
+FRESH_S = 0.05
+"""A connection that is younger is about to send its request, and not closed to make room."""
+SPARE_DESCRIPTORS = 64
+"""What the inference API leaves for operators, and for workers that are started; a quarter of all,
+where there are fewer than 256."""
 
 
-ANSWER = "modelyard.answer"
-"""ASGI extension: sends a whole answer at once, see `send_at_once`."""
-SPELLING = "modelyard.spelling"
-"""ASGI extension: the names of `scope["headers"]` as the client spelled them, a list of bytes."""
+class Listening(Protocol):
+    """What a listener needs of its socket."""
 
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Return a new connection.
 
-JOIN_BYTES = 1 << 16
-"""Bodies below this are copied behind their head: uvloop's write of one buffer is the fast one."""
-
-
-Access = Callable[[object, str, str, int, float], None]
-"""Called with each answer: client, method, target, status, seconds since the request's head."""
-
-
-class AccessLine:
-    """Takes uvicorn's call for an access log, and ours, of one answer."""
-
-    def __init__(self, access: Access, client: object) -> None:
-        self._access = access
-        self._client = client
-        self._began = monotonic()
-
-    def info(self, _format: str, _client: str, method: str, target: str, *rest: Any) -> None:
-        """Be a logger to uvicorn; the last value is the status."""
-        self._access(self._client, method, target, rest[-1], monotonic() - self._began)
-
-
-class Connection(HttpToolsProtocol):
-    """One client connection that knows since when it has been quiet."""
-
-    quiet_since = 0.0
-    access: Access | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start to count."""
-        super().connection_made(transport)
-        self.quiet_since = self.loop.time()
-
-    def on_message_begin(self) -> None:
-        """Start to collect the names of headers."""
-        super().on_message_begin()
-        self._spelling: list[bytes] = []
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep the name as it came beside ASGI's lower-case one."""
-        self._spelling.append(name)
-        super().on_header(name, value)
-
-    def on_headers_complete(self) -> None:
-        """Offer the application to send its answer in one piece."""
-        super().on_headers_complete()
-        if self.access is not None:
-            self.cycle.access_log = True
-            self.cycle.access_logger = AccessLine(self.access, self.client)  # type: ignore[assignment]
-        answer: Any = partial(send_at_once, self.cycle)
-        spelling: Any = self._spelling
-        self.scope["extensions"] = {ANSWER: answer, SPELLING: spelling}
-
-    def on_response_complete(self) -> None:
-        """Start to count again; the listener closes what stays idle, uvicorn would set a timer."""
-        self.quiet_since = self.loop.time()
-        if self.pipeline:
-            super().on_response_complete()
-        elif not self.transport.is_closing():
-            self.flow.resume_reading()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a request is being read or answered."""
-        return self.cycle is not None and not self.cycle.response_complete
-
-
-def send_at_once(
-    cycle: RequestResponseCycle,
-    status: int,
-    headers: Sequence[tuple[bytes, bytes]],
-    body: bytes,
-) -> bool:
-    """Write head and body in one system call; return False where only ASGI's way will do.
-
-    uvicorn writes them apart, and checks every header by two patterns: a quarter of what the server
-    process spends on a small request.
-    """
-    if cycle.flow.write_paused or cycle.response_started or cycle.scope["method"] == "HEAD":
-        return False
-    if cycle.disconnected:
-        return True
-    lines = [STATUS_LINE[status]]
-    for name, value in headers:
-        lines += (name, b": ", value, b"\r\n")
-    if not cycle.keep_alive:
-        lines.append(b"connection: close\r\n")
-    lines.append(b"\r\n")
-    head = b"".join(lines)
-    line_count = len(headers) + 2 + (not cycle.keep_alive)
-    if head.count(b"\n") != line_count or head.count(b"\r") != line_count:
-        return False  # a line break inside a header; uvicorn refuses it
-    if len(body) < JOIN_BYTES:
-        cycle.transport.write(head + body)
-    else:
-        cycle.transport.writelines((head, body))
-    cycle.response_started = cycle.response_complete = True
-    if cycle.access_log:
-        target = get_path_with_query_string(cycle.scope)
-        cycle.access_logger.info("", "", cycle.scope["method"], target, status)
-    cycle.message_event.set()
-    if not cycle.keep_alive:
-        cycle.transport.close()
-    cycle.on_response()
-    return True
-
-
-class Connections:
-    """The client connections of one process.
-
-    Args:
-        app: the ASGI application that answers.
-        access: called with each answer, for an access log.
-        protocol: of one connection.
-    """
-
-    def __init__(
-        self, app: Any, access: Access | None = None, protocol: type[Connection] = Connection
-    ) -> None:
-        self._access = access
-        self._protocol = protocol
-        self._config = uvicorn.Config(
-            app,
-            http=protocol,
-            ws="none",
-            lifespan="off",
-            access_log=False,
-            log_config=None,
-            proxy_headers=False,
-            server_header=False,
-            date_header=False,
-            timeout_keep_alive=KEEP_ALIVE_S,
-        )
-        self._config.load()
-        self._state = ServerState()
-        self._sweeper: asyncio.TimerHandle | None = None
-
-    def connect(self) -> Connection:
-        """Return the protocol of a new connection."""
-        connection = self._protocol(self._config, self._state, {})
-        connection.access = self._access
-        return connection
-
-    def sweep(self) -> None:
-        """Close the connections that have been idle for long, now and then."""
-        self.close_idle(KEEP_ALIVE_S)
-        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_S, self.sweep)
-
-    @property
-    def busy_count(self) -> int:
-        """Connections with a request in progress."""
-        return sum(connection.is_busy for connection in self._connections())
-
-    def close_idle(self, quiet_s: float = QUIET_S) -> int:
-        """Close the connections that are neither busy nor just opened; return how many remain.
-
-        One whose client still has to read its last answer is closed, and remains.
+        Raises:
+            OSError: there is none, as of a socket that does not block.
         """
-        now = asyncio.get_running_loop().time()
-        remain = 0
-        for connection in self._connections():
-            if connection.is_busy or now - connection.quiet_since < quiet_s:
-                remain += 1
-            else:
-                connection.transport.close()
-                remain += connection.transport.get_write_buffer_size() > 0
-        return remain
 
-    def _connections(self) -> list[Connection]:
-        return [c for c in self._state.connections if isinstance(c, Connection)]
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when there is a connection."""
+
+    def close(self) -> None:
+        """Accept no more."""
 
 
-class Listener(Connections):
+class Listener:
     """A bound socket and the connections that it accepted.
 
+    A connection more than there may be closes those that have been idle for longest; while all are
+    busy, new ones wait in the kernel's queue.
+
     Args:
-        app: the ASGI application that answers.
+        app: the application that answers.
         address: where to listen.
+        limits: of its connections.
         tls: certificate and key, for an address that asks for TLS.
         access: called with each answer, for an access log.
+        spares_descriptors: whether it leaves the last file descriptors to the others.
+        listening: a socket that is bound already, or what accepts like one.
 
     Raises:
         StartError: the address cannot be bound; the message says why and what to do.
@@ -229,15 +75,36 @@ class Listener(Connections):
 
     def __init__(
         self,
-        app: Any,
+        app: Application,
         address: Address,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
         tls: ssl.SSLContext | None = None,
         access: Access | None = None,
+        spares_descriptors: bool = False,
+        listening: Listening | None = None,
     ) -> None:
-        super().__init__(app, access)
-        self._socket, self.address = bind(address)
+        if not HAS_PARSER:
+            raise StartError(
+                "httptools is not installed, and no other parser is strict enough to take its "
+                "place; install it: pip install httptools"
+            )
+        self._socket: Listening
+        if listening is None:
+            self._socket, self.address = bind(address)
+        else:
+            self._socket, self.address = listening, address
+        self._app = app
+        self._limits = limits
         self._tls = tls if address.is_tls else None
-        self._server: asyncio.Server | None = None
+        self._access = access
+        self._spares_descriptors = spares_descriptors
+        self._connections: set[Connection] = set()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._room = limits.connections
+        """Connections that there may be: fewer than the limit once descriptors run short."""
+        self._is_accepting = False
+        self._is_stopping = False
+        self._sweeper: asyncio.TimerHandle | None = None
 
     @property
     def url(self) -> str:
@@ -246,10 +113,84 @@ class Listener(Connections):
 
     async def start(self) -> None:
         """Begin to accept."""
-        loop = asyncio.get_running_loop()
-        create = loop.create_server if self.address.path is None else loop.create_unix_server
-        self._server = await create(self.connect, sock=self._socket, backlog=BACKLOG, ssl=self._tls)
-        self.sweep()
+        self._loop = asyncio.get_running_loop()
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Close what is idle or slow for long, now and then."""
+        now = self._loop.time()
+        for connection in tuple(self._connections):
+            connection.check(now)
+        if self._count < self._room // 2:
+            self._room = self._limits.connections
+        self._resume()
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+    # -- accepting -------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        if not self._is_accepting and not self._is_stopping:
+            self._is_accepting = True
+            self._loop.add_reader(self._socket.fileno(), self._accept)
+
+    def _pause(self) -> None:
+        """Accept no more until a connection has ended, or the next sweep."""
+        if self._is_accepting:
+            self._is_accepting = False
+            self._loop.remove_reader(self._socket.fileno())
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_TURN):
+            if self._count >= self._room:
+                self._make_room()
+                return
+            try:
+                accepted, _ = self._socket.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptor or no memory is left
+                logger.warning("%s: cannot accept a connection: %s", self.url, error.strerror)
+                self._make_room()
+                return
+            self._open(accepted)
+            if self._spares_descriptors and accepted.fileno() >= _descriptors():
+                self._room = max(1, self._count - 1)  # all lower numbers are in use
+
+    @property
+    def _count(self) -> int:
+        return len(self._connections) + len(self._opening)
+
+    def _make_room(self) -> None:
+        """Close those without a request for longest, at least a 64th of all, and wait for it."""
+        stale = self._loop.time() - FRESH_S
+        idle = [c for c in self._connections if c.since < stale and c.is_idle]
+        share = max(1, self._count // 64, self._count - self._room + 1)
+        for connection in heapq.nsmallest(share, idle, key=lambda connection: connection.since):
+            connection.transport.close()
+        self._pause()
+        if not idle:
+            self._loop.call_later(FRESH_S, self._resume)
+
+    def _open(self, accepted: socket.socket) -> None:
+        task = self._loop.create_task(self._adopt(accepted))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _adopt(self, accepted: socket.socket) -> None:
+        timeout_s = self._limits.head_timeout_s if self._tls else None
+        try:
+            await self._loop.connect_accepted_socket(
+                self._connect, accepted, ssl=self._tls, ssl_handshake_timeout=timeout_s
+            )
+        except OSError as error:
+            logger.info("%s: a connection failed: %s", self.url, error)
+            accepted.close()
+            self._resume()
+
+    def _connect(self) -> Connection:
+        return Connection(self._app, self._limits, self._access, self._connections, self._resume)
+
+    # -- the end ---------------------------------------------------------------------------------
 
     def abandon(self) -> None:
         """Give the address back without having accepted anything."""
@@ -262,22 +203,43 @@ class Listener(Connections):
 
     async def stop_accepting(self) -> None:
         """Close the listening socket, after taking every connection that is already complete."""
-        if self._server is None:
+        if self._sweeper is None:
             self.abandon()
             return
-        loop = asyncio.get_running_loop()
-        accepted = []
-        while True:
-            try:
-                accepted.append(self._socket.accept()[0])
-            except OSError:
-                break
-        if self._sweeper is not None:
-            self._sweeper.cancel()
-        self._server.close()
-        self._close_socket()
-        for connection in accepted:
-            await loop.connect_accepted_socket(self.connect, connection, ssl=self._tls)
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._pause()
+            while True:
+                try:
+                    self._open(self._socket.accept()[0])
+                except OSError:
+                    break
+            self._close_socket()
+        if self._opening:
+            await asyncio.wait(self._opening, timeout=QUIET_S)
+
+    @property
+    def busy_count(self) -> int:
+        """Connections with a request in progress."""
+        return sum(connection.is_busy for connection in self._connections)
+
+    def close_idle(self, quiet_s: float = QUIET_S) -> int:
+        """Close the connections that are neither busy nor just used; return how many remain."""
+        now = asyncio.get_running_loop().time()
+        remain = 0
+        for connection in tuple(self._connections):
+            if connection.is_busy or now - connection.since < quiet_s:
+                remain += 1
+            else:
+                connection.transport.close()
+                remain += connection.transport.get_write_buffer_size() > 0
+        return remain
+
+
+def _descriptors() -> int:
+    """Return how many descriptors clients may take; operators may change the limit meanwhile."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit - min(SPARE_DESCRIPTORS, limit // 4)
 
 
 def bind(address: Address) -> tuple[socket.socket, Address]:

@@ -69,6 +69,16 @@ class Settings(BaseModel):
     """After SIGTERM, for requests that were accepted."""
     max_request_bytes: int = Field(default=6_553_500, ge=1)
     """Size of a request body; a larger one is answered 413."""
+    max_header_bytes: int = Field(default=65_536, ge=8192)
+    """Size of a request's line and headers; a larger head is answered 431."""
+    max_connections: int = Field(default=4096, ge=8)
+    """Of the inference API. One more closes those that have been idle longest, else it waits."""
+    head_timeout_s: float = Field(default=10, gt=0)
+    """For a request's head, from its first byte, and for a TLS handshake; then 408."""
+    transfer_timeout_s: float = Field(default=20, gt=0)
+    """A body that comes, or an answer that is taken, at under 500 bytes/s for so long is ended."""
+    keep_alive_s: float = Field(default=75, gt=0)
+    """A connection without a request for this long is closed; more than a balancer's own time."""
     trusted_keys: Path | None = None
     """File of public keys (PEM), whose signatures are accepted."""
     require_signature: bool = False

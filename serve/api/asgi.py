@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-import re
-import secrets
-import uuid
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from importlib.metadata import version
 from typing import Any
 
@@ -18,26 +14,24 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from archiver import ArchiveError
+from serve.answers import COMMON_HEADERS, error_answer
+from serve.answers import Answer as Answer
+from serve.answers import Headers as Headers
+from serve.answers import request_id as request_id
 from serve.auth import TokenCheck
 from serve.batcher import Stream
+from serve.connection import ANSWER
 from serve.errors import (
     BadRequest,
     MethodNotAllowed,
     NoSuchRoute,
     ServeError,
     Unauthorized,
-    Unavailable,
-    error_body,
-    http_status,
 )
-from serve.listener import ANSWER
 
 logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
-Headers = list[tuple[bytes, bytes]]
-Answer = tuple[int, Headers, bytes]
-"""Status, headers and body."""
 Check = Callable[[str, Headers], None]
 """Called with path and headers; raises Unauthorized unless the request may pass."""
 
@@ -48,41 +42,6 @@ def open_to_all(path: str, headers: Headers) -> None:
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-COMMON_HEADERS: Headers = [
-    (b"pragma", b"no-cache"),
-    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
-    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
-]
-"""On every answer, as TorchServe's clients know them."""
-
-_RUN = str(uuid.uuid4())[:24]
-_count = itertools.count(secrets.randbits(32))
-"""A new id is a UUID whose last twelve digits count: a tenth of the cost of a random one."""
-
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-
-
-def request_id(
-    headers: Iterable[tuple[bytes, bytes]], pattern: re.Pattern[bytes] = _REQUEST_ID
-) -> str:
-    """Return the client's own request id when it has this form, else a new one."""
-    for name, value in headers:
-        if name == b"x-request-id" and pattern.fullmatch(value):
-            return value.decode()
-    return f"{_RUN}{next(_count):012x}"
-
-
-def error_answer(error: Exception, id: str) -> Answer:
-    """Return status, headers and JSON body for an error."""
-    status, _ = http_status(error)
-    body = json.dumps(error_body(error, id)).encode()
-    headers = [(b"content-type", b"application/json")]
-    if isinstance(error, Unavailable):
-        headers.append((b"retry-after", str(error.retry_after_s).encode()))
-    if isinstance(error, Unauthorized):
-        headers.append((b"www-authenticate", b"Bearer"))
-    return status, headers, body
 
 
 class Phase:
@@ -114,6 +73,15 @@ class Front:
     def form_error(self, error: Exception, id: str) -> Answer:
         """Return status, headers and body for an error."""
         return error_answer(error, id)
+
+    def refuse(self, error: Exception) -> Answer:
+        """Return the last answer on a connection, to what could not be read as a request."""
+        id = request_id(())
+        status, headers, body = self.form_error(error, id)
+        if self.on_status is not None:
+            self.on_status(status)
+        common = [pair for pair in self.headers(id, status) if pair[0] != b"connection"]
+        return status, [*headers, *common], body
 
     def closes(self, status: int) -> bool:
         """Tell whether an answer is the last on its connection."""

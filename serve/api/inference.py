@@ -16,6 +16,7 @@ from fastapi.responses import Response
 
 from serve import wire
 from serve.api.asgi import (
+    Answer,
     Api,
     Check,
     Front,
@@ -30,8 +31,8 @@ from serve.api.asgi import (
 from serve.auth import TokenCheck
 from serve.batcher import EXPLAIN, PREDICT, Job, Stream
 from serve.body import ClientLeft, linger, read_body
+from serve.connection import SPELLING
 from serve.errors import BodyTooLarge, ModelNotFound, ServeError, Unavailable, http_status
-from serve.listener import SPELLING
 from serve.metrics import Metrics
 from serve.registry import ModelVersion, Registry
 
@@ -92,6 +93,12 @@ class Answering(Front):
             answer = self.form_error(error, id)
             self._metrics.unrouted.labels(str(answer[0])).inc()
         await self.send_answer(scope, send, id, *answer)
+
+    def refuse(self, error: Exception) -> Answer:
+        """Return the last answer on a connection, to what could not be read as a request."""
+        answer = super().refuse(error)
+        self._metrics.unrouted.labels(str(answer[0])).inc()
+        return answer
 
     def word(self, error: Exception, path: list[str]) -> Exception:
         """Return what is said of an error of the model and version that `path` begins with."""

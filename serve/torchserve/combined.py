@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serve.api.asgi import Receive, Scope, Send
+from serve.api.asgi import Answer, Receive, Scope, Send
 from serve.torchserve.dialect import Dialect, segments
 from serve.torchserve.management import TorchServeManagement, is_management
 from serve.torchserve.scrape import Scrape
@@ -27,6 +27,10 @@ class Combined:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Dispatch by path."""
         await self._choose(scope["path"])(scope, receive, send)
+
+    def refuse(self, error: Exception) -> Answer:
+        """Return the last answer on a connection, to what could not be read as a request."""
+        return self._first.refuse(error)
 
     def _choose(self, path: str) -> Dialect:
         kind = type(self._first)

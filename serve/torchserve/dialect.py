@@ -14,6 +14,7 @@ from serve.api.asgi import Answer, Check, Front, Headers, Phase, Receive, Scope,
 from serve.api.inference import refuse_body
 from serve.body import ClientLeft, read_body
 from serve.errors import (
+    BadMessage,
     BodyTooLarge,
     FetchFailed,
     MethodNotAllowed,
@@ -115,6 +116,8 @@ class Dialect(Front):
             status = 400
         elif not isinstance(error, (ServeError, ArchiveError)):
             logger.error("request %s", id, exc_info=error)
+        elif isinstance(error, BadMessage):
+            return error_answer(400, "BadRequestException", "Invalid HTTP message.", str(error))
         elif isinstance(error, FetchFailed | UrlRefused):
             reason = error.reason
         declared = isinstance(error, (ServeError, ArchiveError))

@@ -26,6 +26,10 @@ Row = dict[str, Any]
 MULTIPART, FORM = "multipart/form-data", "application/x-www-form-urlencoded"
 FILE = "application/octet-stream"
 """Media type of a file in a form that states none."""
+MAX_FIELDS = 1000
+"""Of one form; a million of them would hold a worker for a minute. Netty takes 128."""
+MAX_CONTENT_TYPE = 1000
+"""Characters of the Content-Type of a form, whose parameters take quadratic time to read."""
 _BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 
 
@@ -103,6 +107,8 @@ class Request:
                 "request %s: a JSON body came with the content type %s, so the handler finds no "
                 "`body`; send it with -H 'Content-Type: application/json'", self.request_id, FORM
             )  # fmt: skip
+        if body.count(b"&") >= MAX_FIELDS:
+            raise BadInput(f"the form has more than {MAX_FIELDS} fields")
         fields = body.split(b"&")
         if b"=" not in fields[-1]:
             fields.pop()
@@ -120,6 +126,8 @@ class Request:
         ends: list[bool] = []
 
         def begin() -> None:
+            if len(parts) == MAX_FIELDS:
+                raise BadInput(f"the multipart body has more than {MAX_FIELDS} parts")
             parts.append((Message(), bytearray()))
 
         def header_name(data: bytes, start: int, end: int) -> None:
@@ -136,6 +144,10 @@ class Request:
         def part_data(data: bytes, start: int, end: int) -> None:
             parts[-1][1].extend(data[start:end])
 
+        if len(self._content_type) > MAX_CONTENT_TYPE:
+            raise BadInput(
+                f"the multipart body's Content-Type is longer than {MAX_CONTENT_TYPE} characters"
+            )
         message = Message()
         message["content-type"] = self._content_type
         boundary = message.get_boundary()

@@ -13,8 +13,17 @@ from serve.errors import StartError
 from serve.listener import Listener
 
 
-async def app(scope: object, receive: object, send: object) -> None:
-    raise AssertionError("nobody asks it")
+class App:
+    """Nobody asks it."""
+
+    async def __call__(self, scope: object, receive: object, send: object) -> None:
+        raise AssertionError
+
+    def refuse(self, error: Exception) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+        raise AssertionError
+
+
+app = App()
 
 
 @pytest.fixture
