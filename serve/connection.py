@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 ANSWER = "modelyard.answer"
 """ASGI extension: sends a whole answer at once, see `Exchange.send_at_once`."""
+EXCHANGE = "modelyard.exchange"
+"""ASGI extension: the request's `Exchange`, which tells when the client leaves."""
 SPELLING = "modelyard.spelling"
 """ASGI extension: the names of `scope["headers"]` as the client spelled them, a list of bytes."""
 
@@ -74,13 +76,38 @@ Access = Callable[[object, str, str, int, float], None]
 """Called with each answer: client, method, target, status, seconds since the request's head."""
 
 
+class WholeRequest(Protocol):
+    """A request whose body is there, as `Application.take` sees it."""
+
+    scope: Scope
+
+    @property
+    def received(self) -> int:
+        """Bytes of the body."""
+
+    def take_body(self) -> list[bytes]:
+        """Return the body, in the parts in which it came; ASGI's `receive` has none of it then."""
+
+    def is_left(self) -> bool:
+        """Tell whether nobody waits for the answer any more."""
+
+    def send_at_once(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Send a whole answer; return False where only ASGI's way will do."""
+
+    async def send(self, message: Message) -> None:
+        """Send the head of the answer or a part of its body: ASGI."""
+
+    def run(self, answering: Awaitable[None]) -> None:
+        """Have a task answer."""
+
+
 class Application(Protocol):
     """What answers: ASGI, and a form for what is refused before it becomes a request."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
 
-    def take(self, exchange: Exchange) -> bool:
+    def take(self, exchange: WholeRequest) -> bool:
         """Answer a request whose body is there, without a task; False leaves it to ASGI's call.
 
         It raises nothing; the answer may come later, by `send_at_once` or `run`.
@@ -122,7 +149,7 @@ class Exchange:
         has_left: nobody waits for the answer.
     """
 
-    received = 0
+    received: int = 0
     framing = 0
     is_chunked = False
     is_received = False
@@ -136,6 +163,8 @@ class Exchange:
     task: asyncio.Task[None]
     _taken = 0
     _is_taken = False
+    on_leave: Callable[[], None] | None = None
+    """Called when the client leaves before its answer."""
     _news: asyncio.Event | None = None
     _is_answer_chunked: bool | None = None
     _missing = 0
@@ -203,10 +232,13 @@ class Exchange:
         """Note that nobody waits for the answer any more."""
         self.has_left = True
         self.tell()
+        if self.on_leave is not None:
+            self.on_leave()
 
     async def receive(self) -> Message:
         """Return the next part of the body, in the end that the client has gone: ASGI."""
-        if self.expects_continue and not self.is_started and not self.transport.is_closing():
+        is_awaited = self.expects_continue and not (self.is_received or self.is_started)
+        if is_awaited and not self.transport.is_closing():
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self.expects_continue = False
         while not (self.has_left or self.is_complete):
@@ -521,7 +553,11 @@ class Connection(asyncio.Protocol):
             "client": self.client,
         }
         exchange = Exchange(self, scope)
-        scope["extensions"] = {ANSWER: exchange.send_at_once, SPELLING: self._spelling}
+        scope["extensions"] = {
+            ANSWER: exchange.send_at_once,
+            EXCHANGE: exchange,
+            SPELLING: self._spelling,
+        }
         if version == "1.0" or not parser.should_keep_alive():
             exchange.keeps_alive = False
         if b"transfer-encoding" in fields:

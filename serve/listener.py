@@ -15,6 +15,7 @@ import socket
 import ssl
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, Protocol
 
 from serve.address import Address
 from serve.connection import HAS_PARSER, Access, Application, Connection, Limits
@@ -36,6 +37,23 @@ SPARE_DESCRIPTORS = 64
 where there are fewer than 256."""
 
 
+class Listening(Protocol):
+    """What a listener needs of its socket."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Return a new connection.
+
+        Raises:
+            OSError: there is none, as of a socket that does not block.
+        """
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when there is a connection."""
+
+    def close(self) -> None:
+        """Accept no more."""
+
+
 class Listener:
     """A bound socket and the connections that it accepted.
 
@@ -49,6 +67,7 @@ class Listener:
         tls: certificate and key, for an address that asks for TLS.
         access: called with each answer, for an access log.
         spares_descriptors: whether it leaves the last file descriptors to the others.
+        listening: a socket that is bound already, or what accepts like one.
 
     Raises:
         StartError: the address cannot be bound; the message says why and what to do.
@@ -62,16 +81,18 @@ class Listener:
         tls: ssl.SSLContext | None = None,
         access: Access | None = None,
         spares_descriptors: bool = False,
+        listening: Listening | None = None,
     ) -> None:
         if not HAS_PARSER:
             raise StartError(
                 "httptools is not installed, and no other parser is strict enough to take its "
                 "place; install it: pip install httptools"
             )
-        self._socket = _bind(address)
-        if address.path is None:
-            address = replace(address, port=self._socket.getsockname()[1])
-        self.address = address
+        self._socket: Listening
+        if listening is None:
+            self._socket, self.address = bind(address)
+        else:
+            self._socket, self.address = listening, address
         self._app = app
         self._limits = limits
         self._tls = tls if address.is_tls else None
@@ -110,13 +131,13 @@ class Listener:
     def _resume(self) -> None:
         if not self._is_accepting and not self._is_stopping:
             self._is_accepting = True
-            self._loop.add_reader(self._socket, self._accept)
+            self._loop.add_reader(self._socket.fileno(), self._accept)
 
     def _pause(self) -> None:
         """Accept no more until a connection has ended, or the next sweep."""
         if self._is_accepting:
             self._is_accepting = False
-            self._loop.remove_reader(self._socket)
+            self._loop.remove_reader(self._socket.fileno())
 
     def _accept(self) -> None:
         if self._count >= self._room:
@@ -213,6 +234,7 @@ class Listener:
                 remain += 1
             else:
                 connection.transport.close()
+                remain += connection.transport.get_write_buffer_size() > 0
         return remain
 
 
@@ -222,9 +244,14 @@ def _descriptors() -> int:
     return limit - min(SPARE_DESCRIPTORS, limit // 4)
 
 
-def _bind(address: Address) -> socket.socket:
+def bind(address: Address) -> tuple[socket.socket, Address]:
+    """Return a socket that listens, and its address with the port that it got.
+
+    Raises:
+        StartError: the address cannot be bound; the message says why and what to do.
+    """
     if address.path is not None:
-        return _bind_unix(address.path)
+        return _bind_unix(address.path), address
     host, port = address.host, address.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # TCP_NODELAY reaches accepted connections only through a socket that names its protocol:
@@ -245,7 +272,7 @@ def _bind(address: Address) -> socket.socket:
             reason = f"cannot be bound: {error.strerror}"
         raise StartError(f"port {port} on {host} {reason}") from error
     listening.setblocking(False)
-    return listening
+    return listening, replace(address, port=listening.getsockname()[1])
 
 
 def _bind_unix(path: Path) -> socket.socket:

@@ -154,6 +154,7 @@ def loaded_by(statement: str) -> set[str]:
         ("import modelyard", HEAVY | {"archiver", "handlers", "exporter", "serve"}),
         ("import serve", HEAVY),
         ("import serve.server", {"torch", "onnx", "onnxruntime", "captum", "numpy", "handlers"}),
+        ("import serve.frontend", HEAVY - {"uvicorn"} | {"pydantic", "yaml", "prometheus_client"}),
         ("import serve.cli", {"torch", "onnx", "onnxruntime", "fastapi", "uvicorn", "handlers"}),
         ("import serve.worker.loop", {"fastapi", "uvicorn", "starlette", "pydantic", "typer"}),
         ("import serve.worker.__main__", {"fastapi", "uvicorn", "starlette", "onnxruntime"}),

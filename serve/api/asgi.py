@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import logging
-import re
-import secrets
-import uuid
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable, MutableMapping
 from importlib.metadata import version
 from typing import Any
 
@@ -18,26 +14,24 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from archiver import ArchiveError
+from serve.answers import COMMON_HEADERS, error_answer
+from serve.answers import Answer as Answer
+from serve.answers import Headers as Headers
+from serve.answers import request_id as request_id
 from serve.auth import TokenCheck
 from serve.batcher import Stream
-from serve.connection import ANSWER, Exchange
+from serve.connection import ANSWER, WholeRequest
 from serve.errors import (
     BadRequest,
     MethodNotAllowed,
     NoSuchRoute,
     ServeError,
     Unauthorized,
-    Unavailable,
-    error_body,
-    http_status,
 )
 
 logger = logging.getLogger(__name__)
 
 Scope = MutableMapping[str, Any]
-Headers = list[tuple[bytes, bytes]]
-Answer = tuple[int, Headers, bytes]
-"""Status, headers and body."""
 AtOnce = Callable[[int, Headers, bytes], bool]
 """`Exchange.send_at_once` of a connection."""
 Check = Callable[[str, Headers], None]
@@ -50,41 +44,6 @@ def open_to_all(path: str, headers: Headers) -> None:
 
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-
-COMMON_HEADERS: Headers = [
-    (b"pragma", b"no-cache"),
-    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
-    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
-]
-"""On every answer, as TorchServe's clients know them."""
-
-_RUN = str(uuid.uuid4())[:24]
-_count = itertools.count(secrets.randbits(32))
-"""A new id is a UUID whose last twelve digits count: a tenth of the cost of a random one."""
-
-_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-
-
-def request_id(
-    headers: Iterable[tuple[bytes, bytes]], pattern: re.Pattern[bytes] = _REQUEST_ID
-) -> str:
-    """Return the client's own request id when it has this form, else a new one."""
-    for name, value in headers:
-        if name == b"x-request-id" and pattern.fullmatch(value):
-            return value.decode()
-    return f"{_RUN}{next(_count):012x}"
-
-
-def error_answer(error: Exception, id: str) -> Answer:
-    """Return status, headers and JSON body for an error."""
-    status, _ = http_status(error)
-    body = json.dumps(error_body(error, id)).encode()
-    headers = [(b"content-type", b"application/json")]
-    if isinstance(error, Unavailable):
-        headers.append((b"retry-after", str(error.retry_after_s).encode()))
-    if isinstance(error, Unauthorized):
-        headers.append((b"www-authenticate", b"Bearer"))
-    return status, headers, body
 
 
 class Phase:
@@ -117,7 +76,7 @@ class Front:
         """Return status, headers and body for an error."""
         return error_answer(error, id)
 
-    def take(self, exchange: Exchange) -> bool:
+    def take(self, exchange: WholeRequest) -> bool:
         """Answer a request without a task; False, as here, leaves it to ASGI's call."""
         return False
 

@@ -42,7 +42,8 @@ from serve.batcher import (
     Stream,
     client_left,
 )
-from serve.connection import SPELLING, Exchange
+from serve.body import ClientLeft, linger, read_body
+from serve.connection import SPELLING, WholeRequest
 from serve.errors import (
     BadRequest,
     BodyTooLarge,
@@ -60,12 +61,6 @@ METHODS = frozenset({"POST", "PUT"})
 TIME_HEADER = b"x-request-timeout"
 _TIME = re.compile(rb"(\d*\.?\d+)(ms|s)?")
 LONGEST_TIME_S = 86_400.0
-LINGER_S = 1.0
-LINGER_BYTES = 64 << 20
-
-
-class ClientLeft(Exception):
-    """The connection closed before the body was read; nobody waits for an answer."""
 
 
 class StreamedResponse(Response):
@@ -124,7 +119,7 @@ class Answering(Front):
         """Return the client's own request id where it has the right form, else a new one."""
         return request_id(scope["headers"])
 
-    def take(self, exchange: Exchange) -> bool:
+    def take(self, exchange: WholeRequest) -> bool:
         """Answer a prediction whose body is there; return False for everything else."""
         scope = exchange.scope
         target = self.target(scope)
@@ -280,7 +275,7 @@ class AtOnce:
 
     __slots__ = ("_asked", "_exchange", "_is_done")
 
-    def __init__(self, asked: Asked, exchange: Exchange) -> None:
+    def __init__(self, asked: Asked, exchange: WholeRequest) -> None:
         self._asked = asked
         self._exchange = exchange
         self._is_done = False
@@ -406,31 +401,6 @@ def unpack_headers(packed: bytes) -> Headers:
     return list(zip(fields[::2], fields[1::2], strict=True))
 
 
-async def read_body(scope: Scope, receive: Receive, limit: int) -> list[bytes]:
-    """Return the body in the parts in which it came; they are never joined.
-
-    Raises:
-        BodyTooLarge: before reading when the length is declared, else as soon as it is crossed.
-        ClientLeft: the client closed the connection.
-    """
-    for name, value in scope["headers"]:
-        if name == b"content-length" and int(value) > limit:
-            raise BodyTooLarge(limit)
-    parts: list[bytes] = []
-    size = 0
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            raise ClientLeft
-        if body := message.get("body", b""):
-            parts.append(body)
-            size += len(body)
-            if size > limit:
-                raise BodyTooLarge(limit)
-        if not message.get("more_body", False):
-            return parts or [b""]
-
-
 async def refuse_body(api: Front, receive: Receive, send: Send, id: str, error: Exception) -> None:
     """Answer 413, then read on for a moment, so that a client still sending can read the answer."""
     status, headers, body = api.form_error(error, id)
@@ -439,16 +409,7 @@ async def refuse_body(api: Front, receive: Receive, send: Send, id: str, error: 
     headers += [pair for pair in api.headers(id, status) if pair[0] != b"connection"]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body, "more_body": True})
-    size = 0
-    try:
-        async with asyncio.timeout(LINGER_S):
-            while size < LINGER_BYTES:
-                message = await receive()
-                size += len(message.get("body", b""))
-                if message["type"] == "http.disconnect" or not message.get("more_body", False):
-                    break
-    except TimeoutError:
-        pass
+    await linger(receive)
     await send({"type": "http.response.body", "body": b""})
 
 

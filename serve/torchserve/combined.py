@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from serve.api.asgi import Answer, Receive, Scope, Send
-from serve.connection import Exchange
+from serve.connection import WholeRequest
 from serve.torchserve.dialect import Dialect, segments
 from serve.torchserve.management import TorchServeManagement, is_management
 from serve.torchserve.scrape import Scrape
@@ -29,7 +29,7 @@ class Combined:
         """Dispatch by path."""
         await self._choose(scope["path"])(scope, receive, send)
 
-    def take(self, exchange: Exchange) -> bool:
+    def take(self, exchange: WholeRequest) -> bool:
         """Dispatch by path."""
         return self._choose(exchange.scope["path"]).take(exchange)
 

@@ -11,7 +11,8 @@ from urllib.parse import parse_qsl
 
 from archiver import ArchiveError
 from serve.api.asgi import Answer, Check, Front, Headers, Phase, Receive, Scope, Send, request_id
-from serve.api.inference import ClientLeft, read_body, refuse_body
+from serve.api.inference import refuse_body
+from serve.body import ClientLeft, read_body
 from serve.errors import (
     BadMessage,
     BodyTooLarge,

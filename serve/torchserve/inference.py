@@ -14,16 +14,10 @@ from __future__ import annotations
 from serve import wire
 from serve.api.asgi import Answer, Check, Phase, Receive, Scope, Send
 from serve.api.health import why_not_ready
-from serve.api.inference import (
-    KINDS,
-    Answering,
-    ClientLeft,
-    Target,
-    read_body,
-    refuse_body,
-)
+from serve.api.inference import KINDS, Answering, Target, refuse_body
 from serve.api.oip import describe_signature, readiness
 from serve.batcher import EXPLAIN, PREDICT
+from serve.body import ClientLeft, read_body
 from serve.errors import (
     BadRequest,
     BodyTooLarge,

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.serve.live import (
+    FRONTENDS,
     LiveServer,
     build_archive,
     descendants,
@@ -28,6 +29,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     store = tmp_path_factory.mktemp("drain")
     build_archive(store, "mortal", config="batchSize: 4\n")
     return store
+
+
+@pytest.fixture(params=FRONTENDS, ids=lambda count: f"frontends={count}")
+def options(request: pytest.FixtureRequest) -> tuple[str, ...]:
+    return "--workers=1", "--models=mortal", f"--frontends={request.param}"
 
 
 def request(body: bytes, *, keep_alive: bool) -> bytes:
@@ -98,10 +104,10 @@ def is_good(head: bytes, body: bytes) -> bool:
 
 @pytest.mark.parametrize("client", [one_shot, keep_alive])
 def test_sigterm_under_load_closes_no_connection_without_an_answer(
-    store: Path, tmp_path: Path, client: object
+    store: Path, tmp_path: Path, client: object, options: tuple[str, ...]
 ) -> None:
     assert callable(client)
-    server = start_server(tmp_path / "state", store, "--workers=1", "--models=mortal")
+    server = start_server(tmp_path / "state", store, *options)
     outcomes: Counter[str] = Counter()
     with ThreadPoolExecutor(16) as threads:
         clients = [threads.submit(client, server, outcomes) for _ in range(16)]
@@ -125,9 +131,9 @@ def hold(server: LiveServer) -> socket.socket:
 
 
 def test_a_second_sigterm_ends_at_once_and_answers_what_is_held(
-    store: Path, tmp_path: Path
+    store: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
-    server = start_server(tmp_path / "state", store, "--workers=1", "--models=mortal")
+    server = start_server(tmp_path / "state", store, *options)
     children = descendants(server.pid)
     with hold(server) as client, socket.create_connection(server.address, 20) as idle:
         server.close_clients()
@@ -143,12 +149,12 @@ def test_a_second_sigterm_ends_at_once_and_answers_what_is_held(
     assert not (server.state_dir / "server.json").exists()
 
 
-def test_what_is_not_answered_in_the_drain_time_gets_its_503(store: Path, tmp_path: Path) -> None:
+def test_what_is_not_answered_in_the_drain_time_gets_its_503(
+    store: Path, tmp_path: Path, options: tuple[str, ...]
+) -> None:
     config = tmp_path / "modelyard.yaml"
     config.write_text("drain_timeout_s: 0.5\n", encoding="utf-8")
-    server = start_server(
-        tmp_path / "state", store, "--workers=1", "--models=mortal", f"--config={config}"
-    )
+    server = start_server(tmp_path / "state", store, *options, f"--config={config}")
     with hold(server) as client:
         server.stop()
         head, body = read_answer(client)

@@ -33,6 +33,14 @@ class Streamer:
             time.sleep(0.01)
         return ["end"]
 
+    def flood(self, asked, context):
+        """`flood N FILE`: N chunks of 64 KiB, each of one digit; the file says that all are sent."""
+        for chunk in range(int(asked[0][1])):
+            context.send_intermediate([str(chunk % 10) * (1 << 16)])
+        with open(asked[0][2], "w") as file:
+            file.write("sent")
+        return [""]
+
     def forever(self, asked, context):
         """`forever FILE`: chunks without an end; the file says that it was interrupted."""
         try:
