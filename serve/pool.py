@@ -51,6 +51,8 @@ GIVE_UP_AFTER = 5
 """Failed loads in a row, with no worker ready, after which waiting requests are refused."""
 EXIT_GRACE_S = 2.0
 """From the end of file on its socket to SIGKILL."""
+REAP_GRACE_S = 0.1
+"""From the end of file on a worker's socket to SIGKILL, when it holds requests."""
 LOG_TAIL_BYTES = 2000
 
 
@@ -276,6 +278,8 @@ class Worker(asyncio.Protocol):
         except wire.WireError as error:
             logger.error("%s worker %d: %s; ending it", self._pool.plan.label, self.number, error)
             self.condemn()
+            assert self._transport is not None
+            self._transport.abort()  # nothing that follows means anything
         self._pool.pump()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -285,7 +289,8 @@ class Worker(asyncio.Protocol):
         if self._process.returncode is not None:
             self._finish()
         elif error is not None or self.flight:
-            self.kill()
+            # Mostly it is ending by itself, and closed its socket a moment before it can be reaped.
+            self._loop.call_later(REAP_GRACE_S, self.condemn)
         else:
             self._loop.call_later(EXIT_GRACE_S, self.kill)
 
