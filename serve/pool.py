@@ -51,6 +51,9 @@ GIVE_UP_AFTER = 5
 """Failed loads in a row, with no worker ready, after which waiting requests are refused."""
 EXIT_GRACE_S = 2.0
 """From the end of file on its socket to SIGKILL."""
+SWEEP_EVERY_S = 0.1
+STOOD_STILL_S = 0.5
+"""From sweep to sweep, when this process was stopped or its loop held up."""
 REAP_GRACE_S = 0.1
 """From the end of file on a worker's socket to SIGKILL, when it holds requests."""
 LOG_TAIL_BYTES = 2000
@@ -438,6 +441,7 @@ class Pool:
         self._failures = 0
         self._last_failure = ""
         self._sweeper: asyncio.TimerHandle | None = None
+        self._swept_at = monotonic()
         self._is_stopping = False
         self._counts_handed_over = plan.is_torchserve
         self._closing: set[asyncio.Task[None]] = set()
@@ -466,7 +470,7 @@ class Pool:
             LoadFailed: a new worker could not load; the workers that ran before still run.
         """
         if self._sweeper is None:
-            self._sweeper = self._loop.call_later(0.1, self._sweep)
+            self._sweeper = self._loop.call_later(SWEEP_EVERY_S, self._sweep)
         self.least, self.most = least, max(least, most if most is not None else least)
         new: list[tuple[Seat, asyncio.Future[None]]] = []
         while len(self._open_seats) < least:
@@ -475,6 +479,7 @@ class Pool:
             if not wait:
                 first.set_result(None)
             seat.task = self._loop.create_task(self._keep(seat, first))
+            seat.task.add_done_callback(partial(_tell_of_end, first))
             self.seats.append(seat)
             new.append((seat, first))
         outcomes = await asyncio.gather(*(first for _, first in new), return_exceptions=True)
@@ -699,7 +704,11 @@ class Pool:
     def _sweep(self) -> None:
         """Answer 504 where a deadline has passed, and replace workers that hang."""
         now = monotonic()
-        self._sweeper = self._loop.call_later(0.1, self._sweep)
+        self._sweeper = self._loop.call_later(SWEEP_EVERY_S, self._sweep)
+        stood_still = now - self._swept_at > STOOD_STILL_S
+        self._swept_at = now
+        if stood_still:  # answers that came meanwhile are not read yet: timers go first
+            return
         late: ServeError = DeadlinePassed("the answer took longer than the request's time")
         for worker in self.workers:
             for id, job in worker.flight.items():
@@ -727,6 +736,12 @@ class Pool:
                 job.fail(late)
         for batcher in self._batchers:
             batcher.sweep(now)
+
+
+def _tell_of_end(first: asyncio.Future[None], _: asyncio.Task[None]) -> None:
+    """Tell whoever waits for a worker's first start that it was given up before it was ready."""
+    if not first.done():
+        first.set_exception(Draining("the model is being removed"))
 
 
 def _worker_environment(plan: Plan) -> dict[str, str]:
