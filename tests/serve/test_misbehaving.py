@@ -7,7 +7,9 @@ to the wire. Batch mates of the bad request get their answers.
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve.live import LiveServer, build_archive, poll, running
+from tests.serve.live import LiveServer, build_archive, descendants, poll, running
 from tests.serve.load import Answer, Load, ask, unharmed
 
 HEALTHY = "healthy"
@@ -169,6 +171,60 @@ def test_requests_that_end_their_worker_get_one_error_and_their_mates_answers(
     # Once together, then each of them alone.
     assert restarts(server, "sick") == before + 1 + len(ENDS)
     assert ends_in_log(server, "sick") == logged + 1 + len(ENDS)
+
+
+@pytest.fixture
+def curse(server: LiveServer, tmp_path: Path) -> Iterator[Path]:
+    """A model `cursed` that cannot be loaded while the file exists."""
+    curse = tmp_path / "curse"
+    config = f"minWorkers: 1\ncurse: {curse}\n"
+    build_archive(server.store, "gated", name="cursed", config=config)
+    server.register_all("cursed")
+    yield curse
+    assert server.management.delete("/models/cursed").is_success
+
+
+def test_what_waits_survives_a_worker_that_cannot_be_loaded(
+    server: LiveServer, load: Load, threads: ThreadPoolExecutor, curse: Path
+) -> None:
+    curse.touch()
+    os.kill(server.worker_pids("cursed")[0], signal.SIGKILL)
+    waiting = [threads.submit(ask, server, "cursed", body) for body in ("one", "two")]
+    poll(lambda: "CRITICAL serve forged" in server.log, "a worker could not be loaded")
+    (worker,) = server.describe("cursed")["workers"]
+    assert worker["status"] != "READY"
+    curse.unlink()
+    assert [answer.result().status for answer in waiting] == [200, 200]
+    lines = server.log.splitlines()
+    assert next(line for line in lines if "forged" in line).startswith("    ")
+    assert "\x1b" not in server.log
+    assert (
+        sum("RuntimeError: cursed" in line for line in lines) == ends_in_log(server, "cursed") - 1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_that_cannot_be_loaded_is_tried_ever_more_seldom_and_the_model_says_so(
+    server: LiveServer, load: Load, threads: ThreadPoolExecutor, curse: Path
+) -> None:
+    curse.touch()
+    processes = len(descendants(server.pid))
+    os.kill(server.worker_pids("cursed")[0], signal.SIGKILL)
+    waiting = threads.submit(ask, server, "cursed", "x")
+    most = 0
+    while not waiting.done():
+        most = max(most, len(descendants(server.pid)))
+    assert most <= processes + 1  # one at a time, and what it starts while it boots
+    check_error(waiting.result(), 500, "no worker of cursed 1.0 can be started any more: .*")
+    refused = ask(server, "cursed", "x")
+    check_error(refused, 503, "no worker of cursed 1.0 can be started any more: .*cursed.*")
+    assert server.client.get("/ping").json() == {"status": "Unhealthy"}
+    assert server.client.get("/health/ready").json()["reason"] == "no worker is ready for cursed"
+    waits = re.findall(r"cursed 1\.0 worker 1 ended; replacing it in (\S+) s", server.log)[-5:]
+    assert [float(wait) for wait in waits[1:]] == [2 * float(wait) for wait in waits[:-1]]
+    curse.unlink()
+    poll(lambda: ask(server, "cursed", "x").status == 200, "it recovers", 60)
 
 
 # -- F3: what raises ---------------------------------------------------------------------------
