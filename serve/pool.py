@@ -509,7 +509,8 @@ class Pool:
     async def stop(self, drain_timeout_s: float) -> None:
         """Answer what was accepted, as far as the time allows, and end all workers."""
         deadline = self._loop.time() + drain_timeout_s
-        while self._loop.time() < deadline and self.ready_count and self._is_busy:
+        # A worker that is being replaced serves what waits, unless it cannot be loaded any more.
+        while self._loop.time() < deadline and self._is_busy and self.why_none is None:
             await asyncio.sleep(0.02)
         self._is_stopping = True
         self._refuse(Draining("the model is being removed"))

@@ -115,6 +115,29 @@ def test_each_request_is_answered_once_while_workers_are_killed(
     poll(lambda: descriptors(server.pid) <= files, "no more descriptors than before", 5)
 
 
+def test_what_waits_for_a_killed_worker_is_answered_though_its_model_is_removed(
+    server: LiveServer, tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
+    gate = tmp_path / "gate"
+    config = f"minWorkers: 1\ngate: {gate}\n"
+    build_archive(server.store, "gated", name="leaving", config=config)
+    gate.touch()
+    server.register_all("leaving")
+    gate.unlink()
+    os.kill(server.worker_pids("leaving")[0], signal.SIGKILL)
+    poll(lambda: not server.worker_pids("leaving"), "the worker is gone")
+    waiting = threads.submit(ask, server, "leaving", "x")
+    poll(
+        lambda: server.metric("modelyard_queue_length", model="leaving", kind="predict") == 1,
+        "the request waits",
+    )
+    removal = threads.submit(server.management.delete, "/models/leaving")
+    poll(lambda: server.client.get("/v2/models/leaving").status_code == 404, "it is not served")
+    gate.touch()
+    assert waiting.result().status == 200
+    assert removal.result().status_code == 200
+
+
 # -- G2: SIGTERM -------------------------------------------------------------------------------
 
 
