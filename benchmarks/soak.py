@@ -8,11 +8,10 @@ import os
 import platform
 import random
 import signal
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -214,8 +213,6 @@ class Watch:
     def _sample(self) -> None:
         latencies, now = self._predictions.take_latencies_ms(), time.monotonic()
         elapsed, self._sampled_at = now - self._sampled_at, now
-        if len(latencies) < 2:  # nothing came back, so there is no latency to tell
-            return
         pids = self._server.pid, self._worker
         server, worker = map(procfs.memory, pids)
         self.samples.append(
@@ -224,7 +221,7 @@ class Watch:
                 server.rss_mb, server.pss_mb, procfs.descriptors(pids[0]), procfs.threads(pids[0]),
                 worker.rss_mb, worker.pss_mb, procfs.descriptors(pids[1]), procfs.threads(pids[1]),
                 len(procfs.descendants(pids[0])), round(len(latencies) / elapsed, 1),
-                statistics.median(latencies), latencies[int(0.99 * (len(latencies) - 1))],
+                *_quantiles(latencies),
             )
         )  # fmt: skip
 
@@ -243,6 +240,13 @@ class Watch:
             if pids := self._server.worker_pids(MODEL):
                 self.events.append((round(self._at_s, 3), "kill"))
                 os.kill(self._chosen.choice(pids), signal.SIGKILL)
+
+
+def _quantiles(latencies: Sequence[float]) -> tuple[float | None, float | None]:
+    """Return p50 and p99 of sorted values."""
+    if not latencies:
+        return None, None
+    return latencies[len(latencies) // 2], latencies[int(0.99 * (len(latencies) - 1))]
 
 
 def _describe(plan: Plan) -> dict[str, Any]:
