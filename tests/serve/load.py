@@ -26,7 +26,7 @@ class Answer(NamedTuple):
     body: bytes
 
 
-def ask(server: LiveServer, model: str, body: str, timeout_s: float = 60) -> Answer:
+def ask(server: LiveServer, model: str, body: str, timeout_s: float = 240) -> Answer:
     """Send one request over a connection of its own, which leaves no descriptor behind.
 
     Raises:

@@ -341,7 +341,7 @@ def print_much(context, at):
 def print_bytes(context, at):
     os.write(1, bytes(range(256)) * 100)
     os.write(2, "half of ü: ".encode() + b"\xc3")
-    os.write(2, b"\x1b[2J\x1b]0;title\x07\r\n2026-01-01 00:00:00,000 CRITICAL serve forged\r\n")
+    os.write(2, b"\x1b[2J\x1b]0;title\x07\r\n2026-01-01 00:00:00,000 CRITICAL serve printed\r\n")
     return {"body": "printed"}
 
 
