@@ -132,7 +132,8 @@ class Context:
         self.header_key_sequence_start = _sequence_header("start")
         self.header_key_sequence_end = _sequence_header("end")
         self.request_ids: dict[int, str] = {}
-        self.request_processor: list[RequestProcessor] = []
+        self._headers: Sequence[Mapping[str, Any]] | Callable[[], Sequence[Mapping[str, Any]]] = ()
+        self._processors: list[RequestProcessor] | None = []
         self.query: list[dict[str, str]] = []
         self.stream: Callable[[list[Any]], None] | None = None
         """Sends chunks to the clients; None where nobody reads them, as in a dry run."""
@@ -170,25 +171,45 @@ class Context:
     def reset(
         self,
         request_ids: Sequence[str],
-        headers: Sequence[Mapping[str, Any]] = (),
+        headers: Sequence[Mapping[str, Any]] | Callable[[], Sequence[Mapping[str, Any]]] = (),
         queries: Sequence[Mapping[str, str]] = (),
     ) -> None:
         """Begin a batch: forget the last one's requests and answers.
 
         Args:
             request_ids: one per request, in the order of the batch.
-            headers: request headers of each request; none at all stands for empty ones.
+            headers: request headers of each request, or what gives them when they are asked for;
+                none at all stands for empty ones.
             queries: query parameters of each request; none at all stands for empty ones.
         """
         count = len(request_ids)
         self.request_ids = dict(enumerate(request_ids))
-        self.request_processor = [RequestProcessor(h) for h in headers or [{}] * count]
+        self._headers = headers or [{}] * count
+        self._processors = None
         self.query = [dict(parameters) for parameters in queries or [{}] * count]
-        if len(self.request_processor) != count or len(self.query) != count:
+        there = count if callable(self._headers) else len(self._headers)
+        if there != count or len(self.query) != count:
             raise ValueError(
-                f"{count} request ids, {len(self.request_processor)} headers and "
-                f"{len(self.query)} queries; expected as many of each"
+                f"{count} request ids, {there} headers and {len(self.query)} queries; expected as "
+                "many of each"
             )
+
+    @property
+    def request_processor(self) -> list[RequestProcessor]:
+        """Headers and answer of each request; few handlers ask, so they are made when one does."""
+        if self._processors is None:
+            headers = self._headers() if callable(self._headers) else self._headers
+            self._processors = [RequestProcessor(each) for each in headers]
+        return self._processors
+
+    @request_processor.setter
+    def request_processor(self, processors: list[RequestProcessor]) -> None:
+        self._processors = processors
+
+    @property
+    def is_answer_plain(self) -> bool:
+        """Whether the handler has set neither status nor headers of any answer."""
+        return self._processors is None
 
     def get_request_id(self, idx: int = 0) -> str | None:
         """Give the id of request `idx`, None where there is no such request."""

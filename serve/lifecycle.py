@@ -428,6 +428,7 @@ class Lifecycle:
                 "device_ids": list(config.device_ids),
                 "batch_size": config.batch_size,
                 "golden": [asdict(golden) for golden in seal.golden] if seal else [],
+                "halves_batches": self._dialect is None and not config.batch_delay_ms,
                 **self._dialect_keys(),
             },
             log_dir=log_dir,

@@ -54,6 +54,8 @@ LEGACY = 8
 headers `explain` and `url_path` are not made."""
 KSERVE = 16
 """From a route of KServe's: the header `url_path` is not made."""
+BACKLOG = 32
+"""More jobs wait in the server for the room that the job's worker will have."""
 
 # Flags of a reply.
 MORE = 1
@@ -159,7 +161,8 @@ class Decoder:
         while (parsed := self._parse(source, start)) is not None:
             frame, start = parsed
             frames.append(frame)
-        self._pending = bytearray(source[start:])
+        if self._pending or start < len(source):
+            self._pending = bytearray(source[start:])
         return frames
 
     def _parse(self, source: bytes | bytearray, start: int) -> tuple[list[Item], int] | None:

@@ -22,11 +22,13 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import orjson
 import torch
 
 from handlers import Context
 from handlers.errors import BadInput, LoadError, NoGradients, PredictionException
 from serve import wire
+from serve.worker.halves import Halves
 from serve.worker.load import Entry, Service
 from serve.worker.request import Request
 
@@ -36,6 +38,8 @@ RECEIVE_BYTES = 1 << 18
 MAX_BODY = 0xFFFFFFFF
 
 JSON, TEXT, BYTES = "application/json", "text/plain; charset=utf-8", "application/octet-stream"
+AS_JSON = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
+_PACKED = {name: wire.pack_meta([b"content-type", name.encode()]) for name in (JSON, TEXT, BYTES)}
 KIND = wire.EXPLAIN | wire.ALONE | wire.DESCRIBE
 """Flags that jobs of one batch share."""
 
@@ -60,6 +64,8 @@ class Rules:
     """Of one answer or chunk; a longer one is an error of its own request."""
     times_predictions: bool = False
     """Whether each call of the handler is reported as the metric PredictionTime."""
+    halves_batches: bool = False
+    """Whether a batch may leave some of what waits to the next one, see `Halves`."""
 
     @classmethod
     def of(cls, message: dict[str, Any]) -> Rules:
@@ -71,6 +77,7 @@ class Rules:
             decode_input=message.get("decode_input", True),
             max_answer_bytes=message.get("max_response_bytes"),
             times_predictions=message.get("metrics") is not None,
+            halves_batches=message.get("halves_batches", False),
         )
 
 
@@ -137,22 +144,35 @@ class Reader:
         if not self._frames:
             self.cancelled.clear()
 
-    def read_arrived(self) -> list[wire.Item]:
-        """Return the items of all frames that have arrived, without waiting."""
-        self.poll()
+    def read_arrived(self, must_wait: bool) -> list[wire.Item]:
+        """Return the items of all frames that have arrived.
+
+        Args:
+            must_wait: for the first one, where none has.
+
+        Raises:
+            EOFError: the server closed its end.
+        """
+        if must_wait:
+            # One call of recv gives all that has arrived, up to its size.
+            while not self._frames:
+                if self._receive(0) == RECEIVE_BYTES:
+                    self.poll()
+        else:
+            self.poll()
         items = [item for frame in self._frames for item in frame]
         self._frames.clear()
         return items
 
     def poll(self) -> None:
         """Take what has arrived, without waiting, and keep it for the next read."""
-        while True:
-            try:
-                self._receive(socket.MSG_DONTWAIT)
-            except BlockingIOError:
-                return
+        try:
+            while self._receive(socket.MSG_DONTWAIT) == RECEIVE_BYTES:
+                pass
+        except BlockingIOError:
+            return
 
-    def _receive(self, flags: int) -> None:
+    def _receive(self, flags: int) -> int:
         data = self.connection.recv(RECEIVE_BYTES, flags)
         if not data:
             raise EOFError
@@ -161,6 +181,7 @@ class Reader:
                 self.cancelled.update(wire.decode_control(frame[0])["ids"])
             else:
                 self._frames.append(frame)
+        return len(data)
 
 
 class Chunks:
@@ -217,13 +238,17 @@ def run(reader: Reader, service: Service, rules: Rules = OURS) -> None:
     chunks = service.context.stream = Chunks(reader, service.context, rules)
     service.context.cancellation = chunks.check_cancelled
     metrics = service.context.metrics
+    halves = Halves(service.batch_size)
     waiting: deque[wire.Item] = deque()
     while True:
         if not waiting:
             reader.forget_cancelled()
-            waiting.extend(reader.read())
-        waiting.extend(reader.read_arrived())
-        batch = take_batch(waiting, service.batch_size)
+        waiting.extend(reader.read_arrived(must_wait=not waiting))
+        began = perf_counter()
+        size = service.batch_size
+        if rules.halves_batches and not waiting[-1].flags & wire.BACKLOG:
+            size = halves.choose(len(waiting))
+        batch = take_batch(waiting, size)
         frame = wire.Frame()
         answers = answer_batch(service, batch, rules, chunks)
         for item, answer in zip(batch, answers, strict=True):
@@ -233,9 +258,13 @@ def run(reader: Reader, service: Service, rules: Rules = OURS) -> None:
             reported = json.dumps({"records": records}, default=_text).encode()
             frame.add(0, wire.METRICS, 0, b"", [reported])
         reader.connection.sendall(b"".join(frame.buffers()))
+        if not batch[0].flags & KIND:
+            halves.measured(len(batch), perf_counter() - began)
 
 
 def _pack(headers: dict[str, str]) -> bytes:
+    if len(headers) == 1 and (packed := _PACKED.get(headers.get("content-type", ""))):
+        return packed
     return wire.pack_meta(
         text.encode("latin-1", "replace") for pair in headers.items() for text in pair
     )
@@ -306,7 +335,7 @@ def _call(
     context = service.context
     context.reset(
         request_ids=[request.request_id for request in requests],
-        headers=[request.headers for request in requests],
+        headers=lambda: [request.headers for request in requests],
         queries=[request.query for request in requests],
     )
     if chunks is not None:
@@ -400,10 +429,12 @@ def _format(context: Context, index: int, output: object, rules: Rules) -> Answe
     if limit is not None and len(body) > limit:
         text = f"the answer has {len(body)} bytes; max_response_size allows {limit}"
         raise WrongAnswer(text, text, 500)
+    headers = {"content-type": content_type} if content_type else {}
+    if context.is_answer_plain:
+        return Answer(200, headers, body)
     status, _ = context.get_response_status(index)
     if not _is_status(status):
         raise WrongAnswer(f"the handler set the status {status!r}")
-    headers = {"content-type": content_type} if content_type else {}
     for name, value in context.get_response_headers(index).items():
         lower, text = str(name).lower(), str(value)
         if not _HEADER_NAME.fullmatch(lower) or not _HEADER_VALUE.fullmatch(text):
@@ -423,12 +454,27 @@ def _encode(output: object, rules: Rules) -> tuple[bytes, str | None]:
     if isinstance(output, (bytes, bytearray)):
         return b"".join((output,)), None if rules.is_plain else BYTES
     if not rules.is_plain:
-        return json.dumps(output, allow_nan=False).encode(), JSON
+        return _to_json(output), JSON
     if isinstance(output, torch.Tensor):
         saved = io.BytesIO()
         torch.save(output, saved)
         return saved.getvalue(), None
     return json.dumps(output, indent=2, allow_nan=rules.is_torchserve).encode(), JSON
+
+
+def _to_json(value: object) -> bytes:
+    """Return compact JSON; ten floats take orjson a tenth of the standard library's time.
+
+    Raises:
+        TypeError, ValueError, RecursionError: JSON has no such value; NaN is one.
+    """
+    try:
+        text = orjson.dumps(value, option=AS_JSON)
+    except TypeError:  # keys that are no text, long integers, lone surrogates; or no JSON at all
+        text = b""
+    if not text or b"null" in text:  # which is what orjson makes of NaN, too
+        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+    return text
 
 
 def _is_status(code: object) -> bool:

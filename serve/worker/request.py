@@ -38,33 +38,52 @@ class Request:
         query: query parameter → value; the last one wins.
     """
 
-    __slots__ = ("_content_type", "_flags", "_item", "headers", "id", "query", "request_id", "row")
+    __slots__ = (
+        "_added", "_fields", "_flags", "_headers", "_item", "id", "query", "request_id", "row"
+    )  # fmt: skip
 
     def __init__(self, item: wire.Item) -> None:
         self.id = item.id
         self._item = item
         self._flags = item.flags
-        fields = wire.unpack_meta(item.meta)
+        self._fields = fields = wire.unpack_meta(item.meta)
         query = fields[1].decode("latin-1")
         self.request_id = fields[2].decode("latin-1")
         self.row: Row = {}
         self.query = dict(parse_qsl(query, keep_blank_values=True)) if query else {}
-        self.headers: dict[str, Any] = {}
-        self._content_type = ""
-        for at in range(3, len(fields), 2):
-            name, value = fields[at].decode("latin-1"), fields[at + 1].decode("latin-1")
-            self.headers[name] = value
-            if len(name) == 12 and name.lower() == "content-type":
-                self._content_type = value
-        if self._flags & wire.DESCRIBE:
-            self.headers["describe"] = "True"
+        self._headers: dict[str, Any] | None = None
+        self._added: dict[str, str] = {}
+        """Name of each value → its media type; TorchServe's handlers find it among the headers."""
         if self._flags & wire.LEGACY:
             for name, value in parse_qsl(query, keep_blank_values=True, encoding="latin-1"):
                 self._add(name, bytearray(value, "latin-1"), "")
-            return
-        self.headers["explain"] = "True" if self._flags & wire.EXPLAIN else "False"
-        if not self._flags & wire.KSERVE:
-            self.headers["url_path"] = fields[0].decode()
+
+    @property
+    def headers(self) -> dict[str, Any]:
+        """The headers; few handlers ask for them, so they are decoded when one does."""
+        if self._headers is None:
+            texts = [field.decode("latin-1") for field in self._fields[3:]]
+            headers: dict[str, Any] = dict(zip(texts[::2], texts[1::2], strict=True))
+            if self._flags & wire.DESCRIBE:
+                headers["describe"] = "True"
+            if not self._flags & wire.LEGACY:
+                headers["explain"] = "True" if self._flags & wire.EXPLAIN else "False"
+                if not self._flags & wire.KSERVE:
+                    headers["url_path"] = self._fields[0].decode()
+            for name, media_type in self._added.items():
+                headers.setdefault(name, {"content-type": media_type})
+            self._headers = headers
+        return self._headers
+
+    @property
+    def _content_type(self) -> str:
+        """The last header of that name, empty without one."""
+        found = b""
+        fields = self._fields
+        for at in range(3, len(fields), 2):
+            if len(fields[at]) == 12 and fields[at].lower() == b"content-type":
+                found = fields[at + 1]
+        return found.decode("latin-1")
 
     def decode(self, body: bytes, decode_input: bool = True) -> None:
         """Fill `row`.
@@ -78,7 +97,8 @@ class Request:
         """
         if self._flags & wire.DESCRIBE:
             return
-        media_type = self._content_type.partition(";")[0].strip()
+        content_type = self._content_type
+        media_type = content_type.partition(";")[0].strip() if content_type else ""
         form = media_type.lower()
         if form == MULTIPART:
             self._decode_multipart(body, decode_input)
@@ -96,7 +116,7 @@ class Request:
 
     def _add(self, name: str, value: Any, media_type: str) -> None:
         self.row[name] = value
-        self.headers.setdefault(name, {"content-type": media_type})
+        self._added.setdefault(name, media_type)
 
     def _decode_form(self, body: bytes) -> None:
         """Read `name=value&…`; what follows the last `&` counts only with a `=`, as in TorchServe.

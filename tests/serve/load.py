@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import json
 import threading
 import time
 from collections import Counter
@@ -110,7 +111,7 @@ class Load:
                 connection.request("POST", self._path, body)
                 answer = connection.getresponse()
                 outcome, text = answer.status, answer.read()
-                if outcome == 200 and f'"body": "{body}"'.encode() not in text:
+                if outcome == 200 and json.loads(text).get("body") != body:
                     outcome = WRONG_ANSWER
             except (OSError, http.client.HTTPException) as error:
                 outcome, text = NO_ANSWER, repr(error).encode()

@@ -289,7 +289,6 @@ NONSENSE = {
     "lone_surrogate": NOT_JSON,
     "any_object": NOT_JSON,
     "odd_keys": NOT_JSON,
-    "unlistable": "AttributeError: no items today",
     "odd_header": "RuntimeError: .*",
 }
 
@@ -309,10 +308,11 @@ def test_an_answer_that_cannot_be_sent_is_an_error_of_its_own_request(
     ("misdeed", "body"),
     [
         ("raw_bytes", b"\0\xff"),
+        ("unlistable", b'{"a":1}'),
         ("odd_text", b"text"),
         ("odd_bytes", b"bytes"),
         ("large", b"x" * 100_000_000),
-        ("odd_metric", b'{"body": "counted"}'),
+        ("odd_metric", b'{"body":"counted"}'),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -335,7 +335,7 @@ def test_what_is_printed_holds_nobody_up_and_stays_out_of_the_servers_log(
     server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path, misdeed: str
 ) -> None:
     answers = in_one_batch(server, threads, tmp_path / "gate", "one", misdeed, "three")
-    assert (answers[1].status, answers[1].body) == (200, b'{"body": "printed"}')
+    assert (answers[1].status, json.loads(answers[1].body)) == (200, {"body": "printed"})
     assert mates_are_answered(answers)
     log = server.state_dir / "logs" / "sick-1.0" / "worker-1.log"
     if misdeed == "print_much":

@@ -31,7 +31,7 @@ def restarts(server: LiveServer) -> int:
 
 def test_chunks_come_in_order_and_the_returned_value_is_the_last(server: LiveServer) -> None:
     answer = server.predict("streamer", "count 3")
-    assert answer.text == '3.0 3.1 3.2 {"end": "3"}'
+    assert answer.text == '3.0 3.1 3.2 {"end":"3"}'
 
 
 def test_status_and_headers_are_those_of_the_first_chunk(server: LiveServer) -> None:
@@ -64,7 +64,7 @@ def test_the_connection_serves_on_after_a_stream(server: LiveServer) -> None:
     connection = http.client.HTTPConnection(*server.address, timeout=20)
     for count in ("2", "1"):
         connection.request("POST", "/predictions/streamer", f"count {count}")
-        assert connection.getresponse().read().endswith(b'{"end": "%s"}' % count.encode())
+        assert connection.getresponse().read().endswith(b'{"end":"%s"}' % count.encode())
     connection.close()
 
 
@@ -73,7 +73,7 @@ def test_requests_of_a_batch_are_streamed_each_to_its_client(server: LiveServer)
         first, second = threads.map(
             lambda body: server.predict("pair", body), ("count 2", "count 2")
         )
-    assert first.text == second.text == '2.0 2.1 {"end": "2"}'
+    assert first.text == second.text == '2.0 2.1 {"end":"2"}'
 
 
 @pytest.mark.parametrize("body", ["fail 1", "unfit"])

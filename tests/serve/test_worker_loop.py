@@ -9,6 +9,8 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -99,10 +101,13 @@ def test_each_request_gets_its_own_answer() -> None:
         ("gr\u00fcn", "text/plain; charset=utf-8", "gr\u00fcn".encode()),
         (b"\x89PNG", "application/octet-stream", b"\x89PNG"),
         (bytearray(b"\x89PNG"), "application/octet-stream", b"\x89PNG"),
-        ({"7": 0.5}, "application/json", b'{"7": 0.5}'),
-        ([1, None, True], "application/json", b"[1, null, true]"),
+        ({"7": 0.5}, "application/json", b'{"7":0.5}'),
+        ([1, None, True], "application/json", b"[1,null,true]"),
         (None, "application/json", b"null"),
         (0.25, "application/json", b"0.25"),
+        ({1: 10**30, "none": None}, "application/json", b'{"1":1%s,"none":null}' % (b"0" * 30)),
+        ("null", "text/plain; charset=utf-8", b"null"),
+        (["null"], "application/json", b'["null"]'),
     ],
     ids=str,
 )
@@ -119,7 +124,10 @@ def cyclic() -> list[Any]:
 
 @pytest.mark.parametrize(
     "output",
-    [math.nan, [math.inf], {"a": -math.inf}, object(), {1, 2}, np.float32(1), cyclic(), "\ud800"],
+    [
+        *(math.nan, [math.inf], {"a": -math.inf}, [None, math.nan], object(), {1, 2}),
+        *(np.float32(1), cyclic(), "\ud800", Path("/"), [datetime.now(UTC)]),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_an_answer_that_cannot_be_sent_fails_alone(output: Any) -> None:
