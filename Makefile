@@ -1,5 +1,5 @@
 # The developer's commands; each is a script that says what it does.
-.PHONY: help install demo test bench check lint lock
+.PHONY: help install demo test bench soak check lint lock
 
 help: ## list these commands
 	@sed -n 's/^\([a-z]*\):[^#]*## /make \1	/p' Makefile | expand -t 16
@@ -15,6 +15,9 @@ test: install ## run the tests
 
 bench: install ## measure the server beside the bare model; needs wrk
 	@scripts/bench
+
+soak: install ## load a server with everything at once for 20 minutes
+	@scripts/soak
 
 check: install ## format, lint, types, changelog
 	@scripts/check

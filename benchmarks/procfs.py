@@ -102,3 +102,23 @@ def describe_machine() -> dict[str, object]:
         "memory_gb": round(pages / 1e9, 1),
         "kernel": platform.release(),
     }
+
+
+def descriptors(pid: int) -> int:
+    """Return how many files, sockets and pipes a process has open."""
+    return sum(1 for _ in (PROC / str(pid) / "fd").iterdir())
+
+
+def threads(pid: int) -> int:
+    """Return how many threads a process has."""
+    return sum(1 for _ in (PROC / str(pid) / "task").iterdir())
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of the processes that a process started, and of those that they started."""
+    try:
+        tasks = list((PROC / str(pid) / "task").iterdir())
+        found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:  # it has ended
+        return []
+    return found + [further for child in found for further in descendants(child)]

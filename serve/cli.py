@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import mimetypes
 import os
 import signal
@@ -25,6 +24,7 @@ from archiver import ArchiveError
 from serve.auth import read_key
 from serve.client import Answer, call
 from serve.errors import ServeError, StartError
+from serve.log import log_to_stderr
 from serve.settings import Settings, load_settings
 from serve.state import StateDir, describe_running
 
@@ -189,7 +189,7 @@ def _start_detached(settings: Settings, state: StateDir) -> dict[str, Any]:
 def _run_attached(settings: Settings) -> int:
     from serve.server import run
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log_to_stderr()
 
     def report(event: dict[str, Any]) -> None:
         if event["event"] == "ready":

@@ -103,6 +103,8 @@ class Lifecycle:
         self._state = StateDir(settings.state_dir)
         self._snapshots = Snapshots(self._dialect) if self._dialect else None
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._unlisted: set[Pool] = set()
+        """Of versions that are coming or going: not in the registry, and to be stopped like it."""
 
     # -- the start -----------------------------------------------------------------------------
 
@@ -247,6 +249,7 @@ class Lifecycle:
                 async with self._unpacked(archive, name) as folder:
                     interpreter = await self._interpreter(archive, folder, name)
                     model = self._build(archive, name, wanted, config, folder, interpreter)
+                    self._unlisted.add(model.pool)
                     try:
                         await model.pool.scale(workers, 0, most=most, wait=waits)
                         with self._registry.change():
@@ -259,6 +262,8 @@ class Lifecycle:
                         if isinstance(error, LoadFailed):
                             error.model = name, model.version
                         raise
+                    finally:
+                        self._unlisted.discard(model.pool)
         logger.info("%s registered, archive %s", model.pool.plan.label, model.digest)
         return model
 
@@ -351,11 +356,18 @@ class Lifecycle:
         """End all workers; what is registered stays remembered."""
         if self._snapshots is not None:
             self._snapshots.write("shutdown", self._registry)
-        await asyncio.gather(*(self._end(model, drain_timeout_s) for model in self._registry))
+        await asyncio.gather(
+            *(pool.stop(drain_timeout_s) for pool in self._unlisted),
+            *(self._end(model, drain_timeout_s) for model in self._registry),
+        )
 
     async def _end(self, model: ModelVersion, drain_timeout_s: float) -> None:
         pools = [pool for pool in (model.pool, model.explainers) if pool is not None]
-        await asyncio.gather(*(pool.stop(drain_timeout_s) for pool in pools))
+        self._unlisted.update(pools)
+        try:
+            await asyncio.gather(*(pool.stop(drain_timeout_s) for pool in pools))
+        finally:
+            self._unlisted.difference_update(pools)
         model.metrics.remove()
         await asyncio.to_thread(shutil.rmtree, model.folder, ignore_errors=True)
 

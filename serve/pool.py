@@ -51,6 +51,11 @@ GIVE_UP_AFTER = 5
 """Failed loads in a row, with no worker ready, after which waiting requests are refused."""
 EXIT_GRACE_S = 2.0
 """From the end of file on its socket to SIGKILL."""
+SWEEP_EVERY_S = 0.1
+STOOD_STILL_S = 0.5
+"""From sweep to sweep, when this process was stopped or its loop held up."""
+REAP_GRACE_S = 0.1
+"""From the end of file on a worker's socket to SIGKILL, when it holds requests."""
 LOG_TAIL_BYTES = 2000
 NEWEST_SHARE = 0.1
 """Of the newest batch, in the running means."""
@@ -281,6 +286,8 @@ class Worker(asyncio.Protocol):
         except wire.WireError as error:
             logger.error("%s worker %d: %s; ending it", self._pool.plan.label, self.number, error)
             self.condemn()
+            assert self._transport is not None
+            self._transport.abort()  # nothing that follows means anything
         self._pool.pump()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -290,7 +297,8 @@ class Worker(asyncio.Protocol):
         if self._process.returncode is not None:
             self._finish()
         elif error is not None or self.flight:
-            self.kill()
+            # Mostly it is ending by itself, and closed its socket a moment before it can be reaped.
+            self._loop.call_later(REAP_GRACE_S, self.condemn)
         else:
             self._loop.call_later(EXIT_GRACE_S, self.kill)
 
@@ -455,6 +463,7 @@ class Pool:
         self._failures = 0
         self._last_failure = ""
         self._sweeper: asyncio.TimerHandle | None = None
+        self._swept_at = monotonic()
         self._is_stopping = False
         self._counts_handed_over = plan.is_torchserve
         self._closing: set[asyncio.Task[None]] = set()
@@ -483,7 +492,7 @@ class Pool:
             LoadFailed: a new worker could not load; the workers that ran before still run.
         """
         if self._sweeper is None:
-            self._sweeper = self._loop.call_later(0.1, self._sweep)
+            self._sweeper = self._loop.call_later(SWEEP_EVERY_S, self._sweep)
         self.least, self.most = least, max(least, most if most is not None else least)
         new: list[tuple[Seat, asyncio.Future[None]]] = []
         while len(self._open_seats) < least:
@@ -492,6 +501,7 @@ class Pool:
             if not wait:
                 first.set_result(None)
             seat.task = self._loop.create_task(self._keep(seat, first))
+            seat.task.add_done_callback(partial(_tell_of_end, first))
             self.seats.append(seat)
             new.append((seat, first))
         outcomes = await asyncio.gather(*(first for _, first in new), return_exceptions=True)
@@ -521,7 +531,8 @@ class Pool:
     async def stop(self, drain_timeout_s: float) -> None:
         """Answer what was accepted, as far as the time allows, and end all workers."""
         deadline = self._loop.time() + drain_timeout_s
-        while self._loop.time() < deadline and self.ready_count and self._is_busy:
+        # A worker that is being replaced serves what waits, unless it cannot be loaded any more.
+        while self._loop.time() < deadline and self._is_busy and self.why_none is None:
             await asyncio.sleep(0.02)
         self._is_stopping = True
         self._refuse(Draining("the model is being removed"))
@@ -746,7 +757,11 @@ class Pool:
         looks.
         """
         now = monotonic()
-        self._sweeper = self._loop.call_later(0.1, self._sweep)
+        self._sweeper = self._loop.call_later(SWEEP_EVERY_S, self._sweep)
+        stood_still = now - self._swept_at > STOOD_STILL_S
+        self._swept_at = now
+        if stood_still:  # answers that came meanwhile are not read yet: timers go first
+            return
         late: ServeError = DeadlinePassed("the answer took longer than the request's time")
         for worker in self.workers:
             for id, job in worker.flight.items():
@@ -792,6 +807,12 @@ def begins_in_s(work_s: float, rests: list[float]) -> float:
         if count == len(rests) or sum_s <= count * rests[count]:
             return sum_s / count
     return work_s
+
+
+def _tell_of_end(first: asyncio.Future[None], _: asyncio.Task[None]) -> None:
+    """Tell whoever waits for a worker's first start that it was given up before it was ready."""
+    if not first.done():
+        first.set_exception(Draining("the model is being removed"))
 
 
 def _worker_environment(plan: Plan) -> dict[str, str]:

@@ -19,6 +19,7 @@ import uvloop
 from archiver import ArchiveError
 from serve.app import Server, create_server
 from serve.errors import ServeError, StartError
+from serve.log import log_to_stderr
 from serve.settings import Settings
 from serve.state import StateDir, write_json
 
@@ -191,7 +192,7 @@ async def _end(server: Server, state: StateDir) -> None:
 def main() -> int:
     """Run detached: settings as JSON on standard input, events as JSON lines on standard output."""
     settings = Settings(**json.load(sys.stdin))
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
+    log_to_stderr()
 
     def report(event: Event) -> None:
         try:

@@ -118,7 +118,7 @@ def decode_control(item: Item) -> dict[str, Any]:
     """
     try:
         message = json.loads(item.body)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WireError(f"control message {item.code} is not JSON") from error
     if not isinstance(message, dict):
         raise WireError(f"control message {item.code} is not a JSON object")

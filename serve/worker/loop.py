@@ -7,6 +7,7 @@ work.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import io
 import json
@@ -257,7 +258,7 @@ def run(reader: Reader, service: Service, rules: Rules = OURS) -> None:
             frame.add(item.id, answer.status, answer.flags, _pack(answer.headers), [answer.body])
         if metrics is not None and (records := metrics.drain()):
             # Authors report numbers of any library; the server reads what str() makes of them.
-            reported = json.dumps({"records": records}, default=str).encode()
+            reported = json.dumps({"records": records}, default=_text).encode()
             frame.add(0, wire.METRICS, 0, b"", [reported])
         reader.connection.sendall(b"".join(frame.buffers()))
         if not batch[0].flags & KIND:
@@ -366,7 +367,7 @@ def _call(
     began = perf_counter()
     try:
         outputs = entry([request.row for request in requests], context)
-        _check_outputs(outputs, len(requests))
+        outputs = _check_outputs(outputs, len(requests))
     except BaseException as error:
         if chunks is not None and chunks.has_sent:
             return _broken(error, requests, rules)
@@ -375,7 +376,9 @@ def _call(
         if rules.is_torchserve and not isinstance(error, Exception):
             raise  # `sys.exit()` in a handler ends the worker there
         if len(requests) > 1 and not (rules.is_torchserve and isinstance(error, WrongAnswer)):
-            return [_call(service, entry, [one], rules, chunks)[0] for one in requests]
+            # As they came: the handler may have changed what it was given.
+            fresh = [request.decoded_again(rules.decode_input) for request in requests]
+            return [_call(service, entry, [one], rules, chunks)[0] for one in fresh]
         _log_failure(error, requests[0].request_id, rules)
         return [error_answer(error, request.request_id, rules) for request in requests]
     if rules.times_predictions and context.metrics is not None:
@@ -384,7 +387,7 @@ def _call(
     for index, output in enumerate(outputs):
         try:
             answers.append(_format(context, index, output, rules))
-        except WrongAnswer as error:
+        except Exception as error:  # an answer is an author's object: each of its methods may fail
             if chunks is not None and chunks.has_sent:
                 answers += _broken(error, [requests[index]], rules)
             else:
@@ -396,8 +399,7 @@ def _call(
 def _broken(error: BaseException, requests: Sequence[Request], rules: Rules) -> list[Answer]:
     """Return the ends of answers of which the clients have the first chunks already."""
     if not isinstance(error, ClientsLeft):
-        logger.error("request %s failed after its first chunk",
-                     requests[0].request_id, exc_info=error)  # fmt: skip
+        _log_error("request %s failed after its first chunk", requests[0].request_id, error)
     return [
         error_answer(error, request.request_id, rules)._replace(flags=wire.BROKEN)
         for request in requests
@@ -407,19 +409,31 @@ def _broken(error: BaseException, requests: Sequence[Request], rules: Rules) -> 
 def _log_failure(error: BaseException, request_id: str, rules: Rules) -> None:
     """Log what is not the client's fault, with the traceback that no client sees."""
     if error_answer(error, request_id, rules).status >= 500:
-        logger.error("request %s failed", request_id, exc_info=error)
+        _log_error("request %s failed", request_id, error)
 
 
-def _check_outputs(outputs: object, count: int) -> None:
+def _log_error(text: str, request_id: str, error: BaseException) -> None:
+    with contextlib.suppress(Exception):  # the handler may have closed the log
+        logger.error(text, request_id, exc_info=error)
+
+
+def _check_outputs(outputs: object, count: int) -> list[Any]:
+    """Return the answers as a plain list: an author's class may lie about its length.
+
+    Raises:
+        WrongAnswer: they are no list, or not as many as the requests.
+    """
     if not isinstance(outputs, list):
         raise WrongAnswer(
             f"the handler returned {type(outputs).__name__}; a list with one answer per request "
             "is expected",
             "Invalid model predict output",
         )
-    if len(outputs) != count:
+    held = list.copy(outputs)
+    if len(held) != count:
         text = "number of batch response mismatched"
-        raise WrongAnswer(f"{text}: {len(outputs)} answers to {count} requests", text)
+        raise WrongAnswer(f"{text}: {len(held)} answers to {count} requests", text)
+    return held
 
 
 def _format(context: Context, index: int, output: object, rules: Rules) -> Answer:
@@ -455,11 +469,14 @@ def _format(context: Context, index: int, output: object, rules: Rules) -> Answe
 
 
 def _encode(output: object, rules: Rules) -> tuple[bytes, str | None]:
-    """Return the bytes of one value, and its content type unless the client is to guess."""
+    """Return the bytes of one value, and its content type unless the client is to guess.
+
+    Plain bytes, whatever an author's class says of itself: the frame's lengths must be true.
+    """
     if isinstance(output, str):
-        return output.encode(), None if rules.is_plain else TEXT
+        return str.encode(output), None if rules.is_plain else TEXT
     if isinstance(output, (bytes, bytearray)):
-        return bytes(output), None if rules.is_plain else BYTES
+        return b"".join((output,)), None if rules.is_plain else BYTES
     if not rules.is_plain:
         return _to_json(output), JSON
     if isinstance(output, torch.Tensor):
@@ -505,7 +522,7 @@ def error_answer(error: BaseException, request_id: str, rules: Rules = OURS) -> 
         code = error.error_code if _is_status(error.error_code) else 500
         if rules.is_torchserve and code == 413:
             code = 507
-        return _error(code, kind, str(error.message), request_id, rules)
+        return _error(code, kind, _text(error.message), request_id, rules)
     if isinstance(error, MemoryError) or (rules.is_torchserve and "CUDA" in _text(error)):
         return _error(507, kind, "Out of resources", request_id, rules)
     if not rules.is_torchserve:
@@ -525,11 +542,11 @@ def _error(code: int, kind: str, message: str, request_id: str, rules: Rules) ->
     return Answer(code, {"content-type": JSON}, body.encode())
 
 
-def _text(error: BaseException) -> str:
-    """Return what an error says; an author's class may fail to say anything."""
+def _text(said: object) -> str:
+    """Return what an error or a value says; an author's class may fail to say anything."""
     try:
-        return str(error)
-    except Exception as failure:
+        return str(said)
+    except BaseException as failure:
         return f"(its text fails: {type(failure).__name__})"
 
 

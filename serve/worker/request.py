@@ -42,10 +42,13 @@ class Request:
         query: query parameter → value; the last one wins.
     """
 
-    __slots__ = ("_added", "_fields", "_flags", "_headers", "id", "query", "request_id", "row")
+    __slots__ = (
+        "_added", "_fields", "_flags", "_headers", "_item", "id", "query", "request_id", "row"
+    )  # fmt: skip
 
     def __init__(self, item: wire.Item) -> None:
         self.id = item.id
+        self._item = item
         self._flags = item.flags
         self._fields = fields = wire.unpack_meta(item.meta)
         query = fields[1].decode("latin-1")
@@ -108,6 +111,12 @@ class Request:
         else:
             value = decode_value(media_type if decode_input else "", body)
             self._add("body", value, media_type)
+
+    def decoded_again(self, decode_input: bool) -> Request:
+        """Return this request as it came, whatever a handler did to its row and headers."""
+        request = Request(self._item)
+        request.decode(self._item.body, decode_input)
+        return request
 
     def _add(self, name: str, value: Any, media_type: str) -> None:
         self.row[name] = value

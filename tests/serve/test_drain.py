@@ -99,7 +99,7 @@ def keep_alive(server: LiveServer, outcomes: Counter[str]) -> None:
 
 
 def is_good(head: bytes, body: bytes) -> bool:
-    return head.startswith(b"HTTP/1.1 200 ") and b'"body": "sleep 0.01"' in body
+    return head.startswith(b"HTTP/1.1 200 ") and b'"body":"sleep 0.01"' in body
 
 
 @pytest.mark.parametrize("client", [one_shot, keep_alive])

@@ -164,6 +164,30 @@ def test_the_wrong_number_or_kind_of_answers_is_an_error_for_each(outputs: Any) 
     assert "a list with one answer per request is expected" in error_of(answers[0])["message"]
 
 
+def test_an_item_that_is_run_again_is_as_it_came() -> None:
+    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
+        found = bodies(data)
+        for at, row in enumerate(data):
+            row.pop("body").clear()
+            context.get_all_request_header(at).clear()
+        if "bad" in found:
+            raise ValueError("bad")
+        return found
+
+    answers = answer_batch(service(handle), [item(1, b"one"), item(2, b"bad"), item(3, b"three")])
+    assert [answer.status for answer in answers] == [200, 500, 200]
+    assert [answers[0].body, answers[2].body] == [b"one", b"three"]
+
+
+def test_a_list_that_lies_about_its_length_is_taken_for_what_it_holds() -> None:
+    class Liar(list[str]):
+        def __len__(self) -> int:
+            return 2
+
+    (answer,) = answer_batch(service(lambda data, context: Liar(["true"])), [item(1)])
+    assert (answer.status, answer.body) == (200, b"true")
+
+
 def test_a_wrong_number_of_answers_is_named() -> None:
     (answer,) = answer_batch(service(lambda data, context: ["1", "2"]), [item(1)])
     assert "2 answers to 1 requests" in error_of(answer)["message"]

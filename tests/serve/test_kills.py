@@ -1,0 +1,266 @@
+"""Kills, ends and clocks under an accounted load: every request gets exactly one answer.
+
+G1 (workers killed), G2 (SIGTERM) and G10 (clocks, a process that stood still) of the fault table.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import re
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.serve.live import (
+    LiveServer,
+    build_archive,
+    descendants,
+    is_alive,
+    poll,
+    running,
+    start_server,
+)
+from tests.serve.load import Answer, Load, ask, descriptors
+
+REPO = Path(__file__).parent.parent.parent
+KILL_EVERY_S = 0.5
+STOPPED_S = 3
+CONFIGS = {
+    "killed": "minWorkers: 2\nbatchSize: 4\n",
+    "watched": "minWorkers: 1\nresponseTimeout: 1\nclientTimeoutInMills: 2000\n",
+}
+LIBFAKETIME = next(
+    iter(
+        path
+        for folder in ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib")
+        for path in sorted(Path(folder, "faketime").glob("libfaketime.so*"))
+    ),
+    None,
+)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    store = tmp_path_factory.mktemp("kills")
+    for name, config in CONFIGS.items():
+        build_archive(store, "mortal", name=name, config=config)
+    return store
+
+
+@pytest.fixture(scope="module")
+def server(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with running(tmp_path_factory.mktemp("state"), store) as server:
+        server.register_all(*CONFIGS)
+        yield server
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as threads:
+        yield threads
+
+
+def restarts(server: LiveServer, model: str) -> int:
+    return sum(worker["restarts"] for worker in server.describe(model)["workers"])
+
+
+def all_are_ready(server: LiveServer, model: str) -> bool:
+    return all(worker["status"] == "READY" for worker in server.describe(model)["workers"])
+
+
+def goes_on(load: Load) -> None:
+    """Wait for some more answers."""
+    answered = load.outcomes[200]
+    poll(lambda: load.outcomes[200] > answered + 50, "it goes on")
+
+
+# -- G1: workers that are killed ---------------------------------------------------------------
+
+
+def kill_workers(server: LiveServer, model: str, seconds: float) -> int:
+    """Kill a worker of a model every half second, and return how many were."""
+    chosen = random.Random(0)
+    kills, pause, end = 0, threading.Event(), time.monotonic() + seconds
+    while time.monotonic() < end:
+        if pids := server.worker_pids(model):
+            os.kill(chosen.choice(pids), signal.SIGKILL)
+            kills += 1
+        pause.wait(KILL_EVERY_S)
+    return kills
+
+
+@pytest.mark.parametrize(
+    "seconds", [4, pytest.param(60, marks=[pytest.mark.slow, pytest.mark.timeout(300)])]
+)
+def test_each_request_is_answered_once_while_workers_are_killed(
+    server: LiveServer, seconds: float
+) -> None:
+    before, files = restarts(server, "killed"), descriptors(server.pid)
+    with Load(server, "killed", clients=16, prefix="sleep 0.005 ") as load:
+        kills = kill_workers(server, "killed", seconds)
+    poll(lambda: all_are_ready(server, "killed"), "the workers are back")
+    assert kills > 1
+    assert restarts(server, "killed") == before + kills
+    # Only a request that was alone with a second worker that was killed gets an error.
+    assert set(load.outcomes) <= {200, 507}, load
+    assert load.outcomes[507] < kills, load
+    assert load.outcomes[200] > 100, load
+    poll(lambda: descriptors(server.pid) <= files, "no more descriptors than before", 5)
+
+
+def test_what_waits_for_a_killed_worker_is_answered_though_its_model_is_removed(
+    server: LiveServer, tmp_path: Path, threads: ThreadPoolExecutor
+) -> None:
+    gate = tmp_path / "gate"
+    config = f"minWorkers: 1\ngate: {gate}\n"
+    build_archive(server.store, "gated", name="leaving", config=config)
+    gate.touch()
+    server.register_all("leaving")
+    gate.unlink()
+    os.kill(server.worker_pids("leaving")[0], signal.SIGKILL)
+    poll(lambda: not server.worker_pids("leaving"), "the worker is gone")
+    waiting = threads.submit(ask, server, "leaving", "x")
+    poll(
+        lambda: server.metric("modelyard_queue_length", model="leaving", kind="predict") == 1,
+        "the request waits",
+    )
+    removal = threads.submit(server.management.delete, "/models/leaving")
+    poll(lambda: server.client.get("/v2/models/leaving").status_code == 404, "it is not served")
+    gate.touch()
+    assert waiting.result().status == 200
+    assert removal.result().status_code == 200
+
+
+# -- G2: SIGTERM -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "signals", [pytest.param(1, marks=pytest.mark.slow), 2], ids=["once", "twice"]
+)
+@pytest.mark.parametrize("phase", ["loading", "unloading"])
+def test_sigterm_while_a_model_comes_or_goes_answers_everybody_and_leaves_nothing(
+    store: Path, tmp_path: Path, threads: ThreadPoolExecutor, phase: str, signals: int
+) -> None:
+    gate, work = tmp_path / "gate", tmp_path / "work"
+    build_archive(store, "gated", name="gated", config=f"minWorkers: 1\ngate: {gate}\n")
+    config = tmp_path / "modelyard.yaml"
+    drain_timeout_s = 1 if signals == 1 else 60
+    config.write_text(f"drain_timeout_s: {drain_timeout_s}\n", encoding="utf-8")
+    server = start_server(tmp_path / "state", store, f"--config={config}")
+    children = len(descendants(server.pid))
+    held: list[Future[Answer]] = []
+    if phase == "loading":
+        change = threads.submit(server.register, "gated")
+        poll(lambda: len(descendants(server.pid)) > children, "its worker is started")
+    else:
+        gate.touch()
+        assert server.register("gated").status_code == 200
+        held.append(threads.submit(ask, server, "gated", str(work)))
+        handed_over = "modelyard_queue_time_seconds_count"
+        poll(lambda: server.metric(handed_over, model="gated"), "the request is handed over")
+        change = threads.submit(server.management.delete, "/models/gated")
+        poll(lambda: server.client.get("/v2/models/gated").status_code == 404, "it is not served")
+    processes = descendants(server.pid)
+    server.signal(signal.SIGTERM)
+    if signals == 2:
+        poll(lambda: "stopping; up to" in server.log, "the first signal has taken effect")
+        server.signal(signal.SIGTERM)
+    assert change.result().status_code == (503 if phase == "loading" else 200), change.result().text
+    assert [answer.result().status for answer in held] == ([] if phase == "loading" else [503])
+    server.close_clients()
+    assert server.wait(15) == 0
+    poll(lambda: not any(map(is_alive, processes)), "every child process ends", 3)
+    assert "Traceback" not in server.log
+
+
+# -- G10: clocks -------------------------------------------------------------------------------
+
+
+def test_a_server_that_stood_still_times_nobody_out_whose_answer_has_come(
+    server: LiveServer, threads: ThreadPoolExecutor
+) -> None:
+    before = restarts(server, "watched")
+    with Load(server, "watched", clients=8, prefix="sleep 0.005 ") as load:
+        server.signal(signal.SIGSTOP)
+        threading.Event().wait(STOPPED_S)  # longer than each of the model's times
+        server.signal(signal.SIGCONT)
+        goes_on(load)
+    assert set(load.outcomes) == {200}, load
+    assert restarts(server, "watched") == before
+
+
+def test_a_wall_clock_that_jumps_by_days_changes_nothing(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """libfaketime breaks `time.sleep`, which waits for a monotonic time: no handler here sleeps."""
+    if LIBFAKETIME is None:
+        pytest.skip("libfaketime is missing; install it with: apt-get install libfaketime")
+    offset = tmp_path / "offset"
+    offset.write_text("+0d\n")
+    for name, value in {
+        "LD_PRELOAD": str(LIBFAKETIME),
+        "FAKETIME_TIMESTAMP_FILE": str(offset),
+        "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }.items():
+        monkeypatch.setenv(name, value)
+    build_archive(store, "hostile", name="awake", config="clientTimeoutInMills: 2000\n")
+    server = start_server(tmp_path / "state", store, "--models=awake", "--workers=1")
+    for name in ("LD_PRELOAD", "FAKETIME_TIMESTAMP_FILE"):
+        monkeypatch.delenv(name)
+
+    def jump_to(day: str) -> None:
+        written = offset.with_suffix(".new")
+        written.write_text(f"{day}\n")
+        written.replace(offset)  # it is read at every look at the clock
+
+    with Load(server, "awake", clients=2) as load:
+        for jump in ("+1d", "-1d", "+0d"):
+            jump_to(jump)
+            goes_on(load)
+            # Tokens are taken, and the log tells which day the server takes it to be.
+            assert server.register("killed", model_name="other", initial_workers=0).is_success
+            assert server.management.delete("/models/other").is_success
+    assert set(load.outcomes) == {200}, load
+    days = re.findall(r"^(\S+) .* unregistered$", server.log, re.M)
+    assert len(set(days)) == 3, days
+    began = time.monotonic()
+    assert ask(server, "awake", "spin_forever").status == 504
+    assert time.monotonic() - began < 2 + 4
+    server.stop()
+
+
+WALL_CLOCK = {
+    "serve/registry.py": "when a version was registered, as it is shown",
+    "serve/pool.py": "when a worker was started, as it is shown",
+    "serve/server.py": "when the server was started, as it is shown",
+    "serve/tls.py": "certificates are valid by the calendar",
+    "serve/torchserve/logs.py": "the time and the day of a line",
+    "serve/torchserve/metrics.py": "the time of a record",
+    "serve/torchserve/snapshot.py": "the name of a file",
+    "serve/torchserve/tokens.py": "tokens expire by the calendar",
+}
+"""Who may ask what time it is, and what for; whatever is measured or limited is monotonic."""
+
+
+def test_only_what_people_read_and_tokens_go_by_the_wall_clock() -> None:
+    found = set()
+    for file in (REPO / "serve").rglob("*.py"):
+        if "worker" in file.parts:
+            continue
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) in (
+                "time.time", "time.time_ns", "time.localtime", "time.gmtime", "datetime.now",
+                "datetime.utcnow", "datetime.today", "date.today",
+            ):  # fmt: skip
+                found.add(file.relative_to(REPO).as_posix())
+            if isinstance(node, ast.ImportFrom) and node.module == "time":
+                assert {alias.name for alias in node.names} <= {"monotonic", "perf_counter"}, file
+    assert found == set(WALL_CLOCK)

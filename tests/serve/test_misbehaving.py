@@ -1,0 +1,397 @@
+"""Handlers that misbehave, each beside a healthy model under load: only the sick model suffers.
+
+F1 to F5 and C5 of the fault table: what hangs, ends, raises, answers nonsense, prints, and writes
+to the wire. Batch mates of the bad request get their answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.serve.live import LiveServer, build_archive, descendants, poll, running
+from tests.serve.load import Answer, Load, ask, unharmed
+
+HEALTHY = "healthy"
+RESPONSE_TIMEOUT_S = 1
+CONFIGS = {
+    # Some batches here cost eight workers, which take seconds each to be replaced.
+    "sick": "minWorkers: 1\nbatchSize: 16\nclientTimeoutInMills: 240000\n",
+    "hanging": f"minWorkers: 1\nresponseTimeout: {RESPONSE_TIMEOUT_S}\n",
+    "late": "minWorkers: 1\nresponseTimeout: 3\nclientTimeoutInMills: 300\n",
+}
+SCHEDULING_S = 4
+"""What a loaded machine may add to a time that the server keeps."""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("misbehaving")
+    build_archive(folder / "store", "echo", name=HEALTHY, config="minWorkers: 1\n")
+    for name, config in CONFIGS.items():
+        build_archive(folder / "store", "hostile", name=name, config=config)
+    with running(folder / "state", folder / "store") as server:
+        server.register_all(HEALTHY, *CONFIGS)
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def load(server: LiveServer) -> Iterator[Load]:
+    """Run every test beside a healthy model, which must not notice."""
+    with unharmed(server, HEALTHY) as load:
+        yield load
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as threads:
+        yield threads
+
+
+def restarts(server: LiveServer, model: str) -> int:
+    return sum(worker["restarts"] for worker in server.describe(model)["workers"])
+
+
+def ends_in_log(server: LiveServer, model: str) -> int:
+    return server.log.count(f"{model} 1.0 worker 1 ended; replacing it in")
+
+
+def handed_over(server: LiveServer, model: str) -> float:
+    return server.metric("modelyard_queue_time_seconds_count", model=model, kind="predict")
+
+
+def in_one_batch(
+    server: LiveServer, threads: ThreadPoolExecutor, gate: Path, *bodies: str, model: str = "sick"
+) -> list[Answer]:
+    """Have a worker hold these requests while it runs another: they are its next batch."""
+    answers: list[Future[Answer]] = []
+    before = handed_over(server, model)
+    for body in (f"until {gate}", *bodies):
+        answers.append(threads.submit(ask, server, model, body))
+        poll(lambda: handed_over(server, model) == before + len(answers), "it is handed over")
+    gate.touch()
+    first, *others = [answer.result() for answer in answers]
+    assert first.status == 200, first
+    return others
+
+
+def check_error(answer: Answer, status: int, message: str) -> None:
+    """Check that an answer is a JSON error that tells nothing of our insides."""
+    content = json.loads(answer.body)
+    assert (answer.status, content["code"]) == (status, status), content
+    assert re.fullmatch(message, content["message"], re.S), content["message"]
+    assert content["request_id"]
+    for secret in (b"Traceback", b"File \\", b"loop.py", b"/unpacked/"):
+        assert secret not in answer.body
+
+
+def mates_are_answered(answers: list[Answer]) -> bool:
+    """Tell whether the first and the last request of a batch of three got their own answers."""
+    return [(answer.status, json.loads(answer.body)) for answer in (answers[0], answers[2])] == [
+        (200, {"body": "one"}),
+        (200, {"body": "three"}),
+    ]
+
+
+# -- F1: what hangs ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "misdeed",
+    [
+        "sleep_forever",
+        "stop_itself",
+        pytest.param("hold_the_gil", marks=pytest.mark.slow),
+        pytest.param("spin_forever", marks=pytest.mark.slow),
+    ],
+)
+def test_a_worker_that_hangs_is_replaced_and_only_its_request_is_late(
+    server: LiveServer, threads: ThreadPoolExecutor, misdeed: str
+) -> None:
+    before, logged = restarts(server, "hanging"), ends_in_log(server, "hanging")
+    began = time.monotonic()
+    hung = threads.submit(ask, server, "hanging", misdeed)
+    poll(lambda: handed_over(server, "hanging"), "it is handed over")
+    behind = [threads.submit(ask, server, "hanging", f"behind {at}") for at in range(4)]
+    check_error(hung.result(), 504, f"the worker gave no answer for {RESPONSE_TIMEOUT_S} s")
+    assert time.monotonic() - began < RESPONSE_TIMEOUT_S + SCHEDULING_S
+    assert [answer.result().status for answer in behind] == [200] * 4
+    assert restarts(server, "hanging") == before + 1
+    assert ends_in_log(server, "hanging") == logged + 1
+
+
+def test_a_request_is_answered_at_its_deadline_though_its_worker_hangs(server: LiveServer) -> None:
+    before, began = restarts(server, "late"), time.monotonic()
+    check_error(
+        ask(server, "late", "sleep_forever"), 504, "the answer took longer than the request's time"
+    )
+    assert time.monotonic() - began < 0.3 + SCHEDULING_S
+    poll(lambda: restarts(server, "late") == before + 1, "the worker is replaced")
+    poll(lambda: ask(server, "late", "after").status == 200, "the next request is right")
+
+
+# -- F2: what ends -----------------------------------------------------------------------------
+
+DIED = (500, r"Worker died\.")
+KILLED = (507, ".*")
+ENDS = {
+    "leave 0": DIED,
+    "leave 3": DIED,
+    "kill_itself": KILLED,
+    "segfault": DIED,
+    "abort": DIED,
+    "overflow": DIED,
+    "cut_the_wire": DIED,
+}
+
+
+@pytest.mark.timeout(300)
+def test_requests_that_end_their_worker_get_one_error_and_their_mates_answers(
+    server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    before, logged = restarts(server, "sick"), ends_in_log(server, "sick")
+    bodies = [body for misdeed in ENDS for body in (misdeed, f"mate of {misdeed}")]
+    answers = in_one_batch(server, threads, tmp_path / "gate", *bodies)
+    for body, answer in zip(bodies, answers, strict=True):
+        if body in ENDS:
+            check_error(answer, *ENDS[body])
+        else:
+            assert (answer.status, json.loads(answer.body)) == (200, {"body": body})
+    began = time.monotonic()
+    assert ask(server, "sick", "after").status == 200
+    assert time.monotonic() - began < 5 + SCHEDULING_S
+    # Once together, then each of them alone.
+    assert restarts(server, "sick") == before + 1 + len(ENDS)
+    assert ends_in_log(server, "sick") == logged + 1 + len(ENDS)
+
+
+@pytest.fixture
+def curse(server: LiveServer, tmp_path: Path) -> Iterator[Path]:
+    """A model `cursed` that cannot be loaded while the file exists."""
+    curse = tmp_path / "curse"
+    config = f"minWorkers: 1\ncurse: {curse}\n"
+    build_archive(server.store, "gated", name="cursed", config=config)
+    server.register_all("cursed")
+    yield curse
+    assert server.management.delete("/models/cursed").is_success
+
+
+def test_what_waits_survives_a_worker_that_cannot_be_loaded(
+    server: LiveServer, load: Load, threads: ThreadPoolExecutor, curse: Path
+) -> None:
+    curse.touch()
+    os.kill(server.worker_pids("cursed")[0], signal.SIGKILL)
+    waiting = [threads.submit(ask, server, "cursed", body) for body in ("one", "two")]
+    poll(lambda: "CRITICAL serve forged" in server.log, "a worker could not be loaded")
+    (worker,) = server.describe("cursed")["workers"]
+    assert worker["status"] != "READY"
+    curse.unlink()
+    assert [answer.result().status for answer in waiting] == [200, 200]
+    lines = server.log.splitlines()
+    assert next(line for line in lines if "forged" in line).startswith("    ")
+    assert "\x1b" not in server.log
+    assert (
+        sum("RuntimeError: cursed" in line for line in lines) == ends_in_log(server, "cursed") - 1
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_worker_that_cannot_be_loaded_is_tried_ever_more_seldom_and_the_model_says_so(
+    server: LiveServer, load: Load, threads: ThreadPoolExecutor, curse: Path
+) -> None:
+    curse.touch()
+    processes = len(descendants(server.pid))
+    os.kill(server.worker_pids("cursed")[0], signal.SIGKILL)
+    waiting = threads.submit(ask, server, "cursed", "x")
+    most = 0
+    while not waiting.done():
+        most = max(most, len(descendants(server.pid)))
+    assert most <= processes + 1  # one at a time, and what it starts while it boots
+    check_error(waiting.result(), 500, "no worker of cursed 1.0 can be started any more: .*")
+    refused = ask(server, "cursed", "x")
+    check_error(refused, 503, "no worker of cursed 1.0 can be started any more: .*cursed.*")
+    assert server.client.get("/ping").json() == {"status": "Unhealthy"}
+    assert server.client.get("/health/ready").json()["reason"] == "no worker is ready for cursed"
+    waits = re.findall(r"cursed 1\.0 worker 1 ended; replacing it in (\S+) s", server.log)[-5:]
+    assert [float(wait) for wait in waits[1:]] == [2 * float(wait) for wait in waits[:-1]]
+    curse.unlink()
+    poll(lambda: ask(server, "cursed", "x").status == 200, "it recovers", 60)
+
+
+# -- F3: what raises ---------------------------------------------------------------------------
+
+RAISES = {
+    "exit": (500, "SystemExit: bye"),
+    "interrupt": (500, "KeyboardInterrupt: "),
+    "generator_exit": (500, "GeneratorExit: "),
+    "memory": (507, "Out of resources"),
+    "recurse": (500, "RecursionError: maximum recursion depth exceeded.*"),
+    "unpicklable": (500, r"Unpicklable: \(<function .*"),
+    "mute": (500, r"Mute: \(its text fails: RuntimeError\)"),
+    "leaving": (500, r"Leaving: \(its text fails: SystemExit\)"),
+    "mute_message": (418, r"\(its text fails: RuntimeError\)"),
+    "surrogate": (500, "ValueError: \ud800 \0 \r\n\x1b\\[31m"),
+}
+
+
+@pytest.mark.parametrize(("misdeed", "error"), RAISES.items(), ids=RAISES)
+def test_what_raises_is_an_error_of_its_own_and_costs_no_worker(
+    server: LiveServer,
+    threads: ThreadPoolExecutor,
+    tmp_path: Path,
+    misdeed: str,
+    error: tuple[int, str],
+) -> None:
+    before = restarts(server, "sick")
+    answers = in_one_batch(server, threads, tmp_path / "gate", "one", misdeed, "three")
+    check_error(answers[1], *error)
+    assert mates_are_answered(answers)
+    assert restarts(server, "sick") == before
+
+
+def test_what_a_handler_does_to_its_rows_is_not_seen_when_they_are_run_again(
+    server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    answers = in_one_batch(server, threads, tmp_path / "gate", "one", "all_spoil", "three")
+    check_error(answers[1], 500, "ValueError: spoilt")
+    assert mates_are_answered(answers)
+
+
+# -- F4: what answers nonsense -----------------------------------------------------------------
+
+NOT_JSON = "the handler's answer cannot be sent as JSON: .*"
+NONSENSE = {
+    "all_none": "the handler returned NoneType; a list .*",
+    "all_dict": "the handler returned dict; a list .*",
+    "all_generator": "the handler returned generator; a list .*",
+    "all_short": "number of batch response mismatched: 0 answers to 1 requests",
+    "all_long": "number of batch response mismatched: 2 answers to 1 requests",
+    "all_lie_short": "number of batch response mismatched: 0 answers to 1 requests",
+    "all_lie_long": "number of batch response mismatched: 1000 answers to 1 requests",
+    "all_endless": "number of batch response mismatched: 0 answers to 1 requests",
+    "nan": NOT_JSON,
+    "infinity": NOT_JSON,
+    "cycle": NOT_JSON,
+    "deep": NOT_JSON,
+    "array": NOT_JSON,
+    "tensor": NOT_JSON,
+    "scalar": NOT_JSON,
+    "lone_surrogate": NOT_JSON,
+    "any_object": NOT_JSON,
+    "odd_keys": NOT_JSON,
+    "odd_header": "RuntimeError: .*",
+}
+
+
+@pytest.mark.parametrize(("misdeed", "message"), NONSENSE.items(), ids=NONSENSE)
+def test_an_answer_that_cannot_be_sent_is_an_error_of_its_own_request(
+    server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path, misdeed: str, message: str
+) -> None:
+    before = restarts(server, "sick")
+    answers = in_one_batch(server, threads, tmp_path / "gate", "one", misdeed, "three")
+    check_error(answers[1], 500, message)
+    assert mates_are_answered(answers)
+    assert restarts(server, "sick") == before
+
+
+@pytest.mark.parametrize(
+    ("misdeed", "body"),
+    [
+        ("raw_bytes", b"\0\xff"),
+        ("unlistable", b'{"a":1}'),
+        ("odd_text", b"text"),
+        ("odd_bytes", b"bytes"),
+        ("large", b"x" * 100_000_000),
+        ("odd_metric", b'{"body":"counted"}'),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_an_answer_that_is_odd_but_can_be_sent_is_sent(
+    server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path, misdeed: str, body: bytes
+) -> None:
+    before = restarts(server, "sick")
+    answers = in_one_batch(server, threads, tmp_path / "gate", "one", misdeed, "three")
+    assert answers[1].status == 200
+    assert answers[1].body == body
+    assert mates_are_answered(answers)
+    assert restarts(server, "sick") == before
+
+
+# -- F5: what prints ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("misdeed", ["print_much", "print_bytes"])
+def test_what_is_printed_holds_nobody_up_and_stays_out_of_the_servers_log(
+    server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path, misdeed: str
+) -> None:
+    answers = in_one_batch(server, threads, tmp_path / "gate", "one", misdeed, "three")
+    assert (answers[1].status, json.loads(answers[1].body)) == (200, {"body": "printed"})
+    assert mates_are_answered(answers)
+    log = server.state_dir / "logs" / "sick-1.0" / "worker-1.log"
+    if misdeed == "print_much":
+        assert log.stat().st_size > 100_000_000
+        log.write_bytes(b"")
+    assert "CRITICAL serve printed" not in server.log
+
+
+@pytest.mark.parametrize("misdeed", ["close_descriptors", "close_streams"])
+def test_a_handler_that_closes_its_output_goes_on(
+    server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path, misdeed: str
+) -> None:
+    before = restarts(server, "sick")
+    answers = in_one_batch(server, threads, tmp_path / "gate", "one", misdeed, "three")
+    check_error(answers[1], 500, ".*nobody will read this")
+    assert mates_are_answered(answers)
+    assert ask(server, "sick", "after").status == 200
+    assert restarts(server, "sick") == before
+
+
+# -- C5: what writes to the wire ---------------------------------------------------------------
+
+LIES = {
+    "garbage": "a frame of 4294967295 items; 1 to 4096 are allowed",
+    "flood": "a frame of 4294967295 items; 1 to 4096 are allowed",
+    "long_item": "an item of 4294967295 bytes; 1073741824 are allowed",
+    "text": "a frame of 1347703880 items; 1 to 4096 are allowed",
+    "half_a_frame": None,
+    "control 2": "control message 2 from a worker that is loaded",
+    "control 4": "control message 4 is not JSON",
+}
+"""What a worker sends, and what the log says to that; None where it just ends."""
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_that_writes_to_the_wire_is_ended_with_one_line_in_the_log(
+    server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path
+) -> None:
+    before = restarts(server, "sick")
+    bodies = [body for misdeed in LIES for body in (misdeed, f"mate of {misdeed}")]
+    answers = in_one_batch(server, threads, tmp_path / "gate", *bodies)
+    for body, answer in zip(bodies, answers, strict=True):
+        if body in LIES:
+            check_error(answer, *DIED)
+        else:
+            assert (answer.status, json.loads(answer.body)) == (200, {"body": body})
+    assert restarts(server, "sick") == before + 1 + len(LIES)
+    said = Counter(re.findall(r"sick 1\.0 worker 1: (.*); ending it", server.log))
+    # The first one is said twice: it ended the batch too.
+    assert said == Counter([LIES["garbage"], *filter(None, LIES.values())])
+
+
+def test_a_replayed_answer_harms_only_the_worker_that_sent_it(server: LiveServer) -> None:
+    before = restarts(server, "sick")
+    answer = ask(server, "sick", "replay")
+    assert answer == Answer(200, b"")  # a worker may answer what it holds as it likes
+    poll(lambda: restarts(server, "sick") == before + 1, "the worker is replaced")
+    assert re.search(r"sick .*: a reply to job \d+, which it does not hold; ending it", server.log)
+    assert ask(server, "sick", "after").status == 200
