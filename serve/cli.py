@@ -143,7 +143,7 @@ def start(
         if foreground:
             raise typer.Exit(_run_attached(settings))
         with err.status("starting") as status:
-            about = start_detached(
+            _, about = start_detached(
                 settings, state, lambda model, text: status.update(f"{model}: {text}")
             )
     if json_output:

@@ -8,7 +8,7 @@ collapses when anything else runs on its cores (1256 answers a second became 71,
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -161,31 +161,35 @@ def cpu_quota(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> float | None:
     """Return the cores that the control groups of this process allow it; None is no limit.
 
     The least of the group and all above it, of version 2 (`cpu.max`) and version 1
-    (`cpu.cfs_quota_us`). A container mostly sees its own group as the root, so a path that is not
-    there counts from the root.
+    (`cpu.cfs_quota_us`).
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files
+    """
+    groups = control_groups("cpu", cgroups, own)
+    return min((quota for group in groups for quota in _quota_of(group)), default=None)
+
+
+def control_groups(
+    controller: str, cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS
+) -> Iterator[Path]:
+    """Yield the folders that may hold limits of this process, of both versions of control groups.
+
+    A container mostly sees its own group as the root, so a path that is not there counts from the
+    root; not every folder exists.
     """
     try:
         lines = own.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return None
-    quotas: list[float] = []
+        return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
+        if controllers and controller not in controllers.split(","):
             continue
-        for root in _roots(cgroups, controllers):
-            group = Path(path.lstrip("/"))
-            for folder in (root / group, *(root / parent for parent in group.parents)):
-                quotas += _quota_of(folder)
-    return min(quotas, default=None)
-
-
-def _roots(cgroups: Path, controllers: str) -> list[Path]:
-    """Return where a hierarchy may be mounted; version 2 names no controllers."""
-    names = (controllers, "cpu") if controllers else ("", "unified")
-    return [cgroups / name for name in names]
+        group = Path(path.lstrip("/"))
+        # Version 2 names no controllers.
+        for root in (controllers, controller) if controllers else ("", "unified"):
+            for folder in (group, *group.parents):
+                yield cgroups / root / folder
 
 
 def _quota_of(folder: Path) -> list[float]:

@@ -20,8 +20,8 @@ def start_detached(
     state: StateDir,
     on_loading: Callable[[str, str], None],
     program: Sequence[str] = SERVER,
-) -> dict[str, Any]:
-    """Start a server in a session of its own and return what it says of itself when it is ready.
+) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """Start a server in a session of its own; return it, and what it says of itself when ready.
 
     Args:
         on_loading: called with a model's name and what happens to it.
@@ -52,7 +52,7 @@ def start_detached(
         for line in process.stdout:
             event = json.loads(line)
             if event["event"] == "ready":
-                return dict(event)
+                return process, dict(event)
             if event["event"] == "error":
                 raise StartError(event["message"])
             if event["event"] == "loading":
