@@ -394,5 +394,5 @@ def test_batches_win_where_each_costs_the_same_time(tmp_path: Path) -> None:
     assert ran.returncode == 0, ran.stderr
     report = json.loads(ran.stdout)
     assert report["best"]["workers"] * report["best"]["batch_size"] >= 4
-    (plan,) = (each for each in report["finals"] if each["batch_size"] == 1)
-    assert report["best"]["rate"] > 2 * plan["rate"]
+    plan = next(each for each in report["finals"] if report["plan"].items() <= each.items())
+    assert report["best"]["rate"] > 1.5 * plan["rate"]
