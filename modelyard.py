@@ -27,6 +27,8 @@ COMMANDS = {
     "verify": Command("archiver.cli", "verify_app", "Check an archive: digests, answers, parity."),
     "keygen": Command("archiver.cli", "keygen_app", "Make a key pair to sign archives with."),
     "serve": Command("serve.cli", "serve_app", "Start, stop and look at the server."),
+    "tune": Command("serve.tune_cli", "tune_app", "Find a model's best settings on this machine."),
+    "doctor": Command("serve.doctor_cli", "doctor_app", "Say what works here, and what to do."),
     "predict": Command("serve.cli", "predict_app", "Ask the running server for a prediction."),
     "explain": Command("serve.cli", "explain_app", "Ask the running server for an explanation."),
 }

@@ -6,7 +6,6 @@ import json
 import mimetypes
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -26,6 +25,7 @@ from serve.client import Answer, call
 from serve.errors import ServeError, StartError
 from serve.log import log_to_stderr
 from serve.settings import Settings, load_settings
+from serve.start import start_detached
 from serve.state import StateDir, describe_running
 
 serve_app = typer.Typer(
@@ -106,6 +106,10 @@ def start(
     ] = None,
     state_dir: StateDirOption = None,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay attached.")] = False,
+    explain_plan: Annotated[
+        bool,
+        typer.Option("--explain-plan", help="Say what would be started and why; start nothing."),
+    ] = False,
     json_output: JsonOption = False,
 ) -> None:
     """Start the server and return when its models are ready.
@@ -134,56 +138,41 @@ def start(
             },
             config,
         )
+        if explain_plan:
+            _print_plan(settings, json_output)
+            return
         state = StateDir(settings.state_dir)
         if (running := state.running()) is not None:
             raise StartError(describe_running(running))
         if foreground:
             raise typer.Exit(_run_attached(settings))
-        about = _start_detached(settings, state)
+        with err.status("starting") as status:
+            _, about = start_detached(
+                settings, state, lambda model, text: status.update(f"{model}: {text}")
+            )
     if json_output:
         out.print_json(json.dumps(about))
     else:
+        for warning in about["warnings"]:
+            err.print(f"[yellow]warning:[/yellow] {_plain(warning)}")
         out.print(f"[green]ready[/green], pid {about['pid']}")
         _print_addresses(about)
 
 
-def _start_detached(settings: Settings, state: StateDir) -> dict[str, Any]:
-    """Start the server process and follow its events until it is ready."""
-    try:
-        state.create()
-        log = state.log_file.open("ab")
-    except OSError as error:
-        raise StartError(f"cannot use the state folder {state.root}: {error}") from error
-    with log:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "serve.server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            cwd=state.root,
-            start_new_session=True,
-            text=True,
-        )
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        with err.status("starting") as status:
-            process.stdin.write(settings.model_dump_json())
-            process.stdin.close()
-            for line in process.stdout:
-                event = json.loads(line)
-                if event["event"] == "ready":
-                    return dict(event)
-                if event["event"] == "error":
-                    raise StartError(event["message"])
-                if event["event"] == "loading":
-                    status.update(f"{event['model']}: {event['text']}")
-    except (KeyboardInterrupt, BrokenPipeError):
-        process.terminate()
-        process.wait()
-        raise
-    finally:
-        process.stdout.close()
-    raise StartError(f"the server ended with code {process.wait()}; its log is {state.log_file}")
+def _print_plan(settings: Settings, json_output: bool) -> None:
+    from serve.explain_plan import explain, plan_table
+    from serve.lifecycle import Lifecycle
+    from serve.metrics import Metrics
+    from serve.registry import Registry
+
+    plan = Lifecycle(settings, Registry(), Metrics()).plan()
+    if json_output:
+        out.print_json(json.dumps(explain(plan)))
+        return
+    for line in plan_table(plan):
+        out.print(line)
+    if plan.warning:
+        err.print(f"[yellow]warning:[/yellow] {_plain(plan.warning)}")
 
 
 def _run_attached(settings: Settings) -> int:

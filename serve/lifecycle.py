@@ -11,7 +11,7 @@ import os
 import secrets
 import shutil
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -34,16 +34,11 @@ from serve.errors import (
     StartError,
 )
 from serve.metrics import Metrics, VersionMetrics
-from serve.model_config import (
-    ModelConfig,
-    Options,
-    default_workers,
-    load_model_config,
-    threads_per_worker,
-)
+from serve.model_config import ModelConfig, Options, load_model_config
 from serve.pool import Plan, Pool
 from serve.registry import ModelVersion, Registry
 from serve.settings import Settings
+from serve.sizing import Demand, Machine, Size, choose, describe_excess, this_machine
 from serve.state import StateDir, write_json
 from serve.store import (
     SUFFIXES,
@@ -82,7 +77,7 @@ class Wanted:
     name: str | None = None
     """None takes the manifest's."""
     workers: int | None = None
-    """None takes the settings', else the archive's, else goes by cores."""
+    """None leaves it to the settings, the archive and the chooser (`serve/sizing.py`)."""
     most: int | None = None
     """Workers that scaling leaves alone; None takes as many as are started."""
     options: Options = field(default_factory=Options)
@@ -90,6 +85,49 @@ class Wanted:
     """What it was fetched from, before the server was started again."""
     is_default: bool = False
     at_start: bool = False
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One model version of a start that has not happened."""
+
+    name: str
+    version: str
+    file: str
+    config: ModelConfig
+    size: Size
+
+
+@dataclass(frozen=True)
+class StartPlan:
+    """What a start would start."""
+
+    machine: Machine
+    models: Sequence[Planned]
+    warning: str | None
+
+
+class _Together:
+    """The models of one start: cores are shared out once each has said what it asks for."""
+
+    def __init__(self, machine: Machine, count: int) -> None:
+        self._machine = machine
+        self._count = count
+        self._demands: list[Demand] = []
+        self._complete = asyncio.Event()
+
+    async def size(self, demand: Demand) -> Size:
+        at = len(self._demands)
+        self._demands.append(demand)
+        if len(self._demands) == self._count:
+            self._complete.set()
+        if demand.workers is None:
+            await self._complete.wait()
+        return choose(self._machine, self._demands)[at]
+
+    @property
+    def warning(self) -> str | None:
+        return describe_excess(self._machine, choose(self._machine, self._demands))
 
 
 class Lifecycle:
@@ -105,6 +143,10 @@ class Lifecycle:
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._unlisted: set[Pool] = set()
         """Of versions that are coming or going: not in the registry, and to be stopped like it."""
+        self._machine = this_machine()
+        self._loading: Counter[str] = Counter()
+        self.warnings: list[str] = []
+        """What the start found that whoever started it should know."""
 
     # -- the start -----------------------------------------------------------------------------
 
@@ -120,7 +162,8 @@ class Lifecycle:
         """
         clear_leftovers(self._settings.model_store)
         wanted = self._wanted()
-        starts = [self._start_one(each, len(wanted), report) for each in wanted]
+        together = _Together(self._machine, len(wanted))
+        starts = [self._start_one(each, together, report) for each in wanted]
         tasks = [asyncio.ensure_future(start) for start in starts]
         try:
             models = await asyncio.gather(*tasks)
@@ -137,11 +180,38 @@ class Lifecycle:
         for name, version in defaults.items():
             self._registry.set_default(name, version)
         self._save("startup")
+        if (warning := together.warning) is not None:
+            logger.warning("%s", warning)
+            self.warnings.append(warning)
 
-    async def _start_one(self, wanted: Wanted, models: int, report: Report) -> ModelVersion | None:
+    def plan(self) -> StartPlan:
+        """Say what `start` would start, and start nothing.
+
+        Raises:
+            ServeError, ArchiveError: the first model that could not be served.
+        """
+        read: list[tuple[str, Archive, ModelConfig]] = []
+        demands: list[Demand] = []
+        for wanted in self._wanted(is_trial=True):
+            with open_archive(find_archive(self._settings.model_store, wanted.location)) as archive:
+                self._check_signature(archive)
+                name = self._choose_name(archive, wanted)
+                config = load_model_config(archive, self._settings, wanted.options, name)
+            read.append((name, archive, config))
+            demands.append(self._demand(wanted, config, name))
+        sizes = choose(self._machine, demands)
+        models = [
+            Planned(name, archive.manifest.model_version, archive.path.name, config, size)
+            for (name, archive, config), size in zip(read, sizes, strict=True)
+        ]
+        return StartPlan(self._machine, models, describe_excess(self._machine, sizes))
+
+    async def _start_one(
+        self, wanted: Wanted, together: _Together, report: Report
+    ) -> ModelVersion | None:
         report(wanted.name or wanted.location, "loading")
         try:
-            model = await self._locate_and_register(wanted, models, waits=self._dialect is None)
+            model = await self._locate_and_register(wanted, together, waits=self._dialect is None)
         except (ServeError, ArchiveError) as error:
             if self._dialect is None:
                 raise
@@ -150,14 +220,14 @@ class Lifecycle:
         report(model.name, f"version {model.version}, {model.pool.ready_count} workers ready")
         return model
 
-    def _wanted(self) -> list[Wanted]:
-        """Return what the start is to serve."""
+    def _wanted(self, is_trial: bool = False) -> list[Wanted]:
+        """Return what the start is to serve; on trial, files stay as they are."""
         dialect, store = self._dialect, self._settings.model_store
         if dialect and dialect.model_snapshot is not None:
             snapshot = parse_model_snapshot(dialect.model_snapshot)
             return [_from_snapshot(store, *entry) for entry in snapshot]
         if not self._settings.models:
-            return [] if dialect else self._last_served()
+            return [] if dialect else self._last_served(is_trial)
         options: Sequence[str] = self._settings.models
         if [option.upper() for option in options] == ["ALL"]:
             options = list_archives(store, TORCHSERVES_SUFFIXES if dialect else SUFFIXES)
@@ -168,7 +238,7 @@ class Lifecycle:
             pairs = [(name, rest) if equals else (None, name) for name, equals, rest in parts]
         return [Wanted(location, name, at_start=True) for name, location in pairs]
 
-    def _last_served(self) -> list[Wanted]:
+    def _last_served(self, is_trial: bool) -> list[Wanted]:
         """Return what the last change left; before it, where that file is damaged."""
         for file in (self._state.models_file, self._state.previous_models_file):
             try:
@@ -181,6 +251,8 @@ class Lifecycle:
                 continue
             except (OSError, ValueError, LookupError, TypeError) as error:
                 logger.error("cannot read %s (%s); nothing restored from it", file, error)
+                if is_trial:
+                    continue
                 with contextlib.suppress(OSError):  # the next change would write over it
                     file.replace(file.with_suffix(".damaged.json"))
         return []
@@ -207,12 +279,10 @@ class Lifecycle:
             ArchiveError, ServeError: nothing was changed.
         """
         wanted = Wanted(location, name, workers, options=options or Options())
-        return await self._locate_and_register(
-            wanted, len(self._registry) + 1, waits=synchronous, saves=True
-        )
+        return await self._locate_and_register(wanted, None, waits=synchronous, saves=True)
 
     async def _locate_and_register(
-        self, wanted: Wanted, models: int, waits: bool, saves: bool = False
+        self, wanted: Wanted, together: _Together | None, waits: bool, saves: bool = False
     ) -> ModelVersion:
         """Fetch what must be fetched; the store is as before when that or the rest fails."""
         store = self._settings.model_store
@@ -224,18 +294,18 @@ class Lifecycle:
             file = await _in_daemon(partial(fetch_archive, wanted.location, store, rules))
             wanted = replace(wanted, url=wanted.location)
             try:
-                return await self._register(file, wanted, models, waits, saves)
+                return await self._register(file, wanted, together, waits, saves)
             except BaseException:
                 file.unlink(missing_ok=True)
                 raise
         else:
             file = find_as_torchserve(store, wanted.location)
-        return await self._register(file, wanted, models, waits, saves)
+        return await self._register(file, wanted, together, waits, saves)
 
     async def _register(
-        self, file: Path, wanted: Wanted, models: int, waits: bool, saves: bool
+        self, file: Path, wanted: Wanted, together: _Together | None, waits: bool, saves: bool
     ) -> ModelVersion:
-        """Register a file of the store; `models` is how many share the cores."""
+        """Register a file of the store, at a start beside the others of that start."""
         archive = await asyncio.to_thread(open_archive, file, needs_manifest=self._dialect is None)
         with archive:
             self._check_signature(archive)
@@ -243,8 +313,16 @@ class Lifecycle:
             config = load_model_config(
                 archive, self._settings, wanted.options, name, wanted.at_start
             )
-            workers, most = self._count_workers(wanted, config, models)
-            async with self._locks[name]:
+            if self._dialect is not None:
+                workers, most = self._count_workers(wanted, config)
+                threads = config.threads or 1
+            else:
+                demand = self._demand(wanted, config, name)
+                size = await together.size(demand) if together else self._beside(name, demand)
+                workers, threads = size.workers, size.threads
+                most = workers
+            config = replace(config, threads=threads)
+            async with self._counted(name, workers * threads), self._locks[name]:
                 self._registry.refuse_duplicate(name, archive.manifest.model_version)
                 async with self._unpacked(archive, name) as folder:
                     interpreter = await self._interpreter(archive, folder, name)
@@ -281,23 +359,64 @@ class Lifecycle:
         check_version(archive.manifest.model_version)
         return name
 
-    def _count_workers(self, wanted: Wanted, config: ModelConfig, models: int) -> tuple[int, int]:
-        """Return the least and the most workers of a version that is being registered.
+    def _demand(self, wanted: Wanted, config: ModelConfig, name: str) -> Demand:
+        """Return what is said of a version: by the caller, the settings, the archive."""
+        workers, said_by = wanted.workers, "asked for at its registration"
+        if workers is None and "minWorkers" in self._settings.model_settings.get(name, {}):
+            workers, said_by = config.workers or None, config.origins["minWorkers"]
+        elif workers is None and self._settings.workers:
+            workers, said_by = self._settings.workers, "the setting workers"
+        elif workers is None and config.workers:
+            workers, said_by = config.workers, config.origins["minWorkers"]
+        return Demand(
+            config.device,
+            workers,
+            said_by,
+            config.threads,
+            config.origins.get("workerThreads", ""),
+        )
+
+    def _beside(self, name: str, demand: Demand) -> Size:
+        """Return the size of a model that is registered while others are served.
+
+        Versions of one model do not count against each other: a new one that got only what the old
+        one leaves would be too small on the day that it takes over.
+        """
+        taken = sum(count for other, count in self._loading.items() if other != name)
+        taken += sum(
+            model.pool.least * model.pool.plan.threads
+            for model in self._registry
+            if model.name != name
+        )
+        (size,) = choose(self._machine, [demand], taken)
+        if (warning := describe_excess(self._machine, [size], taken)) is not None:
+            logger.warning("%s: %s", name, warning)
+        return size
+
+    @asynccontextmanager
+    async def _counted(self, name: str, threads: int) -> AsyncIterator[None]:
+        """Count a model's threads for others that are registered while it loads."""
+        self._loading[name] += threads
+        try:
+            yield
+        finally:
+            self._loading[name] -= threads
+
+    def _count_workers(self, wanted: Wanted, config: ModelConfig) -> tuple[int, int]:
+        """Return the least and the most workers of a version in TorchServe's dialect.
 
         What the caller says comes first, then the archive, then the server: over the register API
-        of TorchServe's dialect none where nobody says anything.
+        none where nobody says anything.
         """
+        assert self._dialect is not None
         if wanted.workers is not None:
             return wanted.workers, max(wanted.workers, wanted.most or 0)
-        if self._dialect is not None:
-            if config.workers:
-                return config.workers, config.most_workers
-            workers = self._dialect.default_workers_per_model
-            if not workers and wanted.at_start:
-                workers = default_workers(config.device, 1)
-        else:
-            workers = self._settings.workers or config.workers
-            workers = workers or default_workers(config.device, models)
+        if config.workers:
+            return config.workers, config.most_workers
+        workers = self._dialect.default_workers_per_model
+        if not workers and wanted.at_start:
+            (size,) = choose(self._machine, [Demand(config.device)])
+            workers = size.workers
         return workers, workers
 
     async def scale(
@@ -433,7 +552,7 @@ class Lifecycle:
                 **self._dialect_keys(),
             },
             log_dir=log_dir,
-            threads=threads_per_worker(),
+            threads=config.threads,
             batch_size=config.batch_size,
             startup_timeout_s=config.startup_timeout_s,
             response_timeout_s=config.response_timeout_s,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import yaml
@@ -16,6 +14,7 @@ from archiver import Archive
 from serve.errors import BadModelConfig
 from serve.lengths import CALL_BYTES
 from serve.settings import Settings
+from serve.sizing import count_gpus
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +86,12 @@ class ModelConfig:
     """Shown only [parallelType]."""
     parallel_level: int = 0
     """Shown only [parallelLevel]."""
+    threads: int = 0
+    """Of each worker; 0 leaves the choice to the server [workerThreads]."""
+    origins: Mapping[str, str] = field(default_factory=dict, compare=False)
+    """Key of the file → who says so, for people; keys that nobody says are not there."""
+    proven_batch: int | None = field(default=None, compare=False)
+    """Largest batch that the export compared, None if unknown."""
 
     @property
     def uses_gpu(self) -> bool:
@@ -122,7 +127,12 @@ def load_model_config(
     """
     file = archive.manifest.config_file
     dialect = settings.torchserve
-    values = _Values(_parse(archive, file), file or "model-config.yaml", dialect is not None)
+    own = _parse(archive, file)
+    over = settings.model_settings.get(name or archive.manifest.model_name or "", {})
+    where = file or "model-config.yaml"
+    if over:
+        where += " with the setting model_settings"
+    values = _Values({**own, **over}, where, dialect is not None)
     said = options or Options()
     # An archive of TorchServe's may keep state that its predictions and explanations share.
     explain_workers = values.integer(
@@ -134,16 +144,28 @@ def load_model_config(
         {"arrival": False, "length": True},
         sealed and (said.handler or archive.manifest.handler) in FILLS_ROWS,
     )
+    threads = values.integer("workerThreads", 0, least=0)
+    proven = proven_batch(archive)
     if dialect is None:
-        config = _ours(values, proven_batch(archive), settings, said)
-        return replace(config, explain_workers=explain_workers, by_length=by_length)
+        config = _ours(values, proven, settings, said)
+        values.refuse_unknown(over)
+        origins = {key: f"{key} of {file}" for key in own}
+        origins |= {key: f"{key} of the setting model_settings" for key in over}
+        return replace(
+            config,
+            explain_workers=explain_workers,
+            by_length=by_length,
+            threads=threads,
+            origins=origins,
+            proven_batch=proven,
+        )
     listed = dialect.models.get(name or "", {}).get(archive.manifest.model_version, {})
     behind = _Values(listed, "the setting `models`", True)
-    config = _torchserves(values, behind, proven_batch(archive), settings, said)
+    config = _torchserves(values, behind, proven, settings, said)
     if at_start and not config.workers:
         workers, most = _pair(behind)
         config = replace(config, workers=workers, most_workers=most)
-    return replace(config, explain_workers=explain_workers, by_length=by_length)
+    return replace(config, explain_workers=explain_workers, by_length=by_length, threads=threads)
 
 
 def _ours(values: _Values, proven: int | None, settings: Settings, said: Options) -> ModelConfig:
@@ -268,33 +290,6 @@ def proven_batch(archive: Archive) -> int | None:
     return signature.dims[batch].max if isinstance(batch, str) else 1
 
 
-def default_workers(device: str, models: int) -> int:
-    """Return workers per model where nothing else is said.
-
-    One per GPU; else one thread each, all models together no more threads than cores.
-    """
-    if device != "cpu" and (gpus := count_gpus()):
-        return gpus if device in ("auto", "cuda") else 1
-    return max(1, len(os.sched_getaffinity(0)) // max(1, models))
-
-
-def count_gpus() -> int:
-    """Return how many NVIDIA devices a worker would see, without asking CUDA."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([index for index in visible.split(",") if index.strip() not in ("", "-1")])
-    return sum(1 for file in Path("/dev").glob("nvidia*") if file.name[6:].isdigit())
-
-
-def threads_per_worker() -> int:
-    """Return the threads of a worker.
-
-    Always 1: two one-thread workers beat one two-thread worker on every model that was measured,
-    and thread teams collapse when anything else runs on their cores.
-    """
-    return 1
-
-
 def _parse(archive: Archive, file: str | None) -> dict[str, Any]:
     if not file:
         return {}
@@ -322,29 +317,46 @@ class _Values:
         self.values = values
         self.file = file
         self._is_lenient = is_lenient
+        self._asked: set[str] = set()
+
+    def refuse_unknown(self, given: Mapping[str, Any]) -> None:
+        """Refuse keys that nobody has asked for.
+
+        An archive's file may hold keys for its handler; what only the server reads may not.
+        """
+        if unknown := sorted(map(str, set(given) - self._asked)):
+            raise BadModelConfig(
+                f"the setting model_settings: the server reads no {', '.join(unknown)}; it reads "
+                + ", ".join(sorted(self._asked))
+            )
+
+    def _get(self, key: str, default: Any = None) -> Any:
+        self._asked.add(key)
+        return self.values.get(key, default)
 
     def integer(self, key: str, default: int, least: int) -> int:
-        value = self.values.get(key, default)
+        value = self._get(key, default)
         if key in self.values and not (type(value) is int and value >= least):
             return self._wrong(key, f"a whole number from {least} up", default)
         return int(value)
 
     def at_least_1(self, key: str) -> int:
         """Return 0 where nothing is said; what is written below 1 means 1, as in TorchServe."""
-        value = self.values.get(key)
+        value = self._get(key)
         if value is None:
             return 0
         return max(1, value) if type(value) is int else self._wrong(key, "a whole number", 0)
 
     def seconds(self, key: str, default: float) -> float:
-        return self.integer(key, 1, least=1) if key in self.values else default
+        found = self.integer(key, 1, least=1)
+        return found if key in self.values else default
 
     def boolean(self, key: str, default: bool) -> bool:
-        value = self.values.get(key, default)
+        value = self._get(key, default)
         return value if isinstance(value, bool) else self._wrong(key, "true or false", default)
 
     def choice(self, key: str, meanings: dict[str, T], default: T) -> T:
-        value = self.values.get(key)
+        value = self._get(key)
         if value is None:
             return default
         if not isinstance(value, str) or value not in meanings:

@@ -91,7 +91,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report) -> None:
         gc.collect()
         gc.freeze()
         logger.info("ready: %s", about)
-        report({"event": "ready", **about})
+        report({"event": "ready", **about, "warnings": server.lifecycle.warnings})
         await stop.first.wait()
         await _drain(server, settings.drain_timeout_s, stop.second)
     finally:

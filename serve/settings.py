@@ -85,6 +85,9 @@ class Settings(BaseModel):
     """Serve only archives that one of the trusted keys signed."""
     install_requirements: bool = False
     """Install what an archive requires, into an environment of its own."""
+    model_settings: dict[str, dict[str, Any]] = {}
+    """Model name → keys of model-config.yaml that go before the archive's own. Handlers do not see
+    them."""
     torchserve: TorchServeSettings | None = None
     """Set by the command `torchserve`: the server speaks TorchServe's dialect."""
 
@@ -93,6 +96,15 @@ class Settings(BaseModel):
     def _split(cls, value: Any) -> Any:
         """Take a comma or space separated list where a list is asked for."""
         return value.replace(",", " ").split() if isinstance(value, str) else value
+
+    @field_validator("model_settings", mode="before")
+    @classmethod
+    def _parse(cls, value: Any) -> Any:
+        """Take YAML where a mapping is asked for, as in the environment."""
+        try:
+            return yaml.safe_load(value) if isinstance(value, str) else value
+        except yaml.YAMLError as error:
+            raise ValueError(f"no YAML: {error}") from error
 
     @field_validator("model_store", "state_dir", "trusted_keys")
     @classmethod

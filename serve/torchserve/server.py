@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from serve.errors import StartError
-from serve.model_config import count_gpus
 from serve.settings import Settings
+from serve.sizing import count_gpus
 from serve.state import StateDir
 from serve.torchserve import TORCHSERVE_VERSION, launcher
 from serve.torchserve.arguments import parse_command_line

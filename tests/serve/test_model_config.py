@@ -1,6 +1,5 @@
 import hashlib
 import json
-import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -9,13 +8,10 @@ from typing import Any
 import pytest
 
 from archiver import open_archive, write_archive
-from serve import model_config
 from serve.errors import BadModelConfig
 from serve.model_config import (
     DEFAULT_BATCH_SIZE,
     ModelConfig,
-    count_gpus,
-    default_workers,
     load_model_config,
     proven_batch,
 )
@@ -50,7 +46,7 @@ def test_torchserves_keys_say_how_a_model_is_run(load: Load) -> None:
     text = (
         "minWorkers: 3\nmaxWorkers: 5\nbatchSize: 4\nmaxBatchDelay: 50\njobQueueSize: 7\n"
         "responseTimeout: 9\nstartupTimeout: 11\nclientTimeoutInMills: 1500\n"
-        "deviceType: cpu\nretry: false\n"
+        "deviceType: cpu\nretry: false\nworkerThreads: 2\n"
     )
     assert load(text, device="cuda") == ModelConfig(
         workers=3,
@@ -63,6 +59,7 @@ def test_torchserves_keys_say_how_a_model_is_run(load: Load) -> None:
         startup_timeout_s=11,
         device="cpu",
         retry=False,
+        threads=2,
     )
 
 
@@ -102,6 +99,21 @@ def test_the_built_in_handlers_of_texts_ask_for_batches_of_like_length(
         assert load_model_config(archive, load_settings({}, None, {})).by_length is by_length
 
 
+def test_the_setting_model_settings_goes_before_the_archive(load: Load) -> None:
+    over = {"m": {"batchSize": 2, "workerThreads": 3}, "other": {"batchSize": 5}}
+    config = load("batchSize: 4\njobQueueSize: 7\nhandler: {of: its own}", model_settings=over)
+    assert (config.batch_size, config.threads, config.queue_size) == (2, 3, 7)
+    assert config.origins["batchSize"] == "batchSize of the setting model_settings"
+    assert config.origins["jobQueueSize"] == "jobQueueSize of c.yaml"
+
+
+def test_a_wrong_model_setting_is_named(load: Load) -> None:
+    with pytest.raises(BadModelConfig, match="model_settings: batchSize: expected"):
+        load("{}", model_settings={"m": {"batchSize": 0}})
+    with pytest.raises(BadModelConfig, match="the server reads no batchsize; it reads batchBy, batchSize, "):
+        load("{}", model_settings={"m": {"batchsize": 1}})
+
+
 @pytest.mark.parametrize(("text", "config_file"), [("", "c.yaml"), ("{}", "c.yaml"), (None, None)])
 def test_what_is_not_said_comes_from_the_settings(
     load: Load, text: str | None, config_file: str | None
@@ -136,6 +148,7 @@ def test_a_time_of_the_settings_may_be_a_fraction_of_a_second(load: Load) -> Non
         ("deviceType: [cpu]", "deviceType"),
         ("retry: maybe", "retry"),
         ("retry: 1", "retry"),
+        ("workerThreads: -1", "workerThreads"),
     ],
 )
 def test_a_wrong_value_is_named(load: Load, text: str, key: str) -> None:
@@ -175,21 +188,6 @@ def test_a_batch_is_never_larger_than_the_export_proved(
         )
         with open_archive(file) as archive:
             assert load_model_config(archive, load_settings({}, None, {})).batch_size == expected
-
-
-def test_models_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
-    assert [default_workers("cpu", models) for models in (0, 1, 3, 8, 20)] == [8, 8, 2, 1, 1]
-
-
-def test_gpus_are_counted_as_a_worker_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    for visible, count in (("", 0), ("-1", 0), ("0", 1), ("0,2,3", 3)):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert count_gpus() == count
-        expected = (count, 1, count) if count else (2, 2, 2)
-        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-        found = tuple(model_config.default_workers(d, 1) for d in ("auto", "cuda:0", "cuda"))
-        assert found == expected
 
 
 @pytest.mark.parametrize(

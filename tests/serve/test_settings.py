@@ -50,6 +50,7 @@ def test_nothing_set_listens_on_loopback_only() -> None:
         ("request_timeout_s", "0"),
         ("drain_timeout_s", "-1"),
         ("max_request_bytes", "0"),
+        ("model_settings", "3"),
     ],
 )
 def test_a_wrong_value_is_named_wherever_it_comes_from(
@@ -136,3 +137,14 @@ def test_relative_folders_are_taken_from_the_working_folder(
     monkeypatch.chdir(tmp_path)
     settings = load_settings({"model_store": Path("store")}, None, {})
     assert settings.model_store == tmp_path / "store"
+
+
+def test_settings_of_models_are_a_mapping_in_a_file_and_yaml_in_the_environment(
+    tmp_path: Path,
+) -> None:
+    file = write(tmp_path, "model_settings:\n  m: {minWorkers: 2}\n")
+    assert load_settings({}, file, {}).model_settings == {"m": {"minWorkers": 2}}
+    environment = {"MODELYARD_MODEL_SETTINGS": "{m: {batchSize: 4}}"}
+    assert load_settings({}, file, environment).model_settings == {"m": {"batchSize": 4}}
+    with pytest.raises(StartError, match=r"model_settings: .*no YAML"):
+        load_settings({}, None, {"MODELYARD_MODEL_SETTINGS": "{"})

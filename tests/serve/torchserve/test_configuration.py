@@ -9,8 +9,8 @@ import pytest
 
 from serve.address import Address
 from serve.errors import StartError
-from serve.model_config import count_gpus
 from serve.settings import Settings
+from serve.sizing import count_gpus
 from serve.torchserve.arguments import parse_command_line
 from serve.torchserve.configuration import (
     BOOLEANS,

@@ -1,0 +1,213 @@
+"""Cores, devices and what was said of each model → its workers and threads, and why.
+
+`choose` is a pure function. A worker has one thread unless somebody says otherwise: two workers of
+one thread answered more than one of two on every model that was measured, and a team of threads
+collapses when anything else runs on its cores (1256 answers a second became 71, decision 0029).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What this process may use of the machine."""
+
+    cores: int
+    """That may be kept busy at once, at least 1."""
+    gpus: int
+    """CUDA devices that a worker would see."""
+    limit: str = ""
+    """What decides over `cores`, in words."""
+
+
+@dataclass(frozen=True)
+class Demand:
+    """What is said of one model version; where nothing is said the chooser decides."""
+
+    device: str
+    """auto, cpu, cuda or cuda:N."""
+    workers: int | None = None
+    workers_said_by: str = ""
+    threads: int = 0
+    """Of each worker; 0 leaves the choice open."""
+    threads_said_by: str = ""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What one model version is given; `why_…` are for people."""
+
+    workers: int
+    threads: int
+    """Of each worker."""
+    why_workers: str
+    why_threads: str
+    is_said: bool
+    """Whether somebody said how many workers, or how many threads each."""
+
+    @property
+    def total_threads(self) -> int:
+        """Threads of all workers together."""
+        return self.workers * self.threads
+
+
+def choose(machine: Machine, demands: Sequence[Demand], taken: int = 0) -> list[Size]:
+    """Give every model version its workers and threads.
+
+    What was said stands. A model on CUDA gets one worker per device. The other models share in
+    equal parts the cores that are left, and each has at least one worker; so all together have no
+    more threads than there are cores, or than models where those are more, unless more was said.
+
+    Args:
+        taken: threads of models that run already.
+    """
+    sizes = {at: size for at, each in enumerate(demands) if (size := _fixed(machine, each))}
+    open_ = [at for at in range(len(demands)) if at not in sizes]
+    while open_:
+        used = taken + sum(size.total_threads for size in sizes.values())
+        share = max(1, (machine.cores - used) // len(open_))
+        # A team larger than its share leaves less to the others: they share once more.
+        settled = [at for at in open_ if demands[at].threads > share] or open_
+        for at in settled:
+            sizes[at] = _shared(machine, demands[at], share, len(open_), used)
+        open_ = [at for at in open_ if at not in sizes]
+    return [sizes[at] for at in range(len(demands))]
+
+
+def is_on_gpu(machine: Machine, device: str) -> bool:
+    """Tell whether workers with this `device` run on CUDA."""
+    return device != "cpu" and machine.gpus > 0
+
+
+def describe_excess(machine: Machine, sizes: Sequence[Size], taken: int = 0) -> str | None:
+    """Return a warning where what was said makes more threads than cores, else None."""
+    total = taken + sum(size.total_threads for size in sizes)
+    said = [size for size in sizes if size.is_said]
+    if total <= machine.cores or not said or total <= len(sizes):
+        return None
+    return (
+        f"{total} threads of workers on {machine.cores} "
+        f"core{'s' * (machine.cores != 1)}: they take turns, which costs latency, and teams of "
+        "threads may collapse; ask for fewer workers or threads, or see `modelyard tune`"
+    )
+
+
+def _fixed(machine: Machine, demand: Demand) -> Size | None:
+    """Return the size of a model that takes no part in sharing."""
+    threads, why_threads = _threads(demand)
+    is_said = demand.workers is not None or bool(demand.threads)
+    if demand.workers is not None:
+        return Size(demand.workers, threads, demand.workers_said_by, why_threads, is_said)
+    if not is_on_gpu(machine, demand.device):
+        return None
+    if demand.device in ("auto", "cuda"):
+        why = f"one for each of {machine.gpus} CUDA devices" if machine.gpus > 1 else "one device"
+        return Size(machine.gpus, threads, why, why_threads, is_said)
+    return Size(1, threads, f"one for {demand.device}", why_threads, is_said)
+
+
+def _shared(machine: Machine, demand: Demand, share: int, others: int, used: int) -> Size:
+    threads, why_threads = _threads(demand)
+    workers = max(1, share // threads)
+    left = machine.cores - used
+    if left < others:
+        why = f"each model has at least one; {_cores(max(0, left))} left for {_models(others)}"
+    else:
+        rest = "" if left == machine.cores else " left"
+        why = f"{_cores(left)}{rest} for {_models(others)}"
+        if threads > 1:
+            why += f", {threads} threads each"
+    return Size(workers, threads, why, why_threads, bool(demand.threads))
+
+
+def _threads(demand: Demand) -> tuple[int, str]:
+    if demand.threads:
+        return demand.threads, demand.threads_said_by
+    return 1, "workers of one thread answer more than a team"
+
+
+def _cores(count: int) -> str:
+    return f"{count} core{'s' * (count != 1)}"
+
+
+def _models(count: int) -> str:
+    return f"{count} model{'s' * (count != 1)}"
+
+
+# -- the machine -------------------------------------------------------------------------------
+
+
+def this_machine() -> Machine:
+    """Look at the cores and devices that this process may use."""
+    mask = len(os.sched_getaffinity(0))
+    quota = cpu_quota()
+    if quota is not None and quota < mask:
+        limit = f"the control group's quota of {quota:g} of {_cores(mask)}"
+        return Machine(max(1, int(quota)), count_gpus(), limit)
+    there = os.cpu_count() or mask
+    limit = "all cores" if mask == there else f"the affinity mask, of {_cores(there)}"
+    return Machine(mask, count_gpus(), limit)
+
+
+def cpu_quota(cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS) -> float | None:
+    """Return the cores that the control groups of this process allow it; None is no limit.
+
+    The least of the group and all above it, of version 2 (`cpu.max`) and version 1
+    (`cpu.cfs_quota_us`).
+
+    Source: https://docs.kernel.org/admin-guide/cgroup-v2.html#cpu-interface-files
+    """
+    groups = control_groups("cpu", cgroups, own)
+    return min((quota for group in groups for quota in _quota_of(group)), default=None)
+
+
+def control_groups(
+    controller: str, cgroups: Path = CGROUPS, own: Path = OWN_CGROUPS
+) -> Iterator[Path]:
+    """Yield the folders that may hold limits of this process, of both versions of control groups.
+
+    A container mostly sees its own group as the root, so a path that is not there counts from the
+    root; not every folder exists.
+    """
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        group = Path(path.lstrip("/"))
+        # Version 2 names no controllers.
+        for root in (controllers, controller) if controllers else ("", "unified"):
+            for folder in (group, *group.parents):
+                yield cgroups / root / folder
+
+
+def _quota_of(folder: Path) -> list[float]:
+    """Return the quota of one control group, in cores, in a list of at most one."""
+    try:
+        if (file := folder / "cpu.max").exists():
+            quota, period = file.read_text(encoding="utf-8").split()
+        else:
+            quota = (folder / "cpu.cfs_quota_us").read_text(encoding="utf-8").strip()
+            period = (folder / "cpu.cfs_period_us").read_text(encoding="utf-8").strip()
+        return [int(quota) / int(period)] if quota not in ("max", "-1") else []
+    except (OSError, ValueError, ZeroDivisionError):
+        return []
+
+
+def count_gpus() -> int:
+    """Return how many NVIDIA devices a worker would see, without asking CUDA."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([index for index in visible.split(",") if index.strip() not in ("", "-1")])
+    return sum(1 for file in Path("/dev").glob("nvidia*") if file.name[6:].isdigit())

@@ -1,0 +1,66 @@
+"""Start a server process and follow what it reports until it is ready."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from serve.errors import StartError
+from serve.settings import Settings
+from serve.state import StateDir
+
+SERVER = ("-m", "serve.server")
+
+
+def start_detached(
+    settings: Settings,
+    state: StateDir,
+    on_loading: Callable[[str, str], None],
+    program: Sequence[str] = SERVER,
+) -> tuple[subprocess.Popen[str], dict[str, Any]]:
+    """Start a server in a session of its own; return it, and what it says of itself when ready.
+
+    Args:
+        on_loading: called with a model's name and what happens to it.
+        program: what the interpreter runs.
+
+    Raises:
+        StartError: the server's own words, or where its log is.
+    """
+    try:
+        state.create()
+        log = state.log_file.open("ab")
+    except OSError as error:
+        raise StartError(f"cannot use the state folder {state.root}: {error}") from error
+    with log:
+        process = subprocess.Popen(
+            [sys.executable, "-P", *program],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            cwd=state.root,
+            start_new_session=True,
+            text=True,
+        )
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(settings.model_dump_json())
+        process.stdin.close()
+        for line in process.stdout:
+            event = json.loads(line)
+            if event["event"] == "ready":
+                return process, dict(event)
+            if event["event"] == "error":
+                raise StartError(event["message"])
+            if event["event"] == "loading":
+                on_loading(event["model"], event["text"])
+    except (KeyboardInterrupt, BrokenPipeError):
+        process.terminate()
+        process.wait()
+        raise
+    finally:
+        process.stdout.close()
+    raise StartError(f"the server ended with code {process.wait()}; its log is {state.log_file}")

@@ -1,0 +1,246 @@
+import itertools
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve import sizing
+from serve.sizing import Demand, Machine, choose, count_gpus, cpu_quota, describe_excess
+from tests.serve.live import build_archive, modelyard, running
+
+CPU = Demand("cpu")
+
+
+def said(workers: int | None = None, threads: int = 0, device: str = "cpu") -> Demand:
+    return Demand(device, workers, "said", threads, "said")
+
+
+def pairs(machine: Machine, *demands: Demand, taken: int = 0) -> list[tuple[int, int]]:
+    """Return workers and threads of each."""
+    return [(size.workers, size.threads) for size in choose(machine, demands, taken)]
+
+
+def test_two_cores_never_get_a_team_of_two_threads() -> None:
+    """Such a team answered 71 requests a second where one thread answered 1256."""
+    two = Machine(2, 0)
+    assert pairs(two, CPU) == [(2, 1)]
+    for models in range(1, 9):
+        assert all(threads == 1 for _, threads in pairs(two, *[CPU] * models))
+
+
+def test_nothing_said_makes_no_more_threads_than_cores() -> None:
+    for cores, models, gpus in itertools.product(range(1, 65), range(1, 9), (0, 1, 4)):
+        machine = Machine(cores, gpus)
+        sizes = choose(machine, [CPU] * models)
+        assert all(size.threads == 1 and size.workers >= 1 for size in sizes)
+        assert sum(size.total_threads for size in sizes) <= max(cores, models)
+        assert len({size.workers for size in sizes}) == 1
+        assert describe_excess(machine, sizes) is None
+
+
+def test_what_others_say_leaves_the_rest_no_more_than_the_cores_that_are_left() -> None:
+    random_ = random.Random(29)
+    for cores, models in itertools.product(range(1, 65), range(1, 9)):
+        machine = Machine(cores, random_.choice((0, 0, 2)))
+        demands = [
+            said(
+                random_.choice((None, None, 0, 1, 2, 7)),
+                random_.choice((0, 0, 1, 2, 5)),
+                random_.choice(("cpu", "auto", "cuda:1")),
+            )
+            for _ in range(models)
+        ]
+        taken = random_.choice((0, 0, 3))
+        sizes = choose(machine, demands, taken)
+        on_gpu = [machine.gpus > 0 and each.device != "cpu" for each in demands]
+        open_ = [
+            each.workers is None and not gpu for each, gpu in zip(demands, on_gpu, strict=True)
+        ]
+        fixed = taken + sum(
+            size.total_threads for size, is_open in zip(sizes, open_, strict=True) if not is_open
+        )
+        rest = sum(
+            size.total_threads for size, is_open in zip(sizes, open_, strict=True) if is_open
+        )
+        # Never more than what is left, but for the one worker that every model has at least.
+        least = sum(
+            each.threads or 1 for each, is_open in zip(demands, open_, strict=True) if is_open
+        )
+        assert rest <= max(cores - fixed, least)
+        for demand, size, gpu in zip(demands, sizes, on_gpu, strict=True):
+            assert size.threads == (demand.threads or 1)
+            if demand.workers is not None:
+                assert size.workers == demand.workers
+            elif gpu:
+                assert size.workers == (1 if demand.device == "cuda:1" else machine.gpus)
+            else:
+                assert size.workers >= 1
+
+
+@pytest.mark.parametrize(
+    ("machine", "demands", "expected"),
+    [
+        pytest.param(Machine(8, 0), [said(3), CPU, CPU], [(3, 1), (2, 1), (2, 1)], id="minWorkers"),
+        pytest.param(Machine(8, 0), [said(None, 4)], [(2, 4)], id="teams as wished"),
+        pytest.param(Machine(2, 0), [said(None, 4)], [(1, 4)], id="a team over the cores"),
+        pytest.param(Machine(2, 0), [said(5), CPU], [(5, 1), (1, 1)], id="all taken"),
+        pytest.param(Machine(8, 0), [said(0), CPU], [(0, 1), (8, 1)], id="none wanted"),
+        pytest.param(Machine(16, 4), [said(device="auto")], [(4, 1)], id="one per device"),
+        pytest.param(Machine(16, 4), [said(device="cuda:2")], [(1, 1)], id="one device"),
+        pytest.param(Machine(16, 0), [said(device="cuda")], [(16, 1)], id="no device there"),
+        pytest.param(
+            Machine(16, 4), [said(device="cuda"), CPU], [(4, 1), (12, 1)], id="beside CUDA"
+        ),
+    ],
+)
+def test_what_is_said_stands_and_the_rest_is_shared(
+    machine: Machine, demands: list[Demand], expected: list[tuple[int, int]]
+) -> None:
+    assert pairs(machine, *demands) == expected
+
+
+def test_a_model_that_comes_later_gets_what_is_left() -> None:
+    assert pairs(Machine(8, 0), CPU, taken=6) == [(2, 1)]
+    assert pairs(Machine(8, 0), CPU, taken=8) == [(1, 1)]
+
+
+def test_more_threads_than_cores_are_warned_of_where_somebody_said_so() -> None:
+    two = Machine(2, 0)
+    warning = describe_excess(two, choose(two, [said(2, 2)]))
+    assert warning is not None and warning.startswith("4 threads of workers on 2 cores")
+    assert describe_excess(two, choose(two, [said(2)])) is None
+    assert describe_excess(two, choose(two, [CPU] * 5)) is None
+    assert describe_excess(two, choose(two, [said(1)]), taken=2) is not None
+
+
+def test_every_size_says_why() -> None:
+    reasons = {
+        size.why_workers
+        for machine in (Machine(2, 0), Machine(8, 2))
+        for size in choose(machine, [CPU, CPU, CPU, said(2), said(device="cuda")])
+    }
+    assert reasons == {
+        "each model has at least one; 0 cores left for 4 models",
+        "4 cores left for 3 models",
+        "said",
+        "one for each of 2 CUDA devices",
+    }
+
+
+# -- the machine -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "quota"),
+    [
+        ("0::/a/b\n", {"a/cpu.max": "150000 100000", "a/b/cpu.max": "max 100000"}, 1.5),
+        ("0::/a/b\n", {"a/cpu.max": "400000 100000", "a/b/cpu.max": "50000 100000"}, 0.5),
+        ("0::/elsewhere\n", {"cpu.max": "200000 100000"}, 2.0),
+        ("0::/\n", {"cpu.max": "max 100000"}, None),
+        ("0::/\n", {}, None),
+        (
+            "2:cpu,cpuacct:/x\n1:memory:/y\n0::/\n",
+            {"cpu,cpuacct/x/cpu.cfs_quota_us": "300000", "cpu,cpuacct/x/cpu.cfs_period_us": "1e5"},
+            None,
+        ),
+        (
+            "2:cpu,cpuacct:/x\n",
+            {"cpu/x/cpu.cfs_quota_us": "300000", "cpu/x/cpu.cfs_period_us": "100000"},
+            3.0,
+        ),
+        ("1:cpu:/x\n", {"cpu/x/cpu.cfs_quota_us": "-1", "cpu/x/cpu.cfs_period_us": "1"}, None),
+        ("0::/a\n", {"unified/a/cpu.max": "100000 100000"}, 1.0),
+    ],
+)
+def test_the_least_quota_of_the_control_groups_counts(
+    tmp_path: Path, own: str, files: dict[str, str], quota: float | None
+) -> None:
+    (tmp_path / "own").write_text(own)
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text + "\n")
+    assert cpu_quota(tmp_path / "groups", tmp_path / "own") == quota
+
+
+def test_a_quota_below_the_mask_decides_and_is_rounded_down(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
+    for quota, cores in ((2.5, 2), (0.5, 1), (8.0, 4), (None, 4)):
+        monkeypatch.setattr(sizing, "cpu_quota", lambda quota=quota: quota)
+        assert sizing.this_machine().cores == cores
+
+
+@pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,2,3", 3)])
+def test_gpus_are_counted_as_a_worker_sees_them(
+    monkeypatch: pytest.MonkeyPatch, visible: str, count: int
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert count_gpus() == count
+
+
+# -- the plan ----------------------------------------------------------------------------------
+
+CORES = len(os.sched_getaffinity(0))
+
+
+def explained(*arguments: str | Path) -> dict[str, Any]:
+    ran = modelyard("serve", "start", *arguments, "--explain-plan", "--json")
+    assert ran.returncode == 0, ran.stderr
+    plan: dict[str, Any] = json.loads(ran.stdout)
+    return plan
+
+
+def test_the_plan_is_what_the_start_starts_and_starts_nothing_itself(tmp_path: Path) -> None:
+    store, state = tmp_path / "store", tmp_path / "state"
+    build_archive(store, "echo", name="some", config="minWorkers: 1\nworkerThreads: 2\n")
+    build_archive(store, "echo", name="other", config="batchSize: 3\njobQueueSize: 5\n")
+    folders = (f"--model-store={store}", f"--state-dir={state}", "--device=cpu")
+    plan = explained("--models=ALL", *folders)
+    assert not state.exists()
+    other, some = plan["models"]
+    assert (some["workers"], some["threads"]) == (
+        {"value": 1, "why": "minWorkers of model-config.yaml"},
+        {"value": 2, "why": "workerThreads of model-config.yaml"},
+    )
+    assert other["workers"]["value"] == max(1, CORES - 2)
+    assert other["batch_size"] == {"value": 3, "why": "batchSize of model-config.yaml"}
+    assert other["queue_size"]["value"] == 5
+    with running(state, store, "--models=ALL") as server:
+        assert server.about["warnings"] == plan["warnings"]
+        for model in plan["models"]:
+            pids = server.worker_pids(model["name"])
+            assert len(pids) == model["workers"]["value"]
+            variables = Path(f"/proc/{pids[0]}/environ").read_bytes().split(b"\0")
+            assert f"OMP_NUM_THREADS={model['threads']['value']}".encode() in variables
+        # With nothing named it is what was served last; a running server is no hindrance.
+        again = explained(*folders)
+        assert {m["name"]: m["workers"]["value"] for m in again["models"]} == {
+            m["name"]: m["workers"]["value"] for m in plan["models"]
+        }
+        # One that comes later gets what is left, which is nothing: one worker.
+        assert server.register("other", model_name="late").status_code == 200
+        left = max(1, CORES - plan["threads"])
+        assert len(server.worker_pids("late")) == left
+
+
+def test_the_plan_warns_of_what_was_said_and_names_what_is_wrong(tmp_path: Path) -> None:
+    build_archive(tmp_path, "echo", config="batchSize: 2\n")
+    store = f"--model-store={tmp_path}"
+    many = modelyard("serve", "start", store, "--models=echo", "--workers=99", "--explain-plan")
+    assert many.returncode == 0
+    assert "echo 1.0" in many.stdout and "99" in many.stdout
+    assert "warning: 99 threads of workers on" in many.stderr
+    build_archive(tmp_path, "echo", config="batchSize: none\n")
+    wrong = modelyard("serve", "start", store, "--models=echo", "--explain-plan")
+    assert wrong.returncode == 1
+    assert wrong.stderr.startswith("error: model-config.yaml: batchSize: expected a whole number")
+
+
+def test_a_damaged_state_file_is_left_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "models.json").write_text("{")
+    assert explained(f"--state-dir={tmp_path}", f"--model-store={tmp_path}")["models"] == []
+    assert [file.name for file in tmp_path.iterdir()] == ["models.json"]
