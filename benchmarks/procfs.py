@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from dataclasses import dataclass
@@ -44,6 +45,26 @@ def parse_memory(rollup: str) -> Memory:
         if name in ("Rss", "Pss")
     }
     return Memory(kb["Rss"] * 1024 / 1e6, kb["Pss"] * 1024 / 1e6)
+
+
+def maps(pid: int, library: str) -> bool:
+    """Tell whether a process has mapped a file whose name begins so."""
+    return f"/{library}" in (PROC / str(pid) / "maps").read_text()
+
+
+def tree(pid: int) -> list[int]:
+    """Return a process and all that descend from it."""
+    children: dict[int, list[int]] = {}
+    for entry in PROC.iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                stat = (entry / "stat").read_text().rpartition(")")[2].split()
+                children.setdefault(int(stat[1]), []).append(int(entry.name))
+    found, waiting = [], [pid]
+    while waiting:
+        found.append(waiting.pop())
+        waiting += children.get(found[-1], [])
+    return found
 
 
 def busy_s() -> float:
