@@ -70,7 +70,7 @@ def _ceiling(rows: Sequence[Row], results: Results) -> list[RenderableType]:
             f"{row.p50_ms.median:.2f}", f"{row.p99_ms.median:.2f}",
             f"{row.server_us.median:.0f}", f"{row.workers_us.median:.0f}",
         )  # fmt: skip
-    what = "a handler that answers at once; one server process, one worker"
+    what = "a handler that answers at once; one worker"
     return [_title("CEILING", what, results), table]
 
 
@@ -97,7 +97,7 @@ def _overhead(rows: Sequence[Row], results: Results) -> list[RenderableType]:
             style="bold" if server == OURS else "",
         )  # fmt: skip
     workers = _count(results.about["settings"]["workers"], "worker")
-    what = f"28×28 PNG → tiny convolutional network → JSON; {workers} each"
+    what = f"28×28 PNG → tiny network → JSON; {workers} each"
     note = f"p50, p99 in ms; CPU per request at c={most} and PSS: of all processes"
     peers = " · ".join(f"{name} {version}" for name, version in results.about["peers"].items())
     notes = [Text(line, style="dim") for line in (note, peers) if line]
@@ -122,8 +122,8 @@ def _compute(rows: Sequence[Row], results: Results) -> list[RenderableType]:
         )  # fmt: skip
     given = results.about["settings"]
     workers = _count(given["compute_workers"], "worker")
-    what = f"500×375 JPEG → ResNet-50 (ONNX) → JSON; {workers} × 1 thread, batch 1"
-    note = "ratios: median over runs of the bare loop just before and just after each served one"
+    what = f"500×375 JPEG → ResNet-50 → JSON; {workers} × 1 thread"
+    note = "ratios: medians over the bare runs just before and just after each served one"
     return [
         _title("COMPUTE", what, results, given["compute_seconds"]), table, Text(note, style="dim")
     ]  # fmt: skip
@@ -148,7 +148,7 @@ def _footprints(footprints: Sequence[Footprint]) -> list[RenderableType]:
             f"{median(lambda each: each.worker_pss_mb):.0f}",
             f"{median(lambda each: each.worker_rss_mb):.0f}",
         )  # fmt: skip
-    what = "ours; ready: from the command to the first answer; memory after the load"
+    what = "ours; ready: command to first answer; memory after load"
     return [Text("START AND MEMORY", style="bold").append(f"  {what}", style="not bold"), table]
 
 
