@@ -70,6 +70,8 @@ class Bare:
                 text=True,
                 cwd=ROOT,
                 env={**os.environ, **ONE_THREAD},
+                # As a worker; where Linux shares out cores by session, each has its own share.
+                start_new_session=True,
             )
             for _ in range(count)
         ]

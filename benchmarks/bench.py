@@ -112,15 +112,15 @@ def bench(
 def _find_peers(envs: Path | None, chosen: list[str] | None) -> dict[Peer, str]:
     """Return the peers that are installed, with their versions; say which are not."""
     found = {}
-    for peer in ALL:
-        if chosen and peer.name not in chosen:
+    for name in dict.fromkeys(peer.name for peer in ALL):
+        if chosen and name not in chosen:
             continue
         if envs is None:
-            out.print(f"{peer.name}: skipped, --peers names no folder of environments")
-        elif (version := peer_version(peer, envs)) is None:
-            out.print(f"{peer.name}: skipped, not in {envs / peer.name}; see benchmarks/peers")
+            out.print(f"{name}: skipped, --peers names no folder of environments")
+        elif (version := peer_version(name, envs)) is None:
+            out.print(f"{name}: skipped, not in {envs / name}; see benchmarks/peers")
         else:
-            found[peer] = version
+            found.update({peer: version for peer in ALL if peer.name == name})
     return found
 
 

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks import procfs
-from benchmarks.archives import PEERS, TINY, TINY_BATCH_SIZE, Subject
+from benchmarks.archives import PEERS, TINY, Subject
 from benchmarks.bare import ONE_THREAD
 from benchmarks.results import Footprint
 from benchmarks.server import Usage, ask
@@ -41,6 +41,7 @@ class Place:
     port: int
     """The first of three that are free."""
     workers: int
+    batch: int
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Peer:
     """How a server is started, and what its requests and answers look like."""
 
     name: str
+    """Of the package and of its environment."""
     command: Callable[[Place], list[str]]
     path: str
     content_type: str = OCTETS
@@ -57,6 +59,15 @@ class Peer:
     prepare: Callable[[Place], None] | None = None
     """Write files that the command needs."""
     environment: dict[str, str] = field(default_factory=dict, hash=False)
+    batch: int = 8
+    """Most requests in one call of the model."""
+    label: str = ""
+    """In tables, where a server has several settings."""
+
+    @property
+    def shown(self) -> str:
+        """The name in tables."""
+        return self.label or self.name
 
 
 class PeerServer:
@@ -67,7 +78,7 @@ class PeerServer:
         artifact = subject.archive.parent.parent / "artifacts" / f"{TINY}.onnx"
         shutil.copy(artifact, work / "tiny.onnx")
         self._peer = peer
-        self._place = Place(peer_bin(peer, envs), work, _free_ports(3), workers)
+        self._place = Place(peer_bin(peer.name, envs), work, _free_ports(3), workers, peer.batch)
         self._log = work / "server.log"
         self.url = f"http://127.0.0.1:{self._place.port}{peer.path}"
         self.send: tuple[str, Sequence[Path]] = peer.content_type, _bodies(peer, subject, work)
@@ -85,6 +96,7 @@ class PeerServer:
         environment = {
             **os.environ, **ONE_THREAD, "BENCH_MODEL": str(place.work / "tiny.onnx"),
             "BENCH_PORT": str(place.port), "BENCH_WORKERS": str(place.workers),
+            "BENCH_BATCH": str(place.batch),
             "PATH": f"{place.bin}:{os.environ['PATH']}", "PYTHONPATH": str(PEERS),
             "TMPDIR": str(place.work), "TEMP": str(place.work),
             "LOG_LOCATION": str(place.work / "logs"), **peer.environment,
@@ -119,7 +131,7 @@ class PeerServer:
     def footprint(self, subject: str, round: int) -> Footprint:
         """Describe what the processes take now, and how long the start took."""
         pss = sum(procfs.memory(pid).pss_mb for pid in procfs.tree(self._process.pid))
-        return Footprint(subject, self._peer.name, self._place.workers, round, self.start_s, pss)
+        return Footprint(subject, self._peer.shown, self._place.workers, round, self.start_s, pss)
 
     def _wait_ready(self) -> bytes:
         limit = time.monotonic() + READY_TIMEOUT_S
@@ -146,17 +158,17 @@ class PeerServer:
         self._process.wait()
 
 
-def peer_bin(peer: Peer, envs: Path) -> Path:
+def peer_bin(name: str, envs: Path) -> Path:
     """Return the folder of commands of a peer's environment, whether it is there or not."""
-    return envs.absolute() / peer.name / "bin"
+    return envs.absolute() / name / "bin"
 
 
-def peer_version(peer: Peer, envs: Path) -> str | None:
+def peer_version(name: str, envs: Path) -> str | None:
     """Return the version that is installed in a peer's environment, or None."""
-    code = f"import importlib.metadata as m; print(m.version({peer.name!r}))"
+    code = f"import importlib.metadata as m; print(m.version({name!r}))"
     try:
         done = subprocess.run(
-            [peer_bin(peer, envs) / "python", "-c", code], capture_output=True, text=True
+            [peer_bin(name, envs) / "python", "-c", code], capture_output=True, text=True
         )
     except FileNotFoundError:
         return None
@@ -204,7 +216,7 @@ def _prepare_mlserver(place: Place) -> None:
     }  # fmt: skip
     model = {
         "name": "tiny", "implementation": "serve_mlserver.Tiny",
-        "max_batch_size": TINY_BATCH_SIZE, "max_batch_time": 0.001,
+        "max_batch_size": place.batch, "max_batch_time": 0.001,
     }  # fmt: skip
     (place.work / "settings.json").write_text(json.dumps(settings))
     (place.work / "model-settings.json").write_text(json.dumps(model))
@@ -214,7 +226,7 @@ def _prepare_torchserve(place: Place) -> None:
     work, workers = place.work, place.workers
     (work / "config.yaml").write_text(
         f"minWorkers: {workers}\nmaxWorkers: {workers}\n"
-        f"batchSize: {TINY_BATCH_SIZE}\nmaxBatchDelay: 1\n"
+        f"batchSize: {place.batch}\nmaxBatchDelay: 1\n"
     )
     properties = [
         f"inference_address=http://127.0.0.1:{place.port}",
@@ -238,7 +250,17 @@ def _prepare_torchserve(place: Place) -> None:
 
 
 ALL = (
-    Peer("mosec", lambda at: [f"{at.bin}/python", f"{PEERS}/serve_mosec.py"], "/inference"),
+    # Each of these is the fastest at another number of connections: 1, 8 and 64.
+    *(
+        Peer(
+            "mosec",
+            lambda at: [f"{at.bin}/python", f"{PEERS}/serve_mosec.py"],
+            "/inference",
+            batch=batch,
+            label=f"mosec b={batch}",
+        )
+        for batch in (1, 8, 32)
+    ),
     Peer(
         "torchserve",
         lambda at: [

@@ -45,9 +45,12 @@ def draw(results: Results, file: Path) -> None:
     servers = len({row.cell.server for row in rows[TINY]})
     upper = 0.8 + 0.3 * servers
     heights = [*([upper] * (len(lines) - bool(below))), *([2.6] if below else [])]
+    height = sum(heights) + 0.9
     figure, axes = pyplot.subplot_mosaic(
-        lines, figsize=(13, sum(heights) + 0.9),
-        layout=ConstrainedLayoutEngine(rect=(0.005, 0.03, 0.985, 0.93), wspace=0.05, hspace=0.07),
+        lines, figsize=(13, height),
+        layout=ConstrainedLayoutEngine(
+            rect=(0.005, 0.25 / height, 0.985, 1 - 0.65 / height), wspace=0.05, hspace=0.07
+        ),
         gridspec_kw={"height_ratios": heights},
     )  # fmt: skip
     for count in counts:
@@ -60,9 +63,9 @@ def draw(results: Results, file: Path) -> None:
     machine = results.about["machine"]
     figure.suptitle(
         f"Modelyard on {machine['cores']} cores, wrk -t1 on the same ones",
-        fontsize=13, x=0.012, y=0.99, ha="left", weight="bold",
+        fontsize=13, x=0.012, y=1 - 0.1 / height, va="top", ha="left", weight="bold",
     )  # fmt: skip
-    figure.text(0.012, 0.008, _footnote(results), fontsize=8, color=SUBTLE)
+    figure.text(0.012, 0.06 / height, _footnote(results), fontsize=8, color=SUBTLE)
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
 
@@ -70,8 +73,8 @@ def draw(results: Results, file: Path) -> None:
 def _footnote(results: Results) -> str:
     about, given = results.about, results.about["settings"]
     return (
-        f"{about['machine']['cpu']} · medians of {given['rounds']} rounds, lines from lowest to "
-        f"highest · tiny network: {given['workers']} worker(s), ResNet-50: "
+        f"{about['machine']['cpu']} · medians over {given['rounds']} round(s), lines from "
+        f"lowest to highest · tiny network: {given['workers']} worker(s), ResNet-50: "
         f"{given['compute_workers']} × 1 thread · {about['date'][:10]}"
     )
 

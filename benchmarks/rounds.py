@@ -98,14 +98,14 @@ class Rounds:
                         self._load(server, tiny, OURS, workers, round)
                     continue
                 assert envs is not None
-                self._progress(f"{peer.name}: start")
-                work = self._folder / "peers" / f"{peer.name}-{round}"
+                self._progress(f"{peer.shown}: start")
+                work = self._folder / "peers" / f"{peer.name}-{peer.batch}-{round}"
                 try:
                     with PeerServer(peer, envs, tiny, workers, work) as other:
-                        _check(peer.name, peer.read(json.loads(other.answer)), expected)
-                        self._load(other, tiny, peer.name, workers, round)
+                        _check(peer.shown, peer.read(json.loads(other.answer)), expected)
+                        self._load(other, tiny, peer.shown, workers, round)
                 except (RuntimeError, WrongAnswer, WrkFailed) as error:
-                    self.problems.append(f"{peer.name}, round {round + 1}: {error}")
+                    self.problems.append(f"{peer.shown}, round {round + 1}: {error}")
 
     def measure_compute(self, resnet: Subject) -> None:
         """Serve a large network, in turns with the bare loop of as many processes as can be busy.

@@ -91,7 +91,7 @@ def _overhead(rows: Sequence[Row], results: Results) -> list[RenderableType]:
         table.add_row(
             server,
             *map(_rate, own), *(_short(row.p50_ms.median) for row in own),
-            _short(last.p99_ms.median), f"{last.server_us.median + last.workers_us.median:.0f}",
+            _short(last.p99_ms.median), f"{_cpu_us(last):.0f}",
             f"{statistics.median(each.ready_s for each in left):.1f}",
             f"{statistics.median(each.pss_mb for each in left):.0f}",
             style="bold" if server == OURS else "",
@@ -107,7 +107,7 @@ def _overhead(rows: Sequence[Row], results: Results) -> list[RenderableType]:
 def _compute(rows: Sequence[Row], results: Results) -> list[RenderableType]:
     table = _table(
         "", "bare\nreq/s", "served\nreq/s", "served\n/bare", "lowest–\nhighest", "p50\nms",
-        "p50 of one\nbare call", "p99\nms", "server\nCPU µs",
+        "p50 of one\nbare call", "p99\nms", "CPU\nms", "of\nbare",
     )  # fmt: skip
     bare = {row.cell.connections: row for row in rows if row.cell.server == BARE}
     for row in rows:
@@ -116,9 +116,10 @@ def _compute(rows: Sequence[Row], results: Results) -> list[RenderableType]:
         ratio, alone = row.rate_ratio, row.cell.connections == 1
         table.add_row(
             f"c={row.cell.connections}", _rate(bare[row.cell.connections], 2), _rate(row, 2),
-            f"{ratio.median:.3f}", f"{ratio.low:.3f}–{ratio.high:.3f}", f"{row.p50_ms.median:.1f}",
-            f"{row.p50_ratio.median:.3f}" if alone else "", f"{row.p99_ms.median:.0f}",
-            f"{row.server_us.median:.0f}",
+            f"{ratio.median:.3f}", f"{ratio.low:.3f}–{ratio.high:.3f}", _short(row.p50_ms.median),
+            f"{row.p50_ratio.median:.3f}" if alone else "", _short(row.p99_ms.median),
+            f"{_cpu_us(row) / 1000:.1f}",
+            f"{_cpu_us(row) / _cpu_us(bare[row.cell.connections]):.3f}",
         )  # fmt: skip
     given = results.about["settings"]
     workers = _count(given["compute_workers"], "worker")
@@ -193,6 +194,11 @@ def _title(name: str, what: str, results: Results, seconds: float | None = None)
 
 def _count(count: int, noun: str) -> str:
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _cpu_us(row: Row) -> float:
+    """Return the CPU time of a request in all processes, in microseconds."""
+    return row.server_us.median + row.workers_us.median
 
 
 def _short(value: float) -> str:

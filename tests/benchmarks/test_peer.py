@@ -104,14 +104,13 @@ def test_what_is_counted_after_the_first_seconds_is_the_rate(
 
 
 def test_a_peer_that_is_not_installed_has_no_version(tmp_path: Path) -> None:
-    assert [peer_version(peer, tmp_path) for peer in ALL] == [None] * len(ALL)
+    assert [peer_version(peer.name, tmp_path) for peer in ALL] == [None] * len(ALL)
 
 
 def test_a_peer_that_is_installed_has_one(tmp_path: Path) -> None:
-    peer = Peer("pytest", lambda at: [], "/")
-    folder = peer_bin(peer, tmp_path)
+    folder = peer_bin("pytest", tmp_path)
     folder.mkdir(parents=True)
     # Not a link: an interpreter finds its environment beside the name that it was started by.
     (folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (folder / "python").chmod(0o755)
-    assert peer_version(peer, tmp_path) == pytest.__version__
+    assert peer_version("pytest", tmp_path) == pytest.__version__
