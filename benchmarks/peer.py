@@ -27,6 +27,13 @@ READY_TIMEOUT_S = 120
 END_TIMEOUT_S = 20
 POLL_S = 0.05
 LOG_CHARACTERS = 3000
+LOG_ERRORS = """\
+<Configuration>
+  <Appenders><Console name="console"><PatternLayout pattern="%d %p %c %m%n"/></Console></Appenders>
+  <Loggers><Root level="error"><AppenderRef ref="console"/></Root></Loggers>
+</Configuration>
+"""
+"""Of TorchServe, which else writes a line per request."""
 OCTETS, JSON = "application/octet-stream", "application/json"
 
 
@@ -212,7 +219,7 @@ def _prepare_mlserver(place: Place) -> None:
     settings = {
         "http_port": place.port, "grpc_port": place.port + 1, "metrics_port": place.port + 2,
         "host": "127.0.0.1", "parallel_workers": 0 if place.workers == 1 else place.workers,
-        "debug": False,
+        "debug": False, "gzip_enabled": False, "metrics_endpoint": None,
     }  # fmt: skip
     model = {
         "name": "tiny", "implementation": "serve_mlserver.Tiny",
@@ -234,11 +241,13 @@ def _prepare_torchserve(place: Place) -> None:
         f"metrics_address=http://127.0.0.1:{place.port + 2}",
         "disable_token_authorization=true",
         "enable_metrics_api=false",
+        "metrics_mode=prometheus",  # else each request writes lines to two files
         "disable_system_metrics=true",
         "async_logging=true",
         "job_queue_size=1000",
     ]
     (work / "config.properties").write_text("\n".join(properties) + "\n")
+    (work / "log4j2.xml").write_text(LOG_ERRORS)
     (work / "store").mkdir()
     files = f"{PEERS / 'work.py'},{work / 'tiny.onnx'}"
     subprocess.run(
@@ -266,7 +275,7 @@ ALL = (
         lambda at: [
             f"{at.bin}/torchserve", "--start", "--foreground", "--ncs", "--model-store",
             f"{at.work}/store", "--models", "tiny=tiny.mar", "--ts-config",
-            f"{at.work}/config.properties",
+            f"{at.work}/config.properties", "--log-config", f"{at.work}/log4j2.xml",
         ],
         "/predictions/tiny",
         prepare=_prepare_torchserve,
