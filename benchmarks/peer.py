@@ -316,6 +316,10 @@ ALL = (
         "ray",
         lambda at: [f"{at.bin}/python", f"{PEERS}/serve_ray.py"],
         "/",
-        environment={"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"},
+        environment={
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+            "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        },
     ),
 )  # fmt: skip
