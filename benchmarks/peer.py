@@ -11,8 +11,8 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -88,8 +88,10 @@ class PeerServer:
         self._place = Place(peer_bin(peer.name, envs), work, _free_ports(3), workers, peer.batch)
         self._log = work / "server.log"
         self.url = f"http://127.0.0.1:{self._place.port}{peer.path}"
-        self.send: tuple[str, Sequence[Path]] = peer.content_type, _bodies(peer, subject, work)
-        """Content type and bodies of requests."""
+        self.subject = replace(
+            subject, content_type=peer.content_type, requests=_bodies(peer, subject, work)
+        )
+        """With requests as this server takes them."""
         self.start_s = 0.0
         """From the command's start to the first answer."""
         self.answer = b""
@@ -133,19 +135,21 @@ class PeerServer:
 
     def usage(self) -> Usage:
         """Return what all its processes have used so far; which is the server, nobody can say."""
-        return Usage(sum(map(_cpu_s, procfs.tree(self._process.pid))), 0.0)
+        return Usage(sum(map(_cpu_s, self._pids())), 0.0)
 
     def footprint(self, subject: str, round: int) -> Footprint:
         """Describe what the processes take now, and how long the start took."""
-        pss = sum(procfs.memory(pid).pss_mb for pid in procfs.tree(self._process.pid))
+        pss = sum(procfs.memory(pid).pss_mb for pid in self._pids())
         return Footprint(subject, self._peer.shown, self._place.workers, round, self.start_s, pss)
+
+    def _pids(self) -> list[int]:
+        return [self._process.pid, *procfs.descendants(self._process.pid)]
 
     def _wait_ready(self) -> bytes:
         limit = time.monotonic() + READY_TIMEOUT_S
-        content_type, (first, *_) = self.send
         while True:
             try:
-                return ask(self.url, content_type, first.read_bytes())
+                return ask(self.url, self.subject)
             except OSError as error:
                 if self._process.poll() is not None or time.monotonic() > limit:
                     tail = self._log.read_text(errors="replace")[-LOG_CHARACTERS:]
@@ -155,7 +159,7 @@ class PeerServer:
             time.sleep(POLL_S)
 
     def _end(self) -> None:
-        pids = procfs.tree(self._process.pid)
+        pids = self._pids()
         self._process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_TIMEOUT_S)
@@ -189,13 +193,13 @@ def _cpu_s(pid: int) -> float:
     return 0.0
 
 
-def _bodies(peer: Peer, subject: Subject, work: Path) -> list[Path]:
+def _bodies(peer: Peer, subject: Subject, work: Path) -> tuple[Path, ...]:
     bodies = []
     for request in subject.requests:
         file = work / f"{request.stem}.body"
         file.write_bytes(peer.body(request.read_bytes()))
         bodies.append(file)
-    return bodies
+    return tuple(bodies)
 
 
 def _free_ports(count: int) -> int:

@@ -130,7 +130,7 @@ def _name_lines(axes: Any, names: Sequence[str], values: Sequence[Spread], form:
             va="center", fontsize=8, color=LINE_COLOUR,
         )  # fmt: skip
     axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
+    axes.set_ylim(len(names) - 0.4, -0.6)
     axes.margins(x=0.2)
 
 
@@ -179,9 +179,12 @@ def _draw_ceiling(axes: Any, rows: Sequence[Row]) -> None:
     """Bars: rates of a handler that answers at once."""
     names = [f"c={row.cell.connections}" for row in rows]
     _draw_bars(axes, names, [row.rate for row in rows], "{:,.0f}", ours="")
-    axes.axvline(CEILING_GOAL, color=GOAL_COLOUR, linewidth=1, linestyle="--", label="goal at c=64")
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
-    _finish(axes, "nothing to do: requests/s of one server process")
+    axes.axvline(CEILING_GOAL, color=GOAL_COLOUR, linewidth=1, linestyle="--")
+    axes.annotate(
+        f"goal at c=64: {CEILING_GOAL:,}", (CEILING_GOAL, 1), (0, 3), fontsize=8, ha="center",
+        xycoords=("data", "axes fraction"), textcoords="offset points", color=GOAL_COLOUR,
+    )  # fmt: skip
+    _finish(axes, "ceiling, requests/s")
 
 
 def _finish(axes: Any, title: str, grid: str = "x") -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import platform
 from dataclasses import dataclass
@@ -52,19 +51,14 @@ def maps(pid: int, library: str) -> bool:
     return f"/{library}" in (PROC / str(pid) / "maps").read_text()
 
 
-def tree(pid: int) -> list[int]:
-    """Return a process and all that descend from it."""
-    children: dict[int, list[int]] = {}
-    for entry in PROC.iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                stat = (entry / "stat").read_text().rpartition(")")[2].split()
-                children.setdefault(int(stat[1]), []).append(int(entry.name))
-    found, waiting = [], [pid]
-    while waiting:
-        found.append(waiting.pop())
-        waiting += children.get(found[-1], [])
-    return found
+def descendants(pid: int) -> list[int]:
+    """Return the ids of the processes that a process started, and of those that they started."""
+    try:
+        tasks = list((PROC / str(pid) / "task").iterdir())
+        found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:  # it has ended
+        return []
+    return found + [further for child in found for further in descendants(child)]
 
 
 def busy_s() -> float:

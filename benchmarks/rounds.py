@@ -119,7 +119,8 @@ class Rounds:
                     for round in range(plan.rounds):
                         self._samples.append(self._run_bare(resnet, bare, connections, round))
                         cell = Cell(resnet.name, OURS, plan.compute_workers, connections)
-                        run = self._run(server, cell, round, plan.compute_seconds, SKIP_S)
+                        self._announce(cell)
+                        run = run_served(cell, resnet, server, round, plan.compute_seconds, SKIP_S)
                         self._samples.append(run)
                         wait_idle(server.usage)
                     self._samples.append(self._run_bare(resnet, bare, connections, plan.rounds))
@@ -138,26 +139,13 @@ class Rounds:
         """Load a server of a fast model over every number of connections."""
         for connections in self._plan.connections:
             cell = Cell(subject.name, name, workers, connections)
-            self._samples.append(self._run(server, cell, round, self._plan.seconds))
+            self._announce(cell)
+            run = run_served(cell, server.subject, server, round, self._plan.seconds)
+            self._samples.append(run)
         self._footprints.append(server.footprint(subject.name, round))
 
-    def _run(
-        self, server: Server | PeerServer, cell: Cell, round: int, seconds: float, skip_s: float = 0
-    ) -> Sample:
+    def _announce(self, cell: Cell) -> None:
         self._progress(f"{cell.subject}: {cell.server}, {cell.connections} connections")
-        run_wrk(server.url, cell.connections if not skip_s else 1, WARM_UP_S, *server.send)
-        if skip_s:
-            wait_idle(server.usage)
-        busy, before, began = procfs.busy_s(), server.usage(), time.perf_counter()
-        load = run_wrk(server.url, cell.connections, seconds, *server.send, skip_s=skip_s)
-        used, elapsed = server.usage(), time.perf_counter() - began
-        server_s, workers_s = used.server_s - before.server_s, used.workers_s - before.workers_s
-        others = procfs.busy_s() - busy - server_s - workers_s - load.cpu_s
-        counted = load.seconds / (load.seconds + skip_s)
-        return Sample(
-            cell, round, load.requests, load.seconds, load.p50_ms, load.p99_ms, load.failures,
-            counted * server_s, counted * workers_s, max(0.0, others / elapsed), load.errors,
-        )  # fmt: skip
 
     def _run_bare(self, subject: Subject, bare: Bare, connections: int, round: int) -> Sample:
         processes = min(connections, self._plan.compute_workers)
@@ -169,6 +157,40 @@ class Rounds:
             Cell(subject.name, BARE, processes, connections), round, loop.requests, loop.seconds,
             loop.p50_ms, loop.p99_ms, 0, 0.0, loop.cpu_s, max(0.0, others),
         )  # fmt: skip
+
+
+def run_served(
+    cell: Cell,
+    subject: Subject,
+    server: Server | PeerServer,
+    round: int,
+    seconds: float,
+    skip_s: float = 0,
+) -> Sample:
+    """Load a server that runs, after a short time to warm up.
+
+    Args:
+        cell: what is measured; its connections are opened.
+        subject: whose requests are sent.
+        server: is loaded.
+        round: of the sample.
+        seconds: of the run.
+        skip_s: as in `run_wrk`; with it the server is warmed by one connection, and idle at first.
+    """
+    send = subject.content_type, subject.requests
+    run_wrk(server.url, 1 if skip_s else cell.connections, WARM_UP_S, *send)
+    if skip_s:
+        wait_idle(server.usage)
+    busy, before, began = procfs.busy_s(), server.usage(), time.perf_counter()
+    load = run_wrk(server.url, cell.connections, seconds, *send, skip_s=skip_s)
+    used, elapsed = server.usage(), time.perf_counter() - began
+    server_s, workers_s = used.server_s - before.server_s, used.workers_s - before.workers_s
+    others = procfs.busy_s() - busy - server_s - workers_s - load.cpu_s
+    counted = load.seconds / (load.seconds + skip_s)
+    return Sample(
+        cell, round, load.requests, load.seconds, load.p50_ms, load.p99_ms, load.failures,
+        counted * server_s, counted * workers_s, max(0.0, others / elapsed), load.errors,
+    )  # fmt: skip
 
 
 def _rotated(items: Sequence[T], round: int) -> Iterator[T]:

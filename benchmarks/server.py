@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -36,13 +36,14 @@ class Usage:
         return self.server_s + self.workers_s
 
 
-def ask(url: str, content_type: str, body: bytes) -> bytes:
-    """Post one request and return what status 200 came with.
+def ask(url: str, subject: Subject) -> bytes:
+    """Post a subject's first request and return what status 200 came with.
 
     Raises:
         OSError: there was no answer, or one of another status.
     """
-    request = urllib.request.Request(url, body, {"Content-Type": content_type})
+    body, headers = subject.requests[0].read_bytes(), {"Content-Type": subject.content_type}
+    request = urllib.request.Request(url, body, headers)
     with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
         return bytes(answer.read())
 
@@ -77,11 +78,10 @@ class Server:
         self._store = subject.archive.parent
         self._workers = workers
         self.start_s = 0.0
-        """From the command's start to the first answer."""
+        """From the command's start to the first answer, to its return where there is no request."""
         self.answer = b""
         """The first, to the subject's first request."""
-        self.send: tuple[str, Sequence[Path]] = subject.content_type, subject.requests
-        """Content type and bodies of requests."""
+        self.subject = subject
         self.pid = -1
         self.worker_pids: list[int] = []
         self.url = ""
@@ -97,8 +97,8 @@ class Server:
             )  # fmt: skip
             self.pid = int(about["pid"])
             self.url = f"{about['inference']}/predictions/{self._model}"
-            content_type, (first, *_) = self.send
-            self.answer = ask(self.url, content_type, first.read_bytes())
+            if self.subject.requests:
+                self.answer = ask(self.url, self.subject)
             self.start_s = time.perf_counter() - began
             self.worker_pids = [int(worker["pid"]) for worker in self._describe()["workers"]]
         except BaseException:

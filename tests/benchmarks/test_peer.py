@@ -94,7 +94,8 @@ def test_what_is_counted_after_the_first_seconds_is_the_rate(
     subject: Subject, tmp_path: Path
 ) -> None:
     with start(subject, tmp_path, SERVER) as server:
-        load = run_wrk(server.url, 4, 2, *server.send, skip_s=0.5)
+        send = server.subject.content_type, server.subject.requests
+        load = run_wrk(server.url, 4, 2, *send, skip_s=0.5)
         wait_idle(server.usage)
     assert load.failures == 0
     assert 1 < load.seconds < 2
