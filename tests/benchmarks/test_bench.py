@@ -12,7 +12,11 @@ import pytest
 from benchmarks.archives import ECHO, RESNET, ROOT, TINY
 from benchmarks.results import BARE, OURS, Results, read_results
 
-pytestmark = pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is not installed")
+TIMEOUT_S = 600
+pytestmark = [
+    pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is not installed"),
+    pytest.mark.timeout(TIMEOUT_S + 60),
+]
 
 
 def bench(folder: Path, *options: str) -> tuple[str, Results]:
@@ -23,7 +27,7 @@ def bench(folder: Path, *options: str) -> tuple[str, Results]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=TIMEOUT_S,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert done.returncode == 0, done.stdout + done.stderr
