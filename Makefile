@@ -13,7 +13,7 @@ demo: install ## export, archive, serve and explain the digits model; leaves not
 test: install ## run the tests
 	@scripts/test
 
-bench: install ## measure the server beside the bare model; needs wrk
+bench: install ## measure the server, beside bare loops and other servers; needs wrk
 	@scripts/bench
 
 soak: install ## load a server with everything at once for 20 minutes

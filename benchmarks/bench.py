@@ -1,14 +1,19 @@
-"""`scripts/bench`: the served digits model beside the bare loop, in one run on one machine."""
+"""`scripts/bench`: the server's ceiling, its overhead beside other servers, its share of a model.
+
+All in one run on one machine; benchmarks/README.md says what is measured and how.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import platform
+import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -17,83 +22,149 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import procfs, wrk
-from benchmarks.archives import ROOT, build_digits, build_echo
+from benchmarks.archives import ROOT, build_echo, build_resnet, build_tiny
+from benchmarks.peer import ALL, Peer, peer_version
 from benchmarks.plot import draw
-from benchmarks.results import Results, read_results, summarise
+from benchmarks.results import OURS, Results, read_results, summarise
 from benchmarks.rounds import Plan, Rounds
 from benchmarks.table import tables
 
 LOCAL_RESULTS = ROOT / "benchmarks" / "results" / "local"
-LIBRARIES = ("torch", "onnxruntime", "fastapi", "uvicorn", "uvloop", "httptools", "numpy", "pillow")
+LIBRARIES = ("torch", "onnxruntime", "fastapi", "uvloop", "httptools", "numpy", "pillow")
+QUICK = {"rounds": 1, "seconds": 1, "compute_seconds": 3}
 
-out = Console(highlight=False)
 TEXT_WIDTH = 100
+out = Console(highlight=False, width=None if sys.stdout.isatty() else TEXT_WIDTH)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Section(StrEnum):
+    """A part of the benchmark."""
+
+    CEILING = "ceiling"
+    OVERHEAD = "overhead"
+    COMPUTE = "compute"
 
 
 @app.command()
 def bench(
+    only: Annotated[
+        list[Section], typer.Option("--only", help="Run these parts; repeatable.")
+    ] = list(Section),  # noqa: B006 - Typer never changes it
+    peers: Annotated[
+        Path | None,
+        typer.Option(envvar="MODELYARD_PEERS", help="Folder of the other servers' environments."),
+    ] = None,
+    server: Annotated[
+        list[str] | None,
+        typer.Option("--server", help="Of the part `overhead`, these only; repeatable."),
+    ] = None,
     quick: Annotated[
         bool, typer.Option("--quick", help="One short round, to see that everything runs.")
     ] = False,
     rounds: Annotated[int, typer.Option(min=1, help="Repetitions of every run.")] = 3,
-    seconds: Annotated[int, typer.Option(min=1, max=60, help="Length of every run.")] = 4,
+    seconds: Annotated[int, typer.Option(min=1, max=60, help="Of a run of a fast model.")] = 5,
+    compute_seconds: Annotated[
+        int, typer.Option(min=2, max=120, help="Of a run of the large model.")
+    ] = 20,
     connections: Annotated[
         list[int], typer.Option("-c", "--connections", min=1, max=90, help="Repeatable.")
     ] = [1, 8, 64],  # noqa: B006 - Typer never changes it
-    workers: Annotated[
-        list[int], typer.Option("-w", "--workers", min=1, max=64, help="Repeatable.")
-    ] = [1, 2],  # noqa: B006 - Typer never changes it
+    workers: Annotated[int, typer.Option("-w", "--workers", min=1, max=64)] = 1,
+    compute_workers: Annotated[
+        int, typer.Option(min=1, max=64, help="Of the large model, and bare loops beside them.")
+    ] = 2,
     output: Annotated[
         Path, typer.Option("-o", "--output", help="Folder for the .json, .txt and .png.")
     ] = LOCAL_RESULTS,
     name: Annotated[str | None, typer.Option(help="Of the files; default: date and time.")] = None,
 ) -> None:
-    """Measure rate, latency, CPU and memory of the digits model: bare, and served.
+    """Measure rate, latency, CPU and memory of the server, and of others beside it.
 
-    Example: scripts/bench --rounds 5
+    Example: scripts/bench --only overhead --peers DIR --server modelyard --server mosec
     """
     if shutil.which("wrk") is None:
         raise typer.BadParameter("wrk is missing; install it with: apt-get install wrk")
+    if unknown := set(server or ()) - {OURS, *(peer.name for peer in ALL)}:
+        raise typer.BadParameter(f"no server is called {', '.join(sorted(unknown))}")
     plan = Plan(
-        1 if quick else rounds, 1 if quick else seconds,
-        tuple(sorted(set(connections))), tuple(sorted(set(workers))),
-    )  # fmt: skip
+        QUICK["rounds"] if quick else rounds,
+        QUICK["seconds"] if quick else seconds,
+        QUICK["compute_seconds"] if quick else compute_seconds,
+        tuple(sorted(set(connections))),
+        workers,
+        compute_workers,
+    )
     # An end by SIGTERM must stop the servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    results = _measure(plan)
+    there = _find_peers(peers, server) if Section.OVERHEAD in only else {}
+    results, problems = _measure(plan, set(only), there, peers, not server or OURS in server)
     output.mkdir(parents=True, exist_ok=True)
     _keep(results, output / (name or time.strftime("%Y-%m-%dT%H%M%S")))
     if failures := sum(row.failures for row in summarise(results.samples)):
-        out.print(f"[bold red]{failures} requests failed[/]")
+        problems.append(f"{failures} requests failed")
+    for problem in problems:
+        out.print(problem, style="bold red", markup=False)
+    if problems:
         raise typer.Exit(1)
 
 
-def _measure(plan: Plan) -> Results:
+def _find_peers(envs: Path | None, chosen: list[str] | None) -> dict[Peer, str]:
+    """Return the peers that are installed, with their versions; say which are not."""
+    found = {}
+    for name in dict.fromkeys(peer.name for peer in ALL):
+        if chosen and name not in chosen:
+            continue
+        if envs is None:
+            out.print(f"{name}: skipped, --peers names no folder of environments")
+        elif (version := peer_version(name, envs)) is None:
+            out.print(f"{name}: skipped, not in {envs / name}; see benchmarks/peers")
+        else:
+            found.update({peer: version for peer in ALL if peer.name == name})
+    return found
+
+
+def _measure(
+    plan: Plan, sections: set[Section], peers: dict[Peer, str], envs: Path | None, ours: bool
+) -> tuple[Results, list[str]]:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with (
         tempfile.TemporaryDirectory(prefix="modelyard-bench-") as temporary,
         Progress(*columns, console=out, transient=True) as bar,
     ):
         folder = Path(temporary)
-        task = bar.add_task("exporting and archiving")
-        subjects = [*build_digits(folder), build_echo(folder)]
-        measuring = Rounds(plan, subjects, folder)
-        bar.update(task, total=measuring.count)
+        steps = {
+            Section.CEILING: plan.steps(1),
+            Section.OVERHEAD: plan.steps(len(peers) + ours),
+            Section.COMPUTE: plan.compute_steps,
+        }
+        task = bar.add_task("", total=sum(steps[section] + 1 for section in sections))
 
         def progress(text: str) -> None:
             bar.update(task, description=text, advance=1)
             if not out.is_terminal:
-                out.print(f"{bar.tasks[task].completed:.0f}/{measuring.count} {text}")
+                done, total = bar.tasks[task].completed, bar.tasks[task].total
+                out.print(f"{done:.0f}/{total:.0f} {text}", soft_wrap=True)
 
-        return measuring.run(_describe(plan), progress)
+        rounds = Rounds(plan, folder, progress)
+        if Section.CEILING in sections:
+            progress("archiving a handler that answers at once")
+            rounds.measure_ceiling(build_echo(folder))
+        if Section.OVERHEAD in sections:
+            progress("exporting and archiving a tiny network")
+            rounds.measure_overhead(build_tiny(folder), list(peers), ours, envs)
+        if Section.COMPUTE in sections:
+            progress("exporting and archiving ResNet-50")
+            rounds.measure_compute(build_resnet(folder))
+        about = _describe(plan, {peer.name: version for peer, version in peers.items()})
+        return rounds.results(about), rounds.problems
 
 
-def _describe(plan: Plan) -> dict[str, object]:
+def _describe(plan: Plan, peers: dict[str, str]) -> dict[str, object]:
     """Say on what, with what and how the figures were measured."""
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": " ".join(["scripts/bench", *sys.argv[1:]]),
+        "command": shlex.join(["scripts/bench", *sys.argv[1:]]),
         "machine": procfs.describe_machine(),
         "versions": {
             "python": platform.python_version(),
@@ -101,11 +172,14 @@ def _describe(plan: Plan) -> dict[str, object]:
             "modelyard": importlib.metadata.version("modelyard"),
             **{library: importlib.metadata.version(library) for library in LIBRARIES},
         },
+        "peers": peers,
         "settings": {
             "rounds": plan.rounds,
             "seconds": plan.seconds,
+            "compute_seconds": plan.compute_seconds,
             "connections": plan.connections,
             "workers": plan.workers,
+            "compute_workers": plan.compute_workers,
         },
     }
 
@@ -114,16 +188,11 @@ def _keep(results: Results, stem: Path) -> None:
     """Write the figures, print them, draw them."""
     data, text, picture = (stem.with_name(stem.name + end) for end in (".json", ".txt", ".png"))
     results.write(data)
-    draw(read_results(data), picture)
-    machine, settings = procfs.describe_machine(), results.about["settings"]
-    heading = (
-        f"{machine['cpu']}, {machine['cores']} cores · wrk -t1 · medians of "
-        f"{settings['rounds']} rounds of {settings['seconds']} s · {results.about['date']}"
-    )
+    kept = read_results(data)
     with text.open("w") as file:
         for console in (out, Console(file=file, width=TEXT_WIDTH)):
-            console.print(heading, soft_wrap=True)
-            console.print(tables(results))
+            console.print(tables(kept))
+    draw(kept, picture)
     for file_name in (data, text, picture):
         shown = file_name.relative_to(ROOT) if file_name.is_relative_to(ROOT) else file_name
         out.print(f"wrote {shown}", soft_wrap=True)

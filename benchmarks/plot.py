@@ -1,8 +1,7 @@
-"""Results → one picture: rates beside the bare loop, latency, and where the CPU goes."""
+"""Results → one picture: rate and p50 of every server, and the share of the bare loop."""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,187 +14,183 @@ from matplotlib import pyplot
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from benchmarks.archives import ECHO
-from benchmarks.results import BARE, BUSY_NEIGHBOUR, SERVED, Results, Row, summarise
+from benchmarks.archives import ECHO, RESNET, TINY
+from benchmarks.results import BARE, OURS, Results, Row, Spread, summarise
 
-COLOURS = {1: "#86b6dd", 2: "#1f6fb2"}
-OTHER_COLOUR = "#12406b"
-SERVER_COLOUR, WORKER_COLOUR = "#e08214", "#9ecae1"
-BARE_COLOUR = "#333333"
-SUBTLE = "#777777"
+OUR_COLOUR, OTHER_COLOUR = "#1f6fb2", "#b9c4cd"
+LINE_COLOUR, SUBTLE = "#333333", "#777777"
+GOAL_COLOUR = "#e08214"
+COMPUTE_GOAL = 0.97
+CEILING_GOAL = 15_000
 
 
 def draw(results: Results, file: Path) -> None:
-    """Draw the results as PNG: a row of three charts per model."""
-    rows = summarise(results.samples)
-    subjects = sorted({row.cell.subject for row in rows if row.cell.subject != ECHO})
-    layout = ConstrainedLayoutEngine(rect=(0.005, 0.03, 0.985, 0.925), wspace=0.05, hspace=0.06)
-    figure, axes = pyplot.subplots(
-        len(subjects), 3, figsize=(14, 4.1 * len(subjects)), squeeze=False, layout=layout,
-        gridspec_kw={"width_ratios": (1.05, 1.05, 1)},
+    """Draw the results as PNG: rates and p50 beside other servers; bare loop and ceiling below.
+
+    A part that was not measured is left out.
+    """
+    rows = {
+        subject: [row for row in summarise(results.samples) if row.cell.subject == subject]
+        for subject in (TINY, RESNET, ECHO)
+    }
+    counts = sorted({row.cell.connections for row in rows[TINY]})
+    lower = {"compute": rows[RESNET], "p50 bare": rows[RESNET], "ceiling": rows[ECHO]}
+    lines: list[Any] = [
+        [f"{kind}{count}" for count in counts] for kind in ("rate", "p50_ms") if counts
+    ]
+    if below := [name for name, own in lower.items() if own]:
+        # As many columns as both lines can be cut into.
+        lines = [[panel for panel in line for _ in below] for line in lines]
+        lines.append([panel for panel in below for _ in counts or below[:1]])
+    servers = len({row.cell.server for row in rows[TINY]})
+    upper = 0.8 + 0.3 * servers
+    heights = [*([upper] * (len(lines) - bool(below))), *([2.6] if below else [])]
+    height = sum(heights) + 0.9
+    figure, axes = pyplot.subplot_mosaic(
+        lines, figsize=(13, height),
+        layout=ConstrainedLayoutEngine(
+            rect=(0.005, 0.25 / height, 0.985, 1 - 0.65 / height), wspace=0.05, hspace=0.07
+        ),
+        gridspec_kw={"height_ratios": heights},
     )  # fmt: skip
-    for line, subject in zip(axes, subjects, strict=True):
-        own = [row for row in rows if row.cell.subject == subject]
-        _draw_rates(line[0], subject, own)
-        _draw_latency(line[1], own)
-        _draw_cpu(line[2], own, [row for row in rows if row.cell.subject == ECHO])
-    figure.suptitle(_title(results), fontsize=12, x=0.012, y=0.985, ha="left", weight="bold")
-    figure.text(0.012, 0.008, _footnote(results), fontsize=8, color=SUBTLE)
+    for count in counts:
+        _draw_servers(axes, rows[TINY], count, counts)
+    if rows[RESNET]:
+        _draw_shares(axes["compute"], rows[RESNET])
+        _draw_calls(axes["p50 bare"], rows[RESNET])
+    if rows[ECHO]:
+        _draw_ceiling(axes["ceiling"], rows[ECHO])
+    machine = results.about["machine"]
+    figure.suptitle(
+        f"Modelyard on {machine['cores']} cores, wrk -t1 on the same ones",
+        fontsize=13, x=0.012, y=1 - 0.1 / height, va="top", ha="left", weight="bold",
+    )  # fmt: skip
+    figure.text(0.012, 0.06 / height, _footnote(results), fontsize=8, color=SUBTLE)
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
 
 
-def _title(results: Results) -> str:
-    machine = results.about["machine"]
-    return f"Modelyard: the digits model, served and bare · {machine['cores']} cores"
-
-
 def _footnote(results: Results) -> str:
-    about = results.about
-    others = statistics.median(row.other_cores for row in summarise(results.samples))
-    busy = f" · beside other work on {others:.1f} cores" if others > BUSY_NEIGHBOUR else ""
+    about, given = results.about, results.about["settings"]
     return (
-        f"{about['machine']['cpu']} · wrk -t1 on the same cores · PNG in, JSON out · median of "
-        f"{about['settings']['rounds']} rounds of {about['settings']['seconds']:g} s, "
-        f"lines from lowest to highest · {about['date'][:10]}{busy}"
+        f"{about['machine']['cpu']} · medians over {given['rounds']} round(s), lines from "
+        f"lowest to highest · tiny network: {given['workers']} worker(s), ResNet-50: "
+        f"{given['compute_workers']} × 1 thread · {about['date'][:10]}"
     )
 
 
-def _served(rows: Sequence[Row]) -> dict[int, list[Row]]:
-    """Return the served rows by number of workers, in the order of connections."""
-    found: dict[int, list[Row]] = {}
-    for row in rows:
-        if row.cell.kind == SERVED:
-            found.setdefault(row.cell.workers, []).append(row)
-    return found
+def _draw_servers(axes: Any, rows: Sequence[Row], count: int, counts: Sequence[int]) -> None:
+    """Bars of one number of connections: rates, and p50 below, both the best first."""
+    own = [row for row in rows if row.cell.connections == count]
+    first = count == counts[0]
+    for kind, title, form in (
+        ("rate", "tiny network, requests/s", "{:,.0f}"),
+        ("p50_ms", "tiny network, p50 ms", "{:.2f}"),
+    ):
+        panel = axes[f"{kind}{count}"]
+        values: dict[str, Spread] = {row.cell.server: getattr(row, kind) for row in own}
+        names = sorted(values, key=lambda name: values[name].median, reverse=kind == "rate")
+        draw = _draw_bars if kind == "rate" else _draw_dots
+        draw(panel, names, [values[name] for name in names], form)
+        _finish(panel, f"{title}, c={count}" if first else f"c={count}")
 
 
-def _workers(count: int) -> str:
-    return f"{count} worker" if count == 1 else f"{count} workers"
+def _draw_bars(
+    axes: Any, names: Sequence[str], values: Sequence[Spread], form: str, ours: str = OURS
+) -> None:
+    """Horizontal bars with their figures, the first on top; `ours` is coloured."""
+    places = range(len(names))
+    axes.barh(places, [value.median for value in values], 0.72, color=_colours(names, ours))
+    lows, highs = [value.low for value in values], [value.high for value in values]
+    axes.hlines(places, lows, highs, color=SUBTLE, linewidth=1)
+    _name_lines(axes, names, values, form)
 
 
-def _positions(groups: int, bars: int, bar: int) -> tuple[list[float], float]:
-    """Return where the bars of one series stand, and their width."""
-    width = 0.8 / bars
-    return [group + (bar - (bars - 1) / 2) * width for group in range(groups)], width
+def _draw_dots(axes: Any, names: Sequence[str], values: Sequence[Spread], form: str) -> None:
+    """Dots with their figures on a logarithmic axis, which has no zero to draw a bar from."""
+    places, colours = range(len(names)), _colours(names, OURS)
+    lows, highs = [value.low for value in values], [value.high for value in values]
+    axes.hlines(places, lows, highs, color=colours, linewidth=2)
+    axes.scatter([value.median for value in values], places, color=colours, s=55, zorder=3)
+    _name_lines(axes, names, values, form)
+    axes.set_xscale("log")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw_rates(axes: Any, subject: str, rows: Sequence[Row]) -> None:
-    """Bars: requests per second. Ticks across them: the bare loop that each is held against."""
-    series = _served(rows)
-    for at, (workers, own) in enumerate(series.items()):
-        places, width = _positions(len(own), len(series), at)
-        heights = [row.rate.median for row in own]
-        errors = [
-            [row.rate.median - row.rate.low for row in own],
-            [row.rate.high - row.rate.median for row in own],
-        ]
-        axes.bar(
-            places, heights, 0.92 * width, yerr=errors, color=COLOURS.get(workers, OTHER_COLOUR),
-            label=_workers(workers), error_kw={"elinewidth": 1, "ecolor": SUBTLE},
+def _colours(names: Sequence[str], ours: str) -> list[str]:
+    return [OUR_COLOUR if ours in (name, "") else OTHER_COLOUR for name in names]
+
+
+def _name_lines(axes: Any, names: Sequence[str], values: Sequence[Spread], form: str) -> None:
+    """Write the names at the axis and the figures behind the highest value."""
+    for place, value in enumerate(values):
+        axes.annotate(
+            form.format(value.median), (value.high, place), (7, 0), textcoords="offset points",
+            va="center", fontsize=8, color=LINE_COLOUR,
         )  # fmt: skip
-        for place, row in zip(places, own, strict=True):
-            _draw_bare(axes, place, width, row)
-    axes.plot([], [], color=BARE_COLOUR, linewidth=2, label="bare loop")
-    _name_groups(axes, next(iter(series.values())))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set_ylim(0, 1.18 * max(_top(row) for own in series.values() for row in own))
-    _finish(axes, f"{subject}, requests/s")
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.margins(x=0.2)
 
 
-def _draw_bare(axes: Any, place: float, width: float, row: Row) -> None:
-    if row.ratio is None:
-        return
-    bare = row.rate.median / row.ratio.median
-    axes.plot([place - 0.48 * width, place + 0.48 * width], [bare, bare], BARE_COLOUR, linewidth=2)
+def _draw_shares(axes: Any, rows: Sequence[Row]) -> None:
+    """Dots: served rate over the bare loop's, with every ratio's range."""
+    served = [(row.cell.connections, row.rate_ratio) for row in rows if row.rate_ratio]
+    places = range(len(served))
+    axes.axhline(1, color=LINE_COLOUR, linewidth=1)
+    axes.axhline(COMPUTE_GOAL, color=GOAL_COLOUR, linewidth=1, linestyle="--")
     axes.annotate(
-        f"×{row.ratio.median:.2f}", (place, _top(row)), (0, 4), textcoords="offset points",
-        ha="center", fontsize=8, color=BARE_COLOUR,
+        f"goal {COMPUTE_GOAL}", (0.01, COMPUTE_GOAL), (0, -10), fontsize=8, color=GOAL_COLOUR,
+        xycoords=("axes fraction", "data"), textcoords="offset points",
     )  # fmt: skip
-
-
-def _top(row: Row) -> float:
-    """Return the highest point that is drawn for a row."""
-    bare = row.rate.median / row.ratio.median if row.ratio else 0.0
-    return max(row.rate.high, bare)
-
-
-def _draw_latency(axes: Any, rows: Sequence[Row]) -> None:
-    """Dots: p50, joined to p99, on a logarithmic axis."""
-    series = _served(rows)
-    for at, (workers, own) in enumerate(series.items()):
-        colour = COLOURS.get(workers, OTHER_COLOUR)
-        places, _ = _positions(len(own), len(series), at)
-        p50, p99 = [row.p50_ms.median for row in own], [row.p99_ms.median for row in own]
-        axes.vlines(places, p50, p99, color=colour, linewidth=3)
-        axes.plot(places, p50, "o", color=colour, markersize=8, label=_workers(workers))
-        axes.plot(places, p99, "_", color=colour, markersize=13, markeredgewidth=3)
-        for place, value in [*zip(places, p50, strict=True), *zip(places, p99, strict=True)]:
-            axes.annotate(
-                f"{_short(value)}", (place, value), (8, -3), textcoords="offset points", fontsize=8
-            )
-    axes.plot([], [], "_", color=SUBTLE, markersize=13, markeredgewidth=3, label="up to p99")
-    bare = [row.p50_ms.median for row in rows if row.cell.kind == BARE and row.cell.batch == 1]
-    if bare:
-        axes.axhline(min(bare), color=BARE_COLOUR, linewidth=1, linestyle="--")
+    axes.vlines(
+        places, [ratio.low for _, ratio in served], [ratio.high for _, ratio in served],
+        color=OUR_COLOUR, linewidth=2,
+    )  # fmt: skip
+    axes.plot(places, [ratio.median for _, ratio in served], "o", color=OUR_COLOUR, markersize=8)
+    for place, (_, ratio) in zip(places, served, strict=True):
         axes.annotate(
-            f"one bare call {min(bare):.2g}", (0.99, min(bare)), (0, -11), fontsize=8,
-            xycoords=("axes fraction", "data"), textcoords="offset points", ha="right",
+            f"{ratio.median:.3f}", (place, ratio.median), (9, -3), textcoords="offset points",
+            fontsize=9,
         )  # fmt: skip
-    axes.set_yscale("log")
-    axes.margins(y=0.2)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.yaxis.set_minor_formatter(NullFormatter())
-    _name_groups(axes, next(iter(series.values())))
-    _finish(axes, "p50 to p99, ms")
+    axes.set_xticks(places, [_processes(count, rows) for count, _ in served])
+    axes.set_xlim(-0.5, len(served) - 0.5)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(min(bottom, 0.94), max(top, 1.04))
+    _finish(axes, "ResNet-50: served rate over the bare loop's", grid="y")
 
 
-def _short(value: float) -> str:
-    return f"{value:.2f}" if value < 10 else f"{value:.0f}"
+def _processes(count: int, rows: Sequence[Row]) -> str:
+    """Name a group: at one connection one worker is busy, so it stands beside one process."""
+    (bare,) = (row for row in rows if (row.cell.server, row.cell.connections) == (BARE, count))
+    return f"c={count}" if bare.cell.workers > 1 else f"c={count}, 1 process"
 
 
-def _draw_cpu(axes: Any, rows: Sequence[Row], echo: Sequence[Row]) -> None:
-    """Stacked bars: CPU per request in the server process and in the workers."""
-    bare = [row for row in rows if row.cell.kind == BARE and row.cell.workers == 1]
-    served = [row for row in rows if row.cell.kind == SERVED and row.cell.workers == 1]
-    chosen = [*bare, *served, *(row for row in echo if row.cell.kind == SERVED)]
-    names = [_cpu_name(row) for row in chosen]
-    workers = [row.workers_us.median for row in chosen]
-    servers = [row.server_us.median for row in chosen]
-    axes.barh(names, workers, color=WORKER_COLOUR, label="worker or bare loop")
-    axes.barh(names, servers, left=workers, color=SERVER_COLOUR, label="server process")
-    for at, (worker, server) in enumerate(zip(workers, servers, strict=True)):
-        text = f"{worker:.0f} + {server:.0f}" if server else f"{worker:.0f}"
-        axes.annotate(
-            text, (worker + server, at), (4, 0), textcoords="offset points", va="center", fontsize=8
-        )
-    axes.invert_yaxis()
-    axes.margins(x=0.18)
-    _finish(axes, "CPU µs/request", grid="x")
+def _draw_calls(axes: Any, rows: Sequence[Row]) -> None:
+    """Bars: one bare call, and p50 at one connection."""
+    alone = [row for row in rows if row.cell.connections == min(r.cell.connections for r in rows)]
+    names = ["one bare call" if row.cell.server == BARE else "served" for row in alone]
+    _draw_bars(axes, names, [row.p50_ms for row in alone], "{:.1f}", "served")
+    _finish(axes, f"ResNet-50: p50 ms, c={alone[0].cell.connections}")
 
 
-def _cpu_name(row: Row) -> str:
-    cell = row.cell
-    if cell.kind == BARE:
-        return f"bare, batch {cell.batch}"
-    name = "nothing to do" if cell.subject == ECHO else "served"
-    return f"{name}, c={cell.connections}"
+def _draw_ceiling(axes: Any, rows: Sequence[Row]) -> None:
+    """Bars: rates of a handler that answers at once."""
+    names = [f"c={row.cell.connections}" for row in rows]
+    _draw_bars(axes, names, [row.rate for row in rows], "{:,.0f}", ours="")
+    axes.axvline(CEILING_GOAL, color=GOAL_COLOUR, linewidth=1, linestyle="--")
+    axes.annotate(
+        f"goal at c=64: {CEILING_GOAL:,}", (CEILING_GOAL, 1), (0, 3), fontsize=8,
+        xycoords=("data", "axes fraction"), textcoords="offset points", color=GOAL_COLOUR,
+    )  # fmt: skip
+    _finish(axes, "ceiling, requests/s")
 
 
-def _name_groups(axes: Any, rows: Sequence[Row]) -> None:
-    names = [row.cell.connections for row in rows]
-    axes.set_xticks(range(len(names)), [f"c={count}" for count in names])
-    axes.set_xlim(-0.6, len(names) - 0.4)
-
-
-def _finish(axes: Any, title: str, grid: str = "y") -> None:
-    axes.set_title(title, loc="left", fontsize=10, pad=22, weight="bold")
+def _finish(axes: Any, title: str, grid: str = "x") -> None:
+    axes.set_title(title, loc="left", fontsize=10, weight="bold")
     axes.grid(axis=grid, color="#e4e4e4", linewidth=0.8)
     axes.set_axisbelow(True)
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     axes.tick_params(labelsize=9, length=0)
-    axes.legend(
-        fontsize=8, frameon=False, loc="lower right", bbox_to_anchor=(1.02, 0.985), ncols=3,
-        handlelength=1.2, columnspacing=1.0, handletextpad=0.5, borderaxespad=0.1,
-    )  # fmt: skip

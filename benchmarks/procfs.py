@@ -76,6 +76,21 @@ def parse_mapped(smaps: str, folder: Path) -> Mapped:
     return Mapped(*(value * 1024 / 1e6 for value in kb.values()))
 
 
+def maps(pid: int, library: str) -> bool:
+    """Tell whether a process has mapped a file whose name begins so."""
+    return f"/{library}" in (PROC / str(pid) / "maps").read_text()
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of the processes that a process started, and of those that they started."""
+    try:
+        tasks = list((PROC / str(pid) / "task").iterdir())
+        found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
+    except OSError:  # it has ended
+        return []
+    return found + [further for child in found for further in descendants(child)]
+
+
 def busy_s() -> float:
     """Return the CPU time that all processes of the machine have used."""
     return parse_busy_s((PROC / "stat").read_text())
@@ -112,13 +127,3 @@ def descriptors(pid: int) -> int:
 def threads(pid: int) -> int:
     """Return how many threads a process has."""
     return sum(1 for _ in (PROC / str(pid) / "task").iterdir())
-
-
-def descendants(pid: int) -> list[int]:
-    """Return the ids of the processes that a process started, and of those that they started."""
-    try:
-        tasks = list((PROC / str(pid) / "task").iterdir())
-        found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:  # it has ended
-        return []
-    return found + [further for child in found for further in descendants(child)]

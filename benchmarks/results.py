@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 1
-BARE, SERVED = "bare", "served"
+SCHEMA = 2
+BARE, OURS = "bare", "modelyard"
 BUSY_NEIGHBOUR = 0.25
 """Cores used by others above which a row is marked: its rates then say little."""
 
@@ -20,15 +20,13 @@ class Cell:
     """What is measured, once in every round."""
 
     subject: str
-    """Name of the archive."""
-    kind: str
-    """BARE or SERVED."""
+    """What is served: the name of the archive."""
+    server: str
+    """BARE, OURS or the name of a peer."""
     workers: int
-    """Processes that run the handler, one thread each."""
-    connections: int = 0
-    """Of the load generator; 0 for the bare loop."""
-    batch: int = 0
-    """Requests in one call of the bare loop; 0 where the server chooses."""
+    """Processes that run the model, one thread each."""
+    connections: int
+    """Of the load generator. The bare loop has those of the runs beside it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,7 @@ class Sample:
     p99_ms: float
     failures: int
     server_cpu_s: float
+    """Of a peer: of all its processes."""
     workers_cpu_s: float
     other_cores: float
     """Cores that were busy with what does not belong to the benchmark."""
@@ -66,16 +65,23 @@ class Sample:
 
 @dataclass(frozen=True)
 class Footprint:
-    """What one started server takes before and after its load."""
+    """What one started server took: time until its first right answer, memory after its load."""
 
     subject: str
+    server: str
     workers: int
     round: int
-    start_s: float
-    server_rss_mb: float
-    server_pss_mb: float
-    worker_rss_mb: float
-    worker_pss_mb: float
+    ready_s: float
+    pss_mb: float
+    """All its processes together."""
+    server_rss_mb: float | None = None
+    """Of the server process; None where a peer has no such process of its own."""
+    server_pss_mb: float | None = None
+    worker_rss_mb: float | None = None
+    """Of one worker, the mean of them."""
+    worker_pss_mb: float | None = None
+    has_torch: bool | None = None
+    """Whether the server process has loaded torch's library."""
 
 
 @dataclass(frozen=True)
@@ -97,8 +103,10 @@ class Row:
     p99_ms: Spread
     server_us: Spread
     workers_us: Spread
-    ratio: Spread | None
-    """Served rate over the bare rate of the same round; None for the bare loop and without one."""
+    rate_ratio: Spread | None
+    """Served rate over the rate of the bare loops run just before and just after; None without."""
+    p50_ratio: Spread | None
+    """The same of p50."""
     failures: int
     other_cores: float
 
@@ -110,40 +118,33 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def summarise(samples: Sequence[Sample]) -> list[Row]:
-    """Return one row per cell, in the order of its first run."""
+    """Return one row per cell, by subject, server, workers and connections."""
     cells = sorted(dict.fromkeys(sample.cell for sample in samples), key=_order)
     return [_row(cell, samples) for cell in cells]
 
 
-def bare_rate(cell: Cell, samples: Sequence[Sample], round: int) -> float | None:
-    """Return the rate of the bare loop that a served cell is held against, in one round.
+def neighbours(sample: Sample, samples: Sequence[Sample]) -> list[Sample]:
+    """Return the runs of the bare loop just before and just after a served one.
 
-    As many processes as can be busy; at one connection one request at a time, else the batch that
-    is fastest.
+    They take turns: bare 0, served 0, bare 1, served 1, …, bare n.
     """
-    rates = [
-        sample.rate
-        for sample in samples
-        if sample.round == round
-        and sample.cell.kind == BARE
-        and sample.cell.subject == cell.subject
-        and sample.cell.workers == min(cell.workers, cell.connections)
-        and (cell.connections > 1 or sample.cell.batch == 1)
+    return [
+        other
+        for other in samples
+        if other.cell.server == BARE != sample.cell.server
+        and other.cell.subject == sample.cell.subject
+        and other.cell.connections == sample.cell.connections
+        and other.round in (sample.round, sample.round + 1)
     ]
-    return max(rates, default=None)
 
 
 def _order(cell: Cell) -> tuple[Any, ...]:
-    return cell.subject, cell.kind, cell.workers, cell.connections, cell.batch
+    return cell.subject, cell.server, cell.workers, cell.connections
 
 
 def _row(cell: Cell, samples: Sequence[Sample]) -> Row:
     own = [sample for sample in samples if sample.cell == cell]
-    ratios = [
-        sample.rate / bare
-        for sample in own
-        if cell.kind == SERVED and (bare := bare_rate(cell, samples, sample.round))
-    ]
+    pairs = [(sample, bare) for sample in own for bare in neighbours(sample, samples)]
     return Row(
         cell=cell,
         rate=spread(sample.rate for sample in own),
@@ -151,7 +152,8 @@ def _row(cell: Cell, samples: Sequence[Sample]) -> Row:
         p99_ms=spread(sample.p99_ms for sample in own),
         server_us=spread(sample.server_us for sample in own),
         workers_us=spread(sample.workers_us for sample in own),
-        ratio=spread(ratios) if ratios else None,
+        rate_ratio=spread(one.rate / bare.rate for one, bare in pairs) if pairs else None,
+        p50_ratio=spread(one.p50_ms / bare.p50_ms for one, bare in pairs) if pairs else None,
         failures=sum(sample.failures for sample in own),
         other_cores=statistics.median(sample.other_cores for sample in own),
     )

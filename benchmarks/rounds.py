@@ -2,129 +2,221 @@
 
 from __future__ import annotations
 
+import json
+import runpy
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks import procfs
-from benchmarks.archives import ECHO, Subject
+from benchmarks.archives import PEERS, TINY, Subject
 from benchmarks.bare import Bare
-from benchmarks.results import BARE, SERVED, Cell, Footprint, Results, Sample
-from benchmarks.server import Server, Usage
-from benchmarks.wrk import Load, run_wrk
+from benchmarks.peer import Peer, PeerServer
+from benchmarks.results import BARE, OURS, Cell, Footprint, Results, Sample
+from benchmarks.server import Server, wait_idle
+from benchmarks.wrk import WrkFailed, run_wrk
 
-BATCHES = (1, 8)
 WARM_UP_S = 1
+SKIP_S = 1.0
+"""Of a compute-bound run; what is counted then begins and ends anywhere between answers."""
+TOLERANCE = 1e-4
+"""Between the probabilities of two servers that do the same work."""
 
 Progress = Callable[[str], None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What to measure, and for how long."""
+    """How often to measure, and for how long."""
 
     rounds: int
     seconds: float
-    """Of each run."""
+    """Of each run of a fast model."""
+    compute_seconds: float
+    """Of each run of a slow one."""
     connections: tuple[int, ...]
-    workers: tuple[int, ...]
+    workers: int
+    """Of ours and of every peer."""
+    compute_workers: int
+    """Of a slow model, and processes of the bare loop beside it."""
 
-    def servers(self, subject: Subject) -> tuple[int, ...]:
-        """Return with how many workers a subject is served; the ceiling needs one."""
-        return (1,) if subject.name == ECHO else self.workers
+    def steps(self, servers: int) -> int:
+        """Count starts and runs of so many servers."""
+        return self.rounds * servers * (1 + len(self.connections))
+
+    @property
+    def compute_steps(self) -> int:
+        """Count starts and runs of a slow model and its bare loop."""
+        return 1 + len(self.connections) * (2 * self.rounds + 1)
+
+
+class WrongAnswer(Exception):
+    """A server answered a request otherwise than the others do."""
 
 
 class Rounds:
-    """Runs a plan in a folder of its own and gathers what it finds."""
+    """Measures in a folder of its own and gathers what it finds.
 
-    def __init__(self, plan: Plan, subjects: list[Subject], folder: Path) -> None:
+    Args:
+        progress: is told before each run.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, progress: Progress) -> None:
         self._plan = plan
-        self._subjects = subjects
         self._folder = folder
+        self._progress = progress
         self._samples: list[Sample] = []
         self._footprints: list[Footprint] = []
+        self.problems: list[str] = []
+        """Peers that could not be measured, and why."""
 
-    @property
-    def count(self) -> int:
-        """Runs in all."""
-        plan = self._plan
-        served = sum(len(plan.servers(subject)) for subject in self._subjects)
-        loops = len(self._subjects) - 1
-        per_round = served * len(plan.connections) + loops * len(BATCHES) * len(plan.workers)
-        return plan.rounds * per_round
-
-    def run(self, about: dict[str, object], progress: Progress) -> Results:
-        """Measure everything; `progress` is told before each run."""
-        with ExitStack() as stack:
-            most = max(self._plan.workers)
-            loops = {
-                subject.name: stack.enter_context(
-                    Bare(subject, self._folder / "bare" / subject.name, most)
-                )
-                for subject in self._subjects
-                if subject.name != ECHO
-            }
-            for round in range(self._plan.rounds):
-                for subject in _rotated(self._subjects, round):
-                    self._measure(subject, loops.get(subject.name), round, progress)
+    def results(self, about: dict[str, object]) -> Results:
+        """Return what was found so far."""
         return Results(about, self._samples, self._footprints)
 
-    def _measure(self, subject: Subject, bare: Bare | None, round: int, progress: Progress) -> None:
-        """Run one subject's loops, then its servers, each next to the other."""
-        for workers in self._plan.servers(subject):
-            for batch in BATCHES if bare is not None else ():
-                assert bare is not None
-                cell = Cell(subject.name, BARE, workers, batch=batch)
-                progress(f"{subject.name}: bare, {workers} × batch {batch}")
-                self._samples.append(_run_bare(cell, bare, round, self._plan.seconds))
-            self._serve(subject, workers, round, progress)
+    def measure_ceiling(self, echo: Subject) -> None:
+        """Serve a handler that answers at once, with one worker."""
+        for round in range(self._plan.rounds):
+            with self._ours(echo, 1) as server:
+                self._load(server, echo, OURS, 1, round)
 
-    def _serve(self, subject: Subject, workers: int, round: int, progress: Progress) -> None:
-        state = self._folder / "state" / f"{subject.name}-{workers}-{round}"
+    def measure_overhead(
+        self, tiny: Subject, peers: Sequence[Peer], ours: bool, envs: Path | None
+    ) -> None:
+        """Serve the tiny network by each server in turns, after seeing that it answers right."""
+        workers = self._plan.workers
+        contenders: list[Peer | None] = [*([None] if ours else []), *peers]
+        expected = _expected(tiny)
+        for round in range(self._plan.rounds):
+            for peer in _rotated(contenders, round):
+                if peer is None:
+                    with self._ours(tiny, workers) as server:
+                        _check(OURS, json.loads(server.answer), expected)
+                        self._load(server, tiny, OURS, workers, round)
+                    continue
+                assert envs is not None
+                self._progress(f"{peer.shown}: start")
+                work = self._folder / "peers" / f"{peer.name}-{peer.batch}-{round}"
+                try:
+                    with PeerServer(peer, envs, tiny, workers, work) as other:
+                        _check(peer.shown, peer.read(json.loads(other.answer)), expected)
+                        self._load(other, tiny, peer.shown, workers, round)
+                except (RuntimeError, WrongAnswer, WrkFailed) as error:
+                    self.problems.append(f"{peer.shown}, round {round + 1}: {error}")
+
+    def measure_compute(self, resnet: Subject) -> None:
+        """Serve a large network, in turns with the bare loop of as many processes as can be busy.
+
+        The machine drifts by more than the two differ, so each is held against its neighbours.
+        """
+        plan = self._plan
+        with self._ours(resnet, plan.compute_workers) as server:
+            with Bare(resnet, self._folder / "bare", plan.compute_workers) as bare:
+                for connections in plan.connections:
+                    for round in range(plan.rounds):
+                        self._samples.append(self._run_bare(resnet, bare, connections, round))
+                        cell = Cell(resnet.name, OURS, plan.compute_workers, connections)
+                        self._announce(cell)
+                        run = run_served(cell, resnet, server, round, plan.compute_seconds, SKIP_S)
+                        self._samples.append(run)
+                        wait_idle(server.usage)
+                    self._samples.append(self._run_bare(resnet, bare, connections, plan.rounds))
+            # Without the bare loop, which shares pages with the workers.
+            self._footprints.append(server.footprint(resnet.name, 0))
+
+    def _ours(self, subject: Subject, workers: int) -> Server:
+        self._progress(f"{subject.name}: start")
+        state = self._folder / "state" / f"{subject.name}-{time.monotonic_ns()}"
         state.parent.mkdir(exist_ok=True)
-        with Server(subject, workers, state) as server:
-            for connections in self._plan.connections:
-                cell = Cell(subject.name, SERVED, workers, connections)
-                progress(f"{subject.name}: served, {workers} workers, {connections} connections")
-                self._samples.append(_run_served(cell, subject, server, round, self._plan.seconds))
-            ours, each = server.server_memory(), server.worker_memory()
-            sizes = ours.rss_mb, ours.pss_mb, each.rss_mb, each.pss_mb
-            self._footprints.append(Footprint(subject.name, workers, round, server.start_s, *sizes))
+        return Server(subject, workers, state)
+
+    def _load(
+        self, server: Server | PeerServer, subject: Subject, name: str, workers: int, round: int
+    ) -> None:
+        """Load a server of a fast model over every number of connections."""
+        for connections in self._plan.connections:
+            cell = Cell(subject.name, name, workers, connections)
+            self._announce(cell)
+            run = run_served(cell, server.subject, server, round, self._plan.seconds)
+            self._samples.append(run)
+        self._footprints.append(server.footprint(subject.name, round))
+
+    def _announce(self, cell: Cell) -> None:
+        self._progress(f"{cell.subject}: {cell.server}, {cell.connections} connections")
+
+    def _run_bare(self, subject: Subject, bare: Bare, connections: int, round: int) -> Sample:
+        processes = min(connections, self._plan.compute_workers)
+        self._progress(f"{subject.name}: bare, beside {connections} connections")
+        busy, began = procfs.busy_s(), time.perf_counter()
+        loop = bare.run(1, self._plan.compute_seconds, processes)
+        others = (procfs.busy_s() - busy - loop.cpu_s) / (time.perf_counter() - began)
+        return Sample(
+            Cell(subject.name, BARE, processes, connections), round, loop.requests, loop.seconds,
+            loop.p50_ms, loop.p99_ms, 0, 0.0, loop.cpu_s, max(0.0, others),
+        )  # fmt: skip
 
 
-def _rotated(subjects: list[Subject], round: int) -> Iterator[Subject]:
-    """Begin each round with another subject, so that none is always the first."""
-    for at in range(len(subjects)):
-        yield subjects[(at + round) % len(subjects)]
-
-
-def _run_bare(cell: Cell, bare: Bare, round: int, seconds: float) -> Sample:
-    busy, began = procfs.busy_s(), time.perf_counter()
-    loop = bare.run(cell.batch, seconds, cell.workers)
-    others = (procfs.busy_s() - busy - loop.cpu_s) / (time.perf_counter() - began)
-    return Sample(
-        cell, round, loop.requests, loop.seconds, loop.p50_ms, loop.p99_ms, 0, 0.0, loop.cpu_s,
-        max(0.0, others),
-    )  # fmt: skip
-
-
-def _run_served(cell: Cell, subject: Subject, server: Server, round: int, seconds: float) -> Sample:
-    send = subject.content_type, subject.requests
-    run_wrk(server.url, cell.connections, WARM_UP_S, *send)
-    busy, before, began = procfs.busy_s(), server.usage(), time.perf_counter()
-    load = run_wrk(server.url, cell.connections, seconds, *send)
-    used, elapsed = server.usage(), time.perf_counter() - began
-    return _sample(cell, round, load, before, used, (procfs.busy_s() - busy) / elapsed, elapsed)
-
-
-def _sample(
-    cell: Cell, round: int, load: Load, before: Usage, after: Usage, busy: float, elapsed: float
+def run_served(
+    cell: Cell,
+    subject: Subject,
+    server: Server | PeerServer,
+    round: int,
+    seconds: float,
+    skip_s: float = 0,
 ) -> Sample:
-    server_s, workers_s = after.server_s - before.server_s, after.workers_s - before.workers_s
-    ours = (server_s + workers_s + load.cpu_s) / elapsed
+    """Load a server that runs, after a short time to warm up.
+
+    Args:
+        cell: what is measured; its connections are opened.
+        subject: whose requests are sent.
+        server: is loaded.
+        round: of the sample.
+        seconds: of the run.
+        skip_s: as in `run_wrk`; with it the server is warmed by one connection, and idle at first.
+    """
+    send = subject.content_type, subject.requests
+    run_wrk(server.url, 1 if skip_s else cell.connections, WARM_UP_S, *send)
+    if skip_s:
+        wait_idle(server.usage)
+    busy, before, began = procfs.busy_s(), server.usage(), time.perf_counter()
+    load = run_wrk(server.url, cell.connections, seconds, *send, skip_s=skip_s)
+    used, elapsed = server.usage(), time.perf_counter() - began
+    server_s, workers_s = used.server_s - before.server_s, used.workers_s - before.workers_s
+    others = procfs.busy_s() - busy - server_s - workers_s - load.cpu_s
+    counted = load.seconds / (load.seconds + skip_s)
     return Sample(
         cell, round, load.requests, load.seconds, load.p50_ms, load.p99_ms, load.failures,
-        server_s, workers_s, max(0.0, busy - ours), load.errors,
+        counted * server_s, counted * workers_s, max(0.0, others / elapsed), load.errors,
     )  # fmt: skip
+
+
+def _rotated(items: Sequence[T], round: int) -> Iterator[T]:
+    """Begin each round with another one, so that none is always the first."""
+    for at in range(len(items)):
+        yield items[(at + round) % len(items)]
+
+
+def _expected(tiny: Subject) -> list[float]:
+    """Return the probabilities of the first request, from the work that every server calls."""
+    work = runpy.run_path(str(PEERS / "work.py"))["Work"]
+    artifact = tiny.archive.parent.parent / "artifacts" / f"{TINY}.onnx"
+    (answer,) = work(str(artifact))([tiny.requests[0].read_bytes()])
+    return list(answer)
+
+
+def _check(server: str, answer: object, expected: Sequence[float]) -> None:
+    """See that a server does the work.
+
+    Raises:
+        WrongAnswer: its first answer is another one.
+    """
+    right = (
+        isinstance(answer, list)
+        and len(answer) == len(expected)
+        and all(abs(one - two) < TOLERANCE for one, two in zip(answer, expected, strict=True))
+    )
+    if not right:
+        raise WrongAnswer(f"{server} answered {answer}; all servers should answer {expected}")

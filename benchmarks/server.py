@@ -6,6 +6,8 @@ import contextlib
 import os
 import signal
 import time
+import urllib.request
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -13,6 +15,12 @@ from typing import Any, Self
 
 from benchmarks import procfs
 from benchmarks.archives import CommandFailed, Subject, modelyard, modelyard_json
+from benchmarks.results import OURS, Footprint
+
+IDLE_CORES = 0.05
+IDLE_WATCH_S = 0.4
+IDLE_TIMEOUT_S = 120
+ANSWER_TIMEOUT_S = 30
 
 
 @dataclass(frozen=True)
@@ -21,6 +29,41 @@ class Usage:
 
     server_s: float
     workers_s: float
+
+    @property
+    def total_s(self) -> float:
+        """Both together."""
+        return self.server_s + self.workers_s
+
+
+def ask(url: str, subject: Subject) -> bytes:
+    """Post a subject's first request and return what status 200 came with.
+
+    Raises:
+        OSError: there was no answer, or one of another status.
+    """
+    body, headers = subject.requests[0].read_bytes(), {"Content-Type": subject.content_type}
+    request = urllib.request.Request(url, body, headers)
+    with urllib.request.urlopen(request, timeout=ANSWER_TIMEOUT_S) as answer:
+        return bytes(answer.read())
+
+
+def wait_idle(usage: Callable[[], Usage]) -> None:
+    """Wait until a server works no more on requests that the last run left behind.
+
+    The load generator ends with a request in flight on every connection. What of them has reached
+    a worker is answered to nobody, and would be a neighbour of the next run.
+
+    Raises:
+        RuntimeError: it works on without any request.
+    """
+    limit = time.monotonic() + IDLE_TIMEOUT_S
+    while time.monotonic() < limit:
+        before = usage().total_s
+        time.sleep(IDLE_WATCH_S)
+        if usage().total_s - before <= IDLE_CORES * IDLE_WATCH_S:
+            return
+    raise RuntimeError(f"the server is still busy {IDLE_TIMEOUT_S} s after the last request")
 
 
 class Server:
@@ -35,7 +78,10 @@ class Server:
         self._store = subject.archive.parent
         self._workers = workers
         self.start_s = 0.0
-        """From the command's start to its return: the models are ready."""
+        """From the command's start to the first answer, to its return where there is no request."""
+        self.answer = b""
+        """The first, to the subject's first request."""
+        self.subject = subject
         self.pid = -1
         self.worker_pids: list[int] = []
         self.url = ""
@@ -49,9 +95,11 @@ class Server:
                 "--workers", str(self._workers), "--state-dir", self._state_dir, "--device", "cpu",
                 "--port", "0", "--management-port", "0", "--metrics-port", "0",
             )  # fmt: skip
-            self.start_s = time.perf_counter() - began
             self.pid = int(about["pid"])
             self.url = f"{about['inference']}/predictions/{self._model}"
+            if self.subject.requests:
+                self.answer = ask(self.url, self.subject)
+            self.start_s = time.perf_counter() - began
             self.worker_pids = [int(worker["pid"]) for worker in self._describe()["workers"]]
         except BaseException:
             self._stop()
@@ -83,6 +131,15 @@ class Server:
             sum(memory.pss_mb for memory in found) / len(found),
             sum(memory.own_mb for memory in found) / len(found),
         )
+
+    def footprint(self, subject: str, round: int) -> Footprint:
+        """Describe what the processes take now, and how long the start took."""
+        server, each = self.server_memory(), self.worker_memory()
+        return Footprint(
+            subject, OURS, len(self.worker_pids), round, self.start_s,
+            server.pss_mb + len(self.worker_pids) * each.pss_mb, server.rss_mb, server.pss_mb,
+            each.rss_mb, each.pss_mb, procfs.maps(self.pid, "libtorch"),
+        )  # fmt: skip
 
     def _describe(self) -> dict[str, Any]:
         about = modelyard_json("serve", "status", "--state-dir", self._state_dir)

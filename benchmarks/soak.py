@@ -257,9 +257,7 @@ def _describe(plan: Plan) -> dict[str, Any]:
         "machine": procfs.describe_machine(),
         "versions": {
             "python": platform.python_version(),
-            **{
-                name: importlib.metadata.version(name) for name in ("modelyard", "torch", "uvicorn")
-            },
+            **{name: importlib.metadata.version(name) for name in ("modelyard", "torch", "uvloop")},
         },
         "settings": vars(plan),
     }

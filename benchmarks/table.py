@@ -1,81 +1,216 @@
-"""Results → tables for the terminal."""
+"""Results → the page of tables that the terminal shows and the .txt keeps."""
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from benchmarks.archives import ECHO, RESNET, TINY
 from benchmarks.results import (
     BARE,
     BUSY_NEIGHBOUR,
-    Cell,
+    OURS,
     Footprint,
     Results,
     Row,
     Spread,
-    spread,
     summarise,
 )
+
+MANY = 64
+"""Connections at which the goals of rate and CPU are set."""
 
 
 def tables(results: Results) -> RenderableType:
     """Return everything a reader of the terminal should see."""
     rows = summarise(results.samples)
-    parts: list[RenderableType] = [_rates(rows), Text(), _footprints(results.footprints)]
+    parts: list[RenderableType] = [Text(line, style="dim") for line in describe(results)]
+    for subject, table in ((ECHO, _ceiling), (TINY, _overhead), (RESNET, _compute)):
+        if own := [row for row in rows if row.cell.subject == subject]:
+            parts += [Text(), *table(own, results)]
+    parts += [Text(), *_footprints(results.footprints), Text(), _goals(rows, results.footprints)]
     if any(row.other_cores > BUSY_NEIGHBOUR for row in rows):
         typical = statistics.median(row.other_cores for row in rows)
         note = (
             f"* more than {BUSY_NEIGHBOUR} cores were busy with other work (median {typical:.2f})"
         )
-        parts += [Text(), Text(f"{note}: trust CPU per request, not rates")]
+        parts += [Text(), Text(f"{note}: trust ratios and CPU per request, not rates")]
     return Group(*parts)
 
 
-def _rates(rows: Sequence[Row]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
-    table.add_column("", no_wrap=True)
-    for name in ("req/s", "±", "p50", "p99", "×bare", "server", "worker"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_row("", "", "", "ms", "ms", "", "CPU µs", "CPU µs", style="dim")
-    for subject in dict.fromkeys(row.cell.subject for row in rows):
-        table.add_section()
-        table.add_row(Text(subject, style="bold"))
-        for row in rows:
-            if row.cell.subject == subject:
-                table.add_row(*_cells(row))
-    return table
-
-
-def _cells(row: Row) -> list[str | Text]:
-    is_bare = row.cell.kind == BARE
-    mark = "*" if row.other_cores > BUSY_NEIGHBOUR else " "
-    label = describe(row.cell)
-    if row.failures:
-        return [Text(f"{label}: {row.failures} requests failed", style="bold red")]
+def describe(results: Results) -> list[str]:
+    """Say in a few lines on what, with what, when and how."""
+    about, machine, given = results.about, results.about["machine"], results.about["settings"]
     return [
-        label,
-        f"{row.rate.median:,.0f}{mark}",
-        show_spread(row.rate),
-        f"{row.p50_ms.median:.2f}",
-        f"{row.p99_ms.median:.2f}",
-        f"{row.ratio.median:.2f}" if row.ratio else "",
-        "" if is_bare else f"{row.server_us.median:.0f}",
-        f"{row.workers_us.median:.0f}",
+        f"{machine['cpu']}, {machine['cores']} cores · wrk -t1 · medians of "
+        f"{_count(given['rounds'], 'round')} · {about['date']}",
+        " · ".join(f"{name} {version}" for name, version in about["versions"].items()),
+        about["command"],
     ]
 
 
-def describe(cell: Cell) -> str:
-    """Say how a cell ran, in a few words."""
-    workers = "1 worker" if cell.workers == 1 else f"{cell.workers} workers"
-    processes = "1 process" if cell.workers == 1 else f"{cell.workers} processes"
-    if cell.kind == BARE:
-        return f"bare, {processes}, batch {cell.batch}"
-    return f"served, {workers}, c={cell.connections}"
+def _table(first: str, *columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    table.add_column(first, no_wrap=True)
+    for column in columns:
+        table.add_column(column, justify="right", no_wrap=True)
+    return table
+
+
+def _ceiling(rows: Sequence[Row], results: Results) -> list[RenderableType]:
+    table = _table("", "req/s", "±", "p50\nms", "p99\nms", "server\nCPU µs", "worker\nCPU µs")
+    for row in rows:
+        table.add_row(
+            f"c={row.cell.connections}", _rate(row), show_spread(row.rate),
+            f"{row.p50_ms.median:.2f}", f"{row.p99_ms.median:.2f}",
+            f"{row.server_us.median:.0f}", f"{row.workers_us.median:.0f}",
+        )  # fmt: skip
+    what = "a handler that answers at once; one worker"
+    return [_title("CEILING", what, results), table]
+
+
+def _overhead(rows: Sequence[Row], results: Results) -> list[RenderableType]:
+    counts = sorted({row.cell.connections for row in rows})
+    most = counts[-1]
+    rates, p50s = ([f"{what}\nc={count}" for count in counts] for what in ("req/s", "p50"))
+    table = _table("server", *rates, *p50s, f"p99\nc={most}", "CPU\nµs", "ready\ns", "PSS\nMB")
+    at = {(row.cell.server, row.cell.connections): row for row in rows}
+    # One that failed under load has no more than a line among the problems.
+    servers = {name for name, _ in at if all((name, count) in at for count in counts)}
+    for server in sorted(servers, key=lambda name: -at[name, most].rate.median):
+        own = [at[server, count] for count in counts]
+        last = own[-1]
+        left = [
+            each for each in results.footprints if (each.subject, each.server) == (TINY, server)
+        ]
+        table.add_row(
+            server,
+            *map(_rate, own), *(_short(row.p50_ms.median) for row in own),
+            _short(last.p99_ms.median), f"{_cpu_us(last):.0f}",
+            f"{statistics.median(each.ready_s for each in left):.1f}",
+            f"{statistics.median(each.pss_mb for each in left):.0f}",
+            style="bold" if server == OURS else "",
+        )  # fmt: skip
+    workers = _count(results.about["settings"]["workers"], "worker")
+    what = f"28×28 PNG → tiny network → JSON; {workers} each"
+    note = f"p50, p99 in ms; CPU per request at c={most} and PSS: of all processes"
+    peers = " · ".join(f"{name} {version}" for name, version in results.about["peers"].items())
+    notes = [Text(line, style="dim") for line in (note, peers) if line]
+    return [_title("OVERHEAD", what, results), table, *notes]
+
+
+def _compute(rows: Sequence[Row], results: Results) -> list[RenderableType]:
+    table = _table(
+        "", "bare\nreq/s", "served\nreq/s", "served\n/bare", "lowest–\nhighest", "p50\nms",
+        "p50 of one\nbare call", "p99\nms", "CPU\nms", "of\nbare",
+    )  # fmt: skip
+    bare = {row.cell.connections: row for row in rows if row.cell.server == BARE}
+    for row in rows:
+        if row.cell.server == BARE or row.rate_ratio is None or row.p50_ratio is None:
+            continue
+        ratio, alone = row.rate_ratio, row.cell.connections == 1
+        table.add_row(
+            f"c={row.cell.connections}", _rate(bare[row.cell.connections], 2), _rate(row, 2),
+            f"{ratio.median:.3f}", f"{ratio.low:.3f}–{ratio.high:.3f}", _short(row.p50_ms.median),
+            f"{row.p50_ratio.median:.3f}" if alone else "", _short(row.p99_ms.median),
+            f"{_cpu_us(row) / 1000:.1f}",
+            f"{_cpu_us(row) / _cpu_us(bare[row.cell.connections]):.3f}",
+        )  # fmt: skip
+    given = results.about["settings"]
+    workers = _count(given["compute_workers"], "worker")
+    what = f"500×375 JPEG → ResNet-50 → JSON; {workers} × 1 thread"
+    note = "ratios: medians over the bare runs just before and just after each served one"
+    return [
+        _title("COMPUTE", what, results, given["compute_seconds"]), table, Text(note, style="dim")
+    ]  # fmt: skip
+
+
+def _footprints(footprints: Sequence[Footprint]) -> list[RenderableType]:
+    table = _table(
+        "serving", "workers", "ready\ns", "server\nPSS MB", "server\nRSS MB", "torch\nin it",
+        "a worker\nPSS MB", "a worker\nRSS MB",
+    )  # fmt: skip
+    for subject in dict.fromkeys(each.subject for each in footprints if each.server == OURS):
+        own = [each for each in footprints if (each.subject, each.server) == (subject, OURS)]
+
+        def median(read: Callable[[Footprint], float | None], own: list[Footprint] = own) -> float:
+            return statistics.median(value for each in own if (value := read(each)) is not None)
+
+        table.add_row(
+            subject, str(own[0].workers), f"{median(lambda each: each.ready_s):.1f}",
+            f"{median(lambda each: each.server_pss_mb):.0f}",
+            f"{median(lambda each: each.server_rss_mb):.0f}",
+            "yes" if any(each.has_torch for each in own) else "no",
+            f"{median(lambda each: each.worker_pss_mb):.0f}",
+            f"{median(lambda each: each.worker_rss_mb):.0f}",
+        )  # fmt: skip
+    what = "ours; ready: command to first answer; memory after load"
+    return [Text("START AND MEMORY", style="bold").append(f"  {what}", style="not bold"), table]
+
+
+def _goals(rows: Sequence[Row], footprints: Sequence[Footprint]) -> RenderableType:
+    """Hold what was found against what is promised; a part that did not run has no line."""
+    table = _table("goal", "found", "")
+    at = {(row.cell.subject, row.cell.server, row.cell.connections): row for row in rows}
+
+    def add(goal: str, found: str, is_met: bool) -> None:
+        table.add_row(goal, found, "met" if is_met else Text("not met", style="bold red"))
+
+    if row := at.get((ECHO, OURS, MANY)):
+        rate, cpu = row.rate.median, row.server_us.median
+        add("ceiling ≥ 15,000/s at c=64", f"{rate:,.0f}", rate >= 15_000)
+        add("server CPU ≤ 60 µs a request at c=64", f"{cpu:.0f}", cpu <= 60)
+    for count in sorted({row.cell.connections for row in rows}):
+        others = [row for row in rows if row.cell.subject == TINY and row.cell.server != OURS
+                  and row.cell.connections == count]  # fmt: skip
+        if others and (row := at.get((TINY, OURS, count))):
+            best = max(others, key=lambda other: other.rate.median)
+            share = row.rate.median / best.rate.median
+            add(f"overhead: ahead of every other at c={count}",
+                f"{share:.2f} × {best.cell.server}", share > 1)  # fmt: skip
+    for count in sorted({row.cell.connections for row in rows if row.cell.connections > 1}):
+        if (row := at.get((RESNET, OURS, count))) and row.rate_ratio:
+            share = row.rate_ratio.median
+            add(f"compute: ≥ 0.97 of bare at c={count}", f"{share:.3f}", share >= 0.97)
+    if (row := at.get((RESNET, OURS, 1))) and row.p50_ratio:
+        share = row.p50_ratio.median
+        add("compute: p50 at c=1 ≤ 1.05 of one bare call", f"{share:.3f}", share <= 1.05)
+    own = [each for each in footprints if each.server == OURS]
+    if own:
+        has_torch = any(each.has_torch for each in own)
+        add("the server process has no torch", "torch" if has_torch else "none", not has_torch)
+    return table
+
+
+def _title(name: str, what: str, results: Results, seconds: float | None = None) -> Text:
+    length = results.about["settings"]["seconds"] if seconds is None else seconds
+    return Text(name, style="bold").append(f"  {what}; {length:g} s a run", style="not bold")
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def _cpu_us(row: Row) -> float:
+    """Return the CPU time of a request in all processes, in microseconds."""
+    return row.server_us.median + row.workers_us.median
+
+
+def _short(value: float) -> str:
+    """Show three digits or so."""
+    return f"{value:.2f}" if value < 10 else f"{value:.1f}" if value < 100 else f"{value:.0f}"
+
+
+def _rate(row: Row, digits: int = 0) -> str | Text:
+    if row.failures:
+        return Text(f"{row.failures} failed", style="bold red")
+    mark = "*" if row.other_cores > BUSY_NEIGHBOUR else ""
+    return f"{row.rate.median:,.{digits}f}{mark}"
 
 
 def show_spread(values: Spread) -> str:
@@ -83,22 +218,3 @@ def show_spread(values: Spread) -> str:
     if values.low == values.high:
         return ""
     return f"{50 * (values.high - values.low) / values.median:.0f}%"
-
-
-def _footprints(footprints: Sequence[Footprint]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
-    table.add_column("server of")
-    for name in ("workers", "ready s", "server RSS MB", "PSS", "each worker RSS", "PSS"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for subject, workers in sorted({(each.subject, each.workers) for each in footprints}):
-        own = [f for f in footprints if (f.subject, f.workers) == (subject, workers)]
-        columns = [
-            [f.start_s for f in own],
-            [f.server_rss_mb for f in own],
-            [f.server_pss_mb for f in own],
-            [f.worker_rss_mb for f in own],
-            [f.worker_pss_mb for f in own],
-        ]
-        start, *sizes = (spread(column).median for column in columns)
-        table.add_row(subject, str(workers), f"{start:.1f}", *(f"{size:.0f}" for size in sizes))
-    return table

@@ -40,7 +40,7 @@ from benchmarks.wrk import run_wrk
 from examples.minilm.make import PAGES, make
 
 LOCAL_RESULTS = ROOT / "benchmarks" / "results" / "local"
-LIBRARIES = ("torch", "onnxruntime", "transformers", "tokenizers", "uvicorn", "uvloop")
+LIBRARIES = ("torch", "onnxruntime", "transformers", "tokenizers", "uvloop")
 TEXTS, SEED = 512, 7
 MOST_WORDS, MOST_TOKENS = 180, 256
 BATCH = 8

@@ -11,7 +11,8 @@ from pathlib import Path
 
 SCRIPT = Path(__file__).with_name("post.lua")
 MARK = "figures "
-REQUEST_TIMEOUT_S = 10
+REQUEST_TIMEOUT_S = 60
+"""Above what a request waits behind 64 others of a slow model; wrk counts a later one as failed."""
 GRACE_S = 30
 """Beyond its own duration, after which a run counts as hung."""
 
@@ -42,19 +43,31 @@ class Load:
 
 
 def run_wrk(
-    url: str, connections: int, seconds: float, content_type: str, files: Sequence[Path]
+    url: str,
+    connections: int,
+    seconds: float,
+    content_type: str,
+    files: Sequence[Path],
+    skip_s: float = 0,
 ) -> Load:
     """Post files in rotation over `connections` connections, each with one request in flight.
 
     Args:
+        url: of the prediction.
+        connections: all of one thread of wrk.
         seconds: duration; wrk knows whole seconds only, so it is rounded up.
+        content_type: of every file.
+        files: bodies.
+        skip_s: leave the first seconds out of `requests` and `seconds`, so that no edge of what is
+            counted falls together with an answer; for servers that answer a few times per second.
 
     Raises:
         WrkFailed: the run gave no figures.
     """
     whole = max(1, -int(-seconds // 1))
     command = ["wrk", "-t", "1", "-c", str(connections), "-d", f"{whole}s"]
-    command += ["--timeout", f"{REQUEST_TIMEOUT_S}s", "-s", str(SCRIPT), url, "--", content_type]
+    command += ["--timeout", f"{REQUEST_TIMEOUT_S}s", "-s", str(SCRIPT), url, "--"]
+    command += [content_type, str(skip_s)]
     before = _children_cpu_s()
     done = subprocess.run(
         [*command, *map(str, files)], capture_output=True, text=True, timeout=whole + GRACE_S

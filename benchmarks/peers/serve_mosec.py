@@ -18,9 +18,9 @@ class Tiny(Worker):
         """Take the body as it is."""
         return data
 
-    def forward(self, data: list[bytes]) -> list[list[float]]:
-        """Answer a batch."""
-        return self.work(data)
+    def forward(self, data):
+        """Answer a batch, or one request where batching is off."""
+        return self.work(data) if BATCH_SIZE > 1 else self.work([data])[0]
 
     def serialize(self, data: list[float]) -> bytes:
         """Write one answer."""
@@ -28,9 +28,9 @@ class Tiny(Worker):
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = ["--port", str(PORT), "--wait", "1", "--log-level", "warning"]
+    sys.argv[1:] = ["--address", "127.0.0.1", "--port", str(PORT), "--log-level", "warning"]
     server = Server()
-    # The shortest wait that it knows is one millisecond.
+    # Without batching it waits for nothing; with, the shortest wait that it knows is 1 ms.
     environment = [dict(os.environ) for _ in range(WORKERS)]
     server.append_worker(
         Tiny, num=WORKERS, max_batch_size=BATCH_SIZE, max_wait_time=1, env=environment

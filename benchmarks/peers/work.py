@@ -13,7 +13,7 @@ from PIL import Image
 MODEL = os.environ.get("BENCH_MODEL", "tiny.onnx")
 WORKERS = int(os.environ.get("BENCH_WORKERS", "1"))
 PORT = int(os.environ.get("BENCH_PORT", "8080"))
-BATCH_SIZE = 8
+BATCH_SIZE = int(os.environ.get("BENCH_BATCH", "8"))
 
 
 class Work:

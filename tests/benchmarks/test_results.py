@@ -1,86 +1,74 @@
 from pathlib import Path
 
-import pytest
-
+from benchmarks.bare import Loop, merge_loops
 from benchmarks.results import (
     BARE,
-    SERVED,
+    OURS,
     Cell,
     Footprint,
     Results,
     Sample,
     Spread,
-    bare_rate,
+    neighbours,
     read_results,
     spread,
     summarise,
 )
 
+SERVED_8, BARE_8 = Cell("resnet50", OURS, 2, 8), Cell("resnet50", BARE, 2, 8)
 
-def sample(cell: Cell, rate: float, round: int = 0, failures: int = 0) -> Sample:
+
+def sample(
+    cell: Cell, rate: float, round: int = 0, failures: int = 0, p50_ms: float = 1.0
+) -> Sample:
     """Return a run of 10 s."""
     requests = int(10 * rate) + failures
-    return Sample(cell, round, requests, 10.0, 1.0, 2.0, failures, 0.5, 1.0, 0.0)
+    return Sample(cell, round, requests, 10.0, p50_ms, 2.0, failures, 0.5, 1.0, 0.0)
 
 
-def bare(workers: int, batch: int) -> Cell:
-    return Cell("digits", BARE, workers, batch=batch)
-
-
-def served(workers: int, connections: int) -> Cell:
-    return Cell("digits", SERVED, workers, connections)
-
-
-LOOPS = [
-    sample(bare(1, 1), 1000),
-    sample(bare(1, 8), 1500),
-    sample(bare(2, 1), 2100),
-    sample(bare(2, 8), 2000),
-]
-
-
-@pytest.mark.parametrize(
-    ("workers", "connections", "expected"),
-    [
-        pytest.param(1, 1, 1000, id="one connection: one request at a time"),
-        pytest.param(2, 1, 1000, id="one connection keeps one process busy, whatever there is"),
-        pytest.param(1, 64, 1500, id="many connections: the faster batch"),
-        pytest.param(2, 64, 2100, id="two workers: two processes"),
-    ],
-)
-def test_a_served_rate_is_held_against_as_much_of_the_bare_loop_as_can_be_busy(
-    workers: int, connections: int, expected: float
-) -> None:
-    assert bare_rate(served(workers, connections), LOOPS, 0) == expected
-
-
-def test_ratios_are_taken_within_a_round() -> None:
-    cell, loop = served(1, 1), bare(1, 1)
-    samples = [
-        sample(loop, 1000, round=0),
-        sample(cell, 750, round=0),
-        sample(loop, 400, round=1),
-        sample(cell, 100, round=1),
+def test_a_served_run_is_held_against_the_bare_loops_just_before_and_just_after() -> None:
+    loops = [sample(BARE_8, 10, round) for round in range(4)]
+    others = [
+        sample(Cell("resnet50", BARE, 1, 1), 5, 1),
+        sample(Cell("tiny", BARE, 2, 8), 5, 1),
+        sample(Cell("resnet50", OURS, 2, 8), 5, 1),
     ]
-    row = next(row for row in summarise(samples) if row.cell == cell)
-    assert row.ratio == Spread(0.5, 0.25, 0.75)
-    assert row.rate == Spread(425, 100, 750)
+    assert neighbours(sample(SERVED_8, 10, 1), [*loops, *others]) == loops[1:3]
 
 
-def test_a_model_without_a_bare_loop_has_no_ratio() -> None:
-    (row,) = summarise([sample(Cell("echo", SERVED, 1, 64), 9000)])
-    assert row.ratio is None
+def test_the_ratio_is_the_median_of_all_neighbours_and_so_a_drift_does_not_count() -> None:
+    samples = []
+    for round, speed in enumerate((100, 80, 60)):
+        samples += [sample(BARE_8, speed, round), sample(SERVED_8, speed - 10, round, p50_ms=1.5)]
+    samples.append(sample(BARE_8, 40, 3))
+    row = next(row for row in summarise(samples) if row.cell == SERVED_8)
+    assert row.rate_ratio is not None and row.p50_ratio is not None
+    ratios = sorted([90 / 100, 90 / 80, 70 / 80, 70 / 60, 50 / 60, 50 / 40])
+    assert row.rate_ratio == Spread((ratios[2] + ratios[3]) / 2, ratios[0], ratios[-1])
+    assert row.p50_ratio == Spread(1.5, 1.5, 1.5)
+    assert row.rate == Spread(70, 50, 90)
+
+
+def test_the_bare_loop_itself_and_a_model_without_one_have_no_ratio() -> None:
+    rows = summarise([sample(Cell("echo", OURS, 1, 64), 9000), sample(BARE_8, 10)])
+    assert [row.rate_ratio for row in rows] == [None, None]
+
+
+def test_rates_of_bare_processes_are_added_each_over_its_own_time() -> None:
+    merged = merge_loops([Loop(100, 10.0, 9.0, 1.0, 2.0), Loop(100, 12.5, 9.0, 1.5, 1.9)])
+    assert merged.requests / merged.seconds == 10 + 8
+    assert (merged.cpu_s, merged.p50_ms, merged.p99_ms) == (18.0, 1.5, 2.0)
 
 
 def test_failed_requests_count_as_failures_and_not_as_rate() -> None:
-    found = sample(served(1, 8), 500, failures=100)
+    found = sample(SERVED_8, 500, failures=100)
     assert found.rate == 500
     (row,) = summarise([found])
     assert row.failures == 100
 
 
 def test_cpu_is_told_per_request() -> None:
-    found = sample(served(1, 8), 1000)
+    found = sample(SERVED_8, 1000)
     assert (found.server_us, found.workers_us) == (50, 100)
 
 
@@ -89,7 +77,11 @@ def test_the_spread_is_median_lowest_and_highest() -> None:
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
-    footprint = Footprint("digits", 1, 0, 2.5, 50, 40, 300, 250)
-    results = Results({"date": "2026-01-01", "machine": {"cores": 2}}, LOOPS, [footprint])
+    footprints = [
+        Footprint("tiny", OURS, 1, 0, 2.5, 300, 50, 40, 300, 250, False),
+        Footprint("tiny", "mosec", 1, 0, 0.5, 150),
+    ]
+    samples = [sample(BARE_8, 10), sample(SERVED_8, 9)]
+    results = Results({"date": "2026-01-01", "machine": {"cores": 2}}, samples, footprints)
     results.write(tmp_path / "results.json")
     assert read_results(tmp_path / "results.json") == results

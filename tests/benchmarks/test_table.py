@@ -1,58 +1,134 @@
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from benchmarks.archives import ECHO, RESNET, TINY
 from benchmarks.plot import draw
-from benchmarks.results import BARE, SERVED, Cell, Footprint, Results, Sample
+from benchmarks.results import BARE, OURS, Cell, Footprint, Results, Sample
 from benchmarks.table import tables
 
-MACHINE = {"cpu": "Some CPU", "cores": 2, "memory_gb": 8.0, "kernel": "6"}
+PARTS = (ECHO, TINY, RESNET)
 ABOUT = {
     "date": "2026-01-01T00:00:00Z",
-    "machine": MACHINE,
-    "settings": {"rounds": 1, "seconds": 4},
-}
+    "command": "scripts/bench",
+    "machine": {"cpu": "Some CPU", "cores": 2, "memory_gb": 8.0, "kernel": "6"},
+    "versions": {"python": "3.12.1"},
+    "peers": {"mosec": "0.9.8", "torchserve": "0.12.0"},
+    "settings": {
+        "rounds": 2, "seconds": 5, "compute_seconds": 20, "workers": 1, "compute_workers": 2,
+    },
+}  # fmt: skip
+RATES = {OURS: 12_345, "mosec": 10_105, "torchserve": 3_507}
 
 
-def results(failures: int = 0, others: float = 0.0) -> Results:
-    """Return one round of a model and of the server's ceiling."""
-    cells = [
-        *(Cell("digits-onnx", BARE, 1, batch=batch) for batch in (1, 8)),
-        *(Cell("digits-onnx", SERVED, 1, connections) for connections in (1, 8, 64)),
-        *(Cell("echo", SERVED, 1, connections) for connections in (1, 8, 64)),
+def run(cell: Cell, rate: float, round: int, failures: int, others: float) -> Sample:
+    """Return a run of 10 s, 40 µs of server CPU a request."""
+    requests = int(10 * rate)
+    return Sample(cell, round, requests, 10.0, 1000 / rate, 432.1, failures, 40e-6 * requests,
+                  100e-6 * requests, others)  # fmt: skip
+
+
+def results(
+    parts: Collection[str] = PARTS, failures: int = 0, others: float = 0.0, share: float = 0.975
+) -> Results:
+    """Return two rounds; ResNet-50 is served at `share` of the bare loop's rate."""
+    samples = []
+    for round in range(2):
+        for count in (1, 8, 64):
+            samples.append(run(Cell(ECHO, OURS, 1, count), 21_645, round, failures, others))
+            samples += [
+                run(Cell(TINY, name, 1, count), rate, round, failures, others)
+                for name, rate in RATES.items()
+            ]
+            bare = Cell(RESNET, BARE, min(count, 2), count)
+            samples.append(run(bare, 24, round, 0, others))
+            samples.append(run(Cell(RESNET, OURS, 2, count), 24 * share, round, failures, others))
+    footprints = [
+        *(Footprint(name, OURS, 1, 0, 2.5, 300, 70, 58, 369, 282, False) for name in PARTS),
+        *(Footprint(TINY, name, 1, 0, 0.5, 1070) for name in ("mosec", "torchserve")),
     ]
-    samples = [
-        Sample(cell, 0, 12_345, 1.0, 0.512, 4.25, failures, 0.5, 1.0, others) for cell in cells
-    ]
-    return Results(dict(ABOUT), samples, [Footprint("digits-onnx", 1, 0, 2.5, 57, 45, 367, 282)])
+    return Results(
+        dict(ABOUT),
+        [sample for sample in samples if sample.cell.subject in parts],
+        [each for each in footprints if each.subject in parts],
+    )
 
 
-def printed(found: Results) -> str:
-    console = Console(width=80)
+def printed(found: Results, width: int = 80) -> str:
+    console = Console(width=width)
     with console.capture() as capture:
         console.print(tables(found))
     return capture.get()
 
 
-@pytest.mark.parametrize(
-    "text", ["served, 1 worker, c=64", "bare, 1 process, batch 8", "12,345", "0.51", "4.25", "2.5"]
-)
-def test_every_figure_fits_on_80_columns(text: str) -> None:
+def line(shown: str, start: str) -> list[str]:
+    """Return the words of the first line that begins so."""
+    return next(each for each in shown.splitlines() if each.strip().startswith(start)).split()
+
+
+def test_every_figure_fits_on_80_columns() -> None:
+    assert "…" not in printed(results())
+
+
+def test_each_part_has_its_table() -> None:
+    shown = printed(results(), 120)
+    assert line(shown, "c=64")[:4] == ["c=64", "21,645", "0.05", "432.10"]
+    assert line(shown, "mosec")[:4] == ["mosec", "10,105", "10,105", "10,105"]
+    assert line(shown, "mosec")[-2:] == ["0.5", "1070"]
+    compute = shown[shown.index("COMPUTE") :]
+    assert line(compute, "c=8")[:5] == ["c=8", "24.00", "23.40", "0.975", "0.975–0.975"]
+
+
+def test_servers_stand_in_the_order_of_their_rates() -> None:
     shown = printed(results())
-    assert text in shown
-    assert "…" not in shown
+    assert shown.index("modelyard  ") < shown.index("mosec  ") < shown.index("torchserve  ")
+
+
+@pytest.mark.parametrize("share", [0.99, 0.9])
+def test_goals_are_held_against_what_was_found(share: float) -> None:
+    shown = printed(results(share=share), 120)
+    goals = shown[shown.index("goal") :]
+    assert line(goals, "ceiling ≥ 15,000/s")[-2:] == ["21,645", "met"]
+    assert line(goals, "overhead: ahead of every other at c=8")[-4:] == [
+        "1.22",
+        "×",
+        "mosec",
+        "met",
+    ]
+    is_met = share > 0.97
+    assert (line(goals, "compute: ≥ 0.97 of bare at c=64")[-2:] == ["not", "met"]) is not is_met
+    assert (line(goals, "compute: p50 at c=1")[-2:] == ["not", "met"]) is not is_met
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_alone_is_shown_and_drawn(part: str, tmp_path: Path) -> None:
+    shown = printed(results([part]))
+    titles = {ECHO: "CEILING", TINY: "OVERHEAD", RESNET: "COMPUTE"}
+    assert [title for title in titles.values() if title in shown] == [titles[part]]
+    draw(results([part]), tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_row_with_failures_shows_them_instead_of_a_rate() -> None:
-    assert "served, 1 worker, c=64: 7 requests failed" in printed(results(failures=7)).replace(
-        "\n", " "
-    )
+    shown = printed(results(failures=7), 120)
+    assert "14 failed" in shown
+    assert "21,645" not in shown[: shown.index("goal")]
+
+
+def test_a_server_that_failed_under_load_has_no_row() -> None:
+    found = results([TINY])
+    lost = [sample for sample in found.samples if sample.cell.server == "mosec"][-1]
+    kept = [sample for sample in found.samples if sample.cell != lost.cell]
+    shown = printed(Results(found.about, kept, found.footprints), 120)
+    assert "\n mosec" not in shown
+    assert "\n torchserve" in shown
 
 
 def test_rows_beside_a_busy_neighbour_are_marked() -> None:
-    assert "12,345*" in printed(results(others=0.5))
-    assert "*" not in printed(results())
+    assert "12,345*" in printed(results(others=0.5), 120)
+    assert "*" not in printed(results(), 120)
 
 
 def test_the_plot_is_a_picture(tmp_path: Path) -> None:

@@ -27,6 +27,9 @@ class App:
     async def __call__(self, scope: object, receive: object, send: object) -> None:
         raise AssertionError
 
+    def take(self, exchange: object) -> bool:
+        raise AssertionError
+
     def refuse(self, error: Exception) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
         raise AssertionError
 

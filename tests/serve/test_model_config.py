@@ -110,7 +110,9 @@ def test_the_setting_model_settings_goes_before_the_archive(load: Load) -> None:
 def test_a_wrong_model_setting_is_named(load: Load) -> None:
     with pytest.raises(BadModelConfig, match="model_settings: batchSize: expected"):
         load("{}", model_settings={"m": {"batchSize": 0}})
-    with pytest.raises(BadModelConfig, match="the server reads no batchsize; it reads batchBy, batchSize, "):
+    with pytest.raises(
+        BadModelConfig, match="the server reads no batchsize; it reads batchBy, batchSize, "
+    ):
         load("{}", model_settings={"m": {"batchsize": 1}})
 
 
