@@ -1,12 +1,14 @@
-"""The hot path and the documented route beneath it, side by side in one process."""
+"""The hot path beside the ways to the same answer: its own task, and the documented route."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import MutableMapping
+import socket
+from collections.abc import Iterator, MutableMapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import uvloop
 
 from serve.api.asgi import Api, Phase
@@ -17,7 +19,7 @@ from serve.metrics import Metrics
 from serve.registry import Registry
 from serve.settings import load_settings
 from serve.state import StateDir
-from tests.serve.live import build_archive
+from tests.serve.live import LiveServer, build_archive, running
 
 REQUESTS = [
     ("/predictions/picky", b"hello"),
@@ -103,3 +105,70 @@ def test_both_give_the_same_bytes(tmp_path: Path) -> None:
             await lifecycle.stop(0)
 
     uvloop.run(scenario())
+
+
+# -- a request whose body is there with its head is answered without a task ---------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    folder = tmp_path_factory.mktemp("hot")
+    for behaviour in ("picky", "streamer"):
+        build_archive(folder / "store", behaviour)
+    options = ("--models", "picky", "--models", "streamer", "--workers", "1")
+    with running(folder / "state", folder / "store", *options) as server:
+        yield server
+
+
+def talk(server: LiveServer, *pieces: bytes) -> bytes:
+    """Send the pieces, each when the server has taken the one before; return all that comes."""
+    with socket.create_connection(server.address, 20) as client:
+        for piece in pieces:
+            client.sendall(piece)
+            server.predict("picky", "hello")  # a turn of the loop that comes after this piece
+        received = b""
+        while data := client.recv(65536):
+            received += data
+    return received
+
+
+def head(path: str, length: int, *more: str) -> bytes:
+    lines = [f"POST {path} HTTP/1.1", "Host: x", "X-Request-Id: one", f"Content-Length: {length}"]
+    return "\r\n".join((*lines, *more, "", "")).encode()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "more"),
+    [
+        *((path, body, ()) for path, body in REQUESTS if path != "/predictions/idle"),
+        ("/predictions/streamer", b"count 3", ()),
+        ("/predictions/picky", b"hello", ("X-Request-Timeout: soon",)),
+        ("/predictions/picky?a=b", b"hello", ("X-Request-Timeout: 10s",)),
+        ("/v2/models/picky/infer", b"hello", ()),
+        ("/v2/models/nobody/infer", b"{}", ()),
+    ],
+    ids=str,
+)
+def test_a_body_that_comes_later_gets_the_same_bytes(
+    server: LiveServer, path: str, body: bytes, more: tuple[str, ...]
+) -> None:
+    start = head(path, len(body), "Connection: close", *more)
+    at_once = talk(server, start + body)
+    assert at_once.startswith(b"HTTP/1.1 ")
+    assert at_once == talk(server, start, body) == talk(server, start + body[:1], body[1:])
+
+
+def test_answers_of_one_connection_keep_their_order(server: LiveServer) -> None:
+    """Whole requests and one whose body is late, a stream, and one that is refused at once."""
+    asked = [
+        ("/predictions/picky", b"first"),
+        ("/predictions/nobody", b"second"),
+        ("/predictions/streamer", b"count 2"),
+        ("/predictions/picky", b"fourth"),
+    ]
+    whole = b"".join(head(path, len(body)) + body for path, body in asked)
+    last = head("/predictions/picky", 5, "Connection: close")
+    received = talk(server, whole + last, b"fifth")
+    places = [received.index(text) for text in (b"first", b"nobody", b"2.0", b"fourth", b"fifth")]
+    assert places == sorted(places)
+    assert received.count(b"HTTP/1.1 ") == 5
