@@ -126,6 +126,8 @@ class Limits:
     transfer_timeout_s: float = 20
     keep_alive_s: float = 75
     connections: int = 4096
+    part_bytes: int = PART_BYTES
+    """At most one more than a body may have: that part tells the application that it is too long."""
 
 
 IDLE, HEAD, BODY, ENDING = range(4)
@@ -209,7 +211,7 @@ class Exchange:
         if self.is_complete or self.has_left:
             return
         self.parts.append(body)
-        if self.received - self._taken >= PART_BYTES:
+        if self.received - self._taken >= self.connection.limits.part_bytes:
             self.connection.pause_reading()
             self.tell()
 
@@ -243,7 +245,8 @@ class Exchange:
         self.expects_continue = False
         while not (self.has_left or self.is_complete):
             waits = self.received - self._taken
-            if waits >= PART_BYTES or (self.is_received and not self._is_taken):
+            is_part = waits >= self.connection.limits.part_bytes
+            if is_part or (self.is_received and not self._is_taken):
                 parts, self.parts = self.parts, []
                 self._taken = self.received
                 self._is_taken = self.is_received
@@ -406,7 +409,7 @@ class Connection(asyncio.Protocol):
     ) -> None:
         self.app = app
         self.access = access
-        self._limits = limits
+        self.limits = limits
         self._connections = connections
         self._closed = closed
         self.loop = asyncio.get_running_loop()
@@ -468,7 +471,7 @@ class Connection(asyncio.Protocol):
             return
         if self.phase == HEAD:
             self.head_bytes += len(data)
-            if self.head_bytes > self._limits.header_bytes:
+            if self.head_bytes > self.limits.header_bytes:
                 self._refuse_head()
         elif reading is not None and reading is self.reading and reading.is_chunked:
             reading.framing += len(data) - (reading.received - received)
@@ -484,7 +487,7 @@ class Connection(asyncio.Protocol):
         if len(self.url) > TARGET_BYTES:
             self.refuse(TargetTooLong(TARGET_BYTES))
         else:
-            self.refuse(HeadTooLarge(f"{self._limits.header_bytes} bytes (max_header_bytes)"))
+            self.refuse(HeadTooLarge(f"{self.limits.header_bytes} bytes (max_header_bytes)"))
 
     def _stay(self, rest: bytes | memoryview) -> None:
         """Go on with HTTP/1.1 where a client offers to change the protocol, as RFC 9110 allows.
@@ -612,8 +615,8 @@ class Connection(asyncio.Protocol):
             raise TargetTooLong(TARGET_BYTES)
         if self.head_bytes:  # it came in several pieces
             size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in headers)
-            if size > self._limits.header_bytes:
-                raise HeadTooLarge(f"{self._limits.header_bytes} bytes (max_header_bytes)")
+            if size > self.limits.header_bytes:
+                raise HeadTooLarge(f"{self.limits.header_bytes} bytes (max_header_bytes)")
 
     def _split_target(self) -> tuple[bytes, bytes]:
         """Return path, not decoded, and query of the target.
@@ -711,7 +714,7 @@ class Connection(asyncio.Protocol):
 
     def check(self, now: float) -> None:
         """Close what its client has left alone, or feeds or empties too slowly."""
-        limits, transport = self._limits, self.transport
+        limits, transport = self.limits, self.transport
         if left := transport.get_write_buffer_size():
             if self._is_slow("answer", now, self.written - left):
                 logger.warning("%s: takes its answer too slowly", self.client or "a client")
@@ -739,7 +742,7 @@ class Connection(asyncio.Protocol):
     def _is_slow(self, what: object, now: float, progress: int) -> bool:
         """Tell whether less than the rate has come, or gone, in the time that ends now."""
         measured, since, then = self._window
-        timeout_s = self._limits.transfer_timeout_s
+        timeout_s = self.limits.transfer_timeout_s
         if measured is not what:
             self._window = (what, now, progress)
             return False

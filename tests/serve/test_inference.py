@@ -414,3 +414,13 @@ def test_the_documentation_needs_nothing_from_elsewhere(server: LiveServer) -> N
 @pytest.mark.parametrize("path", ["../../etc/passwd", "%2e%2e/%2e%2e/asgi.py", "..%2fasgi.py"])
 def test_the_documentations_files_are_all_that_is_served(server: LiveServer, path: str) -> None:
     assert server.client.get(f"/docs/assets/{path}").status_code == 404
+
+
+def test_a_body_without_an_end_is_refused_when_it_crosses_the_limit(server: LiveServer) -> None:
+    with socket.create_connection(server.address, 10) as client:
+        client.sendall(
+            b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"%x\r\n%s\r\n" % (LIMIT + 1, b"x" * (LIMIT + 1))
+        )
+        assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
+    assert is_well(server)
