@@ -18,6 +18,18 @@ class Memory:
     rss_mb: float
     pss_mb: float
     """As RSS, but a page that n processes share counts 1/n."""
+    own_mb: float
+    """In no file: what one more process like this one certainly takes."""
+
+
+@dataclass(frozen=True)
+class Mapped:
+    """What a process maps of files, in MB (10^6 bytes)."""
+
+    resident_mb: float
+    pss_mb: float
+    own_mb: float
+    """Of it, copies of pages that the process has written to."""
 
 
 def cpu_s(pid: int) -> float:
@@ -37,13 +49,31 @@ def memory(pid: int) -> Memory:
 
 
 def parse_memory(rollup: str) -> Memory:
-    """Read RSS and PSS from /proc/PID/smaps_rollup."""
+    """Read RSS, PSS and anonymous memory from /proc/PID/smaps_rollup."""
     kb = {
         name: int(value.split()[0])
         for name, _, value in (line.partition(":") for line in rollup.splitlines())
-        if name in ("Rss", "Pss")
+        if name in ("Rss", "Pss", "Anonymous")
     }
-    return Memory(kb["Rss"] * 1024 / 1e6, kb["Pss"] * 1024 / 1e6)
+    return Memory(*(kb[name] * 1024 / 1e6 for name in ("Rss", "Pss", "Anonymous")))
+
+
+def mapped(pid: int, folder: Path) -> Mapped:
+    """Return what a process maps now of the files in a folder, removed ones too."""
+    return parse_mapped((PROC / str(pid) / "smaps").read_text(), folder)
+
+
+def parse_mapped(smaps: str, folder: Path) -> Mapped:
+    """Add up the mappings of a folder's files in /proc/PID/smaps."""
+    kb = dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
+    is_inside = False
+    for line in smaps.splitlines():
+        name, *values = line.split(maxsplit=5)
+        if not name.endswith(":"):  # a mapping's address, rights, offset, device, inode and file
+            is_inside = len(values) == 5 and Path(values[4]).is_relative_to(folder)
+        elif is_inside and name[:-1] in kb:
+            kb[name[:-1]] += int(values[0])
+    return Mapped(*(value * 1024 / 1e6 for value in kb.values()))
 
 
 def busy_s() -> float:

@@ -81,6 +81,7 @@ class Server:
         return procfs.Memory(
             sum(memory.rss_mb for memory in found) / len(found),
             sum(memory.pss_mb for memory in found) / len(found),
+            sum(memory.own_mb for memory in found) / len(found),
         )
 
     def _describe(self) -> dict[str, Any]:

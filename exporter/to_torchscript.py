@@ -5,7 +5,8 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from zipfile import ZipFile, ZipInfo
+from struct import Struct
+from zipfile import ZIP64_LIMIT, ZipFile, ZipInfo
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,10 @@ from torch import Tensor, nn
 from exporter.diagnose import explain, find_place
 from exporter.errors import cause
 from exporter.signature import Signature
+
+_HEADER_BYTES, _LARGE_BYTES = 30, 20  # of a zip's entry, and more of one over 2 GB
+_PAD = Struct("<2H")
+_PAD_ID = int.from_bytes(b"FB", "little")  # torch's own; a reader skips what it does not know
 
 _TracerWarning: type[Warning] = torch.jit.TracerWarning  # type: ignore[attr-defined]
 
@@ -61,8 +66,21 @@ def _write_without_paths(raw: Path, path: Path) -> None:
                 continue
             kept = ZipInfo(entry.filename)
             kept.file_size = entry.file_size  # decides whether it needs the large form
+            kept.extra = _padding(target.fp.tell(), kept)  # type: ignore[union-attr]
             with source.open(entry) as content, target.open(kept, "w") as copy:
                 shutil.copyfileobj(content, copy)
+
+
+def _padding(offset: int, entry: ZipInfo) -> bytes:
+    """Make an entry's content begin at a multiple of 64, as torch does: so it can be mapped.
+
+    Args:
+        offset: where the entry's header begins.
+    """
+    large = entry.file_size * 1.05 > ZIP64_LIMIT  # as zipfile decides
+    header_bytes = _HEADER_BYTES + len(entry.filename.encode()) + large * _LARGE_BYTES
+    fill = -(offset + header_bytes + _PAD.size) % 64
+    return _PAD.pack(_PAD_ID, fill) + bytes(fill)
 
 
 def _trace(

@@ -7,6 +7,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from handlers.errors import InputMismatch
 from handlers.errors import LoadError as LoadError
 from handlers.errors import UnsafeProgram as UnsafeProgram
 from handlers.safe_program import load_program as load_program
+from handlers.sharing import MIN_FILE_BYTES, make_once, map_weights, release_freed_memory
 
 _log = logging.getLogger(__name__)
 
@@ -122,13 +124,18 @@ class Artifact:
         return output if isinstance(output, Tensor) else _as_output(output)
 
 
-def open_artifact(path: Path, format: str, device: str | torch.device = "cpu") -> Artifact:
+def open_artifact(
+    path: Path, format: str, device: str | torch.device = "cpu", share: bool = False
+) -> Artifact:
     """Load an artifact so that a worker can call it.
 
     Args:
         path: the artifact file.
         format: a key of `FORMATS`.
         device: "cpu" or "cuda[:N]"; an artifact exported on one device runs on the other.
+        share: whether weights on the CPU are mapped, and so in memory once for all processes that
+            do this. `path` must lie in a folder that nobody changes, and into which further files
+            may be written.
 
     Raises:
         LoadError: unknown format, no such device, or a file that is not what `format` says.
@@ -147,7 +154,7 @@ def open_artifact(path: Path, format: str, device: str | torch.device = "cpu") -
             f"{path.name} holds {found}, not {format}; say {found} or give the other file"
         )
     try:
-        return FORMATS[format](path, place)
+        return FORMATS[format](path, place, share and place.type == "cpu")
     except LoadError:
         raise
     # The loaders raise whatever their parsers raise on a damaged file (KeyError, RuntimeError,
@@ -184,15 +191,18 @@ def detect_format(path: Path) -> str:
     raise LoadError(f"{path.name} is no artifact; expected the content of {' or '.join(FORMATS)}")
 
 
-def open_pt2(path: Path, device: torch.device) -> Artifact:
+def open_pt2(path: Path, device: torch.device, share: bool = False) -> Artifact:
     """Load an exported program; gradients flow through it exactly as through the checkpoint.
 
     Raises:
         UnsafeProgram: the file holds more than a program.
     """
     program = load_program(path)
-    tensors = [*program.state_dict.values(), *program.constants.values()]
-    if any(isinstance(value, Tensor) and value.device != device for value in tensors):
+    values = [*program.state_dict.values(), *program.constants.values()]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if share:
+        map_weights(tensors, path)
+    if any(tensor.device != device for tensor in tensors):
         program = move_to_device_pass(program, device)
     inputs = _program_inputs(program)
     own_check_is_enough = _has_free_dims_only(program)
@@ -204,11 +214,13 @@ def open_pt2(path: Path, device: torch.device) -> Artifact:
     return Artifact("pt2", run, inputs, device, module)
 
 
-def open_torchscript(path: Path, device: torch.device) -> Artifact:
+def open_torchscript(path: Path, device: torch.device, share: bool = False) -> Artifact:
     """Load a scripted or traced module; the file states its inputs' names, not their shapes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.load` is", DeprecationWarning)
         module = torch.jit.load(os.fspath(path), map_location=device)  # type: ignore[no-untyped-call]
+    if share:
+        map_weights([*module.parameters(), *module.buffers()], path)
     module.eval()
     _freeze(module)
     arguments = module.forward.schema.arguments[1:]  # the first is the module itself
@@ -218,9 +230,9 @@ def open_torchscript(path: Path, device: torch.device) -> Artifact:
     return Artifact("torchscript", module, inputs, device, module)
 
 
-def open_onnx(path: Path, device: torch.device) -> Artifact:
+def open_onnx(path: Path, device: torch.device, share: bool = False) -> Artifact:
     """Load an ONNX model into onnxruntime; tensors pass through numpy without a copy on the CPU."""
-    session = open_session(path, device)
+    session = open_session(path, device, share)
     inputs = [_onnx_input(node.name, node.type, node.shape) for node in session.get_inputs()]
     input_names = [spec.name for spec in inputs]
     output_names = [node.name for node in session.get_outputs()]
@@ -238,28 +250,47 @@ def open_onnx(path: Path, device: torch.device) -> Artifact:
     return Artifact("onnx", run, inputs, torch.device("cpu"))
 
 
-def open_session(path: Path, device: torch.device) -> Any:
-    """Give onnxruntime's session of an ONNX model, which computes on `device` if it can."""
+def open_session(path: Path, device: torch.device, share: bool = False) -> Any:
+    """Give onnxruntime's session of an ONNX model, which computes on `device` if it can.
+
+    Args:
+        share: as `open_artifact`'s; what is opened then is a copy, optimised for this machine, of
+            which onnxruntime maps the weights.
+    """
     import onnxruntime
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    options.inter_op_num_threads = 1
-    options.log_severity_level = 3  # errors only: probing for devices warns on machines without
-    # Spinning threads cost other workers their cores between two requests.
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     providers = _onnx_providers(onnxruntime.get_available_providers(), device)
-    return onnxruntime.InferenceSession(os.fspath(path), options, providers=providers)
+
+    def start(file: Path, options: Any) -> Any:
+        return onnxruntime.InferenceSession(os.fspath(file), options, providers=providers)
+
+    def optimise(folder: Path) -> None:
+        """Save the model as it is optimised for this machine, with its weights as they are used."""
+        options = _session_options(onnxruntime)
+        options.optimized_model_filepath = os.fspath(folder / _ONNX_OPTIMISED)
+        for key, value in _ONNX_OPTIMISED_ENTRIES.items():
+            options.add_session_config_entry(f"session.{key}", value)
+        start(path, options)
+
+    if share and providers == _ONNX_CPU and path.stat().st_size >= MIN_FILE_BYTES:
+        folder = make_once(path, optimise)
+        release_freed_memory()
+        if folder is not None:
+            options = _session_options(onnxruntime)
+            # It is optimised: a second time might change the order of sums.
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+            return start(folder / _ONNX_OPTIMISED, options)
+    return start(path, _session_options(onnxruntime))
 
 
-def open_aoti(path: Path, device: torch.device) -> Artifact:
+def open_aoti(path: Path, device: torch.device, share: bool = False) -> Artifact:
     """Load an AOTInductor package: native code, which runs in this process as it is.
 
     Raises:
         LoadError: it is not modelyard's, or was compiled for another torch, device or CPU.
     """
-    loader = torch._C._aoti.AOTIModelPackageLoader(os.fspath(path), "model", False, 1, -1)
-    metadata: dict[str, str] = loader.get_metadata()
+    package: Any = torch._C._aoti.AOTIModelPackageLoader
+    metadata: dict[str, str] = package.load_metadata_from_package(os.fspath(path), _AOTI_MODEL)
     stated = json.loads(metadata.get("modelyard", "{}"))
     if not stated:
         raise LoadError(
@@ -267,6 +298,14 @@ def open_aoti(path: Path, device: torch.device) -> Artifact:
             "expected a package from modelyard export --format aoti"
         )
     _check_native(path, stated["torch"], metadata, device)
+    folder = None
+    if share and path.stat().st_size >= MIN_FILE_BYTES:
+        folder = make_once(path, partial(_unpack_native, path))
+    native: Any = (
+        package(os.fspath(path), _AOTI_MODEL, False, 1, -1)
+        if folder is None
+        else _SharedNative(folder)
+    )
     inputs = [
         InputSpec(
             spec["name"],
@@ -279,16 +318,67 @@ def open_aoti(path: Path, device: torch.device) -> Artifact:
     def run(*tensors: Tensor) -> Any:
         _check_equal_dims(inputs, tensors)
         # The code takes the strides of what it was compiled with for granted.
-        return loader.run([tensor.contiguous() for tensor in tensors])
+        return native.run([tensor.contiguous() for tensor in tensors])
 
     return Artifact("aoti", run, inputs, device)
 
 
-FORMATS: Mapping[str, Callable[[Path, torch.device], Artifact]] = {
+class _SharedNative:
+    """Native code of a package that lies unpacked in a folder, computing with mapped weights."""
+
+    def __init__(self, folder: Path) -> None:
+        self._runner = _open_native(folder)
+        names = {
+            original: name
+            for name, original in self._runner.get_constant_names_to_original_fqns().items()
+        }
+        # The code uses them where they are, and does not keep them alive.
+        self._weights = {
+            names[original]: weight
+            for original, weight in torch.load(
+                folder / _AOTI_WEIGHTS, mmap=True, weights_only=True
+            ).items()
+        }
+        self._runner.update_constant_buffer(self._weights, True, True, True)
+        self._runner.swap_constant_buffer()
+        self._runner.free_inactive_constant_buffer()  # the copies that the code began with
+        release_freed_memory()
+
+    def run(self, tensors: list[Tensor]) -> list[Tensor]:
+        outputs: list[Tensor] = self._runner.run(tensors)
+        return outputs
+
+
+def _unpack_native(path: Path, folder: Path) -> None:
+    """Unpack a package, and lay the weights of its code beside it, as they are in memory."""
+    with zipfile.ZipFile(path) as package:
+        package.extractall(folder)
+    runner = _open_native(folder)  # it owns the weights, and must live until they are written
+    torch.save(runner.extract_constants_map(False), folder / _AOTI_WEIGHTS)
+
+
+def _open_native(folder: Path) -> Any:
+    (library,) = folder.glob("*/data/aotinductor/*/*.wrapper.so")
+    return torch._C._aoti.AOTIModelContainerRunnerCpu(os.fspath(library), 1)
+
+
+FORMATS: Mapping[str, Callable[[Path, torch.device, bool], Artifact]] = {
     "pt2": open_pt2,
     "onnx": open_onnx,
     "torchscript": open_torchscript,
     "aoti": open_aoti,
+}
+
+_AOTI_MODEL = "model"
+_AOTI_WEIGHTS = "weights.pt"
+
+_ONNX_CPU: list[Any] = ["CPUExecutionProvider"]
+_ONNX_OPTIMISED = "optimized.onnx"
+_ONNX_OPTIMISED_ENTRIES = {
+    "optimized_model_external_initializers_file_name": "optimized.weights",
+    "optimized_model_external_initializers_min_size_in_bytes": "1024",
+    # Kernels reorder weights for their own use, into memory of their own: not if the file has them.
+    "save_external_prepacked_constant_initializers": "1",
 }
 
 _ONNX_DTYPES = {
@@ -416,16 +506,26 @@ def _onnx_input(name: str, kind: str, shape: Sequence[int | str | None]) -> Inpu
     return InputSpec(name, _ONNX_DTYPES[kind], tuple(dims))
 
 
+def _session_options(onnxruntime: Any) -> Any:
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # errors only: probing for devices warns on machines without
+    # Spinning threads cost other workers their cores between two requests.
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    return options
+
+
 def _onnx_providers(available: Sequence[str], device: torch.device) -> list[Any]:
     if device.type == "cpu":
-        return ["CPUExecutionProvider"]
+        return _ONNX_CPU
     if "CUDAExecutionProvider" not in available:
         # The CPU gives the same answers; a model that must not run there is exported as pt2.
         _log.warning(
             "this onnxruntime has no CUDA support, so ONNX artifacts run on the CPU; "
             "install onnxruntime-gpu, or serve the pt2 artifact"
         )
-        return ["CPUExecutionProvider"]
+        return _ONNX_CPU
     return [("CUDAExecutionProvider", {"device_id": device.index}), "CPUExecutionProvider"]
 
 

@@ -403,12 +403,12 @@ def _open(folder: Path, artifact: str, report: str | None, device: torch.device)
     if report is None:
         if not path.is_file():
             raise LoadError(f"the manifest names {artifact}, which the archive does not hold")
-        return open_artifact(path, detect_format(path), device)
+        return open_artifact(path, detect_format(path), device, share=True)
     try:
         format = json.loads((folder / report).read_text(encoding="utf-8"))["format"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise LoadError(f"{report} cannot be read ({error!r}); build the archive again") from error
-    return open_artifact(path, format, device)
+    return open_artifact(path, format, device, share=True)
 
 
 def _read_signature(

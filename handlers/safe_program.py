@@ -51,12 +51,12 @@ _DIRECTORY_END_64 = struct.Struct("<4sQ2H2I4Q")
 _LOCATOR_64 = struct.Struct("<4sIQI")
 _TRAILER_BYTES = 24  # what may follow an entry: its sizes and checksum once more
 
-# What zipfile raises on a damaged file.
-_DAMAGED = (
+DAMAGED_ZIP = (
     zipfile.BadZipFile,
     *(NotImplementedError, RuntimeError, OSError, EOFError, ValueError, OverflowError),
     struct.error,
 )
+"""What zipfile raises on a damaged file."""
 
 _Finding = tuple[str, str]
 _Range = tuple[int, int]
@@ -88,7 +88,7 @@ def _check(name: str, file: IO[bytes]) -> "_Snapshot":
         snapshot = _Snapshot(file, _payload_ranges(file))
         with zipfile.ZipFile(snapshot) as container:
             findings = list(itertools.islice(_findings(snapshot, container), MAX_FINDINGS + 1))
-    except _DAMAGED as error:
+    except DAMAGED_ZIP as error:
         findings = [("the file", f"it is no zip that can be read ({error})")]
     if len(findings) > MAX_FINDINGS:
         findings[MAX_FINDINGS:] = [("the file", "and more")]
@@ -181,10 +181,11 @@ def _payload_ranges(file: IO[bytes]) -> list[_Range]:
         if len(container.filelist) > MAX_ENTRIES:
             raise zipfile.BadZipFile(f"it has over {MAX_ENTRIES} entries")
         payloads = [info for info in container.filelist if _PAYLOAD.fullmatch(_inner(info))]
-    return sorted(_data_range(file, info) for info in payloads if info.compress_size)
+    return sorted(data_range(file, info) for info in payloads if info.compress_size)
 
 
-def _data_range(file: IO[bytes], info: zipfile.ZipInfo) -> _Range:
+def data_range(file: IO[bytes], info: zipfile.ZipInfo) -> _Range:
+    """Give where the content of a zip's entry starts and ends in the file, as stored."""
     file.seek(info.header_offset)
     *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
@@ -220,7 +221,7 @@ def _layout(snapshot: _Snapshot, container: zipfile.ZipFile) -> Iterator[_Findin
         yield "the file", f"its directory counts {entries} of {len(container.filelist)} entries"
     ends_at, payloads = 0, []
     for info in sorted(container.filelist, key=lambda info: info.header_offset):
-        start, end = _data_range(snapshot, info)  # type: ignore[arg-type]
+        start, end = data_range(snapshot, info)  # type: ignore[arg-type]
         if not ends_at <= info.header_offset <= ends_at + _TRAILER_BYTES:
             yield info.orig_filename, "it overlaps another entry, or hidden bytes precede it"
         if _PAYLOAD.fullmatch(_inner(info)) and end > start:

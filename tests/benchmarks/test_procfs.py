@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,19 @@ def test_cpu_time_is_user_and_system_time(name: str) -> None:
 
 def test_memory_is_in_millions_of_bytes() -> None:
     rollup = "00400000-7fff [rollup]\nRss:    1000 kB\nPss:     500 kB\nPss_Dirty: 7 kB\n"
-    assert procfs.parse_memory(rollup) == procfs.Memory(rss_mb=1.024, pss_mb=0.512)
+    rollup += "Anonymous: 250 kB\n"
+    assert procfs.parse_memory(rollup) == procfs.Memory(rss_mb=1.024, pss_mb=0.512, own_mb=0.256)
+
+
+def test_only_mappings_of_a_folders_files_are_added_up() -> None:
+    kinds = "Rss: 1000 kB\nPss: 500 kB\nShared_Clean: 4 kB\nAnonymous: 250 kB\nVmFlags: rd wr\n"
+    smaps = "".join(
+        f"7f00-7f01 rw-p 00000000 fe:00 12 {file}\n{kinds}"
+        for file in ("/state/unpacked/a b", "/state/unpacked/c (deleted)", "/state/other", "[heap]")
+    )
+    smaps += f"7f00-7f01 rw-p 00000000 00:00 0\n{kinds}"
+    found = procfs.parse_mapped(smaps, Path("/state/unpacked"))
+    assert found == procfs.Mapped(resident_mb=2.048, pss_mb=1.024, own_mb=0.512)
 
 
 def test_busy_time_leaves_out_idle_waiting_and_stolen_time() -> None:

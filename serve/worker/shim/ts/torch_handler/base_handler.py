@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from handlers.backends import detect_format, open_artifact, open_session
 from handlers.context import Context
 from handlers.errors import LoadError
+from handlers.sharing import map_weights
 from ts.handler_utils.timer import timed
 from ts.utils.util import check_valid_pt2_backend, list_classes_from_module, load_label_mapping
 
@@ -183,12 +184,12 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
         path = self.model_pt_path
         if model_file:
             model = self._load_pickled_model(folder, model_file, path)
-            return model.to(self.device).eval()
+            return self._share_weights(model.to(self.device)).eval()
         suffix = Path(path).suffix if path else None
         if suffix == ".pt":
-            return self._load_torchscript_model(path).eval()
+            return self._share_weights(self._load_torchscript_model(path)).eval()
         if suffix == ".onnx":
-            return open_session(Path(cast(str, path)), torch.device(self.device))
+            return open_session(Path(cast(str, path)), torch.device(self.device), share=True)
         if suffix == ".pt2":
             return _open_package(Path(cast(str, path)), self.device)
         if suffix == ".so" and self._use_torch_export_aot_compile():
@@ -231,6 +232,12 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
     def _load_torchscript_model(self, model_pt_path: Any) -> Any:
         """Load a TorchScript file onto the device."""
         return torch.jit.load(model_pt_path, map_location=self.device)  # type: ignore[no-untyped-call]
+
+    def _share_weights(self, model: Any) -> Any:
+        """Map weights on the CPU from the archive's file: in memory once for all workers."""
+        if isinstance(model, nn.Module) and self.model_pt_path:
+            map_weights([*model.parameters(), *model.buffers()], Path(self.model_pt_path))
+        return model
 
     def _use_torch_export_aot_compile(self) -> bool:
         section = self.model_yaml_config.get("pt2")
@@ -328,7 +335,7 @@ def _open_package(path: Path, device: torch.device) -> Any:
     """Open an exported program, or native code that AOTInductor compiled from one."""
     if detect_format(path) == "aoti":
         return torch._inductor.aoti_load_package(str(path))
-    return open_artifact(path, "pt2", device).module
+    return open_artifact(path, "pt2", device, share=True).module
 
 
 def _run_session(session: Any, inputs: Sequence[Tensor]) -> Any:

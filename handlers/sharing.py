@@ -1,0 +1,153 @@
+"""Weights that the workers of a model version share: mapped from files, not copied into each.
+
+All workers of a version see the same unpacked files. Pages that are mapped from a file are in
+memory once, whoever maps them; what a process writes to them goes to a copy of its own (copy on
+write) and never to the file. Removing the file while it is mapped is safe; cutting it short is not,
+so only files in a folder of the version's own are mapped, which nobody changes.
+"""
+
+import ctypes
+import fcntl
+import logging
+import mmap
+import shutil
+import tempfile
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from handlers.safe_program import DAMAGED_ZIP, data_range
+
+_log = logging.getLogger(__name__)
+
+MIN_STORAGE_BYTES = 1 << 14
+"""Smaller weights stay copies: a page is 4 KiB, and looking for them costs more than they do."""
+MIN_FILE_BYTES = 1 << 20
+"""Of smaller models no further file is made."""
+
+_ALIGNMENT = 64  # of what torch allocates, and of what it stores: kernels may choose by it
+_HEAD_BYTES = 64
+_SHARED = ".shared"
+_libc = ctypes.CDLL(None)
+
+
+def map_weights(tensors: Iterable[Tensor], path: Path) -> int:
+    """Exchange the memory of tensors on the CPU for the same bytes, mapped from their file.
+
+    Nothing changes but the place: a tensor is exchanged only where the file holds its whole
+    storage, uncompressed, aligned, and equal byte for byte. Tensors that share memory still do,
+    others do not begin to. Writing to one changes neither the file nor other processes.
+
+    Args:
+        tensors: just loaded from `path`; changed in place.
+        path: what torch has written, in a folder that nobody changes; of a file that is no zip,
+            nothing is mapped.
+
+    Returns:
+        The number of bytes that are mapped now.
+    """
+    by_storage: defaultdict[int, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        if _is_plain(tensor):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() >= MIN_STORAGE_BYTES and storage.data_ptr():
+                by_storage[storage.data_ptr()].append(tensor)
+    if not by_storage:
+        return 0
+    try:
+        records = _records(path)
+    except DAMAGED_ZIP as error:
+        _log.info("each worker keeps a copy of the weights of %s: %s", path.name, error)
+        return 0
+    mapped_bytes = 0
+    for address, sharing in by_storage.items():
+        storage = sharing[0].untyped_storage()
+        candidates = records[storage.nbytes(), ctypes.string_at(address, _HEAD_BYTES)]
+        for place, record in enumerate(candidates):
+            if _differ(record, storage):
+                continue
+            del candidates[place]  # another tensor of this content has memory of its own
+            with torch.no_grad():
+                for tensor in sharing:
+                    tensor.set_(record, tensor.storage_offset(), tensor.shape, tensor.stride())
+            mapped_bytes += record.nbytes()
+            break
+    release_freed_memory()
+    return mapped_bytes
+
+
+def make_once(source: Path, make: Callable[[Path], None]) -> Path | None:
+    """Give the folder that `make` fills for a file, in which its workers find what they map.
+
+    The first worker makes it while the others wait.
+
+    Args:
+        source: a file in the version's own folder.
+        make: is given an empty folder, which is moved into place when it returns.
+
+    Returns:
+        None where the folder cannot be made, for want of space say: then nothing is shared.
+    """
+    shared = source.parent / _SHARED
+    folder = shared / source.name
+    try:
+        if shutil.disk_usage(source.parent).free < 4 * source.stat().st_size:
+            raise OSError("the disk has too little space left")
+        shared.mkdir(exist_ok=True)
+        with (shared / f"{source.name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed, also by this process's end
+            if not folder.is_dir():
+                with tempfile.TemporaryDirectory(dir=shared) as draft:
+                    filled = Path(draft, "filled")
+                    filled.mkdir()
+                    make(filled)
+                    filled.rename(folder)
+    # `make` may raise what torch or onnxruntime raise; copies are always possible.
+    except Exception as error:
+        _log.warning("each worker keeps a copy of the weights of %s: %s", source.name, error)
+        return None
+    return folder
+
+
+def release_freed_memory() -> None:
+    """Give back to the system what was freed but is still held for further allocations."""
+    if hasattr(_libc, "malloc_trim"):  # glibc's alone
+        _libc.malloc_trim(0)
+
+
+def _records(path: Path) -> defaultdict[tuple[int, bytes], list[torch.UntypedStorage]]:
+    """Map a zip's entries that tensors can lie in, by their size and first bytes."""
+    found: defaultdict[tuple[int, bytes], list[torch.UntypedStorage]] = defaultdict(list)
+    with path.open("rb") as file, zipfile.ZipFile(file) as container:
+        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        for info in container.filelist:
+            is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
+            if not is_plain or info.file_size < MIN_STORAGE_BYTES:
+                continue
+            start, end = data_range(file, info)
+            if start % _ALIGNMENT or end > len(mapping) or end - start != info.file_size:
+                continue
+            record = torch.frombuffer(mapping, dtype=torch.uint8, count=end - start, offset=start)
+            head = mapping[start : start + _HEAD_BYTES]
+            found[end - start, head].append(record.untyped_storage())
+    return found
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Say whether a tensor is its storage and nothing else: no subclass, lazy or quantised one."""
+    return (
+        type(tensor) in (Tensor, nn.Parameter)
+        and tensor.is_cpu
+        and tensor.layout is torch.strided
+        and not tensor.is_quantized
+    )
+
+
+def _differ(one: torch.UntypedStorage, other: torch.UntypedStorage) -> bool:
+    """Compare two storages of one size; torch would take ten times as long for odd sizes."""
+    addresses = map(ctypes.c_void_p, (one.data_ptr(), other.data_ptr()))
+    return bool(_libc.memcmp(*addresses, ctypes.c_size_t(one.nbytes())))
