@@ -281,8 +281,9 @@ class Overlap:
             torch.OutOfMemoryError: a batch of the largest size does not fit.
         """
         for size in reversed(sizes_of_graphs(batch_size)):
-            if (tensors := _examples(self._handler.inputs, size, None)) is None:
-                return
+            tensors = _examples(self._handler.inputs, size, None)
+            if tensors is None or not self._handler.model.accepts(tensors):
+                continue
             for slot in self._free:
                 slot.start(self._run, tensors)
             self._device.synchronize()
