@@ -13,7 +13,6 @@ import bisect
 import json
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -246,7 +245,7 @@ class Overlap:
             context: the batch's own until its result is there.
 
         Raises:
-            Exception: whatever preprocess and the model raise; nothing is in flight then.
+            Exception: whatever preprocess and the model raise; the slot is free again.
         """
         self._handler.context = context
         inputs = self._handler.preprocess(data)
@@ -255,7 +254,8 @@ class Overlap:
         try:
             return Launched(self, slot, context, slot.start(self._run, tensors))
         except BaseException:
-            self._give_up(slot)
+            # What the device has got of it writes nothing that a later batch does not write again.
+            self._release(slot)
             raise
 
     def finish(self, slot: Slot, context: Context, outputs: Output) -> list[Any]:
@@ -267,12 +267,9 @@ class Overlap:
         try:
             slot.done.synchronize()
             self._handler.context = context
-            answers = self._handler.postprocess(outputs)
-        except BaseException:
-            self._give_up(slot)
-            raise
-        self._release(slot)
-        return answers
+            return self._handler.postprocess(outputs)
+        finally:
+            self._release(slot)
 
     def warm_up(self, batch_size: int) -> None:
         """Run batches of zeros of each size through both slots; the largest sets their memory.
@@ -289,12 +286,6 @@ class Overlap:
             self._device.synchronize()
             for slot in self._free:
                 slot.clear()
-
-    def _give_up(self, slot: Slot) -> None:
-        # Some of its steps may be on their way; a lost device has no more steps to wait for.
-        with suppress(RuntimeError):
-            self._device.synchronize()
-        self._release(slot)
 
     def _release(self, slot: Slot) -> None:
         slot.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from handlers import BUILT_IN, BadInput, BaseHandler, Context, ImageClassifier, TextHandler
 from handlers.backends import Artifact, DynamicDim, InputSpec, Output
+from handlers.base import Inputs
 from handlers.cuda import (
     Graphs,
     Launched,
@@ -160,7 +161,13 @@ def test_a_batch_that_fails_leaves_its_slot_to_others(where: str) -> None:
 
 
 def test_the_context_is_the_batchs_own_in_both_halves() -> None:
+    read: list[str | None] = []
+
     class Tells(BaseHandler):
+        def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
+            read.append(self.context.get_request_id(0))
+            return super().preprocess(data)
+
         def postprocess(self, outputs: Output) -> list[Any]:
             return [self.context.get_request_id(0)]
 
@@ -172,6 +179,7 @@ def test_the_context_is_the_batchs_own_in_both_halves() -> None:
         context.reset([name])
         flights.append(overlap.launch(rows([[1, 2, 3]]), context))
     assert [flight.result() for flight in flights] == [["one"], ["two"]]
+    assert read == ["one", "two"]
 
 
 # -- graphs ------------------------------------------------------------------------------------
