@@ -149,7 +149,12 @@ def test_a_batch_that_fails_leaves_its_slot_to_others(where: str) -> None:
     mine = handler(artifact(run), Fails)
     overlap = Overlap(mine, LazyDevice(), mine.model)
     row = [1, 2, 3]
-    bad = {"preprocess": ["no row"], "model": [row, row], "postprocess": [row]}[where]
+    cases: dict[str, list[Any]] = {
+        "preprocess": ["no row"],
+        "model": [row, row],
+        "postprocess": [row],
+    }
+    bad = cases[where]
     for _ in range(5):
         context = context_of(len(bad))
         if where == "postprocess":

@@ -17,8 +17,7 @@ from torch import nn
 from archiver import write_archive
 from exporter import export
 from handlers import BUILT_IN, BaseHandler, Context
-from handlers.backends import open_artifact
-from handlers.cuda import Cuda, Graphs, Launched, can_overlap, open_overlap, record_graphs
+from handlers.cuda import Cuda, Graphs, Launched, can_overlap, open_overlap
 from tests.serve.live import LiveServer, poll, running
 
 pytestmark = pytest.mark.gpu
@@ -146,10 +145,8 @@ def test_graphs_of_a_large_network_give_what_it_gives(resnet50: Path, count: int
 def test_pageable_memory_gives_the_same(digits: dict[str, Path]) -> None:
     mine = load(BaseHandler, digits["pt2"], 0)
     data = rows(5, (1, 8, 8))
-    answers = [
-        open_overlap(mine, BATCH_SIZE, Cuda(DEVICE, pinned)).launch(data, context_of(5)).result()
-        for pinned in (True, False)
-    ]
+    overlaps = [open_overlap(mine, BATCH_SIZE, Cuda(DEVICE, pinned)) for pinned in (True, False)]
+    answers = [overlap.launch(data, context_of(5)).result() for overlap in overlaps]
     assert answers[0] == answers[1]
 
 
@@ -172,10 +169,12 @@ def test_what_cannot_be_captured_runs_as_it_is(
     assert_close(found, mine.handle(data, context_of(3)))
 
 
-def test_a_batch_that_does_not_fit_is_told(digits: dict[str, Path]) -> None:
-    artifact = open_artifact(digits["pt2"], "pt2", DEVICE)
+@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
+def test_a_batch_that_does_not_fit_is_told(digits: dict[str, Path], graphs: bool) -> None:
+    mine = load(BaseHandler, digits["pt2"], 0, cuda_graphs=graphs)
+    mine.model._run = lambda image: torch.empty(len(image) << 50, device=DEVICE)
     with pytest.raises(torch.OutOfMemoryError):
-        record_graphs(artifact, artifact.inputs, 1 << 40, TOLERANCE, Cuda(DEVICE))
+        open_overlap(mine, BATCH_SIZE, Cuda(DEVICE))
 
 
 # -- a server ----------------------------------------------------------------------------------
