@@ -42,7 +42,7 @@ class Held:
             self.let_go.set()
 
     def is_done(self) -> bool:
-        return self.let_go.is_set()
+        return self.let_go.is_set() and not self.device.is_coy
 
     def result(self) -> list[Any]:
         assert self.let_go.wait(WAIT_S)
@@ -56,6 +56,8 @@ class Held:
                 self.context.set_response_header(at, "x-note", "mine")
         if "streamed" in self.names:
             self.context.send_intermediate([f"first of {name}, " for name in self.names])
+        if "breaks" in self.names:
+            raise self.device.error
         return [f"{name} {self.context.get_request_id(at)}" for at, name in enumerate(self.names)]
 
 
@@ -71,6 +73,8 @@ class Device:
         self.go_on.set()
         self.is_fast = False
         """Whether batches are done as soon as they are launched."""
+        self.is_coy = False
+        """Whether that is only known by waiting for them."""
 
     def launch(self, data: list[dict[str, Any]], context: Context) -> Held:
         names = [bytes(row["body"]).decode() for row in data]
@@ -362,11 +366,25 @@ def test_other_kinds_run_plainly_with_nothing_in_flight(
     assert device.log == ["launch a", "launch b c", "result a", "result b c", called]
 
 
-def test_a_request_that_cannot_be_read_is_answered_at_once(
+def test_an_explanation_waits_for_the_batch_before_it(
     connection: Connection, device: Device
 ) -> None:
-    connection.send((1, "x"), content_type="multipart/form-data")
-    assert connection.reply().code == 400
+    device.is_fast = device.is_coy = True
+    device.go_on.clear()
+    connection.send((1, "a"))
+    assert device.entered.wait(WAIT_S)
+    connection.send((2, "x"), flags=wire.EXPLAIN)
+    device.go_on.set()
+    assert connection.texts(2) == {1: "a request-1", 2: "explained"}
+    assert device.log == ["launch a", "result a", "explain x"]
+
+
+def test_requests_that_cannot_be_read_are_answered_at_once(
+    connection: Connection, device: Device
+) -> None:
+    for id in range(1, 5):
+        connection.send((id, "x"), content_type="multipart/form-data")
+        assert connection.reply().code == 400
     assert device.log == []
 
 
@@ -439,6 +457,19 @@ def test_chunks_reach_the_clients_of_their_batch(connection: Connection, device:
         (2, 0, b"streamed request-2"),
         (3, 0, b"c request-3"),
     ]
+
+
+def test_an_answer_that_has_begun_is_not_begun_again(
+    connection: Connection, device: Device
+) -> None:
+    device.is_fast = True
+    connection.send((1, "streamed"), (2, "breaks"))
+    replies = [connection.reply() for _ in range(4)]
+    assert [(reply.id, reply.flags) for reply in replies] == [
+        *((1, wire.MORE), (2, wire.MORE)),
+        *((1, wire.BROKEN), (2, wire.BROKEN)),
+    ]
+    assert device.log == ["launch streamed breaks", "result streamed breaks"]
 
 
 def test_the_servers_end_ends_the_loop_without_waiting_for_the_device(device: Device) -> None:
