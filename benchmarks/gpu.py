@@ -188,7 +188,9 @@ def measure_bare(folder: Path, seconds: float) -> dict[str, float]:
     def rows() -> list[dict[str, Any]]:
         return [{"body": bytearray(scans[at % len(scans)])} for at in range(batch)]
 
-    pageable = open_overlap(handler, batch, Cuda(torch.device(service.device), pinned=False))
+    pageable = open_overlap(
+        handler, service.context, Cuda(torch.device(service.device), pinned=False)
+    )
     ways: dict[str, tuple[Callable[[], Answer], int]] = {
         IN_TURN: (lambda: _answered(service.predict(rows(), service.context)), 1),
         PINNED: (lambda: launch(rows(), service.context).result, IN_FLIGHT),

@@ -356,28 +356,35 @@ def can_overlap(target: object, built_in: Iterable[type[BaseHandler]]) -> bool:
     what their postprocess reads there. Who says `overlaps = True` does no such thing, and may
     change these two.
     """
-    if not isinstance(target, BaseHandler) or not isinstance(target.model, Artifact):
+    model = getattr(target, "model", None)
+    if not isinstance(target, BaseHandler) or not isinstance(model, Artifact):
         return False
     steps = ("handle", "inference") if target.overlaps else STEPS
     own = [getattr(getattr(target, step), "__func__", None) for step in steps]
-    return target.model.device.type == "cuda" and any(
+    return model.device.type == "cuda" and any(
         own == [getattr(kind, step) for step in steps] for kind in built_in
     )
 
 
-def open_overlap(handler: BaseHandler, batch_size: int, device: Device) -> Overlap:
+def open_overlap(handler: BaseHandler, context: Context, device: Device) -> Overlap:
     """Record graphs where the model has them, and run every size of batch once.
 
+    Args:
+        handler: initialised; what `can_overlap` accepts.
+        context: what it was initialised with.
+        device: where its model computes.
+
     Raises:
-        torch.OutOfMemoryError: a batch of `batch_size` does not fit.
+        torch.OutOfMemoryError: the largest batch does not fit.
     """
+    batch_size = context.system_properties["batch_size"]
     device.synchronize()  # the weights came by another stream
     run: Run = handler.model
-    section = handler.model_yaml_config.get("handler")
+    section = context.model_yaml_config.get("handler")
     if not isinstance(section, Mapping) or section.get("cuda_graphs", True):
         try:
             run = record_graphs(handler.model, handler.inputs, batch_size,
-                                _read_tolerance(handler), device)  # fmt: skip
+                                _read_tolerance(context), device)  # fmt: skip
         except NoGraphs as reason:
             _log.info("the model runs without CUDA graphs: %s", reason)
     overlap = Overlap(handler, device, run)
@@ -503,12 +510,12 @@ def _agree(found: Tensor, expected: Tensor, tolerance: float) -> bool:
     return torch.allclose(found, expected, rtol=0, atol=tolerance * scale, equal_nan=True)
 
 
-def _read_tolerance(handler: BaseHandler) -> float:
+def _read_tolerance(context: Context) -> float:
     """Give the tolerance that the artifact was proven within."""
-    report = (handler.manifest.get("modelyard") or {}).get("report")
+    report = ((context.manifest or {}).get("modelyard") or {}).get("report")
     if report is None:
         return TOLERANCE
-    path = Path(handler.context.system_properties["model_dir"]) / report
+    path = Path(context.system_properties["model_dir"]) / report
     try:
         parity = json.loads(path.read_text(encoding="utf-8")).get("parity") or {}
         return float(parity.get("tolerance", TOLERANCE))

@@ -100,7 +100,7 @@ def load_service(message: dict[str, Any]) -> Service:
         predict, explain = envelope(predict).handle, envelope(explain).handle
     launch = None
     if sealed and not name and message.get("dialect") != "torchserve":
-        launch = _launch_entry(found.target, torch.device(device), message["batch_size"])
+        launch = _launch_entry(found.target, context, torch.device(device))
     return Service(predict, explain, context, message["batch_size"], device, launch)
 
 
@@ -145,11 +145,11 @@ def read_config(folder: Path, config_file: str | None) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _launch_entry(target: Any, device: torch.device, batch_size: int) -> Launch | None:
+def _launch_entry(target: Any, context: Context, device: torch.device) -> Launch | None:
     """Give predictions in two halves, where the device works while the handler does not wait."""
     if device.type == "cpu" or not cuda.can_overlap(target, BUILT_IN.values()):
         return None
-    return cuda.open_overlap(target, batch_size, cuda.Cuda(device)).launch
+    return cuda.open_overlap(target, context, cuda.Cuda(device)).launch
 
 
 def _explain_entry(found: FoundHandler, sealed: bool) -> Entry:

@@ -54,7 +54,7 @@ def handler(model: Artifact, kind: type[BaseHandler] = BaseHandler) -> BaseHandl
     built = kind()
     built.context = Context("m", ".", None, 8)
     built.model, built.inputs = model, model.inputs
-    built.device, built.manifest, built.model_yaml_config = model.device, {}, {}
+    built.device = model.device
     return built
 
 
@@ -80,7 +80,11 @@ def test_every_order_of_the_streams_gives_each_batch_its_own_answers(
         chance = random.Random(seed)
         device = LazyDevice(seed)
         mine = handler(model)
-        overlap = open_overlap(mine, 8, device) if graphs else Overlap(mine, device, mine.model)
+        overlap = (
+            open_overlap(mine, mine.context, device)
+            if graphs
+            else Overlap(mine, device, mine.model)
+        )
         flights: list[tuple[Launched, list[Any]]] = []
         for _ in range(12):
             data = rows([_value(model, chance) for _ in range(chance.randint(1, 8))])
@@ -103,7 +107,7 @@ def test_a_real_network_answers_as_the_handler_does(
 ) -> None:
     mine = ImageClassifier()
     mine.initialize(make_context(name, twin=None))
-    overlap = open_overlap(mine, 8, LazyDevice(1))
+    overlap = open_overlap(mine, mine.context, LazyDevice(1))
     for count in (1, 3, 8, 5):
         data = [{"body": bytearray(scan)} for scan in scans[:count]]
         found = overlap.launch(data, context_of(count)).result()
@@ -113,7 +117,7 @@ def test_a_real_network_answers_as_the_handler_does(
 
 def test_memory_is_taken_once() -> None:
     device = LazyDevice()
-    overlap = open_overlap(handler(artifact()), 8, device)
+    overlap = open_overlap(handler(artifact()), context_of(1), device)
     taken = device.allocations
     assert taken == 1 + 2 * 3  # the graphs' input, and three blocks of each slot
     for count in (1, 8, 5):
@@ -293,7 +297,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(
     with pytest.raises(NoGraphs, match=reason):
         record_graphs(model, model.inputs, 8, 1e-4, device)
     with caplog.at_level("INFO"):
-        overlap = open_overlap(handler(model), 8, device)
+        overlap = open_overlap(handler(model), context_of(1), device)
     assert "the model runs without CUDA graphs: " in caplog.text
     if model.inputs[0].accepts(torch.zeros(2, 3)) and model.format == "pt2":
         data = rows([[1, 2, 3], [4, 5, 7]])
@@ -323,15 +327,17 @@ def test_a_batch_that_does_not_fit_refuses_the_model() -> None:
 
     for format in ("pt2", "aoti"):
         with pytest.raises(torch.OutOfMemoryError):
-            open_overlap(handler(artifact(run, format=format)), 8, LazyDevice())
+            open_overlap(handler(artifact(run, format=format)), context_of(1), LazyDevice())
 
 
 def test_the_configuration_says_whether_graphs_are_recorded(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     mine = handler(artifact())
-    mine.model_yaml_config = {"handler": {"cuda_graphs": False}}
-    overlap = open_overlap(mine, 8, Forgetful())  # its graphs would be found out, and told of
+    mine.context.model_yaml_config = {"handler": {"cuda_graphs": False}}
+    overlap = open_overlap(
+        mine, mine.context, Forgetful()
+    )  # its graphs would be found out, and told of
     assert not caplog.records
     assert overlap.launch(rows([[1, 2, 3]]), context_of(1)).result() == [[3, 6, 9]]
 
@@ -349,11 +355,11 @@ def test_graphs_may_differ_by_what_the_certificate_allows(tmp_path: Path) -> Non
             return rough, outputs
 
     mine = handler(artifact())
-    mine.manifest = {"modelyard": {"report": "report.json"}}
+    manifest = {"modelyard": {"report": "report.json"}}
     for tolerance, off in ((0.1, 0.01), (1e-3, 0.0)):
-        mine.context = Context("m", str(tmp_path), None, 8)
+        mine.context = Context("m", str(tmp_path), manifest, 8)
         (tmp_path / "report.json").write_text(json.dumps({"parity": {"tolerance": tolerance}}))
-        overlap = open_overlap(mine, 8, Rough())
+        overlap = open_overlap(mine, mine.context, Rough())
         (answer,) = overlap.launch(rows([[1, 2, 3]]), context_of(1)).result()
         assert answer == pytest.approx([3 + off, 6 + off, 9 + off], abs=1e-5)
 
@@ -406,9 +412,21 @@ def with_model(model: Any) -> BaseHandler:
         (replaced(), False),
         (with_model(torch.nn.Identity()), False),
         (handler(artifact()), False),
+        (BaseHandler(), False),
         (lambda data, context: [], False),
     ],
-    ids=[*BUILT_IN, "starts", "answers", "told", "infers", "replaced", "module", "cpu", "function"],
+    ids=[
+        *BUILT_IN,
+        "starts",
+        "answers",
+        "told",
+        "infers",
+        "replaced",
+        "module",
+        "cpu",
+        "none",
+        "function",
+    ],
 )
 def test_only_handlers_that_keep_nothing_between_two_steps_overlap(
     target: object, can: bool

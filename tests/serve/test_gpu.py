@@ -104,7 +104,7 @@ def test_answers_are_those_of_the_cpu(
     expecting = load(BaseHandler, digits["pt2"], None)
     assert can_overlap(mine, BUILT_IN.values())
     with caplog.at_level("INFO"):
-        overlap = open_overlap(mine, BATCH_SIZE, Cuda(DEVICE))
+        overlap = open_overlap(mine, mine.context, Cuda(DEVICE))
     assert ("without CUDA graphs" in caplog.text) is (graphs and format == "aoti")
     chance = random.Random(0)
     flights: list[tuple[Launched, list[Any]]] = []
@@ -135,7 +135,7 @@ def resnet50(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_graphs_of_a_large_network_give_what_it_gives(resnet50: Path, count: int) -> None:
     mine = load(BaseHandler, resnet50, 0)
-    overlap = open_overlap(mine, BATCH_SIZE, Cuda(DEVICE))
+    overlap = open_overlap(mine, mine.context, Cuda(DEVICE))
     assert isinstance(overlap._run, Graphs)
     data = rows(count, (3, 224, 224))
     found = overlap.launch(data, context_of(count)).result()
@@ -145,7 +145,7 @@ def test_graphs_of_a_large_network_give_what_it_gives(resnet50: Path, count: int
 def test_pageable_memory_gives_the_same(digits: dict[str, Path]) -> None:
     mine = load(BaseHandler, digits["pt2"], 0)
     data = rows(5, (1, 8, 8))
-    overlaps = [open_overlap(mine, BATCH_SIZE, Cuda(DEVICE, pinned)) for pinned in (True, False)]
+    overlaps = [open_overlap(mine, mine.context, Cuda(DEVICE, pinned)) for pinned in (True, False)]
     answers = [overlap.launch(data, context_of(5)).result() for overlap in overlaps]
     assert answers[0] == answers[1]
 
@@ -162,7 +162,7 @@ def test_what_cannot_be_captured_runs_as_it_is(
 
     mine.model._run = waits
     with caplog.at_level("INFO"):
-        overlap = open_overlap(mine, BATCH_SIZE, Cuda(DEVICE))
+        overlap = open_overlap(mine, mine.context, Cuda(DEVICE))
     assert "the model runs without CUDA graphs: " in caplog.text
     data = rows(3, (1, 8, 8))
     found = overlap.launch(data, context_of(3)).result()
@@ -174,7 +174,7 @@ def test_a_batch_that_does_not_fit_is_told(digits: dict[str, Path], graphs: bool
     mine = load(BaseHandler, digits["pt2"], 0, cuda_graphs=graphs)
     mine.model._run = lambda image: torch.empty(len(image) << 50, device=DEVICE)
     with pytest.raises(torch.OutOfMemoryError):
-        open_overlap(mine, BATCH_SIZE, Cuda(DEVICE))
+        open_overlap(mine, mine.context, Cuda(DEVICE))
 
 
 # -- a server ----------------------------------------------------------------------------------

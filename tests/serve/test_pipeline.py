@@ -516,7 +516,7 @@ def test_every_request_gets_its_own_answer_from_a_real_network(digits: ImageClas
     bodies = [json.dumps(torch.rand(1, 8, 8).tolist()) for _ in range(40)]
     digits.context.reset([""] * len(bodies))
     expected = digits.handle([{"body": json.loads(body)} for body in bodies], digits.context)
-    overlap = open_overlap(digits, 8, LazyDevice(7))
+    overlap = open_overlap(digits, digits.context, LazyDevice(7))
     both = Service(digits.handle, digits.explain, digits.context, 8, "cpu", overlap.launch)
     connection = Connection(both)
     sent = [chance.randrange(len(bodies)) for _ in range(300)]
@@ -560,9 +560,13 @@ def test_golden_requests_go_through_both_halves(digits: ImageClassifier, tmp_pat
                "content_type": "application/json"}]  # fmt: skip
     plain = Service(digits.handle, digits.explain, digits.context, 8, "cpu")
     loop.check_golden(plain, golden)
-    loop.check_golden(replace(plain, launch=open_overlap(digits, 8, LazyDevice()).launch), golden)
+    loop.check_golden(
+        replace(plain, launch=open_overlap(digits, digits.context, LazyDevice()).launch), golden
+    )
     with pytest.raises(LoadError, match="golden request 0"):
-        loop.check_golden(replace(plain, launch=open_overlap(digits, 8, Wrong()).launch), golden)
+        loop.check_golden(
+            replace(plain, launch=open_overlap(digits, digits.context, Wrong()).launch), golden
+        )
 
 
 def test_a_worker_of_the_cpu_has_one_half(digits: ImageClassifier) -> None:
