@@ -59,7 +59,7 @@ class Bare:
     def __init__(self, subject: Subject, folder: Path, count: int) -> None:
         self._folder = folder
         if not folder.exists():
-            _unpack(subject, folder)
+            unpack(subject, folder)
         files = [str(file) for file in subject.requests]
         command = [sys.executable, "-m", "benchmarks.bare", str(folder), *files]
         self._processes = [
@@ -132,7 +132,7 @@ def _read_line(process: subprocess.Popen[str]) -> dict[str, Any]:
     return dict(json.loads(line))
 
 
-def _unpack(subject: Subject, folder: Path) -> None:
+def unpack(subject: Subject, folder: Path, device: str = "cpu", batch_size: int = 8) -> None:
     """Unpack an archive, and write down the message that a worker would be sent."""
     with open_archive(subject.archive) as archive:
         archive.unpack(folder)
@@ -143,8 +143,8 @@ def _unpack(subject: Subject, folder: Path) -> None:
             "manifest": json.loads(archive.read(MANIFEST_NAME)),
             "handler": manifest.handler,
             "config_file": manifest.config_file,
-            "device": "cpu",
-            "batch_size": 8,
+            "device": device,
+            "batch_size": batch_size,
             "worker": 1,
         }
     (folder / LOAD).write_text(json.dumps(message))

@@ -113,7 +113,7 @@ def _archive(format: str, artifacts: Path, folder: Path) -> Subject:
     artifacts.mkdir(parents=True, exist_ok=True)
     checkpoint = artifacts / "weights" / "resnet50.pt"
     if not checkpoint.exists():
-        _save_checkpoint(checkpoint)
+        save_checkpoint(checkpoint)
     store = folder / format
     store.mkdir()
     handler = store / "handler.py"
@@ -133,7 +133,8 @@ def _archive(format: str, artifacts: Path, folder: Path) -> Subject:
     return Subject(format, store / f"{format}.mar", "application/json", ())
 
 
-def _save_checkpoint(path: Path) -> None:
+def save_checkpoint(path: Path) -> None:
+    """Save ResNet-50 with random weights, from a fixed seed."""
     import torch
 
     torch.manual_seed(0)

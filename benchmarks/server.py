@@ -72,7 +72,10 @@ class Server:
     A context manager; the server is stopped when the block ends, however it ends.
     """
 
-    def __init__(self, subject: Subject, workers: int, state_dir: Path) -> None:
+    def __init__(
+        self, subject: Subject, workers: int, state_dir: Path, device: str = "cpu"
+    ) -> None:
+        self._device = device
         self._state_dir = state_dir
         self._model = subject.name
         self._store = subject.archive.parent
@@ -92,8 +95,9 @@ class Server:
         try:
             about = modelyard_json(
                 "serve", "start", "--model-store", self._store, "--models", self._model,
-                "--workers", str(self._workers), "--state-dir", self._state_dir, "--device", "cpu",
-                "--port", "0", "--management-port", "0", "--metrics-port", "0",
+                "--workers", str(self._workers), "--state-dir", self._state_dir,
+                "--device", self._device, "--port", "0",
+                "--management-port", "0", "--metrics-port", "0",
             )  # fmt: skip
             self.pid = int(about["pid"])
             self.url = f"{about['inference']}/predictions/{self._model}"

@@ -110,15 +110,19 @@ class Artifact:
         """Whether gradients can flow through a call."""
         return self.module is not None
 
+    def accepts(self, tensors: Sequence[Tensor]) -> bool:
+        """Say whether a call with these tensors would get past their number, dtypes and shapes."""
+        return len(tensors) == len(self.inputs) and all(
+            spec.accepts(tensor) for spec, tensor in zip(self.inputs, tensors, strict=True)
+        )
+
     def __call__(self, *tensors: Tensor) -> Output:
         """Run the artifact.
 
         Raises:
             InputMismatch: a tensor's number, dtype or shape is not what the artifact takes.
         """
-        if len(tensors) != len(self.inputs) or not all(
-            spec.accepts(tensor) for spec, tensor in zip(self.inputs, tensors, strict=True)
-        ):
+        if not self.accepts(tensors):
             raise InputMismatch(_mismatch(self.inputs, tensors))
         output = self._run(*tensors)
         return output if isinstance(output, Tensor) else _as_output(output)
@@ -301,8 +305,11 @@ def open_aoti(path: Path, device: torch.device, share: bool = False) -> Artifact
     folder = None
     if share and path.stat().st_size >= MIN_FILE_BYTES:
         folder = make_once(path, partial(_unpack_native, path))
+    # On CUDA one stream runs the code's calls in turn; the code's own locks would make the process
+    # wait for the device in each.
+    is_cuda = device.type == "cuda"
     native: Any = (
-        package(os.fspath(path), _AOTI_MODEL, False, 1, -1)
+        package(os.fspath(path), _AOTI_MODEL, is_cuda, 1, device.index if is_cuda else -1)
         if folder is None
         else _SharedNative(folder)
     )

@@ -127,7 +127,7 @@ class Limits:
     keep_alive_s: float = 75
     connections: int = 4096
     part_bytes: int = PART_BYTES
-    """At most one more than a body may have: that part tells the application that it is too long."""
+    """At most one more than a body may have: that part tells that it is too long."""
 
 
 IDLE, HEAD, BODY, ENDING = range(4)

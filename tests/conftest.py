@@ -5,12 +5,19 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from archiver import write_archive
 from exporter import export
 
 DIGITS = Path(__file__).parent.parent / "examples" / "digits"
 FORMATS = ("pt2", "onnx", "torchscript")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a CUDA device, asked for or not, on a machine without one."""
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("this machine has no CUDA device that torch can use")
 
 
 @pytest.fixture(scope="session")

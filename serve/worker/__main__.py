@@ -23,7 +23,7 @@ import traceback
 from pathlib import Path
 
 from serve import wire
-from serve.worker import check, load, loop
+from serve.worker import check, load, loop, pipeline
 
 OURS = ("modelyard", "exporter", "archiver", "handlers", "serve", "ts")
 PR_SET_PDEATHSIG = 1
@@ -51,7 +51,8 @@ def main(fd: int) -> int:
         return 1
     ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}
     connection.sendall(wire.encode_control(wire.READY, ready))
-    loop.run(reader, service, loop.Rules.of(message))
+    run = loop.run if service.launch is None else pipeline.run
+    run(reader, service, loop.Rules.of(message))
     return 0
 
 

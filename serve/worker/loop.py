@@ -17,7 +17,7 @@ import re
 import socket
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -236,9 +236,7 @@ def run(reader: Reader, service: Service, rules: Rules = OURS) -> None:
     """Serve until the server closes its end (EOFError)."""
     gc.collect()
     gc.freeze()
-    chunks = service.context.stream = Chunks(reader, service.context, rules)
-    service.context.cancellation = chunks.check_cancelled
-    metrics = service.context.metrics
+    chunks = connect(service.context, reader, rules)
     halves = Halves(service.batch_size)
     waiting: deque[wire.Item] = deque()
     call_bytes = CALL_BYTES[service.device.partition(":")[0]] if service.by_length else None
@@ -252,17 +250,30 @@ def run(reader: Reader, service: Service, rules: Rules = OURS) -> None:
         if halves_batches and not waiting[-1].flags & wire.BACKLOG:
             size = halves.choose(len(waiting))
         batch = take_batch(waiting, size, call_bytes)
-        frame = wire.Frame()
-        answers = answer_batch(service, batch, rules, chunks)
-        for item, answer in zip(batch, answers, strict=True):
-            frame.add(item.id, answer.status, answer.flags, _pack(answer.headers), [answer.body])
-        if metrics is not None and (records := metrics.drain()):
-            # Authors report numbers of any library; the server reads what str() makes of them.
-            reported = json.dumps({"records": records}, default=_text).encode()
-            frame.add(0, wire.METRICS, 0, b"", [reported])
-        reader.connection.sendall(b"".join(frame.buffers()))
+        send(reader, batch, answer_batch(service, batch, rules, chunks), service.context.metrics)
         if not batch[0].flags & KIND:
             halves.measured(len(batch), perf_counter() - began)
+
+
+def connect(context: Context, reader: Reader, rules: Rules) -> Chunks:
+    """Let handlers stream through a context, and learn from it that clients have left."""
+    chunks = context.stream = Chunks(reader, context, rules)
+    context.cancellation = chunks.check_cancelled
+    return chunks
+
+
+def send(
+    reader: Reader, batch: Sequence[wire.Item], answers: Sequence[Answer], metrics: Any
+) -> None:
+    """Send the answers of a batch, one per item, and what its handler measured."""
+    frame = wire.Frame()
+    for item, answer in zip(batch, answers, strict=True):
+        frame.add(item.id, answer.status, answer.flags, _pack(answer.headers), [answer.body])
+    if metrics is not None and (records := metrics.drain()):
+        # Authors report numbers of any library; the server reads what str() makes of them.
+        reported = json.dumps({"records": records}, default=_text).encode()
+        frame.add(0, wire.METRICS, 0, b"", [reported])
+    reader.connection.sendall(b"".join(frame.buffers()))
 
 
 def _pack(headers: dict[str, str]) -> bytes:
@@ -327,6 +338,19 @@ def answer_batch(
         rules: how to read and write.
         chunks: what the handler streams through, None where nobody reads that.
     """
+    answers, requests = read_requests(batch, rules, chunks)
+    if requests:
+        entry = service.explain if batch[0].flags & wire.EXPLAIN else service.predict
+        answered = _call(service, entry, requests, rules, chunks)
+        for request, answer in zip(requests, answered, strict=True):
+            answers[request.id] = answer
+    return [answers[item.id] for item in batch]
+
+
+def read_requests(
+    batch: Sequence[wire.Item], rules: Rules, chunks: Chunks | None
+) -> tuple[dict[int, Answer], list[Request]]:
+    """Return the answers of those that no handler needs to see, by id, and the other requests."""
     answers: dict[int, Answer] = {}
     requests = []
     for item in batch:
@@ -340,12 +364,7 @@ def answer_batch(
             answers[item.id] = _undecodable(error, request.request_id, rules)
         else:
             requests.append(request)
-    if requests:
-        entry = service.explain if batch[0].flags & wire.EXPLAIN else service.predict
-        answered = _call(service, entry, requests, rules, chunks)
-        for request, answer in zip(requests, answered, strict=True):
-            answers[request.id] = answer
-    return [answers[item.id] for item in batch]
+    return answers, requests
 
 
 def _call(
@@ -357,6 +376,17 @@ def _call(
 ) -> list[Answer]:
     """Run the handler on these requests, and on each alone when that fails."""
     context = service.context
+    began = begin(context, requests, chunks)
+    try:
+        outputs = entry([request.row for request in requests], context)
+        outputs = check_outputs(outputs, len(requests))
+    except BaseException as error:
+        return answer_failure(service, entry, error, requests, rules, chunks)
+    return answer_outputs(context, outputs, began, requests, rules, chunks)
+
+
+def begin(context: Context, requests: list[Request], chunks: Chunks | None) -> float:
+    """Make a context that of these requests, and return the time."""
     context.reset(
         request_ids=[request.request_id for request in requests],
         headers=lambda: [request.headers for request in requests],
@@ -364,23 +394,48 @@ def _call(
     )
     if chunks is not None:
         chunks.begin(requests)
-    began = perf_counter()
-    try:
-        outputs = entry([request.row for request in requests], context)
-        outputs = _check_outputs(outputs, len(requests))
-    except BaseException as error:
-        if chunks is not None and chunks.has_sent:
-            return _broken(error, requests, rules)
-        if isinstance(error, ClientsLeft):
-            return [UNREAD] * len(requests)
-        if rules.is_torchserve and not isinstance(error, Exception):
-            raise  # `sys.exit()` in a handler ends the worker there
-        if len(requests) > 1 and not (rules.is_torchserve and isinstance(error, WrongAnswer)):
-            # As they came: the handler may have changed what it was given.
-            fresh = [request.decoded_again(rules.decode_input) for request in requests]
-            return [_call(service, entry, [one], rules, chunks)[0] for one in fresh]
-        _log_failure(error, requests[0].request_id, rules)
-        return [error_answer(error, request.request_id, rules) for request in requests]
+    return perf_counter()
+
+
+def answer_failure(
+    service: Service,
+    entry: Entry,
+    error: BaseException,
+    requests: list[Request],
+    rules: Rules,
+    chunks: Chunks | None,
+) -> list[Answer]:
+    """Answer requests on which the handler failed together, by running each alone.
+
+    Raises:
+        RuntimeError: the device cannot be used any more. That ends this process: the server starts
+            another one, which gets the requests one by one, and only the bad one will be lost.
+    """
+    if service.device != "cpu":
+        torch.cuda.synchronize()
+    if chunks is not None and chunks.has_sent:
+        return _broken(error, requests, rules)
+    if isinstance(error, ClientsLeft):
+        return [UNREAD] * len(requests)
+    if rules.is_torchserve and not isinstance(error, Exception):
+        raise error  # `sys.exit()` in a handler ends the worker there
+    if len(requests) > 1 and not (rules.is_torchserve and isinstance(error, WrongAnswer)):
+        # As they came: the handler may have changed what it was given.
+        fresh = [request.decoded_again(rules.decode_input) for request in requests]
+        return [_call(service, entry, [one], rules, chunks)[0] for one in fresh]
+    _log_failure(error, requests[0].request_id, rules)
+    return [error_answer(error, request.request_id, rules) for request in requests]
+
+
+def answer_outputs(
+    context: Context,
+    outputs: list[Any],
+    began: float,
+    requests: list[Request],
+    rules: Rules,
+    chunks: Chunks | None,
+) -> list[Answer]:
+    """Turn what the handler gave into answers, each that cannot be sent into an error."""
     if rules.times_predictions and context.metrics is not None:
         context.metrics.add_time("PredictionTime", round((perf_counter() - began) * 1000, 2))
     answers = []
@@ -417,7 +472,7 @@ def _log_error(text: str, request_id: str, error: BaseException) -> None:
         logger.error(text, request_id, exc_info=error)
 
 
-def _check_outputs(outputs: object, count: int) -> list[Any]:
+def check_outputs(outputs: object, count: int) -> list[Any]:
     """Return the answers as a plain list: an author's class may lie about its length.
 
     Raises:
@@ -523,7 +578,9 @@ def error_answer(error: BaseException, request_id: str, rules: Rules = OURS) -> 
         if rules.is_torchserve and code == 413:
             code = 507
         return _error(code, kind, _text(error.message), request_id, rules)
-    if isinstance(error, MemoryError) or (rules.is_torchserve and "CUDA" in _text(error)):
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
+        rules.is_torchserve and "CUDA" in _text(error)
+    ):
         return _error(507, kind, "Out of resources", request_id, rules)
     if not rules.is_torchserve:
         name = "" if isinstance(error, WrongAnswer) else f"{type(error).__name__}: "
@@ -567,12 +624,17 @@ def check_golden(service: Service, golden: Sequence[dict[str, Any]]) -> None:
 
 
 def answer_golden(service: Service, example: dict[str, Any], number: int) -> Answer:
-    """Return the handler's answer to one golden request, alone in its batch."""
+    """Return the handler's answer to one golden request, alone in its batch.
+
+    It takes the way that predictions will take: in two halves, if they do.
+    """
     meta = [b"", b"", b"golden-%d" % number]
     if example["content_type"]:
         meta += [b"content-type", example["content_type"].encode()]
     # The name is relative: the archive is the working folder.
     item = wire.Item(1, 0, 0, wire.pack_meta(meta), Path(example["request"]).read_bytes())
+    if (launch := service.launch) is not None:
+        service = replace(service, predict=lambda data, context: launch(data, context).result())
     return answer_batch(service, [item])[0]
 
 
