@@ -72,6 +72,7 @@ class Stream:
             self._chunks.append(chunk)
             self._size += len(chunk)
             if self._size > MOST_UNREAD_BYTES:
+                self._chunks.clear()
                 self.fail(StreamBroken(f"the client leaves {self._size} bytes unread"))
         self._arrived.set()
 
@@ -96,7 +97,7 @@ class Stream:
             StreamBroken, WorkerDied: the rest will not come.
         """
         while True:
-            while self._chunks and self._error is None:
+            while self._chunks:
                 if self._has_left is not None and self._has_left():
                     return
                 chunk = self._chunks.popleft()

@@ -52,7 +52,7 @@ class Histograms(Collector):
         registry: CollectorRegistry,
     ) -> None:
         self._about = name, text
-        self._labels = labels
+        self._labelnames = labels  # as prometheus_client's own metrics call it
         self._bounds = bounds
         self._series: dict[tuple[str, ...], Histogram] = {}
         registry.register(self)
@@ -67,11 +67,11 @@ class Histograms(Collector):
 
     def describe(self) -> Iterable[HistogramMetricFamily]:
         """Give the name."""
-        return [HistogramMetricFamily(*self._about, labels=self._labels)]
+        return [HistogramMetricFamily(*self._about, labels=self._labelnames)]
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """Give all series."""
-        family = HistogramMetricFamily(*self._about, labels=self._labels)
+        family = HistogramMetricFamily(*self._about, labels=self._labelnames)
         bounds = [
             floatToGoString(bound)  # type: ignore[no-untyped-call]
             for bound in (*self._bounds, math.inf)
