@@ -50,8 +50,11 @@ def capture(model: nn.Module, signature: Signature, example: tuple[Tensor, ...])
 
 def write(program: ExportedProgram, path: Path) -> dict[str, object]:
     """Save the program without the inputs it was traced with: they may be somebody's data."""
-    program._example_inputs = None
-    torch.export.save(program, path)
+    example, program._example_inputs = program._example_inputs, None
+    try:
+        torch.export.save(program, path)
+    finally:
+        program._example_inputs = example  # the next format may be compiled with them
     return {}
 
 

@@ -207,3 +207,13 @@ def test_an_operator_without_onnx_form_is_named(tmp_path: Path) -> None:
     ):
         _write_onnx(model, _observe(model, "x:float32[batch]"), tmp_path / "net.onnx")
     assert not (tmp_path / "net.onnx").exists()
+
+
+def test_a_saved_program_keeps_its_example_for_the_formats_after_it(tmp_path: Path) -> None:
+    reference = observe(
+        nn.Linear(2, 2).eval(), parse_inputs(["x:float32[batch,2]"]), (), torch.device("cpu")
+    )
+    program = to_exported_program.capture(reference.model, reference.signature, reference.example)
+    to_exported_program.write(program, tmp_path / "m.pt2")
+    assert program.example_inputs is not None
+    assert torch.export.load(tmp_path / "m.pt2").example_inputs is None
