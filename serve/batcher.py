@@ -378,8 +378,6 @@ class Batcher:
                 return
             share = math.ceil(len(self._queue) / max(1, self._engine.ready_count))
             if jobs := self._take(replica, min(replica.room(self._kind), share)):
-                if self._queue:
-                    jobs[-1].flags |= wire.BACKLOG
                 replica.run(jobs)
 
     def sweep(self, now: float) -> None:

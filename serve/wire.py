@@ -54,8 +54,6 @@ LEGACY = 8
 headers `explain` and `url_path` are not made."""
 KSERVE = 16
 """From a route of KServe's: the header `url_path` is not made."""
-BACKLOG = 32
-"""More jobs wait in the server for the room that the job's worker will have."""
 
 # Flags of a reply.
 MORE = 1

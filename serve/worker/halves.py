@@ -11,11 +11,12 @@ FALLING, RISING = 0.3, 0.03
 class Halves:
     """Learns how long batches of each size take, and halves them where that answers sooner.
 
-    A batch that takes all that waits leaves worker and clients waiting for each other in turn: the
-    clients while it runs, the worker while the next requests come. Two halves overlap, and the
-    first half is answered sooner, but each costs its share of what a batch costs however small it
-    is. With t(n) for the time of n requests, the mean answer of two halves comes after
-    1.5 t(n/2): they are taken where that is before t(n). So a network on a CPU, whose time
+    A worker that had nothing to do and then takes all that comes makes its clients wait while it
+    runs, and waits for them afterwards: both move in lockstep. If it takes half, the first half's
+    clients have their answers, and ask again, while it runs the second half; from then on it never
+    waits, so it is asked only after a wait. But each half costs its share of what a batch costs
+    however small it is. With t(n) for the time of n requests, the mean answer of two halves comes
+    after 1.5 t(n/2): they are taken where that is before t(n). So a network on a CPU, whose time
     grows with the batch, is halved, and one on a GPU, whose time does not, never is.
 
     Args:
@@ -30,7 +31,7 @@ class Halves:
     def choose(self, waiting: int) -> int:
         """Return how many of `waiting` requests the next batch takes."""
         if not 2 <= waiting <= self._size:
-            return min(waiting, self._size)  # with more waiting the rate counts: whole batches
+            return min(waiting, self._size)
         half = (waiting + 1) // 2
         whole_s, half_s = self._seconds[waiting], self._seconds[half]
         if not whole_s:

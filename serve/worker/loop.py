@@ -145,20 +145,15 @@ class Reader:
         if not self._frames:
             self.cancelled.clear()
 
-    def read_arrived(self, must_wait: bool) -> list[wire.Item]:
-        """Return the items of all frames that have arrived.
-
-        Args:
-            must_wait: for the first one, where none has.
+    def read_arrived(self, must_wait: bool = False) -> list[wire.Item]:
+        """Return the items of all frames that have arrived; wait for a first one where asked to.
 
         Raises:
             EOFError: the server closed its end.
         """
         if must_wait:
-            # One call of recv gives all that has arrived, up to its size.
             while not self._frames:
-                if self._receive(0) == RECEIVE_BYTES:
-                    self.poll()
+                self._receive(0)  # gives all that has arrived, up to its size
         else:
             self.poll()
         items = [item for frame in self._frames for item in frame]
@@ -242,12 +237,14 @@ def run(reader: Reader, service: Service, rules: Rules = OURS) -> None:
     call_bytes = CALL_BYTES[service.device.partition(":")[0]] if service.by_length else None
     halves_batches = rules.halves_batches and call_bytes is None
     while True:
-        if not waiting:
+        waiting.extend(reader.read_arrived())
+        was_idle = not waiting
+        if was_idle:
             reader.forget_cancelled()
-        waiting.extend(reader.read_arrived(must_wait=not waiting))
+            waiting.extend(reader.read_arrived(must_wait=True))
         began = perf_counter()
         size = service.batch_size
-        if halves_batches and not waiting[-1].flags & wire.BACKLOG:
+        if was_idle and halves_batches:
             size = halves.choose(len(waiting))
         batch = take_batch(waiting, size, call_bytes)
         send(reader, batch, answer_batch(service, batch, rules, chunks), service.context.metrics)
