@@ -548,7 +548,6 @@ class Lifecycle:
                 "batch_size": config.batch_size,
                 "by_length": config.by_length,
                 "golden": [asdict(golden) for golden in seal.golden] if seal else [],
-                "halves_batches": self._dialect is None and not config.batch_delay_ms,
                 **self._dialect_keys(),
             },
             log_dir=log_dir,

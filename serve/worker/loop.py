@@ -29,7 +29,6 @@ from handlers import Context
 from handlers.errors import BadInput, LoadError, NoGradients, PredictionException
 from serve import wire
 from serve.lengths import CALL_BYTES, choose_alike
-from serve.worker.halves import Halves
 from serve.worker.load import Entry, Service
 from serve.worker.request import Request
 
@@ -65,8 +64,6 @@ class Rules:
     """Of one answer or chunk; a longer one is an error of its own request."""
     times_predictions: bool = False
     """Whether each call of the handler is reported as the metric PredictionTime."""
-    halves_batches: bool = False
-    """Whether a batch may leave some of what waits to the next one, see `Halves`."""
 
     @classmethod
     def of(cls, message: dict[str, Any]) -> Rules:
@@ -78,7 +75,6 @@ class Rules:
             decode_input=message.get("decode_input", True),
             max_answer_bytes=message.get("max_response_bytes"),
             times_predictions=message.get("metrics") is not None,
-            halves_batches=message.get("halves_batches", False),
         )
 
 
@@ -232,24 +228,14 @@ def run(reader: Reader, service: Service, rules: Rules = OURS) -> None:
     gc.collect()
     gc.freeze()
     chunks = connect(service.context, reader, rules)
-    halves = Halves(service.batch_size)
     waiting: deque[wire.Item] = deque()
     call_bytes = CALL_BYTES[service.device.partition(":")[0]] if service.by_length else None
-    halves_batches = rules.halves_batches and call_bytes is None
     while True:
-        waiting.extend(reader.read_arrived())
-        was_idle = not waiting
-        if was_idle:
+        if not waiting:
             reader.forget_cancelled()
-            waiting.extend(reader.read_arrived(must_wait=True))
-        began = perf_counter()
-        size = service.batch_size
-        if was_idle and halves_batches:
-            size = halves.choose(len(waiting))
-        batch = take_batch(waiting, size, call_bytes)
+        waiting.extend(reader.read_arrived(must_wait=not waiting))
+        batch = take_batch(waiting, service.batch_size, call_bytes)
         send(reader, batch, answer_batch(service, batch, rules, chunks), service.context.metrics)
-        if not batch[0].flags & KIND:
-            halves.measured(len(batch), perf_counter() - began)
 
 
 def connect(context: Context, reader: Reader, rules: Rules) -> Chunks:
