@@ -13,7 +13,6 @@ from ts.torch_handler.request_envelope.kserve import KServeEnvelope
 from ts.torch_handler.request_envelope.kservev2 import KServev2Envelope
 
 from handlers.context import Context
-from handlers.errors import BadInput
 
 MakeContext = Callable[..., Context]
 
@@ -111,49 +110,3 @@ def test_kservev2_takes_the_first_element_of_bytes(make_context: MakeContext) ->
 @pytest.mark.parametrize("kind", [BodyEnvelope, JSONEnvelope, KServeEnvelope, KServev2Envelope])
 def test_a_call_without_data_passes_through(kind: Any, make_context: MakeContext) -> None:
     assert kind(lambda data, context: data).handle(None, make_context()) is None
-
-
-def lie(**wrong: Any) -> bytes:
-    one = {**v2("a")["inputs"][0], **wrong}
-    return json.dumps({"inputs": [one]}).encode()
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        lie(shape=[3]),
-        lie(shape=[2**62, 4]),
-        lie(shape=[2**32, 2**32]),
-        lie(shape="two"),
-        lie(data=[]),
-        lie(data=[], datatype="BYTES"),
-        lie(data=[[1], [1, 2]]),
-        b"{}",
-        b"[]",
-        b"7",
-        b'{"inputs": 7}',
-        b'{"inputs": [[]]}',
-        b"[" * 100_000,
-        b"9" * 100_000,
-        b"not JSON",
-    ],
-    ids=["other", "overflow", "product overflow", "text", "no data", "no text", "ragged",
-         "empty object", "list", "number", "inputs of a number", "input of a list",
-         "deep", "long number", "no JSON"],
-)  # fmt: skip
-def test_what_lies_about_its_tensors_is_the_clients_fault(
-    body: bytes, make_context: MakeContext
-) -> None:
-    envelope = KServev2Envelope(last_row)
-    with pytest.raises(BadInput, match="is not what KServev2Envelope takes"):
-        envelope.handle([{"body": bytearray(body)}], make_context())
-
-
-@pytest.mark.parametrize("kind", [JSONEnvelope, KServeEnvelope])
-@pytest.mark.parametrize("body", [b"[]", b'{"instances": 7}', b"7", b"[" * 100_000])
-def test_what_has_no_instances_is_the_clients_fault(
-    kind: Any, body: bytes, make_context: MakeContext
-) -> None:
-    rows = [{"body": bytearray(body)}, {"body": bytearray(b'{"instances": []}')}]
-    with pytest.raises(BadInput):
-        kind(lambda data, context: data).handle(rows, make_context(requests=2))

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from handlers.context import Context
-from handlers.errors import BadInput
 
 
 class BaseEnvelope(ABC):
@@ -23,18 +22,9 @@ class BaseEnvelope(ABC):
         self.context: Any = None
 
     def handle(self, data: Any, context: Context) -> Any:
-        """Answer a batch; a call without data, which initialises functions, passes through.
-
-        Raises:
-            BadInput: what a client sent is not what the envelope takes apart.
-        """
+        """Answer a batch; a call without data, which initialises functions, passes through."""
         self.context = context
-        try:
-            rows = self.parse_input(data) if data else data
-        except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
-            raise BadInput(f"the body is not what {type(self).__name__} takes: {reason}") from error
-        results = self._handle_fn(rows, context)
+        results = self._handle_fn(self.parse_input(data) if data else data, context)
         return self.format_output(results) if results else results
 
     @abstractmethod
