@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 from urllib.parse import urlsplit
 
 import httptools
@@ -109,8 +109,8 @@ async def _run_for(
 ) -> None:
     """Let the clients work; after `seconds` and an answer for each, or at a broken connection."""
     await asyncio.wait([broken], timeout=seconds)
-    answered = asyncio.gather(*(client.answered.wait() for client in clients))
-    either: list[asyncio.Future[Any]] = [broken, answered]
+    answered = asyncio.create_task(_wait_for_answers(clients))
+    either: list[asyncio.Future[None]] = [broken, answered]
     await asyncio.wait(either, timeout=LONGEST_WAIT_S, return_when=asyncio.FIRST_COMPLETED)
     is_answered = answered.done()
     answered.cancel()
@@ -118,6 +118,11 @@ async def _run_for(
         broken.result()
     if not is_answered:
         raise StartError(f"a request was not answered within {seconds + LONGEST_WAIT_S:g} s")
+
+
+async def _wait_for_answers(clients: Sequence[_Client]) -> None:
+    for client in clients:
+        await client.answered.wait()
 
 
 class _Client(asyncio.Protocol):

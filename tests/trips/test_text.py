@@ -23,6 +23,8 @@ from tests.test_docs import free_ports
 
 MINILM = Path(__file__).parents[2] / "examples" / "minilm"
 TOLERANCE = 1e-5
+pytestmark = pytest.mark.slow
+"""It exports encoders: a minute and a half."""
 TEXTS = [" ".join(["word", "after", "word"] * (1 + at**2 % 23)) + f" {at}" for at in range(40)]
 
 
@@ -93,7 +95,6 @@ def test_requests_that_wait_run_with_those_of_like_length(
     assert batches == {(10, 11, 12), (300, 310), (900,)}
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_commands_of_the_example_lead_to_a_vector(tmp_path: Path) -> None:
     """From a folder as Hugging Face's to 384 numbers of length 1."""
