@@ -132,15 +132,21 @@ class Answering(Front):
             self.check(scope["path"], scope["headers"])
             asked = Asked(self, self._find(target), scope, target, id)
         except ServeError as error:
-            answer = self._answer_unrouted(error, id)
-            exchange.run(self.send_answer(scope, exchange.send, id, *answer))
+            self.send_to(exchange, id, *self._answer_unrouted(error, id))
             return True
+        promise = AtOnce(asked, exchange)
         try:
-            asked.submit(exchange.take_body(), exchange.is_left, AtOnce(asked, exchange))
+            asked.submit(exchange.take_body(), exchange.is_left, promise)
         except Exception as error:
-            answer = asked.failed(error)
-            exchange.run(self.send_answer(scope, exchange.send, id, *answer))
+            promise.set_exception(error)
         return True
+
+    def send_to(
+        self, exchange: WholeRequest, id: str, status: int, headers: Headers, body: bytes | Stream
+    ) -> None:
+        """Send an answer in one piece, or by a task where that cannot be done."""
+        if not self.send_at_once(exchange.send_at_once, id, status, headers, body):
+            exchange.run(self.send_answer(exchange.scope, exchange.send, id, status, headers, body))
 
     async def run_job(
         self, scope: Scope, receive: Receive, send: Send, id: str, target: Target
@@ -292,17 +298,15 @@ class AtOnce:
     def set_result(self, reply: Reply, /) -> None:
         """Send an answer."""
         self._is_done = True
-        self._send(*self._asked.answered(reply))
+        self._send(self._asked.answered(reply))
 
     def set_exception(self, error: Exception, /) -> None:
         """Send an error."""
         self._is_done = True
-        self._send(*self._asked.failed(error))
+        self._send(self._asked.failed(error))
 
-    def _send(self, status: int, headers: Headers, body: bytes | Stream) -> None:
-        api, id, exchange = self._asked.api, self._asked.id, self._exchange
-        if not api.send_at_once(exchange.send_at_once, id, status, headers, body):
-            exchange.run(api.send_answer(exchange.scope, exchange.send, id, status, headers, body))
+    def _send(self, answer: tuple[int, Headers, bytes | Stream]) -> None:
+        self._asked.api.send_to(self._exchange, self._asked.id, *answer)
 
 
 class Inference(Answering, Api):
