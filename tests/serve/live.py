@@ -164,6 +164,10 @@ class LiveServer:
         description: dict[str, Any] = answer.json()[0]
         return description
 
+    def restarts(self, model: str) -> int:
+        """Return how many of a model's workers have been replaced."""
+        return sum(worker["restarts"] for worker in self.describe(model)["workers"])
+
     def worker_pids(self, model: str) -> list[int]:
         """Return the process ids of a model's workers that are ready."""
         workers = self.describe(model)["workers"]

@@ -73,10 +73,6 @@ def waiting(server: LiveServer, model: str) -> int:
     return int(server.describe(model)["jobQueueStatus"]["pendingRequests"])
 
 
-def restarts(server: LiveServer, model: str) -> int:
-    return sum(worker["restarts"] for worker in server.describe(model)["workers"])
-
-
 def all_are_ready(server: LiveServer) -> bool:
     workers = [worker for name in CONFIGS for worker in server.describe(name)["workers"]]
     return all(worker["status"] == "READY" for worker in workers)
@@ -96,7 +92,7 @@ def everybody_is_well_afterwards(server: LiveServer) -> Iterator[None]:
 def test_a_worker_killed_under_load_costs_no_answer(
     server: LiveServer, threads: ThreadPoolExecutor, model: str
 ) -> None:
-    before = restarts(server, model)
+    before = server.restarts(model)
     answered: Counter[int] = Counter()
     lock = threading.Lock()
 
@@ -115,13 +111,13 @@ def test_a_worker_killed_under_load_costs_no_answer(
     for client in clients:
         client.result()
     assert answered == {200: 400}
-    poll(lambda: restarts(server, model) == before + 1, "the worker is replaced")
+    poll(lambda: server.restarts(model) == before + 1, "the worker is replaced")
 
 
 def test_a_poisonous_request_fails_alone(
     server: LiveServer, threads: ThreadPoolExecutor, gate: Path
 ) -> None:
-    before = restarts(server, "one")
+    before = server.restarts("one")
     (first,) = hold(server, threads, "one", f"until {gate}")
     batch = hold(server, threads, "one", "1", "2", "die", "3", "4", "5")
     gate.touch()
@@ -132,13 +128,13 @@ def test_a_poisonous_request_fails_alone(
     error = answers[2].json()
     assert (error["type"], error["message"]) == ("InternalServerException", "Worker died.")
     assert error["request_id"] == answers[2].headers["x-request-id"]
-    poll(lambda: restarts(server, "one") == before + 2, "both workers are replaced")
+    poll(lambda: server.restarts("one") == before + 2, "both workers are replaced")
 
 
 def test_without_retry_each_request_that_was_held_gets_one_error(
     server: LiveServer, threads: ThreadPoolExecutor, gate: Path
 ) -> None:
-    before = restarts(server, "once")
+    before = server.restarts("once")
     (first,) = hold(server, threads, "once", f"until {gate}")
     batch = hold(server, threads, "once", "1", "die", "2")
     gate.touch()
@@ -146,14 +142,14 @@ def test_without_retry_each_request_that_was_held_gets_one_error(
     assert first.result().status_code == 200
     assert [answer.status_code for answer in answers] == [500, 500, 500]
     assert {answer.json()["message"] for answer in answers} == {"Worker died."}
-    poll(lambda: restarts(server, "once") == before + 1, "the worker is replaced")
+    poll(lambda: server.restarts("once") == before + 1, "the worker is replaced")
     assert server.predict("once", "after").json()["body"] == "after"
 
 
 def test_a_worker_that_talks_nonsense_is_replaced_and_others_go_on(
     server: LiveServer, threads: ThreadPoolExecutor
 ) -> None:
-    before = restarts(server, "two")
+    before = server.restarts("two")
     garbage = threads.submit(server.predict, "two", "garbage")
     others = [("two", "1"), ("one", "2"), ("two", "3"), ("once", "4")] * 5
     answers = list(threads.map(lambda pair: server.predict(*pair), others))
@@ -162,7 +158,7 @@ def test_a_worker_that_talks_nonsense_is_replaced_and_others_go_on(
         500,
         "Worker died.",
     )
-    poll(lambda: restarts(server, "two") == before + 2, "both workers are replaced")
+    poll(lambda: server.restarts("two") == before + 2, "both workers are replaced")
     assert "a frame of 4294967295 items; 1 to 4096 are allowed; ending it" in server.log
 
 
@@ -235,14 +231,14 @@ def test_workers_that_cannot_be_started_are_tried_ever_more_seldom(server: LiveS
 def test_a_worker_that_hangs_is_replaced_and_its_request_answered(
     server: LiveServer, threads: ThreadPoolExecutor
 ) -> None:
-    before = restarts(server, "watched")
+    before = server.restarts("watched")
     (first,) = hold(server, threads, "watched", "hang")
     behind = threads.submit(server.predict, "watched", "behind")
     answer = first.result()
     assert (answer.status_code, answer.json()["type"]) == (504, "RequestTimeoutException")
     assert answer.json()["message"] == "the worker gave no answer for 1 s"
     assert behind.result().json()["body"] == "behind"
-    poll(lambda: restarts(server, "watched") == before + 1, "the worker is replaced")
+    poll(lambda: server.restarts("watched") == before + 1, "the worker is replaced")
 
 
 def test_a_request_whose_time_passes_is_answered_wherever_it_is(
@@ -259,7 +255,7 @@ def test_a_request_whose_time_passes_is_answered_wherever_it_is(
         "the request waited longer than its time",
     }
     poll(lambda: server.predict("impatient", "x").status_code == 200, "it goes on")
-    assert restarts(server, "impatient") == 0
+    assert server.restarts("impatient") == 0
 
 
 def test_a_full_queue_answers_503_and_when_to_come_back(
@@ -281,7 +277,7 @@ def test_a_full_queue_answers_503_and_when_to_come_back(
 def test_what_a_client_no_longer_waits_for_is_not_run(
     server: LiveServer, threads: ThreadPoolExecutor, gate: Path
 ) -> None:
-    before = restarts(server, "narrow")
+    before = server.restarts("narrow")
     first, second = hold(server, threads, "narrow", f"until {gate}", "second")
     with socket.create_connection(server.address, 10) as client:
         head = b"POST /predictions/narrow HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
@@ -291,4 +287,4 @@ def test_what_a_client_no_longer_waits_for_is_not_run(
     gate.touch()
     assert (first.result().status_code, second.result().status_code) == (200, 200)
     assert server.predict("narrow", "after").status_code == 200
-    assert restarts(server, "narrow") == before
+    assert server.restarts("narrow") == before

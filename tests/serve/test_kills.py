@@ -67,10 +67,6 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def restarts(server: LiveServer, model: str) -> int:
-    return sum(worker["restarts"] for worker in server.describe(model)["workers"])
-
-
 def all_are_ready(server: LiveServer, model: str) -> bool:
     return all(worker["status"] == "READY" for worker in server.describe(model)["workers"])
 
@@ -102,12 +98,12 @@ def kill_workers(server: LiveServer, model: str, seconds: float) -> int:
 def test_each_request_is_answered_once_while_workers_are_killed(
     server: LiveServer, seconds: float
 ) -> None:
-    before, files = restarts(server, "killed"), descriptors(server.pid)
+    before, files = server.restarts("killed"), descriptors(server.pid)
     with Load(server, "killed", clients=16, prefix="sleep 0.005 ") as load:
         kills = kill_workers(server, "killed", seconds)
     poll(lambda: all_are_ready(server, "killed"), "the workers are back")
     assert kills > 1
-    assert restarts(server, "killed") == before + kills
+    assert server.restarts("killed") == before + kills
     # Only a request that was alone with a second worker that was killed gets an error.
     assert set(load.outcomes) <= {200, 507}, load
     assert load.outcomes[507] < kills, load
@@ -186,14 +182,14 @@ def test_sigterm_while_a_model_comes_or_goes_answers_everybody_and_leaves_nothin
 def test_a_server_that_stood_still_times_nobody_out_whose_answer_has_come(
     server: LiveServer, threads: ThreadPoolExecutor
 ) -> None:
-    before = restarts(server, "watched")
+    before = server.restarts("watched")
     with Load(server, "watched", clients=8, prefix="sleep 0.005 ") as load:
         server.signal(signal.SIGSTOP)
         threading.Event().wait(STOPPED_S)  # longer than each of the model's times
         server.signal(signal.SIGCONT)
         goes_on(load)
     assert set(load.outcomes) == {200}, load
-    assert restarts(server, "watched") == before
+    assert server.restarts("watched") == before
 
 
 def test_a_wall_clock_that_jumps_by_days_changes_nothing(

@@ -57,10 +57,6 @@ def threads() -> Iterator[ThreadPoolExecutor]:
         yield threads
 
 
-def restarts(server: LiveServer, model: str) -> int:
-    return sum(worker["restarts"] for worker in server.describe(model)["workers"])
-
-
 def ends_in_log(server: LiveServer, model: str) -> int:
     return server.log.count(f"{model} 1.0 worker 1 ended; replacing it in")
 
@@ -117,7 +113,7 @@ def mates_are_answered(answers: list[Answer]) -> bool:
 def test_a_worker_that_hangs_is_replaced_and_only_its_request_is_late(
     server: LiveServer, threads: ThreadPoolExecutor, misdeed: str
 ) -> None:
-    before, logged = restarts(server, "hanging"), ends_in_log(server, "hanging")
+    before, logged = server.restarts("hanging"), ends_in_log(server, "hanging")
     began = time.monotonic()
     hung = threads.submit(ask, server, "hanging", misdeed)
     poll(lambda: handed_over(server, "hanging"), "it is handed over")
@@ -125,17 +121,17 @@ def test_a_worker_that_hangs_is_replaced_and_only_its_request_is_late(
     check_error(hung.result(), 504, f"the worker gave no answer for {RESPONSE_TIMEOUT_S} s")
     assert time.monotonic() - began < RESPONSE_TIMEOUT_S + SCHEDULING_S
     assert [answer.result().status for answer in behind] == [200] * 4
-    assert restarts(server, "hanging") == before + 1
+    assert server.restarts("hanging") == before + 1
     assert ends_in_log(server, "hanging") == logged + 1
 
 
 def test_a_request_is_answered_at_its_deadline_though_its_worker_hangs(server: LiveServer) -> None:
-    before, began = restarts(server, "late"), time.monotonic()
+    before, began = server.restarts("late"), time.monotonic()
     check_error(
         ask(server, "late", "sleep_forever"), 504, "the answer took longer than the request's time"
     )
     assert time.monotonic() - began < 0.3 + SCHEDULING_S
-    poll(lambda: restarts(server, "late") == before + 1, "the worker is replaced")
+    poll(lambda: server.restarts("late") == before + 1, "the worker is replaced")
     poll(lambda: ask(server, "late", "after").status == 200, "the next request is right")
 
 
@@ -158,7 +154,7 @@ ENDS = {
 def test_requests_that_end_their_worker_get_one_error_and_their_mates_answers(
     server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    before, logged = restarts(server, "sick"), ends_in_log(server, "sick")
+    before, logged = server.restarts("sick"), ends_in_log(server, "sick")
     bodies = [body for misdeed in ENDS for body in (misdeed, f"mate of {misdeed}")]
     answers = in_one_batch(server, threads, tmp_path / "gate", *bodies)
     for body, answer in zip(bodies, answers, strict=True):
@@ -170,7 +166,7 @@ def test_requests_that_end_their_worker_get_one_error_and_their_mates_answers(
     assert ask(server, "sick", "after").status == 200
     assert time.monotonic() - began < 5 + SCHEDULING_S
     # Once together, then each of them alone.
-    assert restarts(server, "sick") == before + 1 + len(ENDS)
+    assert server.restarts("sick") == before + 1 + len(ENDS)
     assert ends_in_log(server, "sick") == logged + 1 + len(ENDS)
 
 
@@ -252,11 +248,11 @@ def test_what_raises_is_an_error_of_its_own_and_costs_no_worker(
     misdeed: str,
     error: tuple[int, str],
 ) -> None:
-    before = restarts(server, "sick")
+    before = server.restarts("sick")
     answers = in_one_batch(server, threads, tmp_path / "gate", "one", misdeed, "three")
     check_error(answers[1], *error)
     assert mates_are_answered(answers)
-    assert restarts(server, "sick") == before
+    assert server.restarts("sick") == before
 
 
 def test_what_a_handler_does_to_its_rows_is_not_seen_when_they_are_run_again(
@@ -297,11 +293,11 @@ NONSENSE = {
 def test_an_answer_that_cannot_be_sent_is_an_error_of_its_own_request(
     server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path, misdeed: str, message: str
 ) -> None:
-    before = restarts(server, "sick")
+    before = server.restarts("sick")
     answers = in_one_batch(server, threads, tmp_path / "gate", "one", misdeed, "three")
     check_error(answers[1], 500, message)
     assert mates_are_answered(answers)
-    assert restarts(server, "sick") == before
+    assert server.restarts("sick") == before
 
 
 @pytest.mark.parametrize(
@@ -319,12 +315,12 @@ def test_an_answer_that_cannot_be_sent_is_an_error_of_its_own_request(
 def test_an_answer_that_is_odd_but_can_be_sent_is_sent(
     server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path, misdeed: str, body: bytes
 ) -> None:
-    before = restarts(server, "sick")
+    before = server.restarts("sick")
     answers = in_one_batch(server, threads, tmp_path / "gate", "one", misdeed, "three")
     assert answers[1].status == 200
     assert answers[1].body == body
     assert mates_are_answered(answers)
-    assert restarts(server, "sick") == before
+    assert server.restarts("sick") == before
 
 
 # -- F5: what prints ---------------------------------------------------------------------------
@@ -348,12 +344,12 @@ def test_what_is_printed_holds_nobody_up_and_stays_out_of_the_servers_log(
 def test_a_handler_that_closes_its_output_goes_on(
     server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path, misdeed: str
 ) -> None:
-    before = restarts(server, "sick")
+    before = server.restarts("sick")
     answers = in_one_batch(server, threads, tmp_path / "gate", "one", misdeed, "three")
     check_error(answers[1], 500, ".*nobody will read this")
     assert mates_are_answered(answers)
     assert ask(server, "sick", "after").status == 200
-    assert restarts(server, "sick") == before
+    assert server.restarts("sick") == before
 
 
 # -- C5: what writes to the wire ---------------------------------------------------------------
@@ -374,7 +370,7 @@ LIES = {
 def test_a_worker_that_writes_to_the_wire_is_ended_with_one_line_in_the_log(
     server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path
 ) -> None:
-    before = restarts(server, "sick")
+    before = server.restarts("sick")
     bodies = [body for misdeed in LIES for body in (misdeed, f"mate of {misdeed}")]
     answers = in_one_batch(server, threads, tmp_path / "gate", *bodies)
     for body, answer in zip(bodies, answers, strict=True):
@@ -382,16 +378,16 @@ def test_a_worker_that_writes_to_the_wire_is_ended_with_one_line_in_the_log(
             check_error(answer, *DIED)
         else:
             assert (answer.status, json.loads(answer.body)) == (200, {"body": body})
-    assert restarts(server, "sick") == before + 1 + len(LIES)
+    assert server.restarts("sick") == before + 1 + len(LIES)
     said = Counter(re.findall(r"sick 1\.0 worker 1: (.*); ending it", server.log))
     # The first one is said twice: it ended the batch too.
     assert said == Counter([LIES["garbage"], *filter(None, LIES.values())])
 
 
 def test_a_replayed_answer_harms_only_the_worker_that_sent_it(server: LiveServer) -> None:
-    before = restarts(server, "sick")
+    before = server.restarts("sick")
     answer = ask(server, "sick", "replay")
     assert answer == Answer(200, b"")  # a worker may answer what it holds as it likes
-    poll(lambda: restarts(server, "sick") == before + 1, "the worker is replaced")
+    poll(lambda: server.restarts("sick") == before + 1, "the worker is replaced")
     assert re.search(r"sick .*: a reply to job \d+, which it does not hold; ending it", server.log)
     assert ask(server, "sick", "after").status == 200
