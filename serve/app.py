@@ -15,7 +15,7 @@ from serve.api.management import create_management
 from serve.api.metrics import create_metrics
 from serve.api.oip import oip_routes
 from serve.auth import TokenCheck, make_keys
-from serve.connection import PART_BYTES, Access, Limits
+from serve.connection import Access, Limits
 from serve.frontends import Frontends
 from serve.lifecycle import Lifecycle
 from serve.listener import Listener
@@ -176,7 +176,7 @@ def _limits(settings: Settings) -> Limits:
         transfer_timeout_s=settings.transfer_timeout_s,
         keep_alive_s=settings.keep_alive_s,
         connections=settings.max_connections,
-        part_bytes=min(PART_BYTES, settings.max_request_bytes + 1),
+        body_bytes=settings.max_request_bytes,
     )
 
 

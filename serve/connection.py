@@ -126,8 +126,8 @@ class Limits:
     transfer_timeout_s: float = 20
     keep_alive_s: float = 75
     connections: int = 4096
-    part_bytes: int = PART_BYTES
-    """At most one more than a body may have: that part tells that it is too long."""
+    body_bytes: int = 6_553_500
+    """What crosses it goes to the application at once, so that it can refuse it."""
 
 
 IDLE, HEAD, BODY, ENDING = range(4)
@@ -211,9 +211,15 @@ class Exchange:
         if self.is_complete or self.has_left:
             return
         self.parts.append(body)
-        if self.received - self._taken >= self.connection.limits.part_bytes:
+        if self._has_part():
             self.connection.pause_reading()
             self.tell()
+
+    def _has_part(self) -> bool:
+        waits = self.received - self._taken
+        return waits >= PART_BYTES or bool(
+            waits and self.received > self.connection.limits.body_bytes
+        )
 
     def take_body(self) -> list[bytes]:
         """Return the whole body, in the parts in which it came; `receive` has none of it then."""
@@ -244,9 +250,7 @@ class Exchange:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         self.expects_continue = False
         while not (self.has_left or self.is_complete):
-            waits = self.received - self._taken
-            is_part = waits >= self.connection.limits.part_bytes
-            if is_part or (self.is_received and not self._is_taken):
+            if self._has_part() or (self.is_received and not self._is_taken):
                 parts, self.parts = self.parts, []
                 self._taken = self.received
                 self._is_taken = self.is_received

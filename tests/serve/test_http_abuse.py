@@ -537,6 +537,15 @@ def test_a_body_without_an_end_is_refused_as_it_crosses_the_limit(
     assert peak_bytes(server) - before < 2 * LIMIT
 
 
+def test_a_body_that_crosses_the_limit_by_little_is_refused_as_it_does(
+    server: LiveServer, load: Load
+) -> None:
+    size = LIMIT + 1000
+    with connect(server) as client:
+        client.sendall(CHUNKED + b"\r\n%x\r\n%s\r\n" % (size, bytes(size)))
+        assert client.recv(12) == b"HTTP/1.1 413"
+
+
 # -- E7: clients that leave, or read nothing --------------------------------------------------
 
 
