@@ -130,8 +130,9 @@ def build_tiny(folder: Path) -> Subject:
     artifacts.mkdir(exist_ok=True)
     network = runpy.run_path(str(PEERS / "net.py"))["TinyNet"]()
     torch.save(network.state_dict(), artifacts / "tiny.pt")
+    image = f"image:float32[batch=1..{TINY_BATCH_SIZE},1,28,28]"
     modelyard("export", artifacts / "tiny.pt", "--model", f"{PEERS / 'net.py'}:TinyNet", "--input",
-              "image:float32[batch,1,28,28]", "--format", "onnx", "-o", artifacts)  # fmt: skip
+              image, "--format", "onnx", "-o", artifacts)  # fmt: skip
     scans = []
     for file in sorted((DIGITS / "scans").glob("*.png")):
         scan = artifacts / file.name

@@ -24,6 +24,8 @@ from benchmarks.results import (
 
 MANY = 64
 """Connections at which the goals of rate and CPU are set."""
+AHEAD = {8: 1.2, MANY: 1.4}
+"""Connections → the goal beside the best of the other servers; 1 elsewhere."""
 
 
 def tables(results: Results) -> RenderableType:
@@ -171,8 +173,9 @@ def _goals(rows: Sequence[Row], footprints: Sequence[Footprint]) -> RenderableTy
         if others and (row := at.get((TINY, OURS, count))):
             best = max(others, key=lambda other: other.rate.median)
             share = row.rate.median / best.rate.median
-            add(f"overhead: ahead of every other at c={count}",
-                f"{share:.2f} × {best.cell.server}", share > 1)  # fmt: skip
+            goal = AHEAD.get(count, 1.0)
+            add(f"overhead: ≥ {goal:.1f} of every other at c={count}",
+                f"{share:.2f} × {best.cell.server}", share >= goal)  # fmt: skip
     for count in sorted({row.cell.connections for row in rows if row.cell.connections > 1}):
         if (row := at.get((RESNET, OURS, count))) and row.rate_ratio:
             share = row.rate_ratio.median

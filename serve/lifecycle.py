@@ -547,6 +547,7 @@ class Lifecycle:
                 "device_ids": list(config.device_ids),
                 "batch_size": config.batch_size,
                 "by_length": config.by_length,
+                "poll_us": self._settings.worker_poll_us if not self._machine.has_quota else 0,
                 "golden": [asdict(golden) for golden in seal.golden] if seal else [],
                 **self._dialect_keys(),
             },

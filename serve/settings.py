@@ -55,6 +55,8 @@ class Settings(BaseModel):
     """Where models run; auto takes CUDA where there is one."""
     workers: int = Field(default=0, ge=0, le=1024)
     """Workers of each model; 0 chooses by cores and number of models."""
+    worker_poll_us: int = Field(default=300, ge=0, le=10_000)
+    """How long an idle worker looks for requests before it sleeps, while they come that often."""
     frontends: int = Field(default=1, ge=1)
     """Processes that speak HTTP at the inference API; 1 leaves that to the server process."""
     queue_size: int = Field(default=100, ge=1)

@@ -26,6 +26,8 @@ class Machine:
     """CUDA devices that a worker would see."""
     limit: str = ""
     """What decides over `cores`, in words."""
+    has_quota: bool = False
+    """Whether a control group holds this process up once it has used its share of the time."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ def this_machine() -> Machine:
     quota = cpu_quota()
     if quota is not None and quota < mask:
         limit = f"the control group's quota of {quota:g} of {_cores(mask)}"
-        return Machine(max(1, int(quota)), count_gpus(), limit)
+        return Machine(max(1, int(quota)), count_gpus(), limit, has_quota=True)
     there = os.cpu_count() or mask
     limit = "all cores" if mask == there else f"the affinity mask, of {_cores(there)}"
     return Machine(mask, count_gpus(), limit)

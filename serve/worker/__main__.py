@@ -42,6 +42,7 @@ def main(fd: int) -> int:
         load.import_shim()
         _enter(Path(message["folder"]))
         service = load.load_service(message)
+        reader.poll_s = message["poll_us"] / 1e6
         loop.check_golden(service, message["golden"])
     except BaseException as error:
         traceback.print_exc()

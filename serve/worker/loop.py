@@ -13,6 +13,7 @@ import io
 import json
 import logging
 import math
+import os
 import re
 import socket
 from collections import deque
@@ -123,6 +124,9 @@ class Reader:
         self.connection = connection
         self._decoder = wire.Decoder(MAX_BODY)
         self._frames: deque[list[wire.Item]] = deque()
+        self.poll_s = 0.0
+        """How long `read_arrived` looks for a frame before it sleeps, after a wait as short."""
+        self._was_short = False
         self.cancelled: set[int] = set()
         """Jobs that nobody waits for any more."""
 
@@ -149,7 +153,7 @@ class Reader:
         """
         if must_wait:
             while not self._frames:
-                self._receive(0)  # gives all that has arrived, up to its size
+                self._wait()  # gives all that has arrived, up to the size of a receive
         else:
             self.poll()
         items = [item for frame in self._frames for item in frame]
@@ -163,6 +167,23 @@ class Reader:
                 pass
         except BlockingIOError:
             return
+
+    def _wait(self) -> None:
+        """Receive once, without sleeping where the last wait was over soon.
+
+        To wake a process on an idle core takes longer than a small model. Under load a worker is
+        not idle, and others that want its core get it.
+        """
+        began = perf_counter()
+        if self._was_short:
+            while perf_counter() - began < self.poll_s:
+                try:
+                    self._receive(socket.MSG_DONTWAIT)
+                    return
+                except BlockingIOError:
+                    os.sched_yield()
+        self._receive(0)
+        self._was_short = perf_counter() - began < self.poll_s
 
     def _receive(self, flags: int) -> int:
         data = self.connection.recv(RECEIVE_BYTES, flags)

@@ -171,7 +171,9 @@ def test_a_quota_below_the_mask_decides_and_is_rounded_down(
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(4)))
     for quota, cores in ((2.5, 2), (0.5, 1), (8.0, 4), (None, 4)):
         monkeypatch.setattr(sizing, "cpu_quota", lambda quota=quota: quota)
-        assert sizing.this_machine().cores == cores
+        machine = sizing.this_machine()
+        assert machine.cores == cores
+        assert machine.has_quota == (quota is not None and quota < 4)
 
 
 @pytest.mark.parametrize(("visible", "count"), [("", 0), ("-1", 0), ("0", 1), ("0,2,3", 3)])

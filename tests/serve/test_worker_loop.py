@@ -7,6 +7,7 @@ import json
 import math
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -481,6 +482,33 @@ def test_the_loop_answers_every_frame_and_ends_with_the_connection() -> None:
     assert wire.unpack_meta(replies[0].meta) == [b"content-type", b"text/plain; charset=utf-8"]
     assert sizes == [2, 2, 1]
     assert len(ended) == 1
+
+
+def test_a_worker_looks_only_after_a_short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    looks: list[float] = []
+    monkeypatch.setattr("serve.worker.loop.os.sched_yield", lambda: looks.append(time.monotonic()))
+    control = wire.encode_control(wire.METRICS, {})
+
+    def looked_before(wait_s: float) -> bool:
+        """Tell whether the reader looks while it waits so long for a frame."""
+        looks.clear()
+        sender = threading.Timer(wait_s, ours.sendall, (control,))
+        sender.start()
+        assert len(reader.read_arrived(must_wait=True)) == 1
+        sender.join()
+        return bool(looks)
+
+    with ours, theirs:
+        reader = loop.Reader(theirs)
+        assert not looked_before(0) and not looked_before(0), "where nobody asked for it"
+        reader.poll_s = 0.2
+        assert not looked_before(0), "before any wait"
+        assert looked_before(0.05)
+        assert looked_before(0.5)
+        assert looks[-1] - looks[0] < 0.3, "no longer than it may"
+        assert not looked_before(0.05), "after a long wait"
+        assert looked_before(0.05)
 
 
 def test_chunks_and_metrics_travel_beside_the_replies() -> None:
