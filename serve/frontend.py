@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import errno
+import gc
 import logging
 import os
 import signal
@@ -24,7 +25,6 @@ from serve import wire
 from serve.address import Address
 from serve.answers import COMMON_HEADERS, Answer, error_answer, request_id
 from serve.body import ClientLeft, linger, read_body
-from serve.collector import settle
 from serve.connection import (
     ANSWER,
     EXCHANGE,
@@ -264,7 +264,8 @@ async def serve(link: int, handed: int) -> None:
     """Run one frontend on the two sockets that the server process made."""
     connections = socket.socket(fileno=handed)
     connections.setblocking(False)
-    settle()
+    gc.collect()
+    gc.freeze()
     await Forwarder(connections).run(socket.socket(fileno=link))
 
 

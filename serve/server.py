@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -17,7 +18,6 @@ import uvloop
 
 from archiver import ArchiveError
 from serve.app import Server, create_server
-from serve.collector import settle
 from serve.errors import ServeError, StartError
 from serve.log import log_to_stderr
 from serve.settings import Settings
@@ -88,7 +88,8 @@ async def _serve(settings: Settings, state: StateDir, report: Report) -> None:
             await _load(server, stop, report)
             await open_ports()
         server.phase.is_starting = False
-        settle()
+        gc.collect()
+        gc.freeze()
         logger.info("ready: %s", about)
         report({"event": "ready", **about, "warnings": server.lifecycle.warnings})
         await stop.first.wait()

@@ -279,34 +279,37 @@ class Asked:
 class AtOnce:
     """A promise whose answer goes to the client as soon as it is given."""
 
-    __slots__ = ("_asked", "_exchange", "_is_done")
+    __slots__ = ("_asked", "_exchange")
 
     def __init__(self, asked: Asked, exchange: WholeRequest) -> None:
-        self._asked = asked
+        # Given up with the answer: request, job and promise hold each other, and left to the
+        # collector those of every request would be, which stops this process for it.
+        self._asked: Asked | None = asked
         self._exchange = exchange
-        self._is_done = False
 
     def done(self) -> bool:
         """Tell whether it has its answer, or nobody waits for it any more."""
-        return self._is_done
+        return self._asked is None
 
     def cancel(self) -> bool:
         """Note that nobody waits for it any more."""
-        self._is_done = True
+        self._asked = None
         return True
 
     def set_result(self, reply: Reply, /) -> None:
         """Send an answer."""
-        self._is_done = True
-        self._send(self._asked.answered(reply))
+        asked = self._take()
+        asked.api.send_to(self._exchange, asked.id, *asked.answered(reply))
 
     def set_exception(self, error: Exception, /) -> None:
         """Send an error."""
-        self._is_done = True
-        self._send(self._asked.failed(error))
+        asked = self._take()
+        asked.api.send_to(self._exchange, asked.id, *asked.failed(error))
 
-    def _send(self, answer: tuple[int, Headers, bytes | Stream]) -> None:
-        self._asked.api.send_to(self._exchange, self._asked.id, *answer)
+    def _take(self) -> Asked:
+        asked, self._asked = self._asked, None
+        assert asked is not None, "it has its answer"
+        return asked
 
 
 class Inference(Answering, Api):

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
-from collections.abc import Iterator, MutableMapping
+from collections.abc import AsyncIterator, Iterator, MutableMapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import uvloop
 
+from serve.address import Address
 from serve.api.asgi import Api, Phase
 from serve.api.inference import Inference
 from serve.auth import TokenCheck
 from serve.lifecycle import Lifecycle
+from serve.listener import Listener
 from serve.metrics import Metrics
 from serve.registry import Registry
 from serve.settings import load_settings
@@ -74,20 +78,26 @@ def answer_of(messages: Messages) -> tuple[int, list[tuple[bytes, bytes]], bytes
     return start["status"], headers, b"".join(part.get("body", b"") for part in parts)
 
 
-def test_both_give_the_same_bytes(tmp_path: Path) -> None:
-    store = tmp_path / "store"
+@asynccontextmanager
+async def inference(folder: Path) -> AsyncIterator[tuple[Inference, Lifecycle]]:
+    """Serve the model `picky` in this process, without a port."""
+    store, state = folder / "store", folder / "state"
     build_archive(store, "picky")
-    state = tmp_path / "state"
     settings = load_settings({"model_store": store, "state_dir": state, "device": "cpu"}, None, {})
+    StateDir(state).create()
+    registry, metrics, phase = Registry(), Metrics(), Phase()
+    lifecycle = Lifecycle(settings, registry, metrics)
+    phase.is_starting = False
+    try:
+        await lifecycle.register("picky", None, 1)
+        yield Inference(registry, metrics, TokenCheck(None), phase, 1000), lifecycle
+    finally:
+        await lifecycle.stop(0)
 
+
+def test_both_give_the_same_bytes(tmp_path: Path) -> None:
     async def scenario() -> None:
-        StateDir(state).create()
-        registry, metrics, phase = Registry(), Metrics(), Phase()
-        lifecycle = Lifecycle(settings, registry, metrics)
-        phase.is_starting = False
-        api = Inference(registry, metrics, TokenCheck(None), phase, 1000)
-        try:
-            await lifecycle.register("picky", None, 1)
+        async with inference(tmp_path) as (api, lifecycle):
             await lifecycle.register("picky", "idle", 0)
             for path, body in REQUESTS:
                 hot = answer_of(await ask(api, path, body))
@@ -101,10 +111,36 @@ def test_both_give_the_same_bytes(tmp_path: Path) -> None:
                     sorted(documented[1]),
                     documented[2],
                 )
-        finally:
-            await lifecycle.stop(0)
 
     uvloop.run(scenario())
+
+
+def test_requests_leave_nothing_to_the_collector(tmp_path: Path) -> None:
+    """Objects in a circle are found by going through all there are, and that stops the process."""
+    request = head("/predictions/picky", 5) + b"hello"
+
+    async def scenario() -> int:
+        async with inference(tmp_path) as (api, _):
+            listener = Listener(api, Address("127.0.0.1", 0))
+            await listener.start()
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.address.port)
+
+            async def send(count: int) -> None:
+                for _ in range(count):
+                    writer.write(request)
+                    assert (await reader.readuntil(b"fine: hello")).startswith(b"HTTP/1.1 200 ")
+
+            await send(20)
+            gc.collect()
+            gc.disable()
+            await send(200)
+            found = gc.collect()
+            gc.enable()
+            writer.close()
+            await listener.stop_accepting()
+            return found
+
+    assert uvloop.run(scenario()) < 200
 
 
 # -- a request whose body is there with its head is answered without a task ---------------------
