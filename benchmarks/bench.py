@@ -129,7 +129,8 @@ def _measure(
 ) -> tuple[Results, list[str]]:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with (
-        tempfile.TemporaryDirectory(prefix="modelyard-bench-") as temporary,
+        # Short: Ray's sockets lie far below, and their paths may have 107 characters.
+        tempfile.TemporaryDirectory(prefix="bench-") as temporary,
         Progress(*columns, console=out, transient=True) as bar,
     ):
         folder = Path(temporary)
