@@ -181,7 +181,7 @@ def _draw_ceiling(axes: Any, rows: Sequence[Row]) -> None:
     _draw_bars(axes, names, [row.rate for row in rows], "{:,.0f}", ours="")
     axes.axvline(CEILING_GOAL, color=GOAL_COLOUR, linewidth=1, linestyle="--")
     axes.annotate(
-        f"goal at c=64: {CEILING_GOAL:,}", (CEILING_GOAL, 1), (0, 3), fontsize=8,
+        f"goal at c=64: {CEILING_GOAL:,}", (CEILING_GOAL, 1), (4, -10), fontsize=8,
         xycoords=("data", "axes fraction"), textcoords="offset points", color=GOAL_COLOUR,
     )  # fmt: skip
     _finish(axes, "ceiling, requests/s")
