@@ -216,10 +216,8 @@ class Exchange:
             self.tell()
 
     def _has_part(self) -> bool:
-        waits = self.received - self._taken
-        return waits >= PART_BYTES or bool(
-            waits and self.received > self.connection.limits.body_bytes
-        )
+        is_over = self.received > self.connection.limits.body_bytes
+        return self.received - self._taken >= (1 if is_over else PART_BYTES)
 
     def take_body(self) -> list[bytes]:
         """Return the whole body, in the parts in which it came; `receive` has none of it then."""

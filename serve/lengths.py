@@ -43,10 +43,9 @@ def choose_alike(lengths: Sequence[int], size: int, call_bytes: int) -> list[int
         if longest < first or size == 1:
             break
         gain = call_bytes - longest // HIDDEN
-        saved = first - longest
-        if gain + saved <= 0:
+        if longest - first >= gain:
             continue
-        batch = [0]
+        batch, saved = [0], first - longest
         for at in ordered[top::-1]:
             worth = gain - (longest - lengths[at])
             if worth <= 0 or len(batch) == size:
