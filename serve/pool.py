@@ -29,6 +29,7 @@ from typing import Any, cast
 
 from serve import wire
 from serve.batcher import EXPLAIN, PREDICT, Batcher, Job, Reply, Stream
+from serve.clock import Clock
 from serve.errors import (
     DeadlinePassed,
     Draining,
@@ -52,8 +53,6 @@ GIVE_UP_AFTER = 5
 EXIT_GRACE_S = 2.0
 """From the end of file on its socket to SIGKILL."""
 SWEEP_EVERY_S = 0.1
-STOOD_STILL_S = 0.5
-"""From sweep to sweep, when this process was stopped or its loop held up."""
 REAP_GRACE_S = 0.1
 """From the end of file on a worker's socket to SIGKILL, when it holds requests."""
 LOG_TAIL_BYTES = 2000
@@ -128,9 +127,9 @@ class Worker(asyncio.Protocol):
         self.running = 0
         """Jobs of its current batch, as far as the server can know."""
         self.busy_since = 0.0
-        """When it sent something last, or got work while it was idle."""
+        """When it sent something last, or got work while it was idle, by the pool's clock."""
         self.began_at = 0.0
-        """When its current batch began."""
+        """When its current batch began, by the pool's clock."""
         self.answered = 0
 
     # -- life ----------------------------------------------------------------------------------
@@ -305,7 +304,8 @@ class Worker(asyncio.Protocol):
     def _control(self, item: wire.Item) -> None:
         message = wire.decode_control(item)
         if item.code == wire.METRICS and self.loaded.done():
-            self._pool.metrics.reported(message.get("records"), monotonic() - self.busy_since)
+            busy_s = self._pool.clock.read(monotonic()) - self.busy_since
+            self._pool.metrics.reported(message.get("records"), busy_s)
         elif self.loaded.done():
             raise wire.WireError(f"control message {item.code} from a worker that is loaded")
         elif item.code == wire.READY and message.get("protocol") == wire.PROTOCOL:
@@ -320,6 +320,7 @@ class Worker(asyncio.Protocol):
 
     def _replies(self, frame: list[wire.Item]) -> None:
         now = monotonic()
+        read_at = self._pool.clock.read(now)
         kind = count = 0
         before = len(self.flight)
         for item in frame:
@@ -350,11 +351,13 @@ class Worker(asyncio.Protocol):
         if len(self.flight) < before:
             if count:
                 self.answered += count
-                self._pool.measured(kind, count, now - self.began_at)
-            self.began_at = now
+                self._pool.metrics.kinds[kind].batch_size.observe(count)
+                if not self._pool.clock.stood_still_since(self.began_at, now):
+                    self._pool.measured(kind, count, read_at - self.began_at)
+            self.began_at = read_at
             # It takes what has arrived, up to a batch.
             self.running = min(self._pool.plan.batch_size, len(self.flight))
-        self.busy_since = now
+        self.busy_since = read_at
         if not self.flight:
             self.is_alone = self.is_reserved = False
 
@@ -394,7 +397,7 @@ class Worker(asyncio.Protocol):
         """Send the jobs in one frame; `_replies` answers them, or the pool if it dies."""
         assert self._transport is not None
         if not self.flight:
-            self.busy_since = self.began_at = monotonic()
+            self.busy_since = self.began_at = self._pool.clock.read(monotonic())
             self.running = len(jobs)
         frame = wire.Frame()
         for job in jobs:
@@ -417,7 +420,7 @@ class Worker(asyncio.Protocol):
         pool, held = self._pool, self.held
         all_s = held[PREDICT] * pool.job_s(PREDICT) + held[EXPLAIN] * pool.job_s(EXPLAIN)
         running_s = all_s * self.running / len(self.flight)
-        return all_s - running_s + abs(running_s - (now - self.began_at))
+        return all_s - running_s + abs(running_s - (pool.clock.read(now) - self.began_at))
 
     @property
     def takes_work(self) -> bool:
@@ -463,7 +466,8 @@ class Pool:
         self._failures = 0
         self._last_failure = ""
         self._sweeper: asyncio.TimerHandle | None = None
-        self._swept_at = monotonic()
+        self.clock = Clock()
+        """What workers are judged by."""
         self._is_stopping = False
         self._counts_handed_over = plan.is_torchserve
         self._closing: set[asyncio.Task[None]] = set()
@@ -492,6 +496,7 @@ class Pool:
             LoadFailed: a new worker could not load; the workers that ran before still run.
         """
         if self._sweeper is None:
+            self.clock.tick(monotonic())
             self._sweeper = self._loop.call_later(SWEEP_EVERY_S, self._sweep)
         self.least, self.most = least, max(least, most if most is not None else least)
         new: list[tuple[Seat, asyncio.Future[None]]] = []
@@ -712,7 +717,6 @@ class Pool:
             self._batch_jobs[kind] += NEWEST_SHARE * (jobs - self._batch_jobs[kind])
         else:
             self._batch_s[kind], self._batch_jobs[kind] = seconds, jobs
-        self.metrics.kinds[kind].batch_size.observe(jobs)
 
     def pump(self) -> None:
         """Hand out work: first what a dead worker held, then what waits."""
@@ -758,10 +762,9 @@ class Pool:
         """
         now = monotonic()
         self._sweeper = self._loop.call_later(SWEEP_EVERY_S, self._sweep)
-        stood_still = now - self._swept_at > STOOD_STILL_S
-        self._swept_at = now
-        if stood_still:  # answers that came meanwhile are not read yet: timers go first
+        if self.clock.tick(now):  # answers that came meanwhile are not read yet: timers go first
             return
+        worked = self.clock.read(now)
         late: ServeError = DeadlinePassed("the answer took longer than the request's time")
         for worker in self.workers:
             for id, job in worker.flight.items():
@@ -773,7 +776,7 @@ class Pool:
                 elif job.drop_if_left():
                     worker.cancel(id)
             limit = self.plan.response_timeout_s
-            if worker.is_ready and worker.flight and now - worker.busy_since > limit:
+            if worker.is_ready and worker.flight and worked - worker.busy_since > limit:
                 logger.error("%s worker %d: no answer for %g s; ending it",
                              self.plan.label, worker.number, limit)  # fmt: skip
                 oldest = next(iter(worker.flight.values()))

@@ -6,7 +6,7 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from time import monotonic
+from time import monotonic, sleep
 
 import pytest
 
@@ -60,7 +60,7 @@ class Seats:
             worker.flight[len(worker.flight) + 1] = job
         worker.held[kind] += jobs
         worker.running = min(running, len(worker.flight))
-        worker.began_at = monotonic() - for_s
+        worker.began_at = self.pool.clock.read(monotonic()) - for_s
 
 
 def in_loop(scenario: Callable[[], Awaitable[None]]) -> Callable[[], None]:
@@ -119,6 +119,20 @@ async def test_a_batch_that_overruns_is_expected_to_overrun_by_as_much_again() -
     seats.pool.measured(PREDICT, 1, 0.1)
     seats.hold(0, 1, for_s=2.1)
     assert seats.pool.expected_s(PREDICT, 0) == near(2.0 + 0.1)
+
+
+@in_loop
+async def test_of_a_time_in_which_the_server_stood_still_half_a_second_counts() -> None:
+    seats = Seats(1)
+    await seats.pool.scale(1, 0)  # it sweeps from now on
+    seats.pool.measured(PREDICT, 1, 0.1)
+    seats.hold(0, 1, for_s=0)
+    sleep(2)
+    assert 0.4 < seats.pool.expected_s(PREDICT, 0) < 1
+    await asyncio.sleep(0.01)  # it has swept
+    assert 0.4 < seats.pool.expected_s(PREDICT, 0) < 1
+    await asyncio.sleep(0.3)
+    assert 0.7 < seats.pool.expected_s(PREDICT, 0) < 1.3
 
 
 @in_loop

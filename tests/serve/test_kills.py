@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -180,13 +181,20 @@ def test_sigterm_while_a_model_comes_or_goes_answers_everybody_and_leaves_nothin
 
 
 def test_a_server_that_stood_still_times_nobody_out_whose_answer_has_come(
-    server: LiveServer, threads: ThreadPoolExecutor
+    server: LiveServer, tmp_path: Path, threads: ThreadPoolExecutor
 ) -> None:
-    before = server.restarts("watched")
-    with Load(server, "watched", clients=8, prefix="sleep 0.005 ") as load:
-        server.signal(signal.SIGSTOP)
-        threading.Event().wait(STOPPED_S)  # longer than each of the model's times
-        server.signal(signal.SIGCONT)
+    gate, before = tmp_path / "gate", server.restarts("watched")
+    handed_over = partial(server.metric, "modelyard_queue_time_seconds_count", model="watched")
+    earlier = handed_over()
+    held = [threads.submit(ask, server, "watched", f"until {gate} {n}") for n in range(8)]
+    poll(lambda: handed_over() == earlier + len(held), "they are handed over")
+    server.signal(signal.SIGSTOP)
+    gate.touch()
+    newer = [threads.submit(ask, server, "watched", str(n)) for n in range(8)]
+    threading.Event().wait(STOPPED_S)  # longer than each of the model's times
+    server.signal(signal.SIGCONT)
+    assert [future.result().status for future in held + newer] == [200] * 16
+    with Load(server, "watched", clients=8) as load:
         goes_on(load)
     assert set(load.outcomes) == {200}, load
     assert server.restarts("watched") == before
