@@ -13,6 +13,12 @@ SCHEMA = 2
 BARE, OURS = "bare", "modelyard"
 BUSY_NEIGHBOUR = 0.25
 """Cores used by others above which a row is marked: its rates then say little."""
+MANY = 64
+"""Connections at which the goals of rate and CPU are set."""
+CEILING_GOAL = 15_000
+"""Requests/s of a handler that answers at once, at MANY connections."""
+COMPUTE_GOAL = 0.97
+"""Of the bare loop's rate, where the model's work is most of it."""
 
 
 @dataclass(frozen=True)

@@ -473,7 +473,10 @@ def _print_explanation(answer: Answer) -> bool:
         pairs = [*shares.items(), *((t["token"], t["attribution"]) for t in each.get("tokens", ()))]
         if pairs:
             _print_shares(pairs)
-    out.print("-o FILE.png or FILE.html draws it, --json prints the attributions")
+    picture = "" if "features" in explanations[0] else "-o FILE.png draws it, "
+    if "tokens" in explanations[0]:
+        picture = "-o FILE.html draws it, "
+    out.print(f"{picture}--json prints the attributions")
     return True
 
 

@@ -423,7 +423,7 @@ async def refuse_body(api: Front, receive: Receive, send: Send, id: str, error: 
 DESCRIPTION = """\
 Predictions and explanations of the models that this server holds.
 
-`curl http://127.0.0.1:8080/predictions/digits -T 0.png`
+`curl ADDRESS/predictions/digits -T 0.png`, where ADDRESS is this page's without `/docs`.
 
 The management and metrics routes live on ports of their own, named in each route's *servers*.
 """

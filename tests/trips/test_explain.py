@@ -330,6 +330,7 @@ def test_the_command_line_explains(server: LiveServer, tmp_path: Path) -> None:
     shown = modelyard("explain", "onnx", file, where)
     assert shown.returncode == 0, shown.stderr
     assert "convergence_delta" in shown.stdout
+    assert "-o FILE.png draws it" in shown.stdout
 
     heatmap = tmp_path / "heatmap.png"
     drawn = modelyard("explain", "onnx", file, where, "-o", heatmap)
