@@ -46,8 +46,10 @@ _ALLOWED = frozenset(
         "pathlib._local.PosixPath",
         "pathlib._local.WindowsPath",
         "collections.OrderedDict",
+        "builtins.getattr",  # for one call only: `_rebuild`
     ]
 )
+_REBUILD = Rebuilder()
 _MAX_INDEX_BYTES = 1 << 30
 _MAX_BYTES_ITEM = 1 << 28
 
@@ -114,7 +116,7 @@ def read_index(folder: Path) -> Index:
     if len(source) > _MAX_INDEX_BYTES:
         raise CheckpointError(f'"{folder.name}/.metadata" has more than {_MAX_INDEX_BYTES} bytes')
     try:
-        read = read_pickle(Window(source.data), _no_storage, Rebuilder(), global_value)
+        read = read_pickle(Window(source.data), _no_storage, _rebuild, global_value)
     except BadPickle as error:
         raise CheckpointError(f'"{folder.name}/.metadata" is refused: it holds {error}') from error
     refused = sorted(name for name in read.wanted if not _is_allowed(name))
@@ -185,6 +187,18 @@ def _is_allowed(name: str) -> bool:
 def _as_global(name: str) -> Global:
     module, _, last = name.rpartition(".")
     return Global(module, last)
+
+
+def _rebuild(function: Global, args: tuple[Any, ...]) -> Any:
+    """Give the value of torch's own calls, and the name of an enum's member.
+
+    Python 3.11.2, among others, writes a member as `getattr(enum, name)`; later ones by value.
+    """
+    if function.dotted != "builtins.getattr":
+        return _REBUILD(function, args)
+    if len(args) == 2 and args[0] == Global(_METADATA, "_MEM_FORMAT_ENCODING"):
+        return args[1]
+    raise BadPickle("a call of getattr, which gives more than an index needs")
 
 
 def _no_storage(identifier: Any) -> Any:

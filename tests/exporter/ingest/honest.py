@@ -9,6 +9,7 @@ import copy
 import datetime
 import importlib
 import json
+import pickle
 import random
 import shutil
 import tarfile
@@ -16,6 +17,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -751,6 +753,26 @@ def _dcp(folder: Path) -> Honest:
         "dcp",
         training={"step": 12, "optimizers": ["optimizer"]},
     )
+
+
+class _EnumsByName(pickle.Pickler):
+    """Writes members of enums as Python 3.11.2 does."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, Enum):
+            return getattr, (type(value), value.name)
+        return NotImplemented
+
+
+@writes("DCP, its index written by Python 3.11.2")
+def _dcp_of_an_early_python(folder: Path) -> Honest:
+    honest = _dcp(folder)
+    index = folder / ".metadata"
+    content = pickle.loads(index.read_bytes())
+    with index.open("wb") as file:
+        _EnumsByName(file, 4).dump(content)
+    assert b"getattr" in index.read_bytes()
+    return honest
 
 
 @writes("DCP of a Lightning run, with meta.pt")

@@ -245,6 +245,15 @@ def _dcp_index_inside(folder: Path, marker: Path) -> Path:
     return folder
 
 
+@hostile("a DCP index that gets an attribute", "a call of getattr", naive="pickle .metadata")
+def _dcp_getattr(folder: Path, marker: Path) -> Path:
+    _save_dcp(folder)
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    index.planner_data["evil"] = Payload(marker.touch)  # written as getattr(PosixPath(…), "touch")
+    (folder / ".metadata").write_bytes(pickle.dumps(index, 4))
+    return folder
+
+
 @hostile("a DCP byte item that calls", "posix.system", is_refused=False, naive="dcp")
 def _dcp_item(folder: Path, marker: Path) -> Path:
     with warnings.catch_warnings():
