@@ -1,6 +1,5 @@
 """A request's body → numbers of the dtype and shape that a model's input has."""
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from handlers.backends import DynamicDim, InputSpec
 from handlers.errors import BadInput, InputMismatch
+from handlers.strict_json import parse_strictly
 
 
 def body_of(row: Mapping[str, Any]) -> Any:
@@ -36,8 +36,8 @@ def parse_json(body: Any) -> Any:
     if not isinstance(body, bytes | bytearray | str):
         return body
     try:
-        return json.loads(body)
-    except (ValueError, RecursionError) as error:
+        return parse_strictly(body)
+    except ValueError as error:
         raise BadInput(f"the body is not JSON: {error}; this model takes JSON numbers") from error
 
 

@@ -28,10 +28,11 @@ import torch
 
 from handlers import Context
 from handlers.errors import BadInput, LoadError, NoGradients, PredictionException
+from handlers.strict_json import parse_strictly
 from serve import wire
 from serve.lengths import CALL_BYTES, choose_alike
 from serve.worker.load import Entry, Service
-from serve.worker.request import Request
+from serve.worker.request import ReadJson, Request
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ class Rules:
     """The server speaks TorchServe's dialect: its errors, and numbers that JSON does not have."""
     is_plain: bool = False
     """Answers as TorchServe writes them: indented JSON, and of the content types none but its."""
-    decode_input: bool = True
+    read_json: ReadJson | None = parse_strictly
+    """None leaves bodies as they come."""
     max_answer_bytes: int | None = None
     """Of one answer or chunk; a longer one is an error of its own request."""
     times_predictions: bool = False
@@ -70,10 +72,12 @@ class Rules:
     def of(cls, message: dict[str, Any]) -> Rules:
         """Read the LOAD message."""
         is_torchserve = message.get("dialect") == "torchserve"
+        is_plain = is_torchserve or "modelyard" not in (message["manifest"] or {})
+        decodes = message.get("decode_input", True)
         return cls(
             is_torchserve=is_torchserve,
-            is_plain=is_torchserve or "modelyard" not in (message["manifest"] or {}),
-            decode_input=message.get("decode_input", True),
+            is_plain=is_plain,
+            read_json=(json.loads if is_plain else parse_strictly) if decodes else None,
             max_answer_bytes=message.get("max_response_bytes"),
             times_predictions=message.get("metrics") is not None,
         )
@@ -363,7 +367,7 @@ def read_requests(
             answers[item.id] = UNREAD
             continue
         try:
-            request.decode(item.body, rules.decode_input)
+            request.decode(item.body, rules.read_json)
         except Exception as error:
             answers[item.id] = _undecodable(error, request.request_id, rules)
         else:
@@ -425,7 +429,7 @@ def answer_failure(
         raise error  # `sys.exit()` in a handler ends the worker there
     if len(requests) > 1 and not (rules.is_torchserve and isinstance(error, WrongAnswer)):
         # As they came: the handler may have changed what it was given.
-        fresh = [request.decoded_again(rules.decode_input) for request in requests]
+        fresh = [request.decoded_again(rules.read_json) for request in requests]
         return [_call(service, entry, [one], rules, chunks)[0] for one in fresh]
     _log_failure(error, requests[0].request_id, rules)
     return [error_answer(error, request.request_id, rules) for request in requests]

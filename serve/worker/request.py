@@ -2,7 +2,8 @@
 
 The server never looks into a body; whatever can go wrong with one goes wrong here, in a worker,
 and is the client's fault. The rules are TorchServe's: a media type counts without its parameters
-and as it is spelled, and what cannot be decoded stays a bytearray.
+and as it is spelled, and what cannot be decoded stays a bytearray. Only of JSON is more expected
+from clients of archives of ours: nothing in it is guessed at.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Callable
 from email.message import Message
 from typing import Any
 from urllib.parse import parse_qsl, unquote_to_bytes
@@ -17,11 +19,14 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 import python_multipart
 
 from handlers.errors import BadInput
+from handlers.strict_json import parse_strictly
 from serve import wire
 
 logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
+ReadJson = Callable[[bytes | bytearray], Any]
+"""Raises ValueError or RecursionError for what is no JSON, BadInput to refuse it."""
 
 MULTIPART, FORM = "multipart/form-data", "application/x-www-form-urlencoded"
 FILE = "application/octet-stream"
@@ -89,15 +94,15 @@ class Request:
                 found = fields[at + 1]
         return found.decode("latin-1")
 
-    def decode(self, body: bytes, decode_input: bool = True) -> None:
+    def decode(self, body: bytes, read_json: ReadJson | None = parse_strictly) -> None:
         """Fill `row`.
 
         Args:
             body: as it was sent.
-            decode_input: False leaves every value a bytearray.
+            read_json: None leaves every value a bytearray, text too.
 
         Raises:
-            BadInput: a form that cannot be read.
+            BadInput: a form that cannot be read, or what `read_json` refuses.
         """
         if self._flags & wire.DESCRIBE:
             return
@@ -105,17 +110,17 @@ class Request:
         media_type = content_type.partition(";")[0].strip() if content_type else ""
         form = media_type.lower()
         if form == MULTIPART:
-            self._decode_multipart(body, decode_input)
+            self._decode_multipart(body, read_json)
         elif form == FORM:
             self._decode_form(body)
         else:
-            value = decode_value(media_type if decode_input else "", body)
+            value = _decode_value(media_type, body, read_json)
             self._add("body", value, media_type)
 
-    def decoded_again(self, decode_input: bool) -> Request:
+    def decoded_again(self, read_json: ReadJson | None) -> Request:
         """Return this request as it came, whatever a handler did to its row and headers."""
         request = Request(self._item)
-        request.decode(self._item.body, decode_input)
+        request.decode(self._item.body, read_json)
         return request
 
     def _add(self, name: str, value: Any, media_type: str) -> None:
@@ -147,7 +152,7 @@ class Request:
                 "",
             )
 
-    def _decode_multipart(self, body: bytes, decode_input: bool) -> None:
+    def _decode_multipart(self, body: bytes, read_json: ReadJson | None) -> None:
         parts: list[tuple[Message, bytearray]] = []
         field = bytearray()
         ends: list[bool] = []
@@ -206,17 +211,19 @@ class Request:
                 self._add(name, content, "")
                 continue
             media_type = str(head.get("content-type", FILE)).partition(";")[0].strip()
-            self._add(name, decode_value(media_type if decode_input else "", content), media_type)
+            self._add(name, _decode_value(media_type, content, read_json), media_type)
 
 
-def decode_value(media_type: str, body: bytes | bytearray) -> Any:
+def _decode_value(media_type: str, body: bytes | bytearray, read_json: ReadJson | None) -> Any:
     """Return a parsed JSON value, a str or a bytearray, by media type.
 
     What cannot be decoded stays a bytearray, as in TorchServe.
     """
+    if read_json is None:
+        return bytearray(body)
     try:
         if media_type == "application/json":
-            return json.loads(body)
+            return read_json(body)
         if media_type.startswith("text"):
             return body.decode("utf-8")
     except (ValueError, RecursionError) as error:

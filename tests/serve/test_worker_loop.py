@@ -347,7 +347,7 @@ def test_a_tensor_is_saved_and_can_be_loaded() -> None:
 
 def test_an_archive_that_is_not_ours_answers_so_in_a_server_of_ours_too() -> None:
     rules = Rules.of({"manifest": {"model": {}}})
-    assert rules == Rules(is_plain=True)
+    assert rules == Rules(is_plain=True, read_json=json.loads)
     values = service(lambda data, context: [[1]] if bodies(data) == ["list"] else [math.nan])
     good, bad = answer_batch(values, [item(1, b"list")], rules)[0], None
     assert good.body == b"[\n  1\n]"
@@ -355,7 +355,7 @@ def test_an_archive_that_is_not_ours_answers_so_in_a_server_of_ours_too() -> Non
     assert bad.status == 500
     assert Rules.of({"manifest": {"modelyard": {}}}) == Rules()
     assert Rules.of({"manifest": None, "dialect": "torchserve", "max_response_bytes": 9}) == Rules(
-        is_torchserve=True, is_plain=True, max_answer_bytes=9
+        is_torchserve=True, is_plain=True, read_json=json.loads, max_answer_bytes=9
     )
 
 

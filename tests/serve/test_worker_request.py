@@ -1,13 +1,16 @@
 """How a body becomes what a handler sees: TorchServe's table, row by row."""
 
+import json
+import math
 import time
 from typing import Any
 
 import pytest
 
 from handlers.errors import BadInput
+from handlers.strict_json import parse_strictly
 from serve import wire
-from serve.worker.request import Request
+from serve.worker.request import ReadJson, Request
 
 PNG = b"\x89PNG\r\n\x1a\n\0\xff"
 
@@ -18,13 +21,13 @@ def decode(
     path: bytes = b"",
     query: bytes = b"",
     flags: int = 0,
-    decode_input: bool = True,
+    read_json: ReadJson | None = parse_strictly,
 ) -> Request:
     fields = [path, query, b"id-1"]
     for pair in headers:
         fields += pair
     request = Request(wire.Item(1, 0, flags, wire.pack_meta(fields), body))
-    request.decode(body, decode_input)
+    request.decode(body, read_json)
     return request
 
 
@@ -44,7 +47,6 @@ def decode(
         (b"application/vnd.api+json", b"[1]", bytearray(b"[1]")),
         (b"text/plain; charset=latin-1", "gr\u00fcn".encode(), "gr\u00fcn"),
         (b"application/json", b"{broken", bytearray(b"{broken")),
-        (b"application/json", b"[" * 100_000, bytearray(b"[" * 100_000)),
         (b"text/plain", b"\xff\xfe", bytearray(b"\xff\xfe")),
         (b"application/json", b"", bytearray()),
         (b"image/png", b"", bytearray()),
@@ -56,6 +58,53 @@ def test_a_body_is_decoded_by_its_content_type(
     row = decode(body, (b"content-type", content_type)).row
     assert row == {"body": expected}
     assert type(row["body"]) is type(expected)
+
+
+AS_JSON = (b"content-type", b"application/json")
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b'{"a": NaN}', "NaN, which is no number in JSON"),
+        (b"[-Infinity]", "-Infinity, which"),
+        (b'{"a": [1e400]}', "infinity"),
+        (b'{"a": {"b": 1e400}}', "infinity"),
+        (b"[" + b"9" * 400 + b"]", "infinity"),
+        (b"9" * 5000, "4300"),
+        (b"[" * 100_000, "recursion"),
+        (b'"\\ud800"', "surrogate"),
+        (b'{"a": 1, "b": 2, "a": 3}', 'the key "a" twice'),
+        (b'[{"b": {"a": 1, "a": 1}}]', 'the key "a" twice'),
+    ],
+)
+def test_json_to_be_guessed_at_is_refused(body: bytes, why: str) -> None:
+    with pytest.raises(BadInput, match=why):
+        decode(body, AS_JSON)
+
+
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        (b'{"a": {"a": ":"}, "b:": [{"a": 1}, {"a": 2}]}',
+         {"a": {"a": ":"}, "b:": [{"a": 1}, {"a": 2}]}),
+        (b'{"a": ["\\ud83d\\ude00", 1e-400, -0.0, 1E5]}', {"a": ["\U0001f600", 0.0, 0.0, 1e5]}),
+        (b"[18446744073709551615, -9223372036854775808]", [2**64 - 1, -(2**63)]),
+        (b"\xef\xbb\xbf[1]", [1]),
+        ("[1]".encode("utf-16"), [1]),
+        (b"[" * 400 + b"]" * 400, None),
+    ],
+)  # fmt: skip
+def test_other_json_is_read_as_python_reads_it(body: bytes, expected: Any) -> None:
+    read = decode(body, AS_JSON).row["body"]
+    assert read == (json.loads(body) if expected is None else expected)
+
+
+def test_an_archive_of_torchserve_gets_json_as_torchserve_gives_it() -> None:
+    row = decode(b'{"a": [NaN, 1e400], "a": [Infinity, 7]}', AS_JSON, read_json=json.loads).row
+    assert row == {"body": {"a": [math.inf, 7]}}
+    deep = b"[" * 100_000
+    assert decode(deep, AS_JSON, read_json=json.loads).row == {"body": bytearray(deep)}
 
 
 def test_a_body_without_a_content_type_is_bytes() -> None:
@@ -121,7 +170,7 @@ def test_nothing_is_decoded_where_the_server_says_so() -> None:
         ((b"content-type", b"text/plain"), b"words"),
         (MULTIPART, body),
     ):
-        row = decode(sent, header, decode_input=False).row
+        row = decode(sent, header, read_json=None).row
         assert {type(value) for value in row.values()} == {bytearray}
 
 
