@@ -34,8 +34,10 @@ def parse_strictly(body: bytes | bytearray | str) -> Any:
         _DECODER.decode(text)
     except json.JSONDecodeError:
         raise
-    except (RecursionError, ValueError) as error:  # too deep, or a number of thousands of digits
-        raise BadInput(f"the JSON of the body cannot be read: {error}") from error
+    except RecursionError as error:
+        raise BadInput("the JSON of the body is nested deeper than anybody reads") from error
+    except ValueError as error:
+        raise BadInput("the JSON of the body holds a number of thousands of digits") from error
     try:
         return orjson.loads(text)
     except orjson.JSONDecodeError as error:
@@ -58,7 +60,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise BadInput(f"the JSON of the body holds {name}, which is no number in JSON; send null")
+    raise BadInput(f"the JSON of the body holds {name}, which is no number in JSON")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_number)
