@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,6 @@ _ALLOWED = frozenset(
         "builtins.getattr",  # for one call only: `_rebuild`
     ]
 )
-_REBUILD = Rebuilder()
 _MAX_INDEX_BYTES = 1 << 30
 _MAX_BYTES_ITEM = 1 << 28
 
@@ -116,7 +116,8 @@ def read_index(folder: Path) -> Index:
     if len(source) > _MAX_INDEX_BYTES:
         raise CheckpointError(f'"{folder.name}/.metadata" has more than {_MAX_INDEX_BYTES} bytes')
     try:
-        read = read_pickle(Window(source.data), _no_storage, _rebuild, global_value)
+        rebuild = partial(_rebuild, Rebuilder())
+        read = read_pickle(Window(source.data), _no_storage, rebuild, global_value)
     except BadPickle as error:
         raise CheckpointError(f'"{folder.name}/.metadata" is refused: it holds {error}') from error
     refused = sorted(name for name in read.wanted if not _is_allowed(name))
@@ -189,13 +190,13 @@ def _as_global(name: str) -> Global:
     return Global(module, last)
 
 
-def _rebuild(function: Global, args: tuple[Any, ...]) -> Any:
+def _rebuild(rebuild: Rebuilder, function: Global, args: tuple[Any, ...]) -> Any:
     """Give the value of torch's own calls, and the name of an enum's member.
 
     Python 3.11.2, among others, writes a member as `getattr(enum, name)`; later ones by value.
     """
     if function.dotted != "builtins.getattr":
-        return _REBUILD(function, args)
+        return rebuild(function, args)
     if len(args) == 2 and args[0] == Global(_METADATA, "_MEM_FORMAT_ENCODING"):
         return args[1]
     raise BadPickle("a call of getattr, which gives more than an index needs")

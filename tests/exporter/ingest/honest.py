@@ -768,7 +768,7 @@ class _EnumsByName(pickle.Pickler):
 def _dcp_of_an_early_python(folder: Path) -> Honest:
     honest = _dcp(folder)
     index = folder / ".metadata"
-    content = pickle.loads(index.read_bytes())
+    content = pickle.loads(index.read_bytes())  # harmless: `_dcp` has just written it
     with index.open("wb") as file:
         _EnumsByName(file, 4).dump(content)
     assert b"getattr" in index.read_bytes()

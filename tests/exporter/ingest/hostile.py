@@ -11,7 +11,8 @@ import tarfile
 import warnings
 import zipfile
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,16 @@ def _save_dcp(folder: Path) -> None:
         save_distributed({"model": weights(), "step": 3}, checkpoint_id=folder)
 
 
+@contextmanager
+def _changed_index(folder: Path) -> Iterator[Any]:
+    """Give the index of an honest checkpoint, and write it again with what was changed in it."""
+    _save_dcp(folder)
+    file = folder / ".metadata"
+    index = pickle.loads(file.read_bytes())  # harmless: it has just been written
+    yield index
+    file.write_bytes(pickle.dumps(index, 4))
+
+
 @hostile("a DCP index that calls", "posix.system", naive="pickle .metadata")
 def _dcp_index(folder: Path, marker: Path) -> Path:
     _save_dcp(folder)
@@ -238,19 +249,16 @@ def _dcp_index(folder: Path, marker: Path) -> Path:
 
 @hostile("a DCP index with a call beside the real one", "posix.system", naive="pickle .metadata")
 def _dcp_index_inside(folder: Path, marker: Path) -> Path:
-    _save_dcp(folder)
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    index.planner_data["evil"] = shell(marker)
-    (folder / ".metadata").write_bytes(pickle.dumps(index, 4))
+    with _changed_index(folder) as index:
+        index.planner_data["evil"] = shell(marker)
     return folder
 
 
 @hostile("a DCP index that gets an attribute", "a call of getattr", naive="pickle .metadata")
 def _dcp_getattr(folder: Path, marker: Path) -> Path:
-    _save_dcp(folder)
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    index.planner_data["evil"] = Payload(marker.touch)  # written as getattr(PosixPath(…), "touch")
-    (folder / ".metadata").write_bytes(pickle.dumps(index, 4))
+    with _changed_index(folder) as index:
+        # A bound method is written as getattr(PosixPath(…), "touch").
+        index.planner_data["evil"] = Payload(marker.touch)
     return folder
 
 
@@ -264,34 +272,28 @@ def _dcp_item(folder: Path, marker: Path) -> Path:
 
 @hostile("a DCP slice outside of the folder", "no plain file name")
 def _dcp_path(folder: Path, marker: Path) -> Path:
-    _save_dcp(folder)
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    for info in index.storage_data.values():
-        info.relative_path = "../../etc/passwd"
-    (folder / ".metadata").write_bytes(pickle.dumps(index, 4))
+    with _changed_index(folder) as index:
+        for info in index.storage_data.values():
+            info.relative_path = "../../etc/passwd"
     return folder
 
 
 @hostile("a DCP slice beyond its file", "ends at")
 def _dcp_range(folder: Path, marker: Path) -> Path:
-    _save_dcp(folder)
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    for info in index.storage_data.values():
-        info.length = 1 << 40
-    (folder / ".metadata").write_bytes(pickle.dumps(index, 4))
+    with _changed_index(folder) as index:
+        for info in index.storage_data.values():
+            info.length = 1 << 40
     return folder
 
 
 @hostile("a DCP tensor of endless size", "more elements than its files have")
 def _dcp_huge(folder: Path, marker: Path) -> Path:
-    _save_dcp(folder)
-    index = pickle.loads((folder / ".metadata").read_bytes())
-    for entry in index.state_dict_metadata.values():
-        if hasattr(entry, "size"):
-            entry.size = torch.Size([1 << 40])
-            entry.chunks[0].sizes = torch.Size([1 << 40])
-            entry.chunks[0].offsets = torch.Size([0] * len(entry.chunks[0].offsets))
-    (folder / ".metadata").write_bytes(pickle.dumps(index, 4))
+    with _changed_index(folder) as index:
+        for entry in index.state_dict_metadata.values():
+            if hasattr(entry, "size"):
+                entry.size = torch.Size([1 << 40])
+                entry.chunks[0].sizes = torch.Size([1 << 40])
+                entry.chunks[0].offsets = torch.Size([0] * len(entry.chunks[0].offsets))
     return folder
 
 
