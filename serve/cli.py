@@ -473,10 +473,12 @@ def _print_explanation(answer: Answer) -> bool:
         pairs = [*shares.items(), *((t["token"], t["attribution"]) for t in each.get("tokens", ()))]
         if pairs:
             _print_shares(pairs)
-    picture = "" if "features" in explanations[0] else "-o FILE.png draws it, "
     if "tokens" in explanations[0]:
-        picture = "-o FILE.html draws it, "
-    out.print(f"{picture}--json prints the attributions")
+        out.print("-o FILE.html draws it, --json prints the attributions")
+    elif "features" in explanations[0]:
+        out.print("--json prints the attributions")
+    else:
+        out.print("-o FILE.png draws it, --json prints the attributions")
     return True
 
 

@@ -496,7 +496,6 @@ class Pool:
             LoadFailed: a new worker could not load; the workers that ran before still run.
         """
         if self._sweeper is None:
-            self.clock.tick(monotonic())
             self._sweeper = self._loop.call_later(SWEEP_EVERY_S, self._sweep)
         self.least, self.most = least, max(least, most if most is not None else least)
         new: list[tuple[Seat, asyncio.Future[None]]] = []

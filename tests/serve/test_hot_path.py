@@ -133,9 +133,11 @@ def test_requests_leave_nothing_to_the_collector(tmp_path: Path) -> None:
             await send(20)
             gc.collect()
             gc.disable()
-            await send(200)
-            found = gc.collect()
-            gc.enable()
+            try:
+                await send(200)
+                found = gc.collect()
+            finally:
+                gc.enable()
             writer.close()
             await listener.stop_accepting()
             return found
