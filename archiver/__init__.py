@@ -3,9 +3,9 @@
 Needs the standard library only.
 """
 
-from archiver.errors import ArchiveError
-from archiver.manifest import Manifest
-from archiver.read import Archive, open_archive
-from archiver.write import write_archive
+from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.manifest import Manifest
+from modelyard.archiver.read import Archive, open_archive
+from modelyard.archiver.write import write_archive
 
 __all__ = ["Archive", "ArchiveError", "Manifest", "open_archive", "write_archive"]

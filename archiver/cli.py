@@ -20,12 +20,17 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from archiver.collect import plan_archive
-from archiver.errors import ArchiveError, BadName, Differs
-from archiver.read import Archive, open_archive
-from archiver.signature import ENVIRONMENT_KEY, generate_keys, read_signing_key, read_trusted_keys
-from archiver.verify import Check, verify_archive
-from archiver.write import Packed, write_plan
+from modelyard.archiver.collect import plan_archive
+from modelyard.archiver.errors import ArchiveError, BadName, Differs
+from modelyard.archiver.read import Archive, open_archive
+from modelyard.archiver.signing import (
+    ENVIRONMENT_KEY,
+    generate_keys,
+    read_signing_key,
+    read_trusted_keys,
+)
+from modelyard.archiver.verify import Check, verify_archive
+from modelyard.archiver.write import Packed, write_plan
 
 archive_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 verify_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

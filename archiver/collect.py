@@ -8,11 +8,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from archiver.entry_point import EntryPoint, parse_handler
-from archiver.errors import CannotArchive
-from archiver.example import TOLERANCE, parse_example
-from archiver.manifest import ARCHIVER_VERSION, Explain, Golden, Manifest, Seal, Tensor
-from archiver.names import (
+from modelyard.archiver.entry_point import EntryPoint, parse_handler
+from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.example import TOLERANCE, parse_example
+from modelyard.archiver.manifest import ARCHIVER_VERSION, Explain, Golden, Manifest, Seal, Tensor
+from modelyard.archiver.report import Report, read_report
+from modelyard.archiver.requirements import Resolved, resolve
+from modelyard.archiver.source_checks import Source, source_warnings
+from modelyard.archiver.untrusted.names import (
     LOCK_NAME,
     MANIFEST_NAME,
     SBOM_NAME,
@@ -23,10 +26,7 @@ from archiver.names import (
     file_name_problem,
     quoted,
 )
-from archiver.report import Report, read_report
-from archiver.requirements import Resolved, resolve
-from archiver.source_checks import Source, source_warnings
-from archiver.zip_directory import MAX_ENTRIES
+from modelyard.archiver.untrusted.zip_directory import MAX_ENTRIES
 
 # Formats that give gradients: they explain themselves and others.
 DIFFERENTIABLE_FORMATS = ("pt2", "torchscript")

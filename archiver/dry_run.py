@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from archiver.collect import Plan
-from archiver.errors import CannotArchive, DoesNotRun
-from archiver.replay import GoldenResult, replay
+from modelyard.archiver.collect import Plan
+from modelyard.archiver.errors import CannotArchive, DoesNotRun
+from modelyard.archiver.replay import GoldenResult, replay
 
 
 def rehearse(plan: Plan, folder: Path) -> Mapping[str, bytes]:

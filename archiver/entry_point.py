@@ -4,8 +4,8 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from archiver.errors import CannotArchive
-from archiver.names import BUILTIN_HANDLERS, quoted
+from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.untrusted.names import BUILTIN_HANDLERS, quoted
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class ArchiveError(Exception):
 
 
 class BadName(ArchiveError):
-    """Raise when a model name or version breaks the rule of `archiver.names`."""
+    """Raise when a model name or version breaks the rule of `archiver/untrusted/names.py`."""
 
 
 class CannotArchive(ArchiveError):

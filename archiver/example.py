@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from archiver.errors import CannotArchive
-from archiver.names import quoted
-from archiver.strict_json import parse_json
+from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.untrusted.json import parse_json
+from modelyard.archiver.untrusted.names import quoted
 
 TOLERANCE = 1e-3
 

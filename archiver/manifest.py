@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from archiver.errors import BadManifest, BadName
-from archiver.names import (
+from modelyard.archiver.errors import BadManifest, BadName
+from modelyard.archiver.untrusted.json import Fields, parse_json
+from modelyard.archiver.untrusted.names import (
     MANIFEST_NAME,
     check_name,
     check_version,
     file_name_problem,
     quoted,
 )
-from archiver.strict_json import Fields, parse_json
 
 __all__ = [
     "MANIFEST_NAME",

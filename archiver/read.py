@@ -15,14 +15,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from archiver.container import Damaged, Member, Progress, Reader
-from archiver.digest import Digest
-from archiver.errors import ArchiveError, BadManifest, RefusedArchive
-from archiver.folder import FolderReader
-from archiver.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, Manifest, Seal, parse_manifest
-from archiver.names import SIGNATURE_NAME, quoted
-from archiver.tar_reader import GZIP_MAGIC, TarReader
-from archiver.zip_reader import ZipReader
+from modelyard.archiver.digest import Digest
+from modelyard.archiver.errors import ArchiveError, BadManifest, RefusedArchive
+from modelyard.archiver.manifest import (
+    MANIFEST_NAME,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    Seal,
+    parse_manifest,
+)
+from modelyard.archiver.untrusted.container import Damaged, Member, Progress, Reader
+from modelyard.archiver.untrusted.folder import FolderReader
+from modelyard.archiver.untrusted.names import SIGNATURE_NAME, quoted
+from modelyard.archiver.untrusted.tar_reader import GZIP_MAGIC, TarReader
+from modelyard.archiver.untrusted.zip_reader import ZipReader
 
 
 @dataclass(frozen=True)

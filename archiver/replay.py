@@ -1,7 +1,7 @@
 """Run an unpacked archive in a process of its own, loaded the way a worker loads it.
 
-The process is `serve.worker`, named and never imported here: the archiver itself runs no code of
-an archive and needs no torch.
+The process is `modelyard.serve.worker`, named and never imported here: the archiver itself runs
+no code of an archive and needs no torch.
 """
 
 import contextlib
@@ -16,8 +16,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from archiver.errors import ArchiveError, DoesNotRun
-from archiver.manifest import MANIFEST_NAME, Golden, Manifest, Signature, signature_to_json
+from modelyard.archiver.errors import ArchiveError, DoesNotRun
+from modelyard.archiver.manifest import (
+    MANIFEST_NAME,
+    Golden,
+    Manifest,
+    Signature,
+    signature_to_json,
+)
 
 TIMEOUT_S = 600.0
 """For loading the model and answering everything."""
@@ -164,7 +170,7 @@ def _run_child(task: dict[str, Any]) -> dict[str, Any]:
         exchange = Path(name)
         (exchange / "task.json").write_text(json.dumps(task), encoding="utf-8")
         # -P keeps files of the working folder from being imported.
-        command = [sys.executable, "-P", "-m", "serve.worker", "--check", name]
+        command = [sys.executable, "-P", "-m", "modelyard.serve.worker", "--check", name]
         with (exchange / "log").open("wb") as log:
             code = _run(command, log.fileno())
         try:

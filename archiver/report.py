@@ -4,9 +4,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from archiver.errors import CannotArchive
-from archiver.manifest import Signature, parse_signature
-from archiver.strict_json import Fields, parse_json
+from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.manifest import Signature, parse_signature
+from modelyard.archiver.untrusted.json import Fields, parse_json
 
 _MAX_REPORT_BYTES = 16 * 1024 * 1024
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -20,8 +20,8 @@ from urllib.parse import unquote, urlparse
 
 from packaging.requirements import Requirement
 
-from archiver.errors import CannotArchive
-from archiver.manifest import PIN
+from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.manifest import PIN
 
 # Run pip with a path of its own: -I and -S keep every installed package off it.
 _PIP = (

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-from archiver.manifest import Manifest
-from archiver.requirements import parse_pin
+from modelyard.archiver.manifest import Manifest
+from modelyard.archiver.requirements import parse_pin
 
 SPEC_VERSION = "1.6"
 

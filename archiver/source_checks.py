@@ -7,11 +7,11 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from archiver.names import quoted
-from archiver.requirements import Pin, normalised, own_distributions
+from modelyard.archiver.requirements import Pin, normalised, own_distributions
+from modelyard.archiver.untrusted.names import quoted
 
 # Names on a worker's path before the archive's own folder; `ts` is what old handlers import.
-OUR_MODULES = ("archiver", "exporter", "handlers", "modelyard", "serve", "ts")
+OUR_MODULES = ("modelyard", "ts")
 
 # The modules of TorchServe that a worker has: those of serve/worker/shim.
 TS_MODULES = frozenset(

@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from archiver.errors import ArchiveError, DoesNotRun
-from archiver.manifest import Seal
-from archiver.names import SIGNATURE_NAME
-from archiver.read import Archive
-from archiver.replay import Pair, ParityResult, Replay, replay
-from archiver.report import Report, parse_report
-from archiver.signature import check_signature
+from modelyard.archiver.errors import ArchiveError, DoesNotRun
+from modelyard.archiver.manifest import Seal
+from modelyard.archiver.read import Archive
+from modelyard.archiver.replay import Pair, ParityResult, Replay, replay
+from modelyard.archiver.report import Report, parse_report
+from modelyard.archiver.signing import check_signature
+from modelyard.archiver.untrusted.names import SIGNATURE_NAME
 
 if TYPE_CHECKING:
-    from archiver.signature import PublicKey
+    from modelyard.archiver.signing import PublicKey
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from archiver.collect import Part, Plan, plan_archive
-from archiver.container import CHUNK_BYTES, SUFFIXES, Writer
-from archiver.digest import Digest
-from archiver.dry_run import rehearse
-from archiver.errors import ArchiveExists, CannotArchive
-from archiver.folder import FolderWriter
-from archiver.manifest import MAX_MANIFEST_BYTES, Manifest, format_manifest
-from archiver.names import MANIFEST_NAME, SBOM_NAME, SIGNATURE_NAME
-from archiver.sbom import format_sbom
-from archiver.signature import sign
-from archiver.tar_writer import TarWriter
-from archiver.zip_writer import ZipWriter, shrinks
+from modelyard.archiver.collect import Part, Plan, plan_archive
+from modelyard.archiver.digest import Digest
+from modelyard.archiver.dry_run import rehearse
+from modelyard.archiver.errors import ArchiveExists, CannotArchive
+from modelyard.archiver.manifest import MAX_MANIFEST_BYTES, Manifest, format_manifest
+from modelyard.archiver.sbom import format_sbom
+from modelyard.archiver.signing import sign
+from modelyard.archiver.tar_writer import TarWriter
+from modelyard.archiver.untrusted.container import CHUNK_BYTES, SUFFIXES, Writer
+from modelyard.archiver.untrusted.folder import FolderWriter
+from modelyard.archiver.untrusted.names import MANIFEST_NAME, SBOM_NAME, SIGNATURE_NAME
+from modelyard.archiver.zip_writer import ZipWriter, shrinks
 
 if TYPE_CHECKING:
-    from archiver.signature import PrivateKey
+    from modelyard.archiver.signing import PrivateKey
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def write_archive(
         archive_format: `zip-store`, `tgz` (`<name>.tar.gz`) or `no-archive` (a folder `<name>`).
         dry_run: load the archive in a worker's process and replay the examples before it is
             written; this runs the handler's code and needs the other rooms.
-        key: signs the archive; see `archiver.signature`.
+        key: signs the archive; see `modelyard.archiver.signing`.
         force: replace an archive that exists.
 
     Raises:

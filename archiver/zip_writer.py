@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import IO
 
-from archiver.container import MAX_RATIO, RATIO_FROM_BYTES
+from modelyard.archiver.untrusted.container import MAX_RATIO, RATIO_FROM_BYTES
 
 # A file whose first mebibyte stays above this share of its size is weights, or compressed already.
 _SHRINKS_BELOW = 0.9

@@ -29,22 +29,22 @@ with open("in/weights.pt", "rb") as file:
 """,
     "write": """
 from pathlib import Path
-from archiver import write_archive
+from modelyard.archiver import write_archive
 write_archive("big", version="1.0", artifact=Path("in/weights.pt"), handler="base_handler",
               output_dir=Path("."), force=True, archive_format="zip-store")
 """,
     "write tgz": """
 from pathlib import Path
-from archiver import write_archive
+from modelyard.archiver import write_archive
 write_archive("big", version="1.0", artifact=Path("in/weights.pt"), handler="base_handler",
               output_dir=Path("."), force=True, archive_format="tgz")
 """,
     "open": """
-from archiver import open_archive
+from modelyard.archiver import open_archive
 open_archive("big.mar").close()
 """,
     "open tgz": """
-from archiver import open_archive
+from modelyard.archiver import open_archive
 open_archive("big.tar.gz").close()
 """,
 }

@@ -17,9 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from archiver import open_archive
-from archiver.manifest import MANIFEST_NAME
 from benchmarks.archives import ROOT, Subject
+from modelyard.archiver import open_archive
+from modelyard.archiver.manifest import MANIFEST_NAME
 
 LOAD = "load.json"
 WARM_UP_CALLS = 20
@@ -155,7 +155,7 @@ def unpack(subject: Subject, folder: Path, device: str = "cpu", batch_size: int 
 
 def main(folder: Path, files: Sequence[str]) -> None:
     """Load, say so, then run until the end of standard input."""
-    from serve.worker.load import load_service
+    from modelyard.serve.worker.load import load_service
 
     bodies = [Path(file).read_bytes() for file in files]
     service = load_service(json.loads((folder / LOAD).read_text()))

@@ -27,10 +27,10 @@ import torch
 from captum.attr import IntegratedGradients
 from torch import Tensor, nn
 
-from handlers.attribution import DEFAULT_TOLERANCE
-from handlers.backends import Artifact, open_artifact
-from handlers.explain_options import parse_options
-from handlers.explanation import Subject, explain_batch
+from modelyard.handlers.backends import Artifact, open_artifact
+from modelyard.handlers.explain.attribution import DEFAULT_TOLERANCE
+from modelyard.handlers.explain.explanation import Subject, explain_batch
+from modelyard.handlers.explain.options import parse_options
 
 NETWORKS = Path(__file__).parent.parent / "tests" / "networks.py"
 BATCHES = (1, 2, 4, 8, 16)

@@ -19,7 +19,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "0")  # as the command does, before torc
 
 import torch
 
-from exporter import ExportError, export
+from modelyard.exporter import ExportError, export
 
 ROOT = Path(__file__).parent.parent
 

@@ -172,8 +172,8 @@ def measure_bare(folder: Path, seconds: float) -> dict[str, float]:
     """Load an unpacked archive as a worker does; return requests per second of each way."""
     import torch
 
-    from handlers.cuda import Cuda, open_overlap
-    from serve.worker.load import load_service
+    from modelyard.handlers.cuda import Cuda, open_overlap
+    from modelyard.serve.worker.load import load_service
 
     message = json.loads((folder / LOAD).read_text())
     service = load_service(message)

@@ -143,7 +143,7 @@ def save_checkpoint(path: Path) -> None:
 
 
 def _archive_for_torchserve(store: Path, handler: Path, checkpoint: Path) -> None:
-    from archiver.torchserve.archive import Wanted, archive_for_torchserve
+    from modelyard.archiver.torchserve.archive import Wanted, archive_for_torchserve
 
     wanted = Wanted(CHECKPOINT, "1.0", str(handler), str(checkpoint), str(store / "net.py"),
                     str(NETWORKS), export_path=str(store))  # fmt: skip

@@ -1,6 +1,6 @@
 """Checkpoint → artifact, with its signature and a proof that the two agree."""
 
-from exporter.errors import (
+from modelyard.exporter.errors import (
     CheckpointError,
     ConversionError,
     ExportError,
@@ -8,8 +8,8 @@ from exporter.errors import (
     ParityError,
     UsageError,
 )
-from exporter.export import export
-from exporter.report import ExportReport
+from modelyard.exporter.export import export
+from modelyard.exporter.report import ExportReport
 
 __all__ = [
     "CheckpointError",

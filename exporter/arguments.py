@@ -14,8 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
-from exporter.errors import ModelError, UsageError
-from exporter.signature import Signature, TensorSpec
+from modelyard.exporter.errors import ModelError, UsageError
+from modelyard.exporter.signature import Signature, TensorSpec
 
 WRAPPED = "model"
 """The attribute under which the author's model stands inside the call."""

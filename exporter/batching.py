@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from exporter.differences import compare
-from exporter.probes import Probe, example_sizes, make_inputs
-from exporter.signature import Batching, Signature, TensorSpec
-from exporter.watch import Run
+from modelyard.exporter.differences import compare
+from modelyard.exporter.probes import Probe, example_sizes, make_inputs
+from modelyard.exporter.signature import Batching, Signature, TensorSpec
+from modelyard.exporter.watch import Run
 
 # As the tolerance of float32: a kernel may add in another order for another batch size.
 _TOLERANCE = 1e-4

@@ -1,6 +1,6 @@
 """The same inputs through eager, torch.compile and artifacts → how fast, how big, how equal.
 
-Each subject runs in a fresh process of its own for every thread count (`exporter.bench_child`),
+Each subject runs in a fresh process of its own for every thread count (`exporter/bench_child.py`),
 since threads are fixed once torch is imported and one backend's memory must not count as
 another's. The processes of a thread count are alive together, and take turns in rounds: what
 disturbs the machine for a while disturbs all of them.
@@ -21,12 +21,13 @@ from typing import Any
 
 import torch
 
-from exporter.differences import compare
-from exporter.errors import UsageError
-from exporter.machine import Machine, describe_machine
-from exporter.report import report_path
-from exporter.signature import DimRange, Signature, TensorSpec
-from handlers.backends import LoadError, detect_format
+from modelyard.exporter.differences import compare
+from modelyard.exporter.errors import UsageError
+from modelyard.exporter.machine import Machine, describe_machine
+from modelyard.exporter.report import report_path
+from modelyard.exporter.signature import DimRange, Signature, TensorSpec
+from modelyard.handlers.backends import detect_format
+from modelyard.handlers.errors import LoadError
 
 Progress = Callable[[str, int, int], None]
 """Called before each step with its name, its number from 0, and the number of steps."""
@@ -298,7 +299,7 @@ class _Child:
         self.facts: dict[str, Any] = {}
         self._errors = (folder / "stderr.txt").open("w+", encoding="utf-8")
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "exporter.bench_child"],
+            [sys.executable, "-P", "-m", "modelyard.exporter.bench_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._errors,

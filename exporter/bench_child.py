@@ -1,4 +1,4 @@
-"""The process that one subject of a bench runs in: `python -P -m exporter.bench_child`.
+"""The process that one subject of a bench runs in: `python -P -m modelyard.exporter.bench_child`.
 
 It reads one order per line from its standard input (a JSON object) and answers each with one line;
 whatever else is printed goes to the standard error. Orders: `wait` (answered once torch is
@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exporter.arguments import flatten, take_inputs
-from exporter.bench import parse_signature
-from exporter.checkpoint import open_model
-from exporter.errors import cause
-from exporter.flops import count_flops
-from exporter.probes import Probe, make_inputs
-from exporter.reference import full_precision
-from handlers.backends import open_artifact
+from modelyard.exporter.arguments import flatten, take_inputs
+from modelyard.exporter.bench import parse_signature
+from modelyard.exporter.checkpoint import open_model
+from modelyard.exporter.errors import cause
+from modelyard.exporter.flops import count_flops
+from modelyard.exporter.probes import Probe, make_inputs
+from modelyard.exporter.reference import full_precision
+from modelyard.handlers.backends import open_artifact
 
 Tensors = tuple[Tensor, ...]
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 if TYPE_CHECKING:
-    from exporter.bench import Plan
-    from exporter.bench import Progress as OnProgress
+    from modelyard.exporter.bench import Plan
+    from modelyard.exporter.bench import Progress as OnProgress
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -79,12 +79,12 @@ def bench_command(
         typer.Option(help="Write a trace of each subject into this folder, for Perfetto."),
     ] = None,
 ) -> None:
-    """Parse, call `exporter.bench.bench` once, print."""
+    """Parse, call `modelyard.exporter.bench.bench` once, print."""
     # Here, not above: importing torch takes a second that `modelyard --help` need not wait.
-    from exporter.bench import bench
-    from exporter.bench_page import write_bench_page
-    from exporter.bench_table import bench_table
-    from exporter.errors import ExportError, UsageError
+    from modelyard.exporter.bench import bench
+    from modelyard.exporter.bench_page import write_bench_page
+    from modelyard.exporter.bench_table import bench_table
+    from modelyard.exporter.errors import ExportError, UsageError
 
     try:
         plan = _plan(
@@ -133,9 +133,15 @@ def _plan(
     cell_s: float,
     device: str,
 ) -> "Plan":
-    from exporter.bench import Plan, choose_batches, choose_subjects, fix_sizes, read_signature
-    from exporter.errors import UsageError
-    from exporter.signature import parse_inputs
+    from modelyard.exporter.bench import (
+        Plan,
+        choose_batches,
+        choose_subjects,
+        fix_sizes,
+        read_signature,
+    )
+    from modelyard.exporter.errors import UsageError
+    from modelyard.exporter.signature import parse_inputs
 
     subjects = choose_subjects(artifacts, checkpoint, model, model_args, compiled=compiled)
     if not inputs and not artifacts:
@@ -156,7 +162,7 @@ def _plan(
 
 
 def _numbers(option: str, text: str | None) -> list[int]:
-    from exporter.errors import UsageError
+    from modelyard.exporter.errors import UsageError
 
     if text is None:
         return []
@@ -167,7 +173,7 @@ def _numbers(option: str, text: str | None) -> list[int]:
 
 
 def _dim_size(text: str) -> tuple[str, int]:
-    from exporter.errors import UsageError
+    from modelyard.exporter.errors import UsageError
 
     name, equals, number = text.partition("=")
     if not name or not equals or not number.isdecimal() or int(number) < 1:
@@ -176,7 +182,7 @@ def _dim_size(text: str) -> tuple[str, int]:
 
 
 def _arguments(text: str) -> dict[str, Any]:
-    from exporter.errors import UsageError
+    from modelyard.exporter.errors import UsageError
 
     try:
         arguments = json.loads(text)

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from exporter.bench import BenchReport
-from exporter.pages import fill, write_page
+from modelyard.exporter.bench import BenchReport
+from modelyard.exporter.pages import fill, write_page
 
 
 def write_bench_page(report: BenchReport, html: Path) -> None:

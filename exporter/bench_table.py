@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from exporter.bench import BenchReport, Cell, Footprint
+from modelyard.exporter.bench import BenchReport, Cell, Footprint
 
 _BUSY = 0.5
 

@@ -18,11 +18,11 @@ from typing import Any
 
 from torch import nn
 
-from exporter.errors import ModelError, UsageError, cause
-from exporter.hyper_parameters import class_arguments
-from exporter.ingest import Checkpoint, read_checkpoint
-from exporter.ingest.hugging_face import build_hugging_face
-from exporter.weights import load_weights
+from modelyard.exporter.errors import ModelError, UsageError, cause
+from modelyard.exporter.hyper_parameters import class_arguments
+from modelyard.exporter.ingest import Checkpoint, read_checkpoint
+from modelyard.exporter.ingest.hugging_face import build_hugging_face
+from modelyard.exporter.weights import load_weights
 
 _MODEL_FORM = "file.py:Class, package.module:Class or package.module:factory"
 

@@ -14,8 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from exporter import ExportReport
-    from exporter.export import Progress as OnProgress
+    from modelyard.exporter import ExportReport
+    from modelyard.exporter.export import Progress as OnProgress
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -125,12 +125,12 @@ def export_command(
         bool, typer.Option("--json", help="Print the reports as one JSON array.")
     ] = False,
 ) -> None:
-    """Parse, call `exporter.export` once, print."""
+    """Parse, call `modelyard.exporter.export` once, print."""
     # Before torch is loaded: threads that spin while they wait make an export beside other work
     # several times slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     # Here, not above: importing torch takes a second that `modelyard --help` need not wait.
-    from exporter import ExportError, UsageError, export
+    from modelyard.exporter import ExportError, UsageError, export
 
     try:
         arguments = _parse_model_args(model_args)
@@ -187,7 +187,7 @@ def _announce(name: str, imports: Sequence[str]) -> None:
 
 
 def _parse_model_args(text: str) -> dict[str, Any]:
-    from exporter import UsageError
+    from modelyard.exporter import UsageError
 
     try:
         arguments = json.loads(text)

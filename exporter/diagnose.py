@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
-from exporter.errors import ConversionError, cause
-from exporter.signature import Signature
+from modelyard.exporter.errors import ConversionError, cause
+from modelyard.exporter.signature import Signature
 
 _OURS = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent

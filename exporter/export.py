@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from exporter import to_aoti, to_exported_program, to_onnx, to_torchscript
-from exporter.arguments import take_inputs
-from exporter.checkpoint import open_model, split_model
-from exporter.errors import ExportError, UsageError, cause
-from exporter.ingest import Announce, Checkpoint, read_checkpoint
-from exporter.locate import first_difference
-from exporter.parity import Parity, check
-from exporter.reference import Reference, observe
-from exporter.report import ExportReport, publish, report_path, sha256
-from exporter.samples import read_samples
-from exporter.signature import Signature, parse_inputs
+from modelyard.exporter import to_aoti, to_exported_program, to_onnx, to_torchscript
+from modelyard.exporter.arguments import take_inputs
+from modelyard.exporter.checkpoint import open_model, split_model
+from modelyard.exporter.errors import ExportError, UsageError, cause
+from modelyard.exporter.ingest import Announce, Checkpoint, read_checkpoint
+from modelyard.exporter.locate import first_difference
+from modelyard.exporter.parity import Parity, check
+from modelyard.exporter.reference import Reference, observe
+from modelyard.exporter.report import ExportReport, publish, report_path, sha256
+from modelyard.exporter.samples import read_samples
+from modelyard.exporter.signature import Signature, parse_inputs
 
 SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx", "torchscript": ".pt", "aoti": ".aoti.pt2"}
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -85,10 +85,10 @@ def export(
     """Write artifacts that are proven to agree with the checkpoint, and a report beside each.
 
     Args:
-        checkpoint: a file or folder of any kind that `exporter.ingest` reads.
+        checkpoint: a file or folder of any kind that `modelyard.exporter.ingest` reads.
         model: `file.py:Class`, `package.module:Class` or `package.module:factory`; None where the
             checkpoint names a class that is installed.
-        inputs: one `name:dtype[dims]` per tensor that forward() takes; see `exporter.signature`.
+        inputs: one `name:dtype[dims]` per tensor that forward() takes; see `exporter/signature.py`.
         output_dir: made when it is not there.
         weights_key: dotted path of the weights in a checkpoint that has several.
         ema: take the averaged weights.

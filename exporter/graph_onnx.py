@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from exporter.graph import Graph, Node, Value, dim_sizes, find_source, parameters_of
-from handlers.backends import LoadError
+from modelyard.exporter.graph import Graph, Node, Value, dim_sizes, find_source, parameters_of
+from modelyard.handlers.errors import LoadError
 
 _Shape = tuple[int | str, ...]
 _Shapes = Mapping[str, tuple[str, _Shape | None]]

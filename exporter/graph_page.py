@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from exporter.errors import UsageError
-from exporter.graph import Graph
-from exporter.graph_onnx import read_onnx
-from exporter.graph_program import read_program
-from exporter.pages import fill, write_page
-from exporter.report import report_path
-from handlers.backends import detect_format
+from modelyard.exporter.errors import UsageError
+from modelyard.exporter.graph import Graph
+from modelyard.exporter.graph_onnx import read_onnx
+from modelyard.exporter.graph_program import read_program
+from modelyard.exporter.pages import fill, write_page
+from modelyard.exporter.report import report_path
+from modelyard.handlers.backends import detect_format
 
 
 def read_graph(artifact: Path, report: Mapping[str, Any] | None = None) -> Graph:

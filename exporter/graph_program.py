@@ -9,9 +9,9 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export import ExportedProgram
 
-from exporter.flops import count_flops
-from exporter.graph import Graph, Node, Value, dim_sizes, find_source, parameters_of
-from handlers.backends import load_program
+from modelyard.exporter.flops import count_flops
+from modelyard.exporter.graph import Graph, Node, Value, dim_sizes, find_source, parameters_of
+from modelyard.handlers.program.check import load_program
 
 # Size of a dynamic dim that no report names; FLOPs are counted there.
 _UNNAMED_SIZE = 2

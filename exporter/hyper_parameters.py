@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from exporter.errors import CheckpointError
-from exporter.ingest import Checkpoint
-from exporter.ingest.plain import Placeholder
+from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest import Checkpoint
+from modelyard.exporter.ingest.plain import Placeholder
 
 
 class Arguments(dict[str, Any]):

@@ -62,10 +62,10 @@ def inspect_command(
         ),
     ] = False,
 ) -> None:
-    """Parse, call `exporter.inspection.describe` once, print; show the graph where asked."""
+    """Parse, call `inspection.describe` once, print; show the graph where asked."""
     # Here, not above: importing torch takes a second that `modelyard --help` need not wait.
-    from exporter.errors import ExportError, UsageError
-    from exporter.inspection import describe
+    from modelyard.exporter.errors import ExportError, UsageError
+    from modelyard.exporter.inspection import describe
 
     try:
         found = describe(path, weights_key, ema=ema)
@@ -86,9 +86,9 @@ def inspect_command(
 
 def _write_graph(artifact: Path, page: Path) -> None:
     """Write the page of an artifact's graph."""
-    from exporter.errors import ExportError
-    from exporter.graph_page import write_graph_page
-    from handlers.backends import LoadError
+    from modelyard.exporter.errors import ExportError
+    from modelyard.exporter.graph_page import write_graph_page
+    from modelyard.handlers.errors import LoadError
 
     try:
         write_graph_page(artifact, page)
@@ -98,9 +98,9 @@ def _write_graph(artifact: Path, page: Path) -> None:
 
 def _show(artifact: Path, *, netron: bool) -> None:
     """Open another program's view of an artifact, until it is interrupted."""
-    from exporter.errors import UsageError
-    from exporter.viewers import open_model_explorer, open_netron
-    from handlers.backends import LoadError
+    from modelyard.exporter.errors import UsageError
+    from modelyard.exporter.viewers import open_model_explorer, open_netron
+    from modelyard.handlers.errors import LoadError
 
     try:
         if not netron:

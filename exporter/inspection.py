@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exporter.errors import CheckpointError
-from exporter.ingest import Checkpoint
-from exporter.ingest.exported_program import ExportedProgram, read_exported_program
-from exporter.ingest.plain import Placeholder
-from exporter.ingest.read import choose, read_draft, take_weights
-from exporter.ingest.single_file import danger_notes
-from exporter.ingest.sniff import sniff, sniff_source
-from exporter.ingest.source import Source
-from exporter.ingest.torchscript import read_script
-from exporter.ingest.torchserve import MANIFEST, ServeArchive, open_serve_archive
-from exporter.ingest.value import count_parameters, digest_files
+from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest import Checkpoint
+from modelyard.exporter.ingest.exported_program import ExportedProgram, read_exported_program
+from modelyard.exporter.ingest.plain import Placeholder
+from modelyard.exporter.ingest.read import choose, read_draft, take_weights
+from modelyard.exporter.ingest.single_file import danger_notes
+from modelyard.exporter.ingest.sniff import sniff, sniff_source
+from modelyard.exporter.ingest.source import Source
+from modelyard.exporter.ingest.torchscript import read_script
+from modelyard.exporter.ingest.torchserve import MANIFEST, ServeArchive, open_serve_archive
+from modelyard.exporter.ingest.value import count_parameters, digest_files
 
 _MAX_DEPTH = 12
 _MAX_ITEMS = 1000

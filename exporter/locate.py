@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exporter.arguments import own_name
-from exporter.differences import compare
-from exporter.errors import cause
-from exporter.parity import TOLERANCES
-from exporter.reference import Case, Reference
+from modelyard.exporter.arguments import own_name
+from modelyard.exporter.differences import compare
+from modelyard.exporter.errors import cause
+from modelyard.exporter.parity import TOLERANCES
+from modelyard.exporter.reference import Case, Reference
 
 _Seen = dict[str, tuple[Any, Any]]
 """Submodule → (its inputs, its output) in one run, in the order in which they finish."""

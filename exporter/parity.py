@@ -1,9 +1,9 @@
 """The same inputs through checkpoint and artifact → differences and a verdict.
 
-The artifact runs in a fresh process, opened as a worker opens it: `python -P -m exporter.parity
-FOLDER`, with a folder that holds `task.json` and one file of tensors per case (read with
-weights_only). What it finds, it leaves there in `result.json`. That process knows nothing of the
-model's Python.
+The artifact runs in a fresh process, opened as a worker opens it:
+`python -P -m modelyard.exporter.parity FOLDER`, with a folder that holds `task.json` and one file
+of tensors per case (read with weights_only). What it finds, it leaves there in `result.json`. That
+process knows nothing of the model's Python.
 
 The rule: over every row of every output, e = max|a − b| / max(max|b|, 1) stays within the
 tolerance, so that it is absolute up to values of 1 and relative above; integers are equal. A
@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exporter.arguments import flatten
-from exporter.differences import compare
-from exporter.errors import ExportError, ParityError, cause
-from exporter.reference import Case, Reference, full_precision
-from exporter.signature import Signature, TensorSpec
+from modelyard.exporter.arguments import flatten
+from modelyard.exporter.differences import compare
+from modelyard.exporter.errors import ExportError, ParityError, cause
+from modelyard.exporter.reference import Case, Reference, full_precision
+from modelyard.exporter.signature import Signature, TensorSpec
 
 # Largest allowed scaled difference, by the dtype of the output. Integers must be equal.
 TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
@@ -127,7 +127,7 @@ def check(
 
     Args:
         artifact: the file, complete and closed.
-        format: as in `handlers.backends`.
+        format: as in `modelyard.handlers.backends`.
         reference: the checkpoint's outputs.
         folder: an empty folder for the exchange of files.
         device: where the artifact is to run.
@@ -285,7 +285,7 @@ def _write_task(
 
 def _run_child(folder: Path, format: str) -> dict[str, Any]:
     """Run this module as a program; -P keeps files of the working folder from being imported."""
-    command = [sys.executable, "-P", "-m", "exporter.parity", str(folder.absolute())]
+    command = [sys.executable, "-P", "-m", "modelyard.exporter.parity", str(folder.absolute())]
     # Beside other work, threads that spin while they wait make the same run many times slower.
     environment = {"GOMP_SPINCOUNT": "0", **os.environ}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -311,7 +311,7 @@ def main(folder: Path) -> None:
 
 
 def _run_cases(folder: Path, task: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    from handlers.backends import open_artifact
+    from modelyard.handlers.backends import open_artifact
 
     try:
         artifact = open_artifact(Path(task["artifact"]), task["format"], task["device"])

@@ -19,7 +19,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from exporter.signature import DTYPES, DimRange, Signature, TensorSpec
+from modelyard.exporter.signature import DTYPES, DimRange, Signature, TensorSpec
 
 KINDS = ("random", "zeros", "large", "tiny", "negative")
 _FLOAT_KINDS = ("tiny", "negative")

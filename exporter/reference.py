@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exporter.arguments import flatten, give_tensors, is_plain, own_name
-from exporter.batching import find_batching
-from exporter.errors import ModelError, UsageError, cause
-from exporter.probes import Plan, Probe, example_sizes, is_mask, make_inputs, plan
-from exporter.samples import Sample
-from exporter.signature import DTYPES, Signature, TensorSpec
-from exporter.watch import Watched, in_train_mode, plain_tensors, watch
+from modelyard.exporter.arguments import flatten, give_tensors, is_plain, own_name
+from modelyard.exporter.batching import find_batching
+from modelyard.exporter.errors import ModelError, UsageError, cause
+from modelyard.exporter.probes import Plan, Probe, example_sizes, is_mask, make_inputs, plan
+from modelyard.exporter.samples import Sample
+from modelyard.exporter.signature import DTYPES, Signature, TensorSpec
+from modelyard.exporter.watch import Watched, in_train_mode, plain_tensors, watch
 
 Tensors = tuple[Tensor, ...]
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exporter.errors import UsageError, cause
-from exporter.signature import DTYPES, Signature, TensorSpec
+from modelyard.exporter.errors import UsageError, cause
+from modelyard.exporter.signature import DTYPES, Signature, TensorSpec
 
 _FORMS = "expected .npz, .npy, .pt, .json, .png or .jpg"
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from exporter.errors import UsageError
+from modelyard.exporter.errors import UsageError
 
 DTYPES = {
     "float32": torch.float32,

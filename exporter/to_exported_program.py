@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
-from exporter.diagnose import explain
-from exporter.errors import ConversionError
-from exporter.rnn import any_length
-from exporter.signature import Signature
+from modelyard.exporter.diagnose import explain
+from modelyard.exporter.errors import ConversionError
+from modelyard.exporter.rnn import any_length
+from modelyard.exporter.signature import Signature
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 _FLAT_WEIGHTS = r"The tensor attributes? (self\.\S*_flat_weights\[\d+\](, )?)+ w"

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
-from exporter.diagnose import explain
-from exporter.errors import ConversionError, cause
-from exporter.rnn import any_length
-from exporter.signature import Signature
+from modelyard.exporter.diagnose import explain
+from modelyard.exporter.errors import ConversionError, cause
+from modelyard.exporter.rnn import any_length
+from modelyard.exporter.signature import Signature
 
 # The largest file that protobuf, and so a single .onnx, can be.
 _MAX_BYTES = 2**31 - 1

@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from exporter.errors import UsageError
-from handlers.backends import detect_format, load_program
+from modelyard.exporter.errors import UsageError
+from modelyard.handlers.backends import detect_format
+from modelyard.handlers.program.check import load_program
 
 _HERE = "127.0.0.1"
 

@@ -6,10 +6,10 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from exporter.errors import CheckpointError, cause
-from exporter.ingest import Checkpoint
-from exporter.ingest.names import fit_names, nearest
-from exporter.ingest.value import place_of
+from modelyard.exporter.errors import CheckpointError, cause
+from modelyard.exporter.ingest import Checkpoint
+from modelyard.exporter.ingest.names import fit_names, nearest
+from modelyard.exporter.ingest.value import place_of
 
 _KEYS_SHOWN = 20
 _NEAREST_SHOWN = 200

@@ -1,8 +1,8 @@
 """What runs around a model, with or without a server."""
 
-from handlers.base import BaseHandler
-from handlers.context import Context
-from handlers.errors import (
+from modelyard.handlers.base import BaseHandler
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import (
     BadInput,
     HandlerError,
     InputMismatch,
@@ -11,11 +11,11 @@ from handlers.errors import (
     PredictionException,
     TwinDiffers,
 )
-from handlers.image_classifier import ImageClassifier
-from handlers.tabular_handler import TabularHandler
-from handlers.text_encoder import TextEncoder
-from handlers.text_handler import TextHandler
-from handlers.vision_handler import VisionHandler
+from modelyard.handlers.image_classifier import ImageClassifier
+from modelyard.handlers.tabular_handler import TabularHandler
+from modelyard.handlers.text_encoder import TextEncoder
+from modelyard.handlers.text_handler import TextHandler
+from modelyard.handlers.vision_handler import VisionHandler
 
 BUILT_IN: dict[str, type[BaseHandler]] = {
     "base_handler": BaseHandler,

@@ -16,11 +16,9 @@ from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
 # Under their own names: the exporter sees this room through this module alone.
-from handlers.errors import InputMismatch
-from handlers.errors import LoadError as LoadError
-from handlers.errors import UnsafeProgram as UnsafeProgram
-from handlers.safe_program import load_program as load_program
-from handlers.sharing import MIN_FILE_BYTES, make_once, map_weights, release_freed_memory
+from modelyard.handlers.errors import InputMismatch, LoadError
+from modelyard.handlers.program.check import load_program
+from modelyard.handlers.sharing import MIN_FILE_BYTES, make_once, map_weights, release_freed_memory
 
 _log = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 The smallest complete handler of an archive changes one step and inherits the others:
 
-    from handlers import BaseHandler
+    from modelyard.handlers import BaseHandler
 
     class Doubler(BaseHandler):
         def postprocess(self, outputs):
@@ -22,9 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from handlers import heatmap
-from handlers.attribution import Tensors
-from handlers.backends import (
+from modelyard.handlers.backends import (
     Artifact,
     DynamicDim,
     InputSpec,
@@ -32,11 +30,13 @@ from handlers.backends import (
     detect_format,
     open_artifact,
 )
-from handlers.bodies import body_of, parse_json, read_numbers, stack
-from handlers.context import Context
-from handlers.errors import BadInput, LoadError, NoGradients
-from handlers.explain_options import ExplainOptions, Row, gather_options, parse_options
-from handlers.explanation import Agreement, Explanation, Subject, explain_batch
+from modelyard.handlers.bodies import body_of, parse_json, read_numbers, stack
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import BadInput, LoadError, NoGradients
+from modelyard.handlers.explain import draw as heatmap
+from modelyard.handlers.explain.attribution import Tensors
+from modelyard.handlers.explain.explanation import Agreement, Explanation, Subject, explain_batch
+from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
 
 _log = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from handlers.backends import DynamicDim, InputSpec
-from handlers.errors import BadInput, InputMismatch
-from handlers.strict_json import parse_strictly
+from modelyard.handlers.backends import DynamicDim, InputSpec
+from modelyard.handlers.errors import BadInput, InputMismatch
+from modelyard.handlers.strict_json import parse_strictly
 
 
 def body_of(row: Mapping[str, Any]) -> Any:

@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from handlers.backends import Artifact, InputSpec, Output
-from handlers.base import BaseHandler
-from handlers.context import Context
-from handlers.errors import LoadError
+from modelyard.handlers.backends import Artifact, InputSpec, Output
+from modelyard.handlers.base import BaseHandler
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import LoadError
 
 _log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from pathlib import PurePosixPath
 from types import ModuleType
 from typing import Any
 
-from handlers.context import Context
-from handlers.errors import NoEntryPoint
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import NoEntryPoint
 
 Entry = Callable[[list[dict[str, Any]], Context], Any]
 

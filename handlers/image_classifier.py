@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from handlers.backends import Output
-from handlers.context import Context
-from handlers.labels import DEFAULT_TOP_K, TopLabels, read_top_k
-from handlers.vision_handler import VisionHandler
+from modelyard.handlers.backends import Output
+from modelyard.handlers.context import Context
+from modelyard.handlers.labels import DEFAULT_TOP_K, TopLabels, read_top_k
+from modelyard.handlers.vision_handler import VisionHandler
 
 
 class ImageClassifier(VisionHandler):

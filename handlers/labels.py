@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from handlers.backends import Output
-from handlers.errors import HandlerError, LoadError
+from modelyard.handlers.backends import Output
+from modelyard.handlers.errors import HandlerError, LoadError
 
 DEFAULT_TOP_K = 5
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from handlers.safe_program import DAMAGED_ZIP, data_range
+from modelyard.handlers.program.check import DAMAGED_ZIP, data_range
 
 _log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 import orjson
 
-from handlers.errors import BadInput
+from modelyard.handlers.errors import BadInput
 
 
 def parse_strictly(body: bytes | bytearray | str) -> Any:

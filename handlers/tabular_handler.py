@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from handlers.backends import DynamicDim, Output
-from handlers.base import BaseHandler, Inputs
-from handlers.bodies import body_of, parse_json, stack
-from handlers.context import Context
-from handlers.errors import BadInput, LoadError
-from handlers.explanation import Explanation
-from handlers.labels import DEFAULT_TOP_K, TopLabels, read_top_k
+from modelyard.handlers.backends import DynamicDim, Output
+from modelyard.handlers.base import BaseHandler, Inputs
+from modelyard.handlers.bodies import body_of, parse_json, stack
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import BadInput, LoadError
+from modelyard.handlers.explain.explanation import Explanation
+from modelyard.handlers.labels import DEFAULT_TOP_K, TopLabels, read_top_k
 
 FEATURES_FILE = "features.json"
 

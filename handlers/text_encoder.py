@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from handlers.backends import Output
-from handlers.context import Context
-from handlers.errors import BadInput, LoadError
-from handlers.text_handler import TextHandler
+from modelyard.handlers.backends import Output
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import BadInput, LoadError
+from modelyard.handlers.text_handler import TextHandler
 
 DECIMALS = 8
 """Of a number in an answer: a component of a unit vector in float32 has no more."""

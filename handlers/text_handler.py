@@ -9,15 +9,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from handlers import token_page
-from handlers.attribution import Tensors
-from handlers.backends import DynamicDim, Output
-from handlers.base import BaseHandler, Inputs
-from handlers.bodies import body_of, parse_json, stack
-from handlers.context import Context
-from handlers.errors import BadInput, LoadError
-from handlers.explanation import Explanation
-from handlers.labels import DEFAULT_TOP_K, TopLabels, read_top_k
+from modelyard.handlers.backends import DynamicDim, Output
+from modelyard.handlers.base import BaseHandler, Inputs
+from modelyard.handlers.bodies import body_of, parse_json, stack
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import BadInput, LoadError
+from modelyard.handlers.explain import token_page
+from modelyard.handlers.explain.attribution import Tensors
+from modelyard.handlers.explain.explanation import Explanation
+from modelyard.handlers.labels import DEFAULT_TOP_K, TopLabels, read_top_k
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_LENGTH = 512

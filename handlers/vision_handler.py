@@ -14,13 +14,13 @@ import torch
 from PIL import Image, ImageFilter, UnidentifiedImageError
 from torch import Tensor
 
-from handlers import heatmap
-from handlers.backends import DynamicDim, InputSpec
-from handlers.base import BaseHandler, Inputs
-from handlers.bodies import body_of, read_numbers, stack
-from handlers.context import Context
-from handlers.errors import BadInput, LoadError
-from handlers.explanation import Explanation
+from modelyard.handlers.backends import DynamicDim, InputSpec
+from modelyard.handlers.base import BaseHandler, Inputs
+from modelyard.handlers.bodies import body_of, read_numbers, stack
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import BadInput, LoadError
+from modelyard.handlers.explain import draw as heatmap
+from modelyard.handlers.explain.explanation import Explanation
 
 MAX_PIXELS = 89_478_485
 """Largest image decoded: Pillow's own limit, a quarter of a gigabyte as 24 bits a pixel."""

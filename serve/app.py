@@ -6,32 +6,32 @@ import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from serve.address import Address
-from serve.api.asgi import Api, Check, Phase, open_to_all
-from serve.api.docs import add_docs
-from serve.api.health import OPEN_PATHS, health_routes
-from serve.api.inference import Inference
-from serve.api.management import create_management
-from serve.api.metrics import create_metrics
-from serve.api.oip import oip_routes
-from serve.auth import TokenCheck, make_keys
-from serve.connection import Access, Limits
-from serve.frontends import Frontends
-from serve.lifecycle import Lifecycle
-from serve.listener import Listener
-from serve.metrics import Metrics
-from serve.registry import Registry
-from serve.settings import Settings
-from serve.state import StateDir
-from serve.tls import tls_context
-from serve.torchserve.combined import Combined
-from serve.torchserve.dialect import Dialect
-from serve.torchserve.inference import PROBES, TorchServeInference
-from serve.torchserve.logs import log_access
-from serve.torchserve.management import TorchServeManagement
-from serve.torchserve.scrape import Scrape
-from serve.torchserve.settings import TorchServeSettings
-from serve.torchserve.tokens import Tokens
+from modelyard.serve.address import Address
+from modelyard.serve.api.asgi import Api, Check, Phase, open_to_all
+from modelyard.serve.api.docs import add_docs
+from modelyard.serve.api.health import OPEN_PATHS, health_routes
+from modelyard.serve.api.inference import Inference
+from modelyard.serve.api.management import create_management
+from modelyard.serve.api.metrics import create_metrics
+from modelyard.serve.api.oip import oip_routes
+from modelyard.serve.control.lifecycle import Lifecycle
+from modelyard.serve.control.registry import Registry
+from modelyard.serve.control.state import StateDir
+from modelyard.serve.dataplane.frontends import Frontends
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.http.auth import TokenCheck, make_keys
+from modelyard.serve.http.connection import Access, Limits
+from modelyard.serve.http.listener import Listener
+from modelyard.serve.http.tls import tls_context
+from modelyard.serve.settings import Settings
+from modelyard.serve.torchserve.combined import Combined
+from modelyard.serve.torchserve.dialect import Dialect
+from modelyard.serve.torchserve.inference import PROBES, TorchServeInference
+from modelyard.serve.torchserve.logs import log_access
+from modelyard.serve.torchserve.management import TorchServeManagement
+from modelyard.serve.torchserve.scrape import Scrape
+from modelyard.serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.torchserve.tokens import Tokens
 
 Application = Api | Dialect | Combined
 

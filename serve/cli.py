@@ -19,14 +19,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from archiver import ArchiveError
-from serve.auth import read_key
-from serve.client import Answer, call
-from serve.errors import ServeError, StartError
-from serve.log import log_to_stderr
-from serve.settings import Settings, load_settings
-from serve.start import start_detached
-from serve.state import StateDir, describe_running
+from modelyard.archiver import ArchiveError
+from modelyard.serve.control.state import StateDir, describe_running
+from modelyard.serve.errors import ServeError, StartError
+from modelyard.serve.http.auth import read_key
+from modelyard.serve.log import log_to_stderr
+from modelyard.serve.settings import Settings, load_settings
+from modelyard.serve.start import start_detached
+from modelyard.serve.tools.client import Answer, call
 
 serve_app = typer.Typer(
     help="Start, stop and look at the server.", no_args_is_help=True, add_completion=False
@@ -160,10 +160,10 @@ def start(
 
 
 def _print_plan(settings: Settings, json_output: bool) -> None:
-    from serve.explain_plan import explain, plan_table
-    from serve.lifecycle import Lifecycle
-    from serve.metrics import Metrics
-    from serve.registry import Registry
+    from modelyard.serve.control.lifecycle import Lifecycle
+    from modelyard.serve.control.registry import Registry
+    from modelyard.serve.dataplane.metrics import Metrics
+    from modelyard.serve.tools.explain_plan import explain, plan_table
 
     plan = Lifecycle(settings, Registry(), Metrics()).plan()
     if json_output:
@@ -176,7 +176,7 @@ def _print_plan(settings: Settings, json_output: bool) -> None:
 
 
 def _run_attached(settings: Settings) -> int:
-    from serve.server import run
+    from modelyard.serve.server import run
 
     log_to_stderr()
 

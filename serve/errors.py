@@ -38,7 +38,7 @@
 
 from __future__ import annotations
 
-from archiver.errors import ArchiveError
+from modelyard.archiver.errors import ArchiveError
 
 
 class ServeError(Exception):

@@ -1,4 +1,4 @@
-"""The server process: start up, run, drain, end. `python -P -m serve.server`."""
+"""The server process: start up, run, drain, end. `python -P -m modelyard.serve.server`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from typing import Any
 
 import uvloop
 
-from archiver import ArchiveError
-from serve.app import Server, create_server
-from serve.errors import ServeError, StartError
-from serve.log import log_to_stderr
-from serve.settings import Settings
-from serve.state import StateDir, write_json
+from modelyard.archiver import ArchiveError
+from modelyard.serve.app import Server, create_server
+from modelyard.serve.control.state import StateDir, write_json
+from modelyard.serve.errors import ServeError, StartError
+from modelyard.serve.log import log_to_stderr
+from modelyard.serve.settings import Settings
 
 logger = logging.getLogger(__name__)
 

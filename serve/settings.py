@@ -17,9 +17,9 @@ from pydantic import (
     field_validator,
 )
 
-from serve.address import Address
-from serve.errors import StartError
-from serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.address import Address
+from modelyard.serve.errors import StartError
+from modelyard.serve.torchserve.settings import TorchServeSettings
 
 ENV_PREFIX = "MODELYARD_"
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from serve.errors import StartError
-from serve.settings import Settings
-from serve.state import StateDir
+from modelyard.serve.control.state import StateDir
+from modelyard.serve.errors import StartError
+from modelyard.serve.settings import Settings
 
-SERVER = ("-m", "serve.server")
+SERVER = ("-m", "modelyard.serve.server")
 
 
 def start_detached(

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from archiver import write_archive
-from exporter import export
+from modelyard.archiver import write_archive
+from modelyard.exporter import export
 
 DIGITS = Path(__file__).parent.parent / "examples" / "digits"
 FORMATS = ("pt2", "onnx", "torchscript")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handlers.backends import Output
+from modelyard.handlers.backends import Output
 
 POISON = 0xFF
 """In every byte of new memory: NaN as floats."""
@@ -72,7 +72,7 @@ class Stream:
 
 
 class LazyDevice:
-    """A `handlers.cuda.Device`.
+    """A `modelyard.handlers.cuda.Device`.
 
     Args:
         seed: of the order in which streams get on.

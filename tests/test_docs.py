@@ -17,12 +17,12 @@ from typing import NamedTuple
 import pytest
 from prometheus_client import Metric
 
-from handlers.explain_options import ExplainOptions
-from handlers.methods import METHODS
-from serve.api.inference import EXPLAIN_PARAMETERS
-from serve.errors import STATUS
-from serve.metrics import Metrics
-from serve.settings import Settings
+from modelyard.handlers.explain.methods import METHODS
+from modelyard.handlers.explain.options import ExplainOptions
+from modelyard.serve.api.inference import EXPLAIN_PARAMETERS
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.errors import STATUS
+from modelyard.serve.settings import Settings
 
 REPO = Path(__file__).parent.parent
 PAGES = sorted((REPO / "docs").rglob("*.md"))

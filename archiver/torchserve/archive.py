@@ -8,15 +8,21 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from archiver.collect import Part, Plan, created_on
-from archiver.container import SUFFIXES
-from archiver.errors import ArchiveExists, BadName, CannotArchive
-from archiver.manifest import ARCHIVER_VERSION, Manifest
-from archiver.names import MANIFEST_NAME, check_name, check_version, collisions, file_name_problem
-from archiver.names import quoted as quote
-from archiver.torchserve.extra_files import expand_extra_files
-from archiver.write import write_plan
-from archiver.zip_directory import MAX_ENTRIES
+from modelyard.archiver.collect import Part, Plan, created_on
+from modelyard.archiver.errors import ArchiveExists, BadName, CannotArchive
+from modelyard.archiver.manifest import ARCHIVER_VERSION, Manifest
+from modelyard.archiver.torchserve.extra_files import expand_extra_files
+from modelyard.archiver.untrusted.container import SUFFIXES
+from modelyard.archiver.untrusted.names import (
+    MANIFEST_NAME,
+    check_name,
+    check_version,
+    collisions,
+    file_name_problem,
+)
+from modelyard.archiver.untrusted.names import quoted as quote
+from modelyard.archiver.untrusted.zip_directory import MAX_ENTRIES
+from modelyard.archiver.write import write_plan
 
 # What `--archive-format` says → how we call it.
 FORMATS = {

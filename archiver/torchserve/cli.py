@@ -8,9 +8,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from archiver.errors import ArchiveError, ArchiveExists
-from archiver.manifest import RUNTIMES
-from archiver.torchserve.archive import FORMATS, Wanted, archive_for_torchserve
+from modelyard.archiver.errors import ArchiveError, ArchiveExists
+from modelyard.archiver.manifest import RUNTIMES
+from modelyard.archiver.torchserve.archive import FORMATS, Wanted, archive_for_torchserve
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

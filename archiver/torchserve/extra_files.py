@@ -4,8 +4,8 @@ import glob
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from archiver.collect import Part
-from archiver.errors import CannotArchive
+from modelyard.archiver.collect import Part
+from modelyard.archiver.errors import CannotArchive
 
 ROLE = "extra file"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import yaml
 
-from exporter import export
-from handlers import Context, ImageClassifier
+from modelyard.exporter import export
+from modelyard.handlers import Context, ImageClassifier
 
 HERE = Path(__file__).parent
 SCAN, TARGET = 4, "9"

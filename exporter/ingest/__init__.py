@@ -13,8 +13,8 @@ and runs only for a file that a person has trusted.
     read           the trip → Checkpoint
 """
 
-from exporter.ingest.read import read_checkpoint
-from exporter.ingest.single_file import Announce
-from exporter.ingest.value import Checkpoint, CheckpointFile, ClassHint
+from modelyard.exporter.ingest.read import read_checkpoint
+from modelyard.exporter.ingest.single_file import Announce
+from modelyard.exporter.ingest.value import Checkpoint, CheckpointFile, ClassHint
 
 __all__ = ["Announce", "Checkpoint", "CheckpointFile", "ClassHint", "read_checkpoint"]

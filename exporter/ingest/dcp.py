@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exporter.errors import CheckpointError
-from exporter.ingest.pickles import BadPickle, Global, Inert, read_pickle
-from exporter.ingest.rebuild import Rebuilder, global_value
-from exporter.ingest.source import Source, Window
-from exporter.ingest.torch_file import TorchFile, read_torch_file
+from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest.pickles import BadPickle, Global, Inert, read_pickle
+from modelyard.exporter.ingest.rebuild import Rebuilder, global_value
+from modelyard.exporter.ingest.source import Source, Window
+from modelyard.exporter.ingest.torch_file import TorchFile, read_torch_file
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _ALLOWED = frozenset(

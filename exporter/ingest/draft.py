@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from exporter.ingest.kinds import Weights
-from exporter.ingest.value import ClassHint
+from modelyard.exporter.ingest.kinds import Weights
+from modelyard.exporter.ingest.value import ClassHint
 
 
 @dataclass(frozen=True)

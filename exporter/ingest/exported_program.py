@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exporter.errors import CheckpointError
-from exporter.ingest.pickles import BadPickle
-from exporter.ingest.rebuild import is_known
-from exporter.ingest.source import Entry, Source, read_directory, read_entry
-from exporter.ingest.strict_json import MAX_BYTES, parse_object
-from exporter.ingest.torch_file import read_torch_file
+from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest.pickles import BadPickle
+from modelyard.exporter.ingest.rebuild import is_known
+from modelyard.exporter.ingest.source import Entry, Source, read_directory, read_entry
+from modelyard.exporter.ingest.strict_json import MAX_BYTES, parse_object
+from modelyard.exporter.ingest.torch_file import read_torch_file
 
 _NATIVE = re.compile(r"\.(so|dylib|dll|o|cubin|ptx|cpp)$|/aotinductor/")
 _DTYPES: Mapping[int, torch.dtype] = {

@@ -9,13 +9,18 @@ from typing import Any
 import yaml
 from torch import Tensor
 
-from exporter.errors import CheckpointError
-from exporter.ingest import dcp
-from exporter.ingest.draft import Draft
-from exporter.ingest.kinds import Weights
-from exporter.ingest.profiles import refused_names
-from exporter.ingest.safetensors_file import SafeTensors, read_index, read_safetensors, shard_names
-from exporter.ingest.single_file import (
+from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest import dcp
+from modelyard.exporter.ingest.draft import Draft
+from modelyard.exporter.ingest.kinds import Weights
+from modelyard.exporter.ingest.profiles import refused_names
+from modelyard.exporter.ingest.safetensors_file import (
+    SafeTensors,
+    read_index,
+    read_safetensors,
+    shard_names,
+)
+from modelyard.exporter.ingest.single_file import (
     Announce,
     danger_notes,
     draft_beside,
@@ -23,11 +28,11 @@ from exporter.ingest.single_file import (
     refusal,
     spread_over_ranks,
 )
-from exporter.ingest.sniff import DETERMINED_WEIGHTS, sniff
-from exporter.ingest.source import Source
-from exporter.ingest.strict_json import parse_object, read_object, read_object_or_nothing
-from exporter.ingest.torchserve import ServeArchive, open_serve_archive
-from exporter.ingest.value import ClassHint
+from modelyard.exporter.ingest.sniff import DETERMINED_WEIGHTS, sniff
+from modelyard.exporter.ingest.source import Source
+from modelyard.exporter.ingest.strict_json import parse_object, read_object, read_object_or_nothing
+from modelyard.exporter.ingest.torchserve import ServeArchive, open_serve_archive
+from modelyard.exporter.ingest.value import ClassHint
 
 _MAX_YAML = 1 << 20
 _WEIGHT_FILES = (

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from exporter.errors import CheckpointError, ModelError, cause
-from exporter.ingest.strict_json import read_object
-from exporter.ingest.value import Checkpoint
+from modelyard.exporter.errors import CheckpointError, ModelError, cause
+from modelyard.exporter.ingest.strict_json import read_object
+from modelyard.exporter.ingest.value import Checkpoint
 
 
 def build_hugging_face(checkpoint: Checkpoint, *, is_trusted: bool = False) -> nn.Module:

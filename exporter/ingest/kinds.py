@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from exporter.errors import CheckpointError
-from exporter.ingest import module_tree
-from exporter.ingest.pickles import Inert
-from exporter.ingest.value import count_parameters
+from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest import module_tree
+from modelyard.exporter.ingest.pickles import Inert
+from modelyard.exporter.ingest.value import count_parameters
 
 _MAX_DEPTH = 4
 _KEYS_SHOWN = 20

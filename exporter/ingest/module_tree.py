@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from exporter.errors import CheckpointError
-from exporter.ingest.pickles import Global, Inert
-from exporter.ingest.plain import stock_class
+from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest.pickles import Global, Inert
+from modelyard.exporter.ingest.plain import stock_class
 
 _MAX_DEPTH = 200
 _MAX_MODULES = 100_000

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import IO, Any, cast
 
-from exporter.ingest.source import Window
+from modelyard.exporter.ingest.source import Window
 
 MAX_OPCODES = 50_000_000
 _MAX_KEY_DEPTH = 4

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from exporter.ingest.pickles import Global, Inert
+from modelyard.exporter.ingest.pickles import Global, Inert
 
 _MAX_DEPTH = 40
 _MAX_NODES = 200_000

@@ -7,9 +7,9 @@ takes its flags from the file, and an array its size. Here the names are read, n
 
 from collections.abc import Iterable, Mapping
 
-from exporter.ingest.pickles import Global
-from exporter.ingest.plain import OMEGACONF_NODES, stock_class
-from exporter.ingest.rebuild import is_known
+from modelyard.exporter.ingest.pickles import Global
+from modelyard.exporter.ingest.plain import OMEGACONF_NODES, stock_class
+from modelyard.exporter.ingest.rebuild import is_known
 
 _DTYPES = (
     *("Bool", "Float16", "Float32", "Float64", "Int8", "Int16", "Int32", "Int64"),

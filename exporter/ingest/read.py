@@ -3,14 +3,14 @@
 from dataclasses import replace
 from pathlib import Path
 
-from exporter.errors import CheckpointError, UsageError
-from exporter.ingest.draft import Draft
-from exporter.ingest.folders import read_folder, read_serve_archive
-from exporter.ingest.names import nearest, strip_wrappers
-from exporter.ingest.single_file import Announce, read_file
-from exporter.ingest.sniff import sniff
-from exporter.ingest.source import Source
-from exporter.ingest.value import Checkpoint, digest_files, find_tied
+from modelyard.exporter.errors import CheckpointError, UsageError
+from modelyard.exporter.ingest.draft import Draft
+from modelyard.exporter.ingest.folders import read_folder, read_serve_archive
+from modelyard.exporter.ingest.names import nearest, strip_wrappers
+from modelyard.exporter.ingest.single_file import Announce, read_file
+from modelyard.exporter.ingest.sniff import sniff
+from modelyard.exporter.ingest.source import Source
+from modelyard.exporter.ingest.value import Checkpoint, digest_files, find_tied
 
 _RUN = "checkpoint-*"
 

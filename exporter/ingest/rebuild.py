@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exporter.ingest.pickles import NOT_REBUILT, BadPickle, Global, Inert, hashable
-from exporter.ingest.plain import to_array
+from modelyard.exporter.ingest.pickles import NOT_REBUILT, BadPickle, Global, Inert, hashable
+from modelyard.exporter.ingest.plain import to_array
 
 _MAX_DIMS = 64
 _MAX_NUMEL = 1 << 48

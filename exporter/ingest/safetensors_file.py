@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exporter.errors import CheckpointError
-from exporter.ingest.source import Source
-from exporter.ingest.strict_json import parse_object, read_object
+from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest.source import Source
+from modelyard.exporter.ingest.strict_json import parse_object, read_object
 
 _MAX_HEADER = 100_000_000
 _DTYPES: Mapping[str, torch.dtype] = {

@@ -6,22 +6,22 @@ from typing import Any
 
 from torch import nn
 
-from exporter.errors import CheckpointError, cause
-from exporter.ingest import module_tree
-from exporter.ingest.draft import Draft
-from exporter.ingest.exported_program import read_exported_program
-from exporter.ingest.kinds import Found, Rule, Weights, as_mapping, at, find_weights
-from exporter.ingest.pickles import Inert
-from exporter.ingest.plain import to_plain
-from exporter.ingest.profiles import allowed_names, profiles_used, refused_names
-from exporter.ingest.safetensors_file import read_source as read_safetensors
-from exporter.ingest.sniff import ADVICE, sniff_source
-from exporter.ingest.source import Source
-from exporter.ingest.torch_file import TorchFile, load_as_torch, read_torch_file
-from exporter.ingest.torchscript import read_script
-from exporter.ingest.training import find_training
-from exporter.ingest.trust import unpickle
-from exporter.ingest.value import ClassHint
+from modelyard.exporter.errors import CheckpointError, cause
+from modelyard.exporter.ingest import module_tree
+from modelyard.exporter.ingest.draft import Draft
+from modelyard.exporter.ingest.exported_program import read_exported_program
+from modelyard.exporter.ingest.kinds import Found, Rule, Weights, as_mapping, at, find_weights
+from modelyard.exporter.ingest.pickles import Inert
+from modelyard.exporter.ingest.plain import to_plain
+from modelyard.exporter.ingest.profiles import allowed_names, profiles_used, refused_names
+from modelyard.exporter.ingest.safetensors_file import read_source as read_safetensors
+from modelyard.exporter.ingest.sniff import ADVICE, sniff_source
+from modelyard.exporter.ingest.source import Source
+from modelyard.exporter.ingest.torch_file import TorchFile, load_as_torch, read_torch_file
+from modelyard.exporter.ingest.torchscript import read_script
+from modelyard.exporter.ingest.training import find_training
+from modelyard.exporter.ingest.trust import unpickle
+from modelyard.exporter.ingest.value import ClassHint
 
 Announce = Callable[[str, Sequence[str]], None]
 """Told, before a trusted file is unpickled, its name and what it will import."""

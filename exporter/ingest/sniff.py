@@ -6,9 +6,9 @@ import zlib
 from collections.abc import Mapping
 from pathlib import Path
 
-from exporter.errors import CheckpointError
-from exporter.ingest.source import Source, read_directory, read_entry
-from exporter.ingest.torch_file import LEGACY_MAGIC
+from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest.source import Source, read_directory, read_entry
+from modelyard.exporter.ingest.torch_file import LEGACY_MAGIC
 
 _TAR_MAGIC_AT = 257
 _MAX_HEADER = 100_000_000

@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 import torch
 
-from exporter.errors import CheckpointError
+from modelyard.exporter.errors import CheckpointError
 
 _MAX_LINE = 64 * 1024
 _MAX_RATIO = 200

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from exporter.errors import CheckpointError
+from modelyard.exporter.errors import CheckpointError
 
 MAX_BYTES = 256 << 20
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from exporter.errors import CheckpointError
-from exporter.ingest.pickles import BadPickle, Global, Pickled, read_pickle
-from exporter.ingest.rebuild import Rebuilder, Storage, global_value, storage_dtype
-from exporter.ingest.source import (
+from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest.pickles import BadPickle, Global, Pickled, read_pickle
+from modelyard.exporter.ingest.rebuild import Rebuilder, Storage, global_value, storage_dtype
+from modelyard.exporter.ingest.source import (
     Entry,
     Source,
     Window,

@@ -10,10 +10,10 @@ from typing import Any
 
 from torch import Tensor
 
-from exporter.errors import CheckpointError
-from exporter.ingest.pickles import NOT_REBUILT, BadPickle, Global, Inert, read_pickle
-from exporter.ingest.source import Entry, Source, Window, read_directory, read_entry
-from exporter.ingest.torch_file import read_zip
+from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest.pickles import NOT_REBUILT, BadPickle, Global, Inert, read_pickle
+from modelyard.exporter.ingest.source import Entry, Source, Window, read_directory, read_entry
+from modelyard.exporter.ingest.torch_file import read_zip
 
 _MAX_CODE = 64 << 20
 _MAX_DEPTH = 200

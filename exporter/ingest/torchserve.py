@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from exporter.errors import CheckpointError
-from exporter.ingest.source import Source, is_safe_name, read_directory, read_entry
-from exporter.ingest.strict_json import parse_object
+from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest.source import Source, is_safe_name, read_directory, read_entry
+from modelyard.exporter.ingest.strict_json import parse_object
 
 MANIFEST = "MAR-INF/MANIFEST.json"
 _MAX_MANIFEST = 1 << 20

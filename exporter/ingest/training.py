@@ -5,8 +5,8 @@ from typing import Any
 
 from torch import Tensor
 
-from exporter.ingest.kinds import as_mapping, at, is_optimizer
-from exporter.ingest.plain import to_plain
+from modelyard.exporter.ingest.kinds import as_mapping, at, is_optimizer
+from modelyard.exporter.ingest.plain import to_plain
 
 _COUNTERS = (
     "epoch",

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from exporter.ingest.source import Source
+from modelyard.exporter.ingest.source import Source
 
 
 def unpickle(source: Source) -> Any:

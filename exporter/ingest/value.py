@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from exporter.errors import CheckpointError
+from modelyard.exporter.errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -13,21 +13,18 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from archiver import ArchiveError
-from serve.answers import COMMON_HEADERS, error_answer
-from serve.answers import Answer as Answer
-from serve.answers import Headers as Headers
-from serve.answers import request_id as request_id
-from serve.auth import TokenCheck
-from serve.batcher import Stream
-from serve.connection import ANSWER, WholeRequest
-from serve.errors import (
+from modelyard.archiver import ArchiveError
+from modelyard.serve.dataplane.batcher import Stream
+from modelyard.serve.errors import (
     BadRequest,
     MethodNotAllowed,
     NoSuchRoute,
     ServeError,
     Unauthorized,
 )
+from modelyard.serve.http.answers import COMMON_HEADERS, Answer, Headers, error_answer, request_id
+from modelyard.serve.http.auth import TokenCheck
+from modelyard.serve.http.connection import ANSWER, WholeRequest
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 
-from serve.api.asgi import Api
+from modelyard.serve.api.asgi import Api
 
 
 def add_docs(api: Api, others: Mapping[str, Api], own_url: str) -> None:

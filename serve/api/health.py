@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from serve.api.asgi import Phase
-from serve.registry import Registry
+from modelyard.serve.api.asgi import Phase
+from modelyard.serve.control.registry import Registry
 
 OPEN_PATHS = ("/ping", "/health/live", "/health/ready")
 """Probes carry no token."""

@@ -17,22 +17,10 @@ from typing import Annotated, Any, NamedTuple
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 
-from serve import wire
-from serve.api.asgi import (
-    Answer,
-    Api,
-    Check,
-    Front,
-    Headers,
-    Phase,
-    Receive,
-    Scope,
-    Send,
-    request_id,
-    send_stream,
-)
-from serve.auth import TokenCheck
-from serve.batcher import (
+from modelyard.serve.api.asgi import Api, Check, Front, Phase, Receive, Scope, Send, send_stream
+from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.batcher import (
     EXPLAIN,
     PREDICT,
     HasLeft,
@@ -42,9 +30,8 @@ from serve.batcher import (
     Stream,
     client_left,
 )
-from serve.body import ClientLeft, linger, read_body
-from serve.connection import SPELLING, WholeRequest
-from serve.errors import (
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.errors import (
     BadRequest,
     BodyTooLarge,
     ModelNotFound,
@@ -52,8 +39,10 @@ from serve.errors import (
     Unavailable,
     http_status,
 )
-from serve.metrics import Metrics
-from serve.registry import ModelVersion, Registry
+from modelyard.serve.http.answers import Answer, Headers, request_id
+from modelyard.serve.http.auth import TokenCheck
+from modelyard.serve.http.body import ClientLeft, linger, read_body
+from modelyard.serve.http.connection import SPELLING, WholeRequest
 
 KINDS = {"predictions": PREDICT, "explanations": EXPLAIN}
 METHODS = frozenset({"POST", "PUT"})

@@ -7,14 +7,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
-from serve.api.asgi import Api, Phase
-from serve.api.inference import ModelName, Version, error_responses
-from serve.auth import TokenCheck
-from serve.batcher import EXPLAIN, PREDICT
-from serve.errors import BadRequest
-from serve.lifecycle import Lifecycle
-from serve.pool import Seat
-from serve.registry import ModelVersion, Registry
+from modelyard.serve.api.asgi import Api, Phase
+from modelyard.serve.api.inference import ModelName, Version, error_responses
+from modelyard.serve.control.lifecycle import Lifecycle
+from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.dataplane.batcher import EXPLAIN, PREDICT
+from modelyard.serve.dataplane.pool import Seat
+from modelyard.serve.errors import BadRequest
+from modelyard.serve.http.auth import TokenCheck
 
 PAGE = 100
 

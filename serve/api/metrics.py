@@ -7,9 +7,9 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 from fastapi.responses import PlainTextResponse
 
-from serve.api.asgi import Api, Phase
-from serve.auth import TokenCheck
-from serve.metrics import Metrics
+from modelyard.serve.api.asgi import Api, Phase
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.http.auth import TokenCheck
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

@@ -11,10 +11,10 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from serve.api.asgi import Phase
-from serve.api.health import why_not_ready
-from serve.api.inference import ModelName, Version
-from serve.registry import ModelVersion, Registry
+from modelyard.serve.api.asgi import Phase
+from modelyard.serve.api.health import why_not_ready
+from modelyard.serve.api.inference import ModelName, Version
+from modelyard.serve.control.registry import ModelVersion, Registry
 
 DATATYPES = {
     "bool": "BOOL",

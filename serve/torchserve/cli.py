@@ -12,10 +12,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from serve.errors import StartError
-from serve.torchserve import TORCHSERVE_VERSION, launcher
-from serve.torchserve.arguments import CommandLine, parse_command_line
-from serve.torchserve.properties import fill_variables, parse_properties
+from modelyard.serve.errors import StartError
+from modelyard.serve.torchserve import TORCHSERVE_VERSION, launcher
+from modelyard.serve.torchserve.arguments import CommandLine, parse_command_line
+from modelyard.serve.torchserve.properties import fill_variables, parse_properties
 
 STOP_TIMEOUT_S = 60.0
 

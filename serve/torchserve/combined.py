@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from serve.api.asgi import Answer, Receive, Scope, Send
-from serve.connection import WholeRequest
-from serve.torchserve.dialect import Dialect, segments
-from serve.torchserve.management import TorchServeManagement, is_management
-from serve.torchserve.scrape import Scrape
+from modelyard.serve.api.asgi import Receive, Scope, Send
+from modelyard.serve.http.answers import Answer
+from modelyard.serve.http.connection import WholeRequest
+from modelyard.serve.torchserve.dialect import Dialect, segments
+from modelyard.serve.torchserve.management import TorchServeManagement, is_management
+from modelyard.serve.torchserve.scrape import Scrape
 
 
 class Combined:

@@ -18,13 +18,17 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from serve.address import Address
-from serve.errors import StartError
-from serve.settings import Settings
-from serve.torchserve.arguments import CommandLine
-from serve.torchserve.properties import fill_variables, parse_properties
-from serve.torchserve.settings import TorchServeSettings
-from serve.torchserve.snapshot import SNAPSHOT_FOLDER, find_snapshots, parse_model_snapshot
+from modelyard.serve.address import Address
+from modelyard.serve.errors import StartError
+from modelyard.serve.settings import Settings
+from modelyard.serve.torchserve.arguments import CommandLine
+from modelyard.serve.torchserve.properties import fill_variables, parse_properties
+from modelyard.serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.torchserve.snapshot import (
+    SNAPSHOT_FOLDER,
+    find_snapshots,
+    parse_model_snapshot,
+)
 
 INTEGERS = {
     "default_workers_per_model": 0,

@@ -9,11 +9,10 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
-from archiver import ArchiveError
-from serve.api.asgi import Answer, Check, Front, Headers, Phase, Receive, Scope, Send, request_id
-from serve.api.inference import refuse_body
-from serve.body import ClientLeft, read_body
-from serve.errors import (
+from modelyard.archiver import ArchiveError
+from modelyard.serve.api.asgi import Check, Front, Phase, Receive, Scope, Send
+from modelyard.serve.api.inference import refuse_body
+from modelyard.serve.errors import (
     BadMessage,
     BodyTooLarge,
     FetchFailed,
@@ -24,8 +23,10 @@ from serve.errors import (
     UrlRefused,
     http_status,
 )
-from serve.torchserve.openapi import Document
-from serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.http.answers import Answer, Headers, request_id
+from modelyard.serve.http.body import ClientLeft, read_body
+from modelyard.serve.torchserve.openapi import Document
+from modelyard.serve.torchserve.settings import TorchServeSettings
 
 logger = logging.getLogger(__name__)
 

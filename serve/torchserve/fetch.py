@@ -26,9 +26,9 @@ from pathlib import Path, PurePosixPath
 from typing import IO
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
-from archiver import ArchiveError, open_archive
-from archiver.names import file_name_problem
-from serve.errors import FetchFailed, FileExists, UrlRefused
+from modelyard.archiver import ArchiveError, open_archive
+from modelyard.archiver.untrusted.names import file_name_problem
+from modelyard.serve.errors import FetchFailed, FileExists, UrlRefused
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from urllib.parse import parse_qsl
 
 import python_multipart
 
-from serve.errors import BadRequest
+from modelyard.serve.errors import BadRequest
 
 MAX_PARTS = 1000
 MAX_CONTENT_TYPE = 1000
-"""The limits of `serve.worker.request`: what it would refuse takes no time of the server."""
+"""The limits of `serve/worker/request.py`: what it would refuse takes no time of the server."""
 
 
 def form_field(headers: Iterable[tuple[bytes, bytes]], body: bytes, name: str) -> str | None:

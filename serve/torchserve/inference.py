@@ -11,25 +11,20 @@
 
 from __future__ import annotations
 
-from serve import wire
-from serve.api.asgi import Answer, Check, Phase, Receive, Scope, Send
-from serve.api.health import why_not_ready
-from serve.api.inference import KINDS, Answering, Target, refuse_body
-from serve.api.oip import describe_signature, readiness
-from serve.batcher import EXPLAIN, PREDICT
-from serve.body import ClientLeft, read_body
-from serve.errors import (
-    BadRequest,
-    BodyTooLarge,
-    NoSuchRoute,
-    ServeError,
-    Unavailable,
-)
-from serve.metrics import Metrics
-from serve.registry import ModelVersion, Registry
-from serve.settings import Settings
-from serve.torchserve import TORCHSERVE_VERSION, openapi
-from serve.torchserve.dialect import (
+from modelyard.serve.api.asgi import Check, Phase, Receive, Scope, Send
+from modelyard.serve.api.health import why_not_ready
+from modelyard.serve.api.inference import KINDS, Answering, Target, refuse_body
+from modelyard.serve.api.oip import describe_signature, readiness
+from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.batcher import EXPLAIN, PREDICT
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.errors import BadRequest, BodyTooLarge, NoSuchRoute, ServeError, Unavailable
+from modelyard.serve.http.answers import Answer
+from modelyard.serve.http.body import ClientLeft, read_body
+from modelyard.serve.settings import Settings
+from modelyard.serve.torchserve import TORCHSERVE_VERSION, openapi
+from modelyard.serve.torchserve.dialect import (
     REASON,
     Dialect,
     error_answer,
@@ -37,8 +32,8 @@ from serve.torchserve.dialect import (
     parameters,
     segments,
 )
-from serve.torchserve.forms import form_field
-from serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.torchserve.forms import form_field
+from modelyard.serve.torchserve.settings import TorchServeSettings
 
 PROBES = ("/ping", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
 """Paths that need no token."""

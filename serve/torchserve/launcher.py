@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-SERVER_MODULE = "serve.torchserve.server"
+SERVER_MODULE = "modelyard.serve.torchserve.server"
 POLL_S = 0.02
 ALREADY_RUNNING = "TorchServe is already running, please use torchserve --stop to stop TorchServe."
 

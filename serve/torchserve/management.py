@@ -6,11 +6,16 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from serve.api.asgi import Answer, Phase, Scope, open_to_all
-from serve.api.inference import pack_head
-from serve.api.management import memory_bytes
-from serve.batcher import PREDICT
-from serve.errors import (
+from modelyard.serve.api.asgi import Phase, Scope, open_to_all
+from modelyard.serve.api.inference import pack_head
+from modelyard.serve.api.management import memory_bytes
+from modelyard.serve.control.lifecycle import Lifecycle
+from modelyard.serve.control.model_config import ModelConfig, Options
+from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.dataplane.batcher import PREDICT
+from modelyard.serve.dataplane.pool import Seat
+from modelyard.serve.dataplane.wire import unpack_meta
+from modelyard.serve.errors import (
     BadRequest,
     LoadFailed,
     MethodNotAllowed,
@@ -19,13 +24,10 @@ from serve.errors import (
     VersionNotFound,
     http_status,
 )
-from serve.lifecycle import Lifecycle
-from serve.model_config import ModelConfig, Options
-from serve.pool import Seat
-from serve.registry import ModelVersion, Registry
-from serve.settings import Settings
-from serve.torchserve import openapi
-from serve.torchserve.dialect import (
+from modelyard.serve.http.answers import Answer
+from modelyard.serve.settings import Settings
+from modelyard.serve.torchserve import openapi
+from modelyard.serve.torchserve.dialect import (
     JSON,
     Dialect,
     boolean,
@@ -36,9 +38,8 @@ from serve.torchserve.dialect import (
     segments,
     status_answer,
 )
-from serve.torchserve.settings import TorchServeSettings
-from serve.torchserve.tokens import Tokens
-from serve.wire import unpack_meta
+from modelyard.serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.torchserve.tokens import Tokens
 
 PAGE = 100
 MOST_WORKERS = 1024

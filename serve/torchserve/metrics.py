@@ -1,4 +1,4 @@
-"""TorchServe's metrics: its names, labels and text, beside those of `serve.metrics`.
+"""TorchServe's metrics: its names, labels and text, beside those of `serve/dataplane/metrics.py`.
 
 What the server itself measures is passed to `add` by name; a metric that the configuration does not
 declare is not kept. In `log` mode each value is a line of a log instead.
@@ -19,10 +19,10 @@ from typing import Any
 
 import yaml
 
-from serve.errors import StartError
-from serve.exposition import KINDS, Family, HandlerMetrics, Record, text
-from serve.torchserve.logs import MODEL_METRICS, TS_METRICS
-from serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.dataplane.exposition import KINDS, Family, HandlerMetrics, Record, text
+from modelyard.serve.errors import StartError
+from modelyard.serve.torchserve.logs import MODEL_METRICS, TS_METRICS
+from modelyard.serve.torchserve.settings import TorchServeSettings
 
 logger = logging.getLogger(__name__)
 own_log = logging.getLogger(TS_METRICS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from serve.torchserve import TORCHSERVE_VERSION as VERSION
+from modelyard.serve.torchserve import TORCHSERVE_VERSION as VERSION
 
 Document = dict[str, Any]
 

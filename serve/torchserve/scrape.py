@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from urllib.parse import parse_qsl
 
-from serve.api.asgi import Answer, Phase, Scope, open_to_all
-from serve.api.metrics import CONTENT_TYPE
-from serve.errors import NoSuchRoute
-from serve.metrics import Metrics
-from serve.torchserve import openapi
-from serve.torchserve.dialect import Dialect
-from serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.api.asgi import Phase, Scope, open_to_all
+from modelyard.serve.api.metrics import CONTENT_TYPE
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.errors import NoSuchRoute
+from modelyard.serve.http.answers import Answer
+from modelyard.serve.torchserve import openapi
+from modelyard.serve.torchserve.dialect import Dialect
+from modelyard.serve.torchserve.settings import TorchServeSettings
 
 
 class Scrape(Dialect):

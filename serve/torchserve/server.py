@@ -1,4 +1,7 @@
-"""The server process that `torchserve --start` runs: `python -P -m serve.torchserve.server`."""
+"""The server process that `torchserve --start` runs.
+
+Started as `python -P -m modelyard.serve.torchserve.server`.
+"""
 
 from __future__ import annotations
 
@@ -11,17 +14,17 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from serve.errors import StartError
-from serve.settings import Settings
-from serve.sizing import count_gpus
-from serve.state import StateDir
-from serve.torchserve import TORCHSERVE_VERSION, launcher
-from serve.torchserve.arguments import parse_command_line
-from serve.torchserve.configuration import Configuration, load_configuration
-from serve.torchserve.logs import Logs
-from serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.control.sizing import count_gpus
+from modelyard.serve.control.state import StateDir
+from modelyard.serve.errors import StartError
+from modelyard.serve.settings import Settings
+from modelyard.serve.torchserve import TORCHSERVE_VERSION, launcher
+from modelyard.serve.torchserve.arguments import parse_command_line
+from modelyard.serve.torchserve.configuration import Configuration, load_configuration
+from modelyard.serve.torchserve.logs import Logs
+from modelyard.serve.torchserve.settings import TorchServeSettings
 
-logger = logging.getLogger("serve.torchserve.server")
+logger = logging.getLogger("modelyard.serve.torchserve.server")
 
 
 def main() -> int:
@@ -69,7 +72,7 @@ def main() -> int:
         elif event["event"] == "error":
             _say(event["message"])
 
-    from serve.server import run  # the web framework, once it is sure to be needed
+    from modelyard.serve.server import run  # the web framework, once it is sure to be needed
 
     code = run(configuration.settings, report)
     logger.info("Torchserve stopped.")

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from serve.address import Address
+from modelyard.serve.address import Address
 
 
 class TorchServeSettings(BaseModel):

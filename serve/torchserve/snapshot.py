@@ -11,14 +11,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serve.errors import StartError
-from serve.state import write_text
-from serve.torchserve import TORCHSERVE_VERSION
-from serve.torchserve.properties import format_properties
-from serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.control.state import write_text
+from modelyard.serve.errors import StartError
+from modelyard.serve.torchserve import TORCHSERVE_VERSION
+from modelyard.serve.torchserve.properties import format_properties
+from modelyard.serve.torchserve.settings import TorchServeSettings
 
 if TYPE_CHECKING:  # what reads snapshots at the start does without all that
-    from serve.registry import ModelVersion, Registry
+    from modelyard.serve.control.registry import ModelVersion, Registry
 
 logger = logging.getLogger(__name__)
 

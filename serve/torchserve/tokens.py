@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from serve.errors import StartError, Unauthorized
-from serve.state import write_json
+from modelyard.serve.control.state import write_json
+from modelyard.serve.errors import StartError, Unauthorized
 
 KEY_FILE = "key_file.json"
 EXPIRING = ("management", "inference")

@@ -1,13 +1,13 @@
-"""Boot one worker: `python -P -m serve.worker FD`, or run an archive once: `… --check FOLDER`.
+"""Boot one worker, or run an archive once.
 
-The order matters, because an archive may hold files named like our modules. `-P` keeps the
-working folder off the path until ours are imported:
+`python -P -m modelyard.serve.worker FD`, or `… --check FOLDER`.
+
+The order matters, because authors import their files by plain names, some of them late. `-P` keeps
+the working folder off the path until ours are imported:
 
 1. tie this process's life to the server's;
 2. import everything of ours, the `ts` shim included;
-3. put the archive's folder in front of the path and work there, as TorchServe does;
-4. forget those of our names that the archive ships too: its `import handlers` finds its own file,
-   our code keeps the objects it holds. Hence no import of our packages inside functions here.
+3. put the archive's folder in front of the path and work there, as TorchServe does.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ import sys
 import traceback
 from pathlib import Path
 
-from serve import wire
-from serve.worker import check, load, loop, pipeline
+from modelyard.serve.dataplane import wire
+from modelyard.serve.worker import check, load, loop, pipeline
 
-OURS = ("modelyard", "exporter", "archiver", "handlers", "serve", "ts")
 PR_SET_PDEATHSIG = 1
 
 
@@ -112,10 +111,6 @@ def _enter(folder: Path) -> None:
     # For processes that the handler starts.
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), inherited)))
-    for name in OURS:
-        if (folder / f"{name}.py").exists() or (folder / name).is_dir():
-            for module in [m for m in sys.modules if m == name or m.startswith(f"{name}.")]:
-                del sys.modules[module]
 
 
 if __name__ == "__main__":

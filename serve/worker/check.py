@@ -1,7 +1,7 @@
 """Run an unpacked archive once, without a server: its golden requests and its parity.
 
-The archiver starts `python -P -m serve.worker --check FOLDER`, for a dry run before an archive is
-written and to verify one that is. Both sides meet in files of FOLDER only:
+The archiver starts `python -P -m modelyard.serve.worker --check FOLDER`, for a dry run before an
+archive is written and to verify one that is. Both sides meet in files of FOLDER only:
 
     task.json    {"load": what a worker's LOAD message holds, without device number and batch size,
                   "proven_batch": largest batch that the report proved, or null,
@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handlers.backends import Artifact, open_artifact
-from serve.worker import load, loop
+from modelyard.handlers.backends import Artifact, open_artifact
+from modelyard.serve.worker import load, loop
 
 DEFAULT_BATCH_SIZE = 8
 SEED = 0

@@ -17,10 +17,9 @@ from typing import Any, Protocol
 import torch
 import yaml
 
-from handlers import BUILT_IN, BaseHandler, Context, cuda
-from handlers.entry_point import Entry as Entry
-from handlers.entry_point import FoundHandler, find_handler
-from handlers.errors import LoadError
+from modelyard.handlers import BUILT_IN, BaseHandler, Context, cuda
+from modelyard.handlers.entry_point import Entry, FoundHandler, find_handler
+from modelyard.handlers.errors import LoadError
 
 SHIM = Path(__file__).parent / "shim"
 

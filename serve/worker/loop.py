@@ -26,13 +26,14 @@ from typing import Any, NamedTuple
 import orjson
 import torch
 
-from handlers import Context
-from handlers.errors import BadInput, LoadError, NoGradients, PredictionException
-from handlers.strict_json import parse_strictly
-from serve import wire
-from serve.lengths import CALL_BYTES, choose_alike
-from serve.worker.load import Entry, Service
-from serve.worker.request import ReadJson, Request
+from modelyard.handlers import Context
+from modelyard.handlers.entry_point import Entry
+from modelyard.handlers.errors import BadInput, LoadError, NoGradients, PredictionException
+from modelyard.handlers.strict_json import parse_strictly
+from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.lengths import CALL_BYTES, choose_alike
+from modelyard.serve.worker.load import Service
+from modelyard.serve.worker.request import ReadJson, Request
 
 logger = logging.getLogger(__name__)
 

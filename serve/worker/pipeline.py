@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from handlers import Context
-from serve import wire
-from serve.worker import loop
-from serve.worker.load import Launch, Pending, Service
-from serve.worker.request import Request
+from modelyard.handlers import Context
+from modelyard.serve.dataplane import wire
+from modelyard.serve.worker import loop
+from modelyard.serve.worker.load import Launch, Pending, Service
+from modelyard.serve.worker.request import Request
 
 IN_FLIGHT = 2
 

@@ -18,9 +18,9 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 
 import python_multipart
 
-from handlers.errors import BadInput
-from handlers.strict_json import parse_strictly
-from serve import wire
+from modelyard.handlers.errors import BadInput
+from modelyard.handlers.strict_json import parse_strictly
+from modelyard.serve.dataplane import wire
 
 logger = logging.getLogger(__name__)
 

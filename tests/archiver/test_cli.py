@@ -8,8 +8,8 @@ import pytest
 import typer.main
 from typer.testing import CliRunner
 
-from archiver import open_archive
-from archiver.cli import archive_app, verify_app
+from modelyard.archiver import open_archive
+from modelyard.archiver.cli import archive_app, verify_app
 
 
 def run_archive(inputs: Path, *extra: str, name: str = "digits", **changes: Any) -> Any:

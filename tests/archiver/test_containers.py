@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from archiver import Archive, open_archive, write_archive
-from archiver.errors import CannotArchive, RefusedArchive
-from archiver.manifest import MANIFEST_NAME
-from archiver.tar_writer import StoredGzip
-from archiver.zip_writer import shrinks
+from modelyard.archiver import Archive, open_archive, write_archive
+from modelyard.archiver.errors import CannotArchive, RefusedArchive
+from modelyard.archiver.manifest import MANIFEST_NAME
+from modelyard.archiver.tar_writer import StoredGzip
+from modelyard.archiver.zip_writer import shrinks
 
 FORMATS = {"zip-store": "digits.mar", "tgz": "digits.tar.gz", "no-archive": "digits"}
 MANIFEST = b"""{"runtime": "python", "model": {"modelName": "noop", "handler": "noop.py"}}"""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from archiver import open_archive
-from archiver.errors import RefusedArchive
+from modelyard.archiver import open_archive
+from modelyard.archiver.errors import RefusedArchive
 
 MANIFEST = json.dumps({"runtime": "python", "model": {"modelName": "m"}}).encode()
 UTF8 = 1 << 11

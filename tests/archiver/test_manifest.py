@@ -5,8 +5,15 @@ from typing import Any
 
 import pytest
 
-from archiver.errors import BadManifest
-from archiver.manifest import Batching, Dim, Golden, Manifest, format_manifest, parse_manifest
+from modelyard.archiver.errors import BadManifest
+from modelyard.archiver.manifest import (
+    Batching,
+    Dim,
+    Golden,
+    Manifest,
+    format_manifest,
+    parse_manifest,
+)
 
 TORCHSERVE = {
     "createdOn": "17/08/2024 12:00:00",

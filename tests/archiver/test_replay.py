@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from archiver import open_archive, write_archive
-from archiver.cli import archive_app, verify_app
-from archiver.errors import CannotArchive
-from archiver.manifest import MANIFEST_NAME
+from modelyard.archiver import open_archive, write_archive
+from modelyard.archiver.cli import archive_app, verify_app
+from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.manifest import MANIFEST_NAME
 from tests.conftest import DIGITS
 
 SCANS = DIGITS / "scans"

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from archiver import open_archive, write_archive
-from archiver.errors import CannotArchive
-from archiver.names import LOCK_NAME, SBOM_NAME
-from archiver.requirements import own_distributions, parse_pin, resolve
+from modelyard.archiver import open_archive, write_archive
+from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.requirements import own_distributions, parse_pin, resolve
+from modelyard.archiver.untrusted.names import LOCK_NAME, SBOM_NAME
 from tests.archiver.wheels import build_wheel
 
 

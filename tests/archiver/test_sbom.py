@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from archiver import open_archive, write_archive
-from archiver.manifest import Manifest, Seal
-from archiver.names import SBOM_NAME
-from archiver.sbom import format_sbom
+from modelyard.archiver import open_archive, write_archive
+from modelyard.archiver.manifest import Manifest, Seal
+from modelyard.archiver.sbom import format_sbom
+from modelyard.archiver.untrusted.names import SBOM_NAME
 
 PINS = (f"six==1.17.0 --hash=sha256:{'a' * 64}", f"torch==2.13.0+cpu --hash=sha256:{'b' * 64}")
 # Of the schema's enumeration, the types that we write.

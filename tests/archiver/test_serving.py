@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from archiver import write_archive
-from archiver.signature import generate_keys, read_signing_key
-from archiver.torchserve.archive import Wanted, archive_for_torchserve
+from modelyard.archiver import write_archive
+from modelyard.archiver.signing import generate_keys, read_signing_key
+from modelyard.archiver.torchserve.archive import Wanted, archive_for_torchserve
 from tests.archiver.wheels import build_wheel
 from tests.conftest import DIGITS
 from tests.serve.live import LiveServer, running, start_arguments

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from archiver import open_archive, write_archive
-from archiver.cli import archive_app, keygen_app, verify_app
-from archiver.errors import BadSignature
-from archiver.manifest import MANIFEST_NAME
-from archiver.names import SIGNATURE_NAME
-from archiver.signature import (
+from modelyard.archiver import open_archive, write_archive
+from modelyard.archiver.cli import archive_app, keygen_app, verify_app
+from modelyard.archiver.errors import BadSignature
+from modelyard.archiver.manifest import MANIFEST_NAME
+from modelyard.archiver.signing import (
     check_signature,
     generate_keys,
     read_signing_key,
     read_trusted_keys,
     sign,
 )
+from modelyard.archiver.untrusted.names import SIGNATURE_NAME
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from archiver.requirements import Pin
-from archiver.source_checks import TS_MODULES, Source, source_warnings
+from modelyard.archiver.requirements import Pin
+from modelyard.archiver.source_checks import TS_MODULES, Source, source_warnings
 
 SHIM = Path(__file__).parents[2] / "serve" / "worker" / "shim"
 
@@ -19,7 +19,8 @@ def warnings(code: str, *names: str, pins: tuple[Pin, ...] = ()) -> list[str]:
     [
         "import json\nfrom os import path\n",
         "import torch, numpy as np\nfrom PIL import Image\nimport yaml\n",
-        "from handlers import BaseHandler\nfrom ts.torch_handler.base_handler import BaseHandler\n",
+        "from modelyard.handlers import BaseHandler\n"
+        "from ts.torch_handler.base_handler import BaseHandler\n",
         "import sibling\nfrom package.inner import x\nfrom . import y\n",
         "import six\n",
         "try:\n    import not_there\nexcept ImportError:\n    pass\n",
@@ -111,7 +112,7 @@ def test_other_texts_give_no_warning(code: str) -> None:
 @pytest.mark.parametrize(
     ("name", "warning"),
     [
-        ("handlers.py", "handlers.py has the name of a module of modelyard"),
+        ("modelyard.py", "modelyard.py has the name of a module of modelyard"),
         ("json.py", "json.py hides the standard library's json"),
         (
             "six.py",

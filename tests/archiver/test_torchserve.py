@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from archiver import open_archive
-from archiver.manifest import MANIFEST_NAME
-from archiver.torchserve.cli import main
+from modelyard.archiver import open_archive
+from modelyard.archiver.manifest import MANIFEST_NAME
+from modelyard.archiver.torchserve.cli import main
 
 SHIM = Path(__file__).parents[2] / "archiver" / "shim"
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from archiver import open_archive, write_archive
-from archiver.collect import plan_archive
-from archiver.errors import ArchiveExists, BadName, CannotArchive
-from archiver.manifest import Explain, Golden
+from modelyard.archiver import open_archive, write_archive
+from modelyard.archiver.collect import plan_archive
+from modelyard.archiver.errors import ArchiveExists, BadName, CannotArchive
+from modelyard.archiver.manifest import Explain, Golden
 
 
 def digits(inputs: Path, output_dir: Path, **changes: Any) -> Path:
@@ -480,7 +480,7 @@ def test_output_folder_that_is_a_file_is_an_error(inputs: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "warning"),
     [
-        ("handlers.py", "handlers.py has the name of a module of modelyard"),
+        ("modelyard.py", "modelyard.py has the name of a module of modelyard"),
         ("ts.py", "ts.py has the name of a module of modelyard"),
         ("json.py", "json.py hides the standard library's json"),
     ],

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from exporter import ExportReport, export
-from handlers.backends import open_artifact
+from modelyard.exporter import ExportReport, export
+from modelyard.handlers.backends import open_artifact
 
 
 def _load() -> ModuleType:
@@ -93,7 +93,7 @@ def test_native_code_says_what_it_is_tied_to(tmp_path: Path) -> None:
     assert details["native_code"].startswith("native code")
     assert str(Path(__file__).parent).encode() not in report.artifact.read_bytes()
     artifact = open_artifact(report.artifact, "aoti")
-    from handlers.errors import InputMismatch, LoadError
+    from modelyard.handlers.errors import InputMismatch, LoadError
 
     with pytest.raises(InputMismatch, match="the artifact takes tokens:int64"):
         artifact(torch.ones(2, 3))

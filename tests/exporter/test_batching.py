@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from exporter.reference import observe
-from exporter.signature import Batching, parse_inputs
+from modelyard.exporter.reference import observe
+from modelyard.exporter.signature import Batching, parse_inputs
 
 
 class Row(nn.Module):

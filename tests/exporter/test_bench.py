@@ -17,8 +17,8 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
-from exporter import UsageError, export
-from exporter.bench import (
+from modelyard.exporter import UsageError, export
+from modelyard.exporter.bench import (
     BenchReport,
     Cell,
     Plan,
@@ -29,12 +29,12 @@ from exporter.bench import (
     quantile,
     read_signature,
 )
-from exporter.bench_cli import app
-from exporter.bench_page import write_bench_page
-from exporter.bench_table import bench_table
-from exporter.machine import describe_machine
-from exporter.pages import fill
-from exporter.signature import parse_inputs
+from modelyard.exporter.bench_cli import app
+from modelyard.exporter.bench_page import write_bench_page
+from modelyard.exporter.bench_table import bench_table
+from modelyard.exporter.machine import describe_machine
+from modelyard.exporter.pages import fill
+from modelyard.exporter.signature import parse_inputs
 
 NET = """
 class Net(nn.Module):

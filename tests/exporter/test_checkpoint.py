@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from exporter.checkpoint import open_model, split_model
-from exporter.errors import CheckpointError, ModelError, UsageError
+from modelyard.exporter.checkpoint import open_model, split_model
+from modelyard.exporter.errors import CheckpointError, ModelError, UsageError
 
 Author = Callable[[str], tuple[Path, str]]
 

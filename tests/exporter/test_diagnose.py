@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from exporter import ConversionError, ExportError, ModelError, export, to_exported_program
-from exporter.reference import observe
-from exporter.signature import parse_inputs
+from modelyard.exporter import ConversionError, ExportError, ModelError, export, to_exported_program
+from modelyard.exporter.reference import observe
+from modelyard.exporter.signature import parse_inputs
 
 Author = Callable[[str], tuple[Path, str]]
 

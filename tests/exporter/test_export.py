@@ -11,8 +11,8 @@ import onnx
 import pytest
 import torch
 
-from exporter import ConversionError, ExportError, ParityError, UsageError, export
-from handlers.backends import open_artifact
+from modelyard.exporter import ConversionError, ExportError, ParityError, UsageError, export
+from modelyard.handlers.backends import open_artifact
 
 Author = Callable[[str], tuple[Path, str]]
 
@@ -288,7 +288,7 @@ def settings():
             torch.get_float32_matmul_precision(), torch.initial_seed(), random.getstate(),
             torch.are_deterministic_algorithms_enabled(), list(warnings.filters), list(sys.path))
 before = settings()
-import exporter
+import modelyard.exporter
 assert settings() == before
 assert not {"onnx", "onnxruntime", "handlers", "typer"} & set(sys.modules)
 """

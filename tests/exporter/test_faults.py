@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from exporter import (
+from modelyard.exporter import (
     CheckpointError,
     ConversionError,
     ModelError,
@@ -19,10 +19,10 @@ from exporter import (
     to_onnx,
     to_torchscript,
 )
-from exporter.locate import first_difference
-from exporter.parity import check
-from exporter.reference import Reference, observe
-from exporter.signature import parse_inputs
+from modelyard.exporter.locate import first_difference
+from modelyard.exporter.parity import check
+from modelyard.exporter.reference import Reference, observe
+from modelyard.exporter.signature import parse_inputs
 
 Author = Callable[[str], tuple[Path, str]]
 FORMATS = ("pt2", "onnx", "torchscript")

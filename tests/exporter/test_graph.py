@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from typer.testing import CliRunner
 
-from exporter import UsageError, export
-from exporter.graph import Graph, Node, find_source
-from exporter.graph_page import read_graph, read_report, write_graph_page
-from exporter.inspect_cli import inspect_app
-from exporter.viewers import open_model_explorer, open_netron, with_fixed_shapes
-from handlers.errors import LoadError, UnsafeProgram
+from modelyard.exporter import UsageError, export
+from modelyard.exporter.graph import Graph, Node, find_source
+from modelyard.exporter.graph_page import read_graph, read_report, write_graph_page
+from modelyard.exporter.inspect_cli import inspect_app
+from modelyard.exporter.viewers import open_model_explorer, open_netron, with_fixed_shapes
+from modelyard.handlers.errors import LoadError, UnsafeProgram
 
 NET = """
 import torch

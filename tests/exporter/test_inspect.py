@@ -14,10 +14,10 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-import modelyard
-from exporter.errors import CheckpointError, UsageError
-from exporter.inspect_cli import inspect_app
-from exporter.inspection import describe, is_finite
+from modelyard import cli
+from modelyard.exporter.errors import CheckpointError, UsageError
+from modelyard.exporter.inspect_cli import inspect_app
+from modelyard.exporter.inspection import describe, is_finite
 from tests.exporter.ingest.honest import WRITERS
 from tests.exporter.ingest.hostile import FILES
 
@@ -289,7 +289,7 @@ def test_a_manifest_of_wrong_types_is_described_as_it_is(tmp_path: Path) -> None
 
 def test_the_one_command_knows_inspect(loop: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        modelyard.main(["inspect", str(loop), "--json"])
+        cli.main(["inspect", str(loop), "--json"])
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out)["kind"] == "training checkpoint"
 

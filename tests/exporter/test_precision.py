@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from exporter import ParityError, UsageError, export
-from handlers.backends import open_artifact
+from modelyard.exporter import ParityError, UsageError, export
+from modelyard.handlers.backends import open_artifact
 
 Author = Callable[[str], tuple[Path, str]]
 

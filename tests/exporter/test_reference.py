@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from exporter.errors import ModelError, UsageError
-from exporter.reference import Reference, observe
-from exporter.signature import parse_inputs
+from modelyard.exporter.errors import ModelError, UsageError
+from modelyard.exporter.reference import Reference, observe
+from modelyard.exporter.signature import parse_inputs
 
 CPU = torch.device("cpu")
 

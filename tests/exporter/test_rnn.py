@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from exporter import to_exported_program, to_onnx, to_torchscript
-from exporter.differences import compare
-from exporter.errors import ConversionError
-from exporter.reference import observe
-from exporter.rnn import any_length
-from exporter.signature import parse_inputs
-from handlers.backends import open_artifact
+from modelyard.exporter import to_exported_program, to_onnx, to_torchscript
+from modelyard.exporter.differences import compare
+from modelyard.exporter.errors import ConversionError
+from modelyard.exporter.reference import observe
+from modelyard.exporter.rnn import any_length
+from modelyard.exporter.signature import parse_inputs
+from modelyard.handlers.backends import open_artifact
 
 
 class Recurrent(nn.Module):

@@ -6,9 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
-from exporter.errors import UsageError
-from exporter.samples import read_samples
-from exporter.signature import Signature, parse_inputs
+from modelyard.exporter.errors import UsageError
+from modelyard.exporter.samples import read_samples
+from modelyard.exporter.signature import Signature, parse_inputs
 
 ROW = parse_inputs(["x:float32[batch,2]"])
 TWO = parse_inputs(["batch.x:float32[n,2]", "tokens:int64[n,length=1..4]"])

@@ -1,7 +1,7 @@
 import pytest
 
-from exporter.errors import UsageError
-from exporter.signature import DimRange, Signature, TensorSpec, parse_inputs
+from modelyard.exporter.errors import UsageError
+from modelyard.exporter.signature import DimRange, Signature, TensorSpec, parse_inputs
 
 
 def test_names_dtypes_sizes_and_ranges_are_read() -> None:

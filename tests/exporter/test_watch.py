@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from exporter.errors import ModelError
-from exporter.reference import observe
-from exporter.signature import parse_inputs
-from exporter.watch import watch
+from modelyard.exporter.errors import ModelError
+from modelyard.exporter.reference import observe
+from modelyard.exporter.signature import parse_inputs
+from modelyard.exporter.watch import watch
 
 HERE = Path(__file__).name
 

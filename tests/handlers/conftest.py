@@ -13,7 +13,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from handlers import Context
+from modelyard.handlers import Context
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"
 

@@ -7,7 +7,9 @@ import torch
 from captum.attr import IntegratedGradients
 from torch import Tensor, nn
 
-from handlers.attribution import (
+from modelyard.handlers.backends import open_artifact
+from modelyard.handlers.errors import BadInput, NoGradients
+from modelyard.handlers.explain.attribution import (
     Model,
     Question,
     Score,
@@ -16,8 +18,6 @@ from handlers.attribution import (
     is_met,
     sums_of,
 )
-from handlers.backends import open_artifact
-from handlers.errors import BadInput, NoGradients
 
 Function = Callable[[Tensor], Tensor]
 

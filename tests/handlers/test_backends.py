@@ -5,14 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from handlers.backends import (
-    FORMATS,
-    DynamicDim,
-    InputSpec,
-    detect_format,
-    open_artifact,
-)
-from handlers.errors import InputMismatch, LoadError
+from modelyard.handlers.backends import FORMATS, DynamicDim, InputSpec, detect_format, open_artifact
+from modelyard.handlers.errors import InputMismatch, LoadError
 
 ARTIFACTS = {"pt2": "digits.pt2", "onnx": "digits.onnx", "torchscript": "digits.pt"}
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from handlers import BadInput, BaseHandler, Context, LoadError, NoGradients
-from handlers.base import load_label_mapping
-from handlers.explanation import Agreement
+from modelyard.handlers import BadInput, BaseHandler, Context, LoadError, NoGradients
+from modelyard.handlers.base import load_label_mapping
+from modelyard.handlers.explain.explanation import Agreement
 
 MakeContext = Callable[..., Context]
 

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from handlers.backends import DynamicDim, InputSpec
-from handlers.bodies import body_of, parse_json, read_numbers, stack
-from handlers.errors import BadInput, InputMismatch
+from modelyard.handlers.backends import DynamicDim, InputSpec
+from modelyard.handlers.bodies import body_of, parse_json, read_numbers, stack
+from modelyard.handlers.errors import BadInput, InputMismatch
 
 ROW = InputSpec("x", torch.float32, (DynamicDim("batch", 1, 8), 2, DynamicDim("length", 1, 3)))
 

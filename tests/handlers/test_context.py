@@ -1,6 +1,6 @@
 import pytest
 
-from handlers import Context
+from modelyard.handlers import Context
 
 
 @pytest.fixture

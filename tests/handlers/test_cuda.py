@@ -12,10 +12,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from handlers import BUILT_IN, BadInput, BaseHandler, Context, ImageClassifier, TextHandler
-from handlers.backends import Artifact, DynamicDim, InputSpec, Output
-from handlers.base import Inputs
-from handlers.cuda import (
+from modelyard.handlers import (
+    BUILT_IN,
+    BadInput,
+    BaseHandler,
+    Context,
+    ImageClassifier,
+    TextHandler,
+)
+from modelyard.handlers.backends import Artifact, DynamicDim, InputSpec, Output
+from modelyard.handlers.base import Inputs
+from modelyard.handlers.cuda import (
     Graphs,
     Launched,
     NoGraphs,

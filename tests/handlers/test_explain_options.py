@@ -1,8 +1,8 @@
 import pytest
 
-from handlers.errors import BadInput
-from handlers.explain_options import ExplainOptions, gather_options, parse_options
-from handlers.methods import METHODS
+from modelyard.handlers.errors import BadInput
+from modelyard.handlers.explain.methods import METHODS
+from modelyard.handlers.explain.options import ExplainOptions, gather_options, parse_options
 
 
 def test_no_parameters_ask_for_the_defaults() -> None:

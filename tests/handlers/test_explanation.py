@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from handlers import BadInput, NoGradients, TwinDiffers
-from handlers.attribution import Score
-from handlers.backends import Artifact, DynamicDim, InputSpec
-from handlers.explain_options import parse_options
-from handlers.explanation import Agreement, Explanation, Subject, explain_batch
-from handlers.passes import MOST_ROWS, free_bytes, gradient_rows
+from modelyard.handlers import BadInput, NoGradients, TwinDiffers
+from modelyard.handlers.backends import Artifact, DynamicDim, InputSpec
+from modelyard.handlers.explain.attribution import Score
+from modelyard.handlers.explain.explanation import Agreement, Explanation, Subject, explain_batch
+from modelyard.handlers.explain.options import parse_options
+from modelyard.handlers.explain.passes import MOST_ROWS, free_bytes, gradient_rows
 
 SPEC = InputSpec("x", torch.float64, (DynamicDim("batch"), 3))
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from handlers import heatmap
+from modelyard.handlers.explain import draw as heatmap
 
 
 def drawn(

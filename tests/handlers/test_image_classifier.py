@@ -11,7 +11,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from handlers import BadInput, Context, HandlerError, ImageClassifier, LoadError
+from modelyard.handlers import BadInput, Context, HandlerError, ImageClassifier, LoadError
 
 MakeContext = Callable[..., Context]
 

@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from handlers.attribution import Attribution, Question, Score, sums_of
-from handlers.errors import BadInput
-from handlers.methods import METHODS
-from handlers.quality import measure
+from modelyard.handlers.errors import BadInput
+from modelyard.handlers.explain.attribution import Attribution, Question, Score, sums_of
+from modelyard.handlers.explain.methods import METHODS
+from modelyard.handlers.explain.quality import measure
 
 WEIGHTS = torch.tensor([2.0, -3.0, 0.5], dtype=torch.float64)
 X, BASELINE = [1.0, 2.0, 4.0], [0.5, 0.0, 1.0]

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.export import Dim
 from torch.nn import functional
 
-from handlers import LoadError
-from handlers.backends import open_artifact
-from handlers.errors import UnsafeProgram
-from handlers.program_grammar import expression_problem, guard_problem, operator_problem
-from handlers.safe_program import check_program, load_program
+from modelyard.handlers import LoadError
+from modelyard.handlers.backends import open_artifact
+from modelyard.handlers.errors import UnsafeProgram
+from modelyard.handlers.program.check import check_program, load_program
+from modelyard.handlers.program.grammar import expression_problem, guard_problem, operator_problem
 from tests.networks import TextEncoder
 
 AUTO = Dim.AUTO
@@ -587,7 +587,7 @@ CHILD = """
 import json, logging, sys, warnings
 from pathlib import Path
 import torch
-from handlers.safe_program import load_program
+from modelyard.handlers.program.check import load_program
 logging.disable()
 warnings.simplefilter("ignore")
 folder, way = Path(sys.argv[1]), sys.argv[2]

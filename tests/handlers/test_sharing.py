@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from exporter.signature import Signature, TensorSpec
-from exporter.to_aoti import write as write_aoti
-from exporter.to_torchscript import write as write_torchscript
-from handlers.backends import open_artifact
-from handlers.sharing import make_once, map_weights
+from modelyard.exporter.signature import Signature, TensorSpec
+from modelyard.exporter.to_aoti import write as write_aoti
+from modelyard.exporter.to_torchscript import write as write_torchscript
+from modelyard.handlers.backends import open_artifact
+from modelyard.handlers.sharing import make_once, map_weights
 from tests.handlers.conftest import export_all
 from tests.serve.live import poll
 
@@ -294,7 +294,7 @@ def test_worker_that_dies_while_it_makes_the_folder_leaves_it_to_the_next(tmp_pa
 _DYING = """
 import sys, time
 from pathlib import Path
-from handlers.sharing import make_once
+from modelyard.handlers.sharing import make_once
 source = Path(sys.argv[1])
 make_once(source, lambda folder: (source.with_name("begun").touch(), time.sleep(60)))
 """

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from handlers import BadInput, Context, LoadError, TabularHandler
+from modelyard.handlers import BadInput, Context, LoadError, TabularHandler
 
 Initialized = Callable[..., tuple[TabularHandler, Context]]
 

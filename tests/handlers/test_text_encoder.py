@@ -12,7 +12,7 @@ import torch
 from transformers import BertConfig, BertModel
 
 from examples.minilm.make import train_tokenizer
-from handlers import BadInput, Context, LoadError, TextEncoder
+from modelyard.handlers import BadInput, Context, LoadError, TextEncoder
 
 TEXTS = (
     "a good film",

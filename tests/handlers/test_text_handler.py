@@ -8,7 +8,7 @@ import torch
 from captum.attr import LayerIntegratedGradients
 from torch import Tensor, nn
 
-from handlers import BadInput, Context, InputMismatch, LoadError, NoGradients, TextHandler
+from modelyard.handlers import BadInput, Context, InputMismatch, LoadError, NoGradients, TextHandler
 
 Initialized = Callable[..., tuple[TextHandler, Context]]
 

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
-from handlers import BadInput, Context, LoadError, VisionHandler
-from handlers.vision_handler import (
+from modelyard.handlers import BadInput, Context, LoadError, VisionHandler
+from modelyard.handlers.vision_handler import (
     TORCHSERVE_SETTINGS,
     ImageSettings,
     colour_table,

@@ -17,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from archiver import write_archive
+from modelyard.archiver import write_archive
 
 SOURCES = Path(__file__).parent.parent / "archives"
 PR_SET_CHILD_SUBREAPER = 36

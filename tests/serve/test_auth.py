@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from serve.auth import TokenCheck, make_keys, read_key
-from serve.errors import StartError, Unauthorized
+from modelyard.serve.errors import StartError, Unauthorized
+from modelyard.serve.http.auth import TokenCheck, make_keys, read_key
 
 KEY = "a-token-of-this-test"
 CHECK = TokenCheck(KEY, ("/ping",))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from archiver import write_archive
+from modelyard.archiver import write_archive
 from tests.serve.live import LiveServer, modelyard, running
 
 DIGITS = Path(__file__).parent.parent.parent / "examples" / "digits"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from serve.batcher import (
+from modelyard.serve.dataplane.batcher import (
     LOOK_AGAIN_S,
     LOOKED_AT,
     PREDICT,
@@ -19,8 +19,8 @@ from serve.batcher import (
     Reply,
     client_left,
 )
-from serve.errors import DeadlinePassed, Draining, QueueFull, TooLate, Unavailable
-from serve.metrics import Metrics, VersionMetrics
+from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
+from modelyard.serve.errors import DeadlinePassed, Draining, QueueFull, TooLate, Unavailable
 
 Scenario = Callable[[], Awaitable[None]]
 

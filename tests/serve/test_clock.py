@@ -6,7 +6,7 @@ from time import monotonic
 
 import pytest
 
-from serve.clock import STOOD_STILL_S, Clock
+from modelyard.serve.dataplane.clock import STOOD_STILL_S, Clock
 
 
 def test_it_runs_while_it_ticks_and_stops_half_a_second_after_the_last_tick() -> None:

@@ -11,10 +11,10 @@ import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
-from serve import doctor
-from serve.doctor import FAIL, OK, WARN, Check
-from serve.doctor_cli import doctor_app
-from serve.settings import Settings, load_settings
+from modelyard.serve.settings import Settings, load_settings
+from modelyard.serve.tools import doctor
+from modelyard.serve.tools.doctor import FAIL, OK, WARN, Check
+from modelyard.serve.tools.doctor_cli import doctor_app
 from tests.serve.live import modelyard, running
 
 

@@ -3,9 +3,9 @@ import re
 
 import pytest
 
-from archiver.errors import ArchiveError, RefusedArchive
-from serve import errors
-from serve.errors import (
+from modelyard.archiver.errors import ArchiveError, RefusedArchive
+from modelyard.serve import errors
+from modelyard.serve.errors import (
     BadModelConfig,
     BadRequest,
     BodyTooLarge,

@@ -10,11 +10,11 @@ from time import monotonic, sleep
 
 import pytest
 
-from serve.api.inference import parse_timeout, read_timeout
-from serve.batcher import EXPLAIN, PREDICT, Job
-from serve.errors import BadRequest
-from serve.metrics import Metrics, VersionMetrics
-from serve.pool import Plan, Pool, Seat, Worker, begins_in_s
+from modelyard.serve.api.inference import parse_timeout, read_timeout
+from modelyard.serve.dataplane.batcher import EXPLAIN, PREDICT, Job
+from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
+from modelyard.serve.dataplane.pool import Plan, Pool, Seat, Worker, begins_in_s
+from modelyard.serve.errors import BadRequest
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from serve import exposition
-from serve.exposition import Family, HandlerMetrics, read_records, text
+from modelyard.serve.dataplane import exposition
+from modelyard.serve.dataplane.exposition import Family, HandlerMetrics, read_records, text
 
 
 def record(**changes: Any) -> dict[str, Any]:

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 import pytest
 
-from serve.errors import StartError
-from serve.settings import load_settings
+from modelyard.serve.errors import StartError
+from modelyard.serve.settings import load_settings
 from tests.serve.live import (
     LiveServer,
     build_archive,

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch import nn
 
-from archiver import write_archive
-from exporter import export
-from handlers import BUILT_IN, BaseHandler, Context
-from handlers.cuda import Cuda, Graphs, Launched, can_overlap, open_overlap
+from modelyard.archiver import write_archive
+from modelyard.exporter import export
+from modelyard.handlers import BUILT_IN, BaseHandler, Context
+from modelyard.handlers.cuda import Cuda, Graphs, Launched, can_overlap, open_overlap
 from tests.serve.live import LiveServer, poll, running
 
 pytestmark = pytest.mark.gpu
@@ -181,7 +181,7 @@ def test_a_batch_that_does_not_fit_is_told(digits: dict[str, Path], graphs: bool
 
 GREEDY = """\
 import torch
-from handlers import BaseHandler
+from modelyard.handlers import BaseHandler
 
 
 class Greedy(BaseHandler):

@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import uvloop
 
-from serve.address import Address
-from serve.api.asgi import Api, Phase
-from serve.api.inference import Inference
-from serve.auth import TokenCheck
-from serve.lifecycle import Lifecycle
-from serve.listener import Listener
-from serve.metrics import Metrics
-from serve.registry import Registry
-from serve.settings import load_settings
-from serve.state import StateDir
+from modelyard.serve.address import Address
+from modelyard.serve.api.asgi import Api, Phase
+from modelyard.serve.api.inference import Inference
+from modelyard.serve.control.lifecycle import Lifecycle
+from modelyard.serve.control.registry import Registry
+from modelyard.serve.control.state import StateDir
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.http.auth import TokenCheck
+from modelyard.serve.http.listener import Listener
+from modelyard.serve.settings import load_settings
 from tests.serve.live import LiveServer, build_archive, running
 
 REQUESTS = [

@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from serve.lengths import CALL_BYTES, HIDDEN, choose_alike
+from modelyard.serve.dataplane.lengths import CALL_BYTES, HIDDEN, choose_alike
 
 
 def saved(lengths: list[int], batch: tuple[int, ...] | list[int], call_bytes: int) -> int:

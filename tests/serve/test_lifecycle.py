@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from serve.errors import FileNotInStore
-from serve.lifecycle import Lifecycle
-from serve.metrics import Metrics
-from serve.registry import Registry
-from serve.settings import load_settings
-from serve.state import StateDir
+from modelyard.serve.control.lifecycle import Lifecycle
+from modelyard.serve.control.registry import Registry
+from modelyard.serve.control.state import StateDir
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.errors import FileNotInStore
+from modelyard.serve.settings import load_settings
 
 
 def start(state: Path) -> Registry:

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from serve.address import Address
-from serve.connection import Limits
-from serve.errors import StartError
-from serve.listener import Listener
-from serve.tls import tls_context
-from serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.address import Address
+from modelyard.serve.errors import StartError
+from modelyard.serve.http.connection import Limits
+from modelyard.serve.http.listener import Listener
+from modelyard.serve.http.tls import tls_context
+from modelyard.serve.torchserve.settings import TorchServeSettings
 
 
 class App:
@@ -77,7 +77,7 @@ def test_a_path_that_is_too_long_is_named(tmp_path: Path) -> None:
 
 
 def test_without_httptools_nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("serve.listener.HAS_PARSER", False)
+    monkeypatch.setattr("modelyard.serve.http.listener.HAS_PARSER", False)
     with pytest.raises(StartError, match="pip install httptools"):
         Listener(app, Address())
 
@@ -86,7 +86,8 @@ def test_the_module_without_httptools_can_be_imported() -> None:
     """Else the server would end with a traceback in its log, not with a word on the terminal."""
     code = (
         "import sys; sys.modules['httptools'] = None\n"
-        "import serve.server, serve.connection as c; assert not c.HAS_PARSER"
+        "import modelyard.serve.server, modelyard.serve.http.connection as c\n"
+        "assert not c.HAS_PARSER"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -14,13 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serve.api.asgi import Api, Phase
-from serve.api.management import create_management
-from serve.auth import TokenCheck
-from serve.lifecycle import Lifecycle
-from serve.metrics import Metrics
-from serve.registry import Registry
-from serve.settings import load_settings
+from modelyard.serve.api.asgi import Api, Phase
+from modelyard.serve.api.management import create_management
+from modelyard.serve.control.lifecycle import Lifecycle
+from modelyard.serve.control.registry import Registry
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.http.auth import TokenCheck
+from modelyard.serve.settings import load_settings
 from tests.serve.live import LiveServer, build_archive, is_alive, poll, running
 
 

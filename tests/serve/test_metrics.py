@@ -1,7 +1,7 @@
 from prometheus_client.exposition import generate_latest
 
-from serve.batcher import EXPLAIN, PREDICT
-from serve.metrics import KINDS, Metrics, VersionMetrics
+from modelyard.serve.dataplane.batcher import EXPLAIN, PREDICT
+from modelyard.serve.dataplane.metrics import KINDS, Metrics, VersionMetrics
 
 ONE = {"model": "digits", "version": "1.0", "kind": "predict"}
 

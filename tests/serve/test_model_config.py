@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from archiver import open_archive, write_archive
-from serve.errors import BadModelConfig
-from serve.model_config import (
+from modelyard.archiver import open_archive, write_archive
+from modelyard.serve.control.model_config import (
     DEFAULT_BATCH_SIZE,
     ModelConfig,
     load_model_config,
     proven_batch,
 )
-from serve.settings import Settings, load_settings
+from modelyard.serve.errors import BadModelConfig
+from modelyard.serve.settings import Settings, load_settings
 
 Load = Callable[..., ModelConfig]
 
@@ -174,7 +174,7 @@ def test_a_file_that_is_not_there_is_named(load: Load) -> None:
 def test_a_batch_is_never_larger_than_the_export_proved(
     digits_store: Path, tmp_path: Path, digits_artifacts: dict[str, Path]
 ) -> None:
-    from archiver import write_archive
+    from modelyard.archiver import write_archive
 
     config = tmp_path / "model-config.yaml"
     for asked, expected in ((4, 4), (8, 8), (64, 8)):

@@ -18,13 +18,13 @@ from typing import Any
 import pytest
 import torch
 
-from handlers import BadInput, BaseHandler, Context, ImageClassifier, PredictionException
-from handlers.cuda import open_overlap
-from handlers.errors import LoadError
-from serve import wire
-from serve.worker import loop, pipeline
-from serve.worker.load import Service
-from serve.worker.loop import Rules
+from modelyard.handlers import BadInput, BaseHandler, Context, ImageClassifier, PredictionException
+from modelyard.handlers.cuda import open_overlap
+from modelyard.handlers.errors import LoadError
+from modelyard.serve.dataplane import wire
+from modelyard.serve.worker import loop, pipeline
+from modelyard.serve.worker.load import Service
+from modelyard.serve.worker.loop import Rules
 from tests.lazy_device import LazyDevice
 
 WAIT_S = 20

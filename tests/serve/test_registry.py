@@ -3,9 +3,9 @@ from typing import Any, cast
 
 import pytest
 
-from serve.errors import Conflict, DefaultVersion, ModelNotFound, VersionNotFound
-from serve.model_config import Options
-from serve.registry import ModelVersion, Registry
+from modelyard.serve.control.model_config import Options
+from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.errors import Conflict, DefaultVersion, ModelNotFound, VersionNotFound
 
 
 def version(name: str, number: str) -> ModelVersion:

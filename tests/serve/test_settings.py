@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from serve.errors import StartError
-from serve.settings import default_state_dir, load_settings
+from modelyard.serve.errors import StartError
+from modelyard.serve.settings import default_state_dir, load_settings
 
 
 def write(folder: Path, text: str) -> Path:

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from archiver import write_archive
-from archiver.torchserve.archive import Wanted, archive_for_torchserve
 from benchmarks.procfs import Mapped, mapped
+from modelyard.archiver import write_archive
+from modelyard.archiver.torchserve.archive import Wanted, archive_for_torchserve
 from tests.handlers.conftest import export_all
 from tests.serve.live import LiveServer, is_alive, poll, running
 

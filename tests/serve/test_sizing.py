@@ -7,8 +7,15 @@ from typing import Any
 
 import pytest
 
-from serve import sizing
-from serve.sizing import Demand, Machine, choose, count_gpus, cpu_quota, describe_excess
+from modelyard.serve.control import sizing
+from modelyard.serve.control.sizing import (
+    Demand,
+    Machine,
+    choose,
+    count_gpus,
+    cpu_quota,
+    describe_excess,
+)
 from tests.serve.live import build_archive, modelyard, running
 
 CPU = Demand("cpu")

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from serve.errors import StartError
-from serve.state import StateDir, describe_running, write_json
+from modelyard.serve.control.state import StateDir, describe_running, write_json
+from modelyard.serve.errors import StartError
 
 RUNNING = {
     "pid": 7,

@@ -86,7 +86,7 @@ class Ours(Server):
             "auth": "never",
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "serve.server"],
+            [sys.executable, "-P", "-m", "modelyard.serve.server"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -125,7 +125,7 @@ class TorchServes(Server):
     def start(self) -> None:
         flags = ["-", "--start", "--model-store", str(self.store)]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "serve.torchserve.server", *flags],
+            [sys.executable, "-P", "-m", "modelyard.serve.torchserve.server", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=self.folder,

@@ -2,9 +2,8 @@ from pathlib import Path
 
 import pytest
 
-from archiver.errors import BadName
-from serve.errors import BadRequest, FileNotInStore
-from serve.store import (
+from modelyard.archiver.errors import BadName
+from modelyard.serve.control.store import (
     check_torchserves_name,
     file_stem,
     find_archive,
@@ -13,6 +12,7 @@ from serve.store import (
     name_of_file,
     parse_model_option,
 )
+from modelyard.serve.errors import BadRequest, FileNotInStore
 
 
 @pytest.fixture

@@ -21,10 +21,10 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from serve.address import Address
-from serve.errors import StartError
-from serve.tls import tls_context
-from serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.address import Address
+from modelyard.serve.errors import StartError
+from modelyard.serve.http.tls import tls_context
+from modelyard.serve.torchserve.settings import TorchServeSettings
 
 
 def make_pair() -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:

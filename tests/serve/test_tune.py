@@ -11,10 +11,10 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from archiver import write_archive
-from serve.closed_loop import Load, make_request, run_load
-from serve.errors import StartError
-from serve.tune import (
+from modelyard.archiver import write_archive
+from modelyard.serve.errors import StartError
+from modelyard.serve.tools.closed_loop import Load, make_request, run_load
+from modelyard.serve.tools.tune import (
     QUANTILES,
     Measure,
     Outcome,
@@ -28,7 +28,7 @@ from serve.tune import (
     search,
     shapes,
 )
-from serve.tune_cli import tune_app
+from modelyard.serve.tools.tune_cli import tune_app
 from tests.serve.live import build_archive, descendants, environment, is_alive, poll, running
 
 # -- the limit ---------------------------------------------------------------------------------

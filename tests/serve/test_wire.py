@@ -3,7 +3,7 @@ import struct
 
 import pytest
 
-from serve import wire
+from modelyard.serve.dataplane import wire
 
 ITEMS = [
     wire.Item(1, 200, 0, b"content-type\0text/plain", b"one"),

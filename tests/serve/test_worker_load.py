@@ -122,13 +122,17 @@ def test_what_handle_is_after_initialize_answers(load: Load) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sealed", "module"), [(True, "handlers.base"), (False, "ts.torch_handler.base_handler")]
+    ("sealed", "module"),
+    [(True, "modelyard.handlers.base"), (False, "ts.torch_handler.base_handler")],
 )
 def test_whose_base_handler_an_archive_means_depends_on_who_made_it(
     load: Load, sealed: bool, module: str
 ) -> None:
     """Neither finds weights here; the two say so in words of their own."""
-    expected = {"handlers.base": "names no artifact", "ts.torch_handler.base_handler": "No model"}
+    expected = {
+        "modelyard.handlers.base": "names no artifact",
+        "ts.torch_handler.base_handler": "No model",
+    }
     assert expected[module] in load("", "base_handler", sealed=sealed)["error"]
 
 

@@ -18,11 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from handlers import BadInput, Context, PredictionException
-from serve import wire
-from serve.worker import loop
-from serve.worker.load import Service
-from serve.worker.loop import Answer, Rules, answer_batch, compare_golden, take_batch
+from modelyard.handlers import BadInput, Context, PredictionException
+from modelyard.serve.dataplane import wire
+from modelyard.serve.worker import loop
+from modelyard.serve.worker.load import Service
+from modelyard.serve.worker.loop import Answer, Rules, answer_batch, compare_golden, take_batch
 
 JSON = {"content-type": "application/json"}
 
@@ -487,7 +487,9 @@ def test_the_loop_answers_every_frame_and_ends_with_the_connection() -> None:
 def test_a_worker_looks_only_after_a_short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     looks: list[float] = []
-    monkeypatch.setattr("serve.worker.loop.os.sched_yield", lambda: looks.append(time.monotonic()))
+    monkeypatch.setattr(
+        "modelyard.serve.worker.loop.os.sched_yield", lambda: looks.append(time.monotonic())
+    )
     control = wire.encode_control(wire.METRICS, {})
 
     def looked_before(wait_s: float) -> bool:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from handlers.errors import BadInput
-from handlers.strict_json import parse_strictly
-from serve import wire
-from serve.worker.request import ReadJson, Request
+from modelyard.handlers.errors import BadInput
+from modelyard.handlers.strict_json import parse_strictly
+from modelyard.serve.dataplane import wire
+from modelyard.serve.worker.request import ReadJson, Request
 
 PNG = b"\x89PNG\r\n\x1a\n\0\xff"
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from archiver import open_archive, write_archive
-from archiver.manifest import MANIFEST_NAME
-from exporter import export
+from modelyard.archiver import open_archive, write_archive
+from modelyard.archiver.manifest import MANIFEST_NAME
+from modelyard.exporter import export
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"
 ARTIFACTS = {
@@ -98,7 +98,7 @@ def test_same_artifact_gives_the_same_bytes_anywhere(exported: Path, tmp_path: P
         if file.is_file():
             file.chmod(0o600)
     command = [
-        *(sys.executable, "-c", "from archiver.cli import archive_app; archive_app()"),
+        *(sys.executable, "-c", "from modelyard.archiver.cli import archive_app; archive_app()"),
         *("digits", "--version=1.0", "--artifact=digits.onnx", "--handler=image_classifier"),
         *("--extra-files=example/index_to_name.json", "--config-file=example/model-config.yaml"),
         *("--example=example/scans/0.png=0", "--example=example/scans/7.png=7", "-o", "there"),

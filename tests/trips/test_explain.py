@@ -30,9 +30,9 @@ from captum.attr import (
 )
 from PIL import Image
 
-from archiver import write_archive
 from examples.digits.net import DigitsNet
-from handlers.methods import METHODS
+from modelyard.archiver import write_archive
+from modelyard.handlers.explain.methods import METHODS
 from tests.serve.live import LiveServer, modelyard, running
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"

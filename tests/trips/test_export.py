@@ -11,8 +11,8 @@ from torch import Tensor
 
 from examples.digits.net import DigitsNet
 from examples.digits.train import accuracy, held_out, to_input
-from exporter import to_torchscript
-from handlers.backends import open_artifact
+from modelyard.exporter import to_torchscript
+from modelyard.handlers.backends import open_artifact
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"
 FILES = {"pt2": "digits.pt2", "onnx": "digits.onnx", "torchscript": "digits.pt"}

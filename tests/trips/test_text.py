@@ -16,8 +16,8 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from archiver import write_archive
 from examples.minilm.make import train_tokenizer
+from modelyard.archiver import write_archive
 from tests.serve.live import LiveServer, build_archive, poll, running
 from tests.test_docs import free_ports
 

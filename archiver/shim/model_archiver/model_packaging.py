@@ -4,9 +4,9 @@ import json
 import logging
 from dataclasses import asdict
 
-from archiver.errors import ArchiveError
-from archiver.torchserve.archive import Wanted, archive_for_torchserve
-from archiver.torchserve.cli import main
+from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.torchserve.archive import Wanted, archive_for_torchserve
+from modelyard.archiver.torchserve.cli import main
 
 from .model_archiver_config import ModelArchiverConfig
 from .model_archiver_error import ModelArchiverError

@@ -3,10 +3,15 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from archiver.container import SUFFIXES
-from archiver.errors import ArchiveError
-from archiver.manifest import format_manifest
-from archiver.torchserve.archive import FORMATS, Wanted, check_model_name, plan_for_torchserve
+from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.manifest import format_manifest
+from modelyard.archiver.torchserve.archive import (
+    FORMATS,
+    Wanted,
+    check_model_name,
+    plan_for_torchserve,
+)
+from modelyard.archiver.untrusted.container import SUFFIXES
 
 from .model_archiver_config import ModelArchiverConfig
 from .model_archiver_error import ModelArchiverError

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from handlers import PredictionException
+from modelyard.handlers import PredictionException
 
 
 def handle(data, context):

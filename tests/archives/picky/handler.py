@@ -1,6 +1,6 @@
 """Refuses the body `bad`, breaks on the body `broken`, says what it was told else."""
 
-from handlers import BadInput, PredictionException
+from modelyard.handlers import BadInput, PredictionException
 
 
 def handle(data, context):

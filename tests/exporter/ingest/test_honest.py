@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exporter.ingest import read_checkpoint
+from modelyard.exporter.ingest import read_checkpoint
 from tests.exporter.ingest.honest import WRITERS
 
 

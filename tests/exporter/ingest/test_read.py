@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from typer.testing import CliRunner
 
-from exporter.checkpoint import open_model
-from exporter.cli import app
-from exporter.errors import CheckpointError, UsageError
-from exporter.ingest import read_checkpoint
-from exporter.ingest.names import strip_wrappers
+from modelyard.exporter.checkpoint import open_model
+from modelyard.exporter.cli import app
+from modelyard.exporter.errors import CheckpointError, UsageError
+from modelyard.exporter.ingest import read_checkpoint
+from modelyard.exporter.ingest.names import strip_wrappers
 from tests.exporter.ingest.honest import WRITERS
 from tests.exporter.ingest.hostile import FILES, shell
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from exporter.errors import ExportError
-from exporter.ingest import read_checkpoint
-from exporter.ingest.plain import Placeholder
+from modelyard.exporter.errors import ExportError
+from modelyard.exporter.ingest import read_checkpoint
+from modelyard.exporter.ingest.plain import Placeholder
 
 _FORBIDDEN = (
     *("os.system", "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "pty.spawn"),

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from ts.metrics.worker_metrics import WorkerMetrics
 
-from handlers.context import Context
+from modelyard.handlers.context import Context
 
 MakeContext = Callable[..., Context]
 

@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from archiver.torchserve.archive import Wanted, archive_for_torchserve
+from modelyard.archiver.torchserve.archive import Wanted, archive_for_torchserve
 from tests.serve.forks import Run, forks
 
 Serve = Callable[..., dict[str, Any]]

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from ts.torch_handler.base_handler import BaseHandler
 from ts.torch_handler.request_envelope.body import BodyEnvelope
 
-from handlers.context import Context
-from handlers.errors import LoadError
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import LoadError
 
 MakeContext = Callable[..., Context]
 EAGER = {"modelFile": "linear_net.py", "serializedFile": "linear.pth"}

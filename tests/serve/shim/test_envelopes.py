@@ -12,7 +12,7 @@ from ts.torch_handler.request_envelope.json import JSONEnvelope
 from ts.torch_handler.request_envelope.kserve import KServeEnvelope
 from ts.torch_handler.request_envelope.kservev2 import KServev2Envelope
 
-from handlers.context import Context
+from modelyard.handlers.context import Context
 
 MakeContext = Callable[..., Context]
 

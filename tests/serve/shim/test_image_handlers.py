@@ -17,7 +17,7 @@ from ts.torch_handler.image_segmenter import ImageSegmenter
 from ts.torch_handler.object_detector import ObjectDetector
 from ts.torch_handler.vision_handler import VisionHandler
 
-from handlers.context import Context
+from modelyard.handlers.context import Context
 
 MakeContext = Callable[..., Context]
 

@@ -23,7 +23,7 @@ from ts.metrics.metric_type_enum import MetricTypes
 from ts.metrics.metrics_store import MetricsStore
 from ts.metrics.worker_metrics import MOST_RECORDS, WorkerMetrics
 
-from handlers.context import Context
+from modelyard.handlers.context import Context
 
 MakeContext = Callable[..., Context]
 

@@ -10,7 +10,7 @@ import pytest
 from ts.handler_utils.micro_batching import MicroBatching
 from ts.torch_handler.base_handler import BaseHandler
 
-from handlers.context import Context
+from modelyard.handlers.context import Context
 
 MakeContext = Callable[..., Context]
 

@@ -17,9 +17,9 @@ from ts.model_loader import BUILT_IN, ModelLoaderFactory
 from ts.torch_handler.unit_tests.test_utils.mock_context import MockContext
 from ts.utils import util
 
-from handlers.context import Context
-from handlers.errors import LoadError
-from handlers.errors import PredictionException as Ours
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import LoadError
+from modelyard.handlers.errors import PredictionException as Ours
 
 MakeContext = Callable[..., Context]
 
@@ -74,7 +74,10 @@ def test_the_names_are_there(module: str) -> None:
 
 
 def test_importing_them_all_costs_nothing_heavy() -> None:
-    code = "from serve.worker import load; load.import_shim(); import sys; print(*sys.modules)"
+    code = (
+        "from modelyard.serve.worker import load; load.import_shim(); "
+        "import sys; print(*sys.modules)"
+    )
     ran = subprocess.run(
         [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
     )

@@ -13,8 +13,8 @@ from ts.handler_utils.text_utils import get_tokenizer, ngrams_iterator
 from ts.torch_handler.text_classifier import TextClassifier
 from ts.torch_handler.text_handler import TextHandler
 
-from handlers.context import Context
-from handlers.errors import LoadError
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import LoadError
 
 MakeContext = Callable[..., Context]
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import httpx
 
-from serve.torchserve import launcher
+from modelyard.serve.torchserve import launcher
 from tests.serve.live import TIMEOUT_S, environment, poll
 
-COMMAND = [sys.executable, "-P", "-m", "serve.torchserve.cli"]
+COMMAND = [sys.executable, "-P", "-m", "modelyard.serve.torchserve.cli"]
 ANY_PORTS = {
     "inference_address": "http://127.0.0.1:0",
     "management_address": "http://localhost:0",

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from serve.torchserve import launcher
+from modelyard.serve.torchserve import launcher
 from tests.serve.live import build_archive, is_alive, poll
 from tests.serve.torchserve.live import ANY_PORTS, COMMAND, Home
 
@@ -133,7 +133,9 @@ def test_a_wrong_configuration_exits_1(
 
 
 def test_the_command_itself_loads_neither_settings_nor_a_web_framework() -> None:
-    code = "import serve.torchserve.cli, sys; print(*{m.split('.')[0] for m in sys.modules})"
+    code = (
+        "import modelyard.serve.torchserve.cli, sys; print(*{m.split('.')[0] for m in sys.modules})"
+    )
     ran = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert not set(ran.stdout.split()) & {"pydantic", "yaml", "fastapi", "typer", "torch", "uvloop"}
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from serve.address import Address
-from serve.errors import StartError
-from serve.settings import Settings
-from serve.sizing import count_gpus
-from serve.torchserve.arguments import parse_command_line
-from serve.torchserve.configuration import (
+from modelyard.serve.address import Address
+from modelyard.serve.control.sizing import count_gpus
+from modelyard.serve.errors import StartError
+from modelyard.serve.settings import Settings
+from modelyard.serve.torchserve.arguments import parse_command_line
+from modelyard.serve.torchserve.configuration import (
     BOOLEANS,
     INTEGERS,
     KEYS,
@@ -22,8 +22,8 @@ from serve.torchserve.configuration import (
     load_configuration,
     parse_address,
 )
-from serve.torchserve.server import limit_gpus
-from serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.torchserve.server import limit_gpus
+from modelyard.serve.torchserve.settings import TorchServeSettings
 
 MODEL: dict[str, Any] = {
     "defaultVersion": True,

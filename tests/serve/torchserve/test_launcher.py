@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import serve.worker
+import modelyard.serve.worker
 from tests.serve.live import build_archive
 from tests.serve.torchserve.live import ANY_PORTS, Home
 
@@ -40,7 +40,7 @@ def test_start_register_and_stop_from_python(tmp_path: Path) -> None:
     build_archive(home.store, "echo")
     ports = "".join(f"{key}={value}\n" for key, value in ANY_PORTS.items())
     (tmp_path / "ts.properties").write_text(ports)
-    shim = Path(serve.worker.__path__[0]) / "shim"
+    shim = Path(modelyard.serve.worker.__path__[0]) / "shim"
     environment = home.environment()
     environment["PYTHONPATH"] = os.pathsep.join([str(shim), environment["PYTHONPATH"]])
     try:

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from serve.torchserve import logs
-from serve.torchserve.logs import Logs, WorkerOutput, log_access
+from modelyard.serve.torchserve import logs
+from modelyard.serve.torchserve.logs import Logs, WorkerOutput, log_access
 
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3}"
 

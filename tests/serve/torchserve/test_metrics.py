@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from serve.errors import StartError
-from serve.exposition import Record
-from serve.metrics import Metrics, VersionMetrics
-from serve.torchserve.metrics import DEFAULT_CONFIG, TorchServeMetrics, read_config
-from serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.dataplane.exposition import Record
+from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
+from modelyard.serve.errors import StartError
+from modelyard.serve.torchserve.metrics import DEFAULT_CONFIG, TorchServeMetrics, read_config
+from modelyard.serve.torchserve.settings import TorchServeSettings
 from tests.serve.live import poll
 
 HOST = socket.gethostname()

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from archiver import open_archive
-from serve.errors import BadModelConfig
-from serve.model_config import ModelConfig, Options, load_model_config
-from serve.settings import Settings
+from modelyard.archiver import open_archive
+from modelyard.serve.control.model_config import ModelConfig, Options, load_model_config
+from modelyard.serve.errors import BadModelConfig
+from modelyard.serve.settings import Settings
 
 
 def load(

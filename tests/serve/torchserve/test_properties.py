@@ -2,8 +2,12 @@
 
 import pytest
 
-from serve.errors import StartError
-from serve.torchserve.properties import fill_variables, format_properties, parse_properties
+from modelyard.serve.errors import StartError
+from modelyard.serve.torchserve.properties import (
+    fill_variables,
+    format_properties,
+    parse_properties,
+)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from serve.torchserve.properties import parse_properties
-from serve.torchserve.snapshot import find_snapshots
+from modelyard.serve.torchserve.properties import parse_properties
+from modelyard.serve.torchserve.snapshot import find_snapshots
 from tests.serve.live import build_archive
 from tests.serve.torchserve.live import Home
 

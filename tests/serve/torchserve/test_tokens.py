@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from serve.errors import Unauthorized
-from serve.torchserve.tokens import Tokens
+from modelyard.serve.errors import Unauthorized
+from modelyard.serve.torchserve.tokens import Tokens
 
 FAILED = "failed. Token either incorrect, expired, or not provided correctly"
 

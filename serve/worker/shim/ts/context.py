@@ -1,4 +1,4 @@
 """`from ts.context import Context`."""
 
-from handlers.context import Context as Context
-from handlers.context import RequestProcessor as RequestProcessor
+from modelyard.handlers.context import Context as Context
+from modelyard.handlers.context import RequestProcessor as RequestProcessor

@@ -12,7 +12,7 @@ from queue import Full, Queue
 from typing import Any, TextIO
 
 MANAGEMENT = "http://localhost:8081"
-COMMAND = [sys.executable, "-P", "-m", "serve.torchserve.cli"]
+COMMAND = [sys.executable, "-P", "-m", "modelyard.serve.torchserve.cli"]
 KEPT_LINES = 1000
 
 

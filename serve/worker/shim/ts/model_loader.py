@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from handlers.entry_point import find_handler
-from handlers.errors import LoadError
+from modelyard.handlers.entry_point import find_handler
+from modelyard.handlers.errors import LoadError
 from ts.metrics.worker_metrics import WorkerMetrics
 from ts.service import Service
 from ts.torch_handler.base_handler import BaseHandler

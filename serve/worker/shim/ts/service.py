@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from handlers.context import Context, RequestProcessor
-from handlers.errors import PredictionException as PredictionException
+from modelyard.handlers.context import Context, RequestProcessor
+from modelyard.handlers.errors import PredictionException as PredictionException
 from ts.utils.util import get_yaml_config
 from ts.version import __version__
 

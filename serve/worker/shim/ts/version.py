@@ -1,5 +1,5 @@
 """The last version of TorchServe, which handlers compare against."""
 
-from handlers.context import SERVER_VERSION
+from modelyard.handlers.context import SERVER_VERSION
 
 __version__ = SERVER_VERSION

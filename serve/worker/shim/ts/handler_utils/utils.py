@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from handlers.context import Context
+from modelyard.handlers.context import Context
 
 
 def import_class(class_name: str, module_prefix: str | None = None) -> Any:

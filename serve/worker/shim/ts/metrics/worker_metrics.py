@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from handlers.context import Context
+from modelyard.handlers.context import Context
 from ts.metrics.caching_metric import Record
 from ts.metrics.metric_cache_abstract import MetricCacheAbstract, Requests
 from ts.metrics.metric_cache_yaml_impl import MetricsCacheYamlImpl

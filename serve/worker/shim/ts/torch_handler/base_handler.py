@@ -17,10 +17,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from handlers.backends import detect_format, open_artifact, open_session
-from handlers.context import Context
-from handlers.errors import LoadError
-from handlers.sharing import map_weights
+from modelyard.handlers.backends import detect_format, open_artifact, open_session
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import LoadError
+from modelyard.handlers.sharing import map_weights
 from ts.handler_utils.timer import timed
 from ts.utils.util import check_valid_pt2_backend, list_classes_from_module, load_label_mapping
 

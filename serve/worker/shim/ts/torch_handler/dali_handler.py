@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from handlers.context import Context
+from modelyard.handlers.context import Context
 from ts.handler_utils.preprocess.dali import get_dali_pipeline
 from ts.torch_handler.vision_handler import VisionHandler
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from handlers.context import Context
-from handlers.errors import LoadError
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import LoadError
 from ts.handler_utils.text_utils import get_tokenizer
 from ts.torch_handler.base_handler import BaseHandler, load_weights
 from ts.torch_handler.vocabulary import Vocabulary

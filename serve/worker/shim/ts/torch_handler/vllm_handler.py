@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from handlers.context import Context
-from handlers.errors import LoadError
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import LoadError
 from ts.torch_handler.base_handler import BaseHandler
 
 

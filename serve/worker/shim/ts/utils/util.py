@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from handlers.errors import PredictionException as PredictionException
+from modelyard.handlers.errors import PredictionException as PredictionException
 
 _log = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from handlers.context import Context
-from handlers.errors import LoadError
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import LoadError
 
 
 def get_ds_engine(model: torch.nn.Module, ctx: Context) -> Any:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from handlers.context import Context
-from handlers.errors import LoadError
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import LoadError
 
 
 def initialize_rpc_workers(local_rank: int, world_size: int, ctx: Context) -> None:

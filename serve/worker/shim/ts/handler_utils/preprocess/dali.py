@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, cast
 
-from handlers.context import Context
-from handlers.errors import LoadError
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import LoadError
 
 
 def get_dali_pipeline(ctx: Context) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from handlers.context import Context
+from modelyard.handlers.context import Context
 from ts.torch_handler.base_handler import BaseHandler
 
 

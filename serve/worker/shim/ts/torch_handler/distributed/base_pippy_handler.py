@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from handlers.context import Context
+from modelyard.handlers.context import Context
 from ts.handler_utils.distributed.pt_pippy import initialize_rpc_workers
 from ts.torch_handler.base_handler import BaseHandler
 

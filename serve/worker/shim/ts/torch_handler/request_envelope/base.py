@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from handlers.context import Context
+from modelyard.handlers.context import Context
 
 
 class BaseEnvelope(ABC):

@@ -1,0 +1,174 @@
+"""JSON from untrusted files: one reading only, bounded, and typed access that names the field."""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from modelyard.archiver.untrusted.names import quoted
+
+MAX_DEPTH = 64
+
+_T = TypeVar("_T")
+# The closing quote is optional so that text full of open strings is still read once, not n times.
+_TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.S)
+_MISSING: Any = object()
+
+
+def parse_json(data: bytes, max_bytes: int) -> Any:
+    """Parse UTF-8 JSON in which every reader sees the same values.
+
+    Raises:
+        ValueError: too long, not UTF-8, not JSON, nested over 64 levels, a key given twice, or a
+            number that JSON does not have; the message is a phrase without the file's name.
+    """
+    if len(data) > max_bytes:
+        raise ValueError(f"{len(data)} bytes; at most {max_bytes} are read")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8: byte {error.start} cannot be decoded") from error
+    if text.startswith("\ufeff"):
+        raise ValueError("it starts with a byte order mark; save it as plain UTF-8")
+    _check_depth(text)
+    try:
+        return json.loads(
+            text,
+            object_pairs_hook=_without_duplicates,
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+        )
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+
+
+def _check_depth(text: str) -> None:
+    """Refuse deep nesting before the parser, which recurses, sees it."""
+    depth = 0
+    for token in _TOKEN.finditer(text):
+        first = token[0][0]
+        if first in "[{":
+            depth += 1
+        elif first in "]}":
+            depth -= 1
+        if depth > MAX_DEPTH:
+            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"the key {quoted(key)} is given twice")
+        found[key] = value
+    return found
+
+
+def _refuse_constant(text: str) -> Any:
+    raise ValueError(f"{text} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return value
+
+
+class Fields:
+    """The fields of one JSON object, read with their types; problems are gathered, not raised.
+
+    Attributes:
+        path: where the object is, as `modelyard.golden[1]`; empty for the outermost one.
+        problems: shared by the objects of one document, one sentence per wrong field.
+    """
+
+    def __init__(self, value: Any, path: str, problems: list[str]) -> None:
+        self.path = path
+        self.problems = problems
+        self.is_object = isinstance(value, dict)
+        self.values: Mapping[str, Any] = value if self.is_object else {}
+        if value is not _MISSING and not self.is_object:
+            self.wrong("", "an object", value)
+
+    def text(self, key: str) -> str:
+        """Read a required string that is not empty; "" stands for one that is wrong."""
+        return self._read(key, "a string that is not empty", _is_text, "")
+
+    def text_or_none(self, key: str) -> str | None:
+        """Read a string that may be absent, null or empty, which all mean None."""
+        return None if self.values.get(key) in (None, "") else self.text(key)
+
+    def integer(self, key: str) -> int:
+        """Read a required whole number; 0 stands for one that is wrong."""
+        return self._read(key, "a whole number", _is_integer, 0)
+
+    def number(self, key: str) -> float:
+        """Read a required number; 0 stands for one that is wrong."""
+        return float(self._read(key, "a number", _is_number, 0.0))
+
+    def boolean(self, key: str) -> bool:
+        """Read a required true or false; False stands for one that is wrong."""
+        return self._read(key, "true or false", lambda value: isinstance(value, bool), False)
+
+    def object(self, key: str) -> "Fields":
+        """Read a required object."""
+        return Fields(self._present(key, "an object"), self.at(key), self.problems)
+
+    def items(self, key: str) -> list[Any]:
+        """Read a required list; [] stands for one that is wrong."""
+        return self._read(key, "a list", lambda value: isinstance(value, list), [])
+
+    def objects(self, key: str) -> "list[Fields]":
+        """Read a required list of objects."""
+        items = enumerate(self.items(key))
+        return [Fields(item, f"{self.at(key)}[{i}]", self.problems) for i, item in items]
+
+    def at(self, key: str) -> str:
+        """Name the field `key` of this object from the outermost object on."""
+        shown = key if re.fullmatch(r"\w+(\[\d+\])?", key) else f"[{quoted(key)}]"
+        separator = "." if self.path and not shown.startswith("[") else ""
+        return f"{self.path}{separator}{shown}" if key else self.path
+
+    def wrong(self, key: str, expected: str, found: Any) -> None:
+        """Note that the field holds something else than expected."""
+        where = f"{self.at(key)}: " if self.at(key) else ""
+        self.problems.append(f"{where}expected {expected}, found {_shown(found)}")
+
+    def _present(self, key: str, expected: str) -> Any:
+        value = self.values.get(key, _MISSING)
+        if value is _MISSING and self.is_object:
+            self.problems.append(f"{self.at(key)}: expected {expected}, found nothing")
+        return value
+
+    def _read(self, key: str, expected: str, fits: Callable[[Any], bool], default: _T) -> _T:
+        value = self._present(key, expected)
+        if value is _MISSING:
+            return default
+        if not fits(value):
+            self.wrong(key, expected, value)
+            return default
+        return value  # type: ignore[no-any-return]
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and value != ""
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list):
+        return "a list"
+    if isinstance(value, str):
+        return quoted(value)
+    return json.dumps(value)[:80]

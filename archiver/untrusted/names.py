@@ -1,0 +1,133 @@
+"""The rules for names: of models, of versions, and of files inside an archive."""
+
+import re
+import unicodedata
+from collections.abc import Iterable, Iterator
+
+from modelyard.archiver.errors import BadName
+
+MANIFEST_NAME = "MAR-INF/MANIFEST.json"
+SIGNATURE_NAME = "MAR-INF/MANIFEST.sig.json"
+SBOM_NAME = "MAR-INF/sbom.cdx.json"
+LOCK_NAME = "MAR-INF/requirements.lock"
+WHEELS_FOLDER = "MAR-INF/wheels"
+
+# Handlers that a server brings along; an archive records the name and holds no file for it.
+BUILTIN_HANDLERS = (
+    "base_handler",
+    "image_classifier",
+    "image_segmenter",
+    "object_detector",
+    "tabular",
+    "text",
+    "text_classifier",
+    "text_encoder",
+)
+
+_MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+_VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")
+
+# Limits of common file systems, so that what is archived here can be unpacked anywhere.
+_MAX_NAME_BYTES = 1024
+_MAX_PART_BYTES = 255
+# Windows opens these as devices in every folder and with every suffix.
+_DEVICE_NAME = re.compile(r"(con|prn|aux|nul|conin\$|conout\$|com[0-9¹²³]|lpt[0-9¹²³])", re.I)
+_DRIVE = re.compile(r"[A-Za-z]:")
+
+
+def check_name(name: str) -> None:
+    """Refuse a model name outside the one rule that holds in every place names appear.
+
+    Raises:
+        BadName: the name breaks the rule.
+    """
+    if not _MODEL_NAME.fullmatch(name):
+        raise BadName(
+            f"model name {quoted(name)}: expected 1 to 128 letters, digits, '_', '.' or '-', "
+            "starting with a letter or digit"
+        )
+
+
+def check_version(version: str) -> None:
+    """Refuse a model version outside the one rule that holds everywhere.
+
+    Raises:
+        BadName: the version breaks the rule.
+    """
+    if not _VERSION.fullmatch(version):
+        raise BadName(
+            f"model version {quoted(version)}: expected 1 to 64 letters, digits, '_', '.', '+' "
+            "or '-', starting with a letter or digit"
+        )
+
+
+def quoted(text: str) -> str:
+    """Show untrusted text on one line of printable ASCII, at most 80 characters of it."""
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    return '"' + shown.encode("unicode_escape").decode("ascii").replace('"', '\\"') + '"'
+
+
+def file_name_problem(name: str) -> str | None:
+    """Say why a file of this name must not be unpacked, or None when it may.
+
+    Args:
+        name: path inside the archive, its parts separated by "/", without a trailing "/".
+    """
+    if not name:
+        return "the name is empty"
+    if "\0" in name:
+        return "the name holds a NUL"
+    if "\\" in name:
+        return "the name holds a backslash"
+    if not name.isprintable():
+        return "the name holds control or invisible characters"
+    if name.startswith("/"):
+        return "the name is an absolute path"
+    if len(name.encode()) > _MAX_NAME_BYTES:
+        return f"the name is longer than {_MAX_NAME_BYTES} bytes"
+    return next(filter(None, map(_part_problem, name.split("/"))), None)
+
+
+def collisions(names: Iterable[str]) -> Iterator[str]:
+    """Describe every two names that would be one file on some file system.
+
+    Args:
+        names: paths inside an archive; a folder's ends with "/".
+    """
+    seen: dict[str, str] = {}
+    folders: dict[str, str] = {}
+    for name in names:
+        parts = _folded(name.rstrip("/")).split("/")
+        for end in range(1, len(parts)):
+            folders.setdefault("/".join(parts[:end]), name)
+        key = "/".join(parts)
+        if key in seen:
+            yield _collision(seen[key], name)
+        seen.setdefault(key, name)
+    for key, inside in folders.items():
+        if key in seen and not seen[key].endswith("/"):
+            yield f"{quoted(seen[key])} is a file, and a folder in {quoted(inside)}"
+
+
+def _collision(first: str, second: str) -> str:
+    if first == second:
+        return f"{quoted(first)} is there twice"
+    return f"{quoted(first)} and {quoted(second)} are one name where case does not count"
+
+
+def _part_problem(part: str) -> str | None:
+    if part in ("", ".", ".."):
+        return f"the path holds the part {quoted(part)}"
+    if _DRIVE.match(part):
+        return "the path names a drive"
+    if part[-1] in ". ":
+        return "a part of the path ends with a dot or a space"
+    if _DEVICE_NAME.fullmatch(part.split(".")[0].rstrip()):
+        return f"{quoted(part)} is a device on Windows"
+    if len(part.encode()) > _MAX_PART_BYTES:
+        return f"a part of the path is longer than {_MAX_PART_BYTES} bytes"
+    return None
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFC", unicodedata.normalize("NFC", name).casefold())

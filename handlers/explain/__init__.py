@@ -1,0 +1,1 @@
+"""Explanations: options, methods, attributions and their error, quality, pictures."""

@@ -1,0 +1,288 @@
+"""Integrated gradients: one output as a function of the inputs → each value's share in it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from modelyard.handlers.backends import Output
+from modelyard.handlers.errors import BadInput, NoGradients
+
+FIRST_STEPS = 10
+MAX_STEPS = 270
+DEFAULT_TOLERANCE = 0.01
+
+Model = Callable[..., Output]
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Score:
+    """The one number per row that is explained, as a function of some of a model's inputs.
+
+    M below is the number of explanations: a request that asks for three targets counts three times.
+    """
+
+    model: Model
+    """Called with the explained inputs, then the fixed ones; the first output counts."""
+    targets: Tensor
+    """(M,) int64: place in the flattened output of a row."""
+    fixed: Tensors = ()
+    """(M, …) each: inputs that are not explained, as token ids or masks."""
+    is_probability: bool = False
+    """Softmax over the outputs (R, K), in place of the output itself."""
+
+    def __call__(self, points: Tensors, rows: Tensor) -> Tensor:
+        """Give (R,) numbers for R points.
+
+        Args:
+            points: (R, *S) for each explained input.
+            rows: (R,) which explanation each point belongs to.
+        """
+        output = outputs_of(self.model(*points, *(tensor[rows] for tensor in self.fixed)))
+        if self.is_probability:
+            output = probabilities(output)
+        return output.flatten(1).gather(1, self.targets[rows].unsqueeze(1)).squeeze(1)
+
+
+@dataclass(frozen=True)
+class Question:
+    """M explanations that one call of a method answers together."""
+
+    score: Score
+    inputs: Tensors
+    """(M, *S) each."""
+    baseline_sets: tuple[Tensors, ...]
+    """For each of the M: (B, *S) per input; B is 1 but for a set from a file of the archive."""
+    f_input: Tensor
+    """(M,) float64: the score at the input."""
+    f_baseline: Tensor
+    """(M,) float64: the score at the baseline, the mean over a set."""
+    chunk_rows: int = 8
+    """Points that share one forward and backward pass; bounds the memory."""
+    between_chunks: Callable[[], None] = field(default=lambda: None)
+    """Called before each pass; what it raises ends the work."""
+
+    def __len__(self) -> int:
+        return len(self.f_input)
+
+    @cached_property
+    def baselines(self) -> Tensors:
+        """The first baseline of each explanation, (M, *S) per input."""
+        columns = zip(*self.baseline_sets, strict=True)
+        return tuple(torch.stack([rows[0] for rows in column]) for column in columns)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the inputs are."""
+        return self.inputs[0].device
+
+    def part(self, chunk: slice) -> "Question":
+        """Give some of the explanations, as a question of their own."""
+        score = replace(
+            self.score,
+            targets=self.score.targets[chunk],
+            fixed=tuple(tensor[chunk] for tensor in self.score.fixed),
+        )
+        return replace(
+            self,
+            score=score,
+            inputs=tuple(tensor[chunk] for tensor in self.inputs),
+            baseline_sets=self.baseline_sets[chunk],
+            f_input=self.f_input[chunk],
+            f_baseline=self.f_baseline[chunk],
+        )
+
+
+@dataclass(frozen=True)
+class Attribution:
+    """What a method found for the M explanations of a question."""
+
+    attributions: Tensors
+    """(M, *S) per input, in units of the output."""
+    n_steps: Tensor
+    """(M,) int64: points at which the model was asked."""
+
+
+def integrated_gradients(
+    question: Question,
+    *,
+    n_steps: int | None = None,
+    tolerance: float = DEFAULT_TOLERANCE,
+    max_steps: int = MAX_STEPS,
+) -> Attribution:
+    """Attribute the score to each input value, by the midpoint rule.
+
+    Without `n_steps`, rows begin with 10 points and triple them while their delta is above the
+    tolerance; the midpoints of n steps are among those of 3n, so no point is computed twice, and
+    a row that has met the tolerance costs no further passes.
+
+    Args:
+        question: inputs are real-valued; values as after preprocess.
+        n_steps: points for every row; None chooses them per row.
+        tolerance: the largest |delta| as a share of |f_input − f_baseline|.
+        max_steps: no row gets more points than this.
+
+    Raises:
+        NoGradients: the output does not depend on the input through anything differentiable.
+
+    Source: Sundararajan et al. 2017, section 3, https://arxiv.org/abs/1703.01365
+    """
+    with recording():
+        path = _Path(question)
+        steps = n_steps or min(FIRST_STEPS, max_steps)
+        used = torch.full((len(question),), steps, device=question.device)
+        rows = torch.arange(len(question), device=question.device)
+        path.add(rows, _midpoints(steps))
+        while n_steps is None and 3 * steps <= max_steps:
+            delta = sums_of(path.attributions(used)) - (question.f_input - question.f_baseline)
+            rows = rows[~is_met(question, delta, tolerance)[rows]]
+            if not len(rows):
+                break
+            # All open rows are at the same number of steps: one leaves for good once it is met.
+            steps *= 3
+            used[rows] = steps
+            path.add(rows, _new_midpoints(steps))
+        return Attribution(path.attributions(used), used)
+
+
+class _Path:
+    """Gradients along the straight lines from baselines to inputs, summed point by point."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        # Tensors made under inference_mode cannot take part in autograd; copies can.
+        self.start = tuple(tensor.detach().clone() for tensor in question.baselines)
+        self.way = tuple(
+            tensor.detach() - start
+            for tensor, start in zip(question.inputs, self.start, strict=True)
+        )
+        self.sums = tuple(
+            torch.zeros_like(way, dtype=torch.promote_types(way.dtype, torch.float32))
+            for way in self.way
+        )
+
+    def add(self, rows: Tensor, alphas: Tensor) -> None:
+        """Add the gradients at start + alpha · way, for each of `rows` (R,) and `alphas` (A,)."""
+        which = rows.repeat_interleave(len(alphas))
+        where = alphas.to(rows.device).repeat(len(rows))
+        for chunk in chunks(len(which), self.question.chunk_rows):
+            self.question.between_chunks()
+            row = which[chunk]
+            points = tuple(
+                (start[row] + _column(where[chunk].to(way), way) * way[row]).requires_grad_()
+                for start, way in zip(self.start, self.way, strict=True)
+            )
+            for total, gradient in zip(
+                self.sums, gradients(self.question.score, points, row), strict=True
+            ):
+                total.index_add_(0, row, gradient.to(total.dtype))
+
+    def attributions(self, steps: Tensor) -> Tensors:
+        """Give what the points so far amount to, for the steps (M,) that each row has."""
+        return tuple(
+            way * (total / _column(steps, way))
+            for way, total in zip(self.way, self.sums, strict=True)
+        )
+
+
+def gradients(score: Score, points: Tensors, rows: Tensor) -> Tensors:
+    """Give the gradient of the score at each point (R, *S); zero for an input without influence.
+
+    Raises:
+        NoGradients: none of the inputs has any.
+    """
+    picked = score(points, rows)
+    found: tuple[Tensor | None, ...] = (None,) * len(points)
+    if picked.requires_grad:
+        found = torch.autograd.grad(picked.sum(), points, allow_unused=True)
+    if all(gradient is None for gradient in found):
+        raise NoGradients(
+            "no gradient flows from the output to the input: the artifact is not differentiable, "
+            "or its forward() cuts the graph (no_grad, argmax, rounding); archive a pt2 export of "
+            "the checkpoint with --explain-with, or choose a method without gradients"
+        )
+    return tuple(
+        torch.zeros_like(point) if gradient is None else gradient
+        for point, gradient in zip(points, found, strict=True)
+    )
+
+
+@contextmanager
+def recording() -> Iterator[None]:
+    """Record gradients inside a `with`, also where the caller computes in inference mode."""
+    with torch.inference_mode(False), torch.enable_grad():
+        yield
+
+
+def evaluate(
+    model: Model, inputs: Tensors, chunk_rows: int, between_chunks: Callable[[], None] | None = None
+) -> Tensor:
+    """Give the outputs (N, …) that can be explained, for inputs (N, *S), without gradients."""
+    found = []
+    with torch.no_grad():
+        for chunk in chunks(len(inputs[0]), chunk_rows):
+            if between_chunks is not None:
+                between_chunks()
+            found.append(outputs_of(model(*(tensor[chunk] for tensor in inputs))))
+    return torch.cat(found)
+
+
+def outputs_of(output: Output) -> Tensor:
+    """Give the first output as (N, K) or with more dimensions.
+
+    Raises:
+        NoGradients: it holds no real numbers.
+    """
+    first = output if isinstance(output, Tensor) else output[0]
+    if not first.is_floating_point():
+        raise NoGradients(f"the output is {first.dtype}; only real-valued ones can be explained")
+    return first.unsqueeze(1) if first.dim() == 1 else first
+
+
+def probabilities(outputs: Tensor) -> Tensor:
+    """Give the softmax of outputs (N, K).
+
+    Raises:
+        BadInput: outputs of another shape, whose classes could be anywhere.
+    """
+    if outputs.dim() != 2 or outputs.shape[1] < 2:
+        shape = ", ".join(map(str, outputs.shape[1:]))
+        raise BadInput(
+            f"output is probability; expected logit: this model gives [N, {shape}] numbers, and "
+            "only two or more classes [N, K] have probabilities"
+        )
+    return outputs.softmax(1)
+
+
+def sums_of(attributions: Tensors) -> Tensor:
+    """Add the attributions of each row up, over all inputs: (M,) float64."""
+    return torch.stack([each.flatten(1).sum(1, dtype=torch.float64) for each in attributions]).sum(
+        0
+    )
+
+
+def is_met(question: Question, delta: Tensor, tolerance: float) -> Tensor:
+    """Say for each row (M,) whether |delta| ≤ tolerance · |f_input − f_baseline|."""
+    return delta.abs() <= tolerance * (question.f_input - question.f_baseline).abs()
+
+
+def chunks(count: int, size: int) -> Iterator[slice]:
+    """Cut 0 … count into slices of at most `size`."""
+    return (slice(begin, begin + size) for begin in range(0, count, size))
+
+
+def _column(values: Tensor, like: Tensor) -> Tensor:
+    return values.view(-1, *[1] * (like.dim() - 1))
+
+
+def _midpoints(n: int) -> Tensor:
+    return (torch.arange(n, dtype=torch.float64) + 0.5) / n
+
+
+def _new_midpoints(n: int) -> Tensor:
+    """Give the midpoints of n steps that are not midpoints of n/3: every third one is."""
+    return _midpoints(n)[torch.arange(n) % 3 != 1]

@@ -1,0 +1,229 @@
+"""A model → what leads to one of its layers, and what follows from the layer's output.
+
+Token ids cannot be varied by a little, their embeddings can: so a text model is cut behind its
+embedding, and explained from there on. Any layer of an exported program can be cut at likewise.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor, fx, nn
+
+from modelyard.handlers.backends import Artifact, Output
+from modelyard.handlers.errors import BadInput, NoGradients
+
+KEPT_CUTS = 8
+"""Copying a large graph takes a tenth of a second, so the latest cuts are kept."""
+
+_SHOWN_LAYERS = 20
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A model in two parts."""
+
+    front: Callable[..., Tensor]
+    """Inputs → the layer's output (N, *S)."""
+    back: Callable[..., Output]
+    """The layer's output, then all inputs → the model's outputs."""
+
+
+@lru_cache(maxsize=KEPT_CUTS)
+def cut_at_embedding(artifact: Artifact, place: int) -> Cut:
+    """Cut a model where the ids in input `place` have become vectors (N, L, E).
+
+    Raises:
+        NoGradients: there is no such place, or more than one.
+    """
+    module = artifact.module
+    if isinstance(module, fx.GraphModule):
+        return _cut_graph(module, _embedding_node(module, place))
+    if isinstance(module, torch.jit.ScriptModule):
+        return _cut_script(module, place)
+    if module is None:
+        raise NoGradients(f"a {artifact.format} artifact has no embedding that could be cut at")
+    return _cut_module(module, _embedding_module(module))
+
+
+@lru_cache(maxsize=KEPT_CUTS)
+def cut_at_layer(artifact: Artifact, name: str) -> Cut:
+    """Cut a model behind a layer, named as in the checkpoint, "features.0".
+
+    Raises:
+        BadInput: no such layer; the message lists those there are.
+        NoGradients: the artifact does not keep its layers.
+    """
+    module = artifact.module
+    if isinstance(module, fx.GraphModule):
+        return _cut_graph(module, _layer_node(module, name))
+    if module is None or isinstance(module, torch.jit.ScriptModule):
+        raise NoGradients(
+            f"a {artifact.format} artifact cannot be cut at a layer; archive a pt2 export with "
+            "--explain-with"
+        )
+    layers = dict(module.named_modules())
+    if name not in layers or not name:
+        raise BadInput(_unknown_layer(name, [each for each in layers if each]))
+    return _cut_module(module, layers[name])
+
+
+# --- exported programs ---------------------------------------------------------------------------
+
+
+def _embedding_node(module: fx.GraphModule, place: int) -> fx.Node:
+    """Find the lookup of a table by an input's ids, as they came or in another shape or dtype."""
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    found = [
+        node
+        for node in module.graph.nodes
+        if node.target is torch.ops.aten.embedding.default
+        and _origin(node.args[1]) is placeholders[place]
+    ]
+    return cast(fx.Node, _the_one(found))
+
+
+def _origin(node: Any) -> Any:
+    while isinstance(node, fx.Node) and node.op == "call_function" and node.all_input_nodes:
+        if len(node.all_input_nodes) > 1:
+            break
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _layer_node(module: fx.GraphModule, name: str) -> fx.Node:
+    paths = {
+        node: [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    }
+    inside = {node for node, path in paths.items() if name in path and name}
+    if not inside:
+        raise BadInput(_unknown_layer(name, [each for path in paths.values() for each in path]))
+    last = [node for node in inside if any(user not in inside for user in node.users)]
+    if len(last) != 1 or not _is_real(last[0]):
+        raise BadInput(f'layer "{name}" gives no single real-valued tensor; name one inside it')
+    return cast(fx.Node, last[0])
+
+
+def _is_real(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _cut_graph(module: fx.GraphModule, node: fx.Node) -> Cut:
+    copies: dict[fx.Node, fx.Node] = {}
+    front = fx.Graph()
+    front.graph_copy(module.graph, copies)
+    front.output(copies[node])
+    copies = {}
+    back = fx.Graph()
+    back.output(back.graph_copy(module.graph, copies))
+    with back.inserting_before(next(iter(back.nodes))):
+        point = back.placeholder("cut_here")
+    copies[node].replace_all_uses_with(point)
+    return Cut(_compiled(module, front), _compiled(module, back))
+
+
+def _compiled(module: fx.GraphModule, graph: fx.Graph) -> Callable[..., Any]:
+    # A new module: the one given keeps a hook that checks inputs against its own signature.
+    part = fx.GraphModule(module, graph)
+    part.graph.eliminate_dead_code()
+    part.recompile()
+    return part.forward
+
+
+# --- TorchScript ---------------------------------------------------------------------------------
+
+
+def _cut_script(module: torch.jit.ScriptModule, place: int) -> Cut:
+    graph = _frozen_graph(module)
+    node = _script_embedding(graph, place)
+    front = graph.copy()
+    for _ in list(front.outputs()):
+        front.eraseOutput(0)
+    front.registerOutput(_script_embedding(front, place).output())
+    point = graph.addInput("cut_here")
+    point.setType(node.output().type())
+    node.output().replaceAllUsesWith(point)
+    before, after = _script_function("front", front), _script_function("back", graph)
+    return Cut(before, lambda point, *inputs: after(*inputs, point))
+
+
+def _frozen_graph(module: torch.jit.ScriptModule) -> Any:
+    """Inline a module: no submodules, the weights as constants, no input for the module itself."""
+    frozen = torch._C._freeze_module(module._c, preserveParameters=False)
+    graph = frozen._get_method("forward").graph.copy()
+    torch._C._jit_pass_inline(graph)
+    torch._C._jit_pass_dce(graph)
+    graph.eraseInput(0)
+    return graph
+
+
+def _script_embedding(graph: Any, place: int) -> Any:
+    ids = list(graph.inputs())[place].debugName()
+    found = [
+        node
+        for node in graph.findAllNodes("aten::embedding", recurse=False)
+        if _script_origin(list(node.inputs())[1]) == ids
+    ]
+    return _the_one(found)
+
+
+def _script_origin(value: Any) -> str:
+    while value.node().kind() in ("aten::to", "aten::long", "aten::view", "aten::reshape"):
+        value = next(value.node().inputs())
+    return str(value.debugName())
+
+
+def _script_function(name: str, graph: Any) -> Callable[..., Any]:
+    torch._C._jit_pass_dce(graph)
+    return cast(Callable[..., Any], torch._C._create_function_from_graph(name, graph))
+
+
+# --- modules -------------------------------------------------------------------------------------
+
+
+def _embedding_module(module: nn.Module) -> nn.Module:
+    found = [each for each in module.modules() if isinstance(each, nn.Embedding)]
+    if len(found) > 1:  # position and type tables follow the words' table, and are smaller
+        most = max(each.num_embeddings for each in found)
+        found = [each for each in found if each.num_embeddings == most]
+    return cast(nn.Module, _the_one(found))
+
+
+def _cut_module(module: nn.Module, layer: nn.Module) -> Cut:
+    def front(*inputs: Tensor) -> Tensor:
+        kept: list[Tensor] = []
+        handle = layer.register_forward_hook(lambda _module, _inputs, output: kept.append(output))
+        try:
+            module(*inputs)
+        finally:
+            handle.remove()
+        return kept[0]
+
+    def back(point: Tensor, *inputs: Tensor) -> Output:
+        handle = layer.register_forward_hook(lambda _module, _inputs, _output: point)
+        try:
+            return cast(Output, module(*inputs))
+        finally:
+            handle.remove()
+
+    return Cut(front, back)
+
+
+def _the_one(found: Sequence[Any]) -> Any:
+    if len(found) != 1:
+        raise NoGradients(
+            f"the model looks its token ids up in {len(found)} tables; expected one embedding to "
+            "begin at: choose a method without gradients, as occlusion"
+        )
+    return found[0]
+
+
+def _unknown_layer(name: str, layers: Sequence[str]) -> str:
+    names = [each for each in dict.fromkeys(layers) if each and not each.startswith("_")]
+    shown = ", ".join(names[:_SHOWN_LAYERS]) + (", …" if len(names) > _SHOWN_LAYERS else "")
+    return f'layer is "{name}"; expected one of {shown}'

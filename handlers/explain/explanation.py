@@ -1,0 +1,529 @@
+"""A batch and what each of its requests asks for → the explanations of each."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelyard.handlers.backends import Artifact
+from modelyard.handlers.errors import BadInput, HandlerError, NoGradients, TwinDiffers
+from modelyard.handlers.explain.attribution import (
+    Attribution,
+    Model,
+    Question,
+    Score,
+    Tensors,
+    evaluate,
+    is_met,
+    probabilities,
+    sums_of,
+)
+from modelyard.handlers.explain.cut import Cut, cut_at_embedding, cut_at_layer
+from modelyard.handlers.explain.methods import METHODS, Method
+from modelyard.handlers.explain.options import MOST_TARGETS, ExplainOptions
+from modelyard.handlers.explain.passes import FORWARD_ROWS, gradient_rows, most_rows
+from modelyard.handlers.explain.quality import Quality, measure
+
+SHOWN_LABELS = 10
+
+QUANTIZED_COSINE = 0.99
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far an artifact and its twin may be apart: what their reports allow, added."""
+
+    tolerance: float
+    """Largest max|a − b| / max(max|b|, 1) of a row."""
+    is_quantized: bool = False
+    """Then, as in the report, the largest value and a cosine of 0.99 decide."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model version as its handler knows it."""
+
+    artifact: Artifact
+    """What predictions come from."""
+    twin: Artifact | None
+    """What gradients come from: the artifact itself, another one, or nothing."""
+    agreement: Agreement | None
+    """Between the two; None where they are one, or the reports state nothing."""
+    label: Callable[[int], str]
+    """Output index → its name."""
+    baselines: Callable[[str, Tensors, int], Tensors]
+    """Name, one request's inputs (1, …) and seed → as many tensors (B, …)."""
+    window: Callable[[torch.Size, int | None], tuple[int, ...]]
+    """Shape of a row and side → shape of a window."""
+    default_baseline: str = "zero"
+    embedded: int | None = None
+    """Place of the token ids, which are explained where they have become embeddings."""
+    between_chunks: Callable[[], None] = field(default=lambda: None)
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why one input led to one output; numbers as in `Attribution`."""
+
+    options: ExplainOptions
+    baseline: str
+    target: int | tuple[int, ...]
+    label: str
+    probability: float | None
+    """Softmax of the outputs at the target; None where the outputs are no classes."""
+    f_input: float
+    f_baseline: float
+    sum_attributions: float
+    convergence_delta: float
+    n_steps: int
+    tolerance_met: bool
+    attributions: Tensors
+    """(*S) per explained input, on the device that made it."""
+    names: tuple[str, ...]
+    """Of the explained inputs."""
+    quality: Quality | None = None
+
+    @property
+    def relative_delta(self) -> float | None:
+        """|delta| as a share of |f(input) − f(baseline)|; None where those are equal."""
+        difference = abs(self.f_input - self.f_baseline)
+        return abs(self.convergence_delta) / difference if difference else None
+
+    @property
+    def legend(self) -> str:
+        """What the colours mean."""
+        if METHODS[self.options.method].has_signs:
+            return "red speaks for the label, blue against"
+        return "the redder, the more the label depends on it"
+
+    @property
+    def footer(self) -> str:
+        """How it was made and, where the method promises a sum, how far off, in one line."""
+        count = self.n_steps
+        parts = [self.options.method.replace("_", " "), f"{count} step{'s' * (count > 1)}"]
+        if METHODS[self.options.method].adds_up and self.relative_delta is not None:
+            percent = 100 * self.relative_delta
+            parts.append(f"delta {percent:.2g} %" if percent < 100 else f"delta {percent:.0f} %")
+        return " · ".join(parts)
+
+    def as_json(self) -> dict[str, Any]:
+        """Give the answer's fields; every number is finite."""
+        shapes: Any = [list(each.shape) for each in self.attributions]
+        values: Any = [each.tolist() for each in self.attributions]
+        if len(self.names) > 1:
+            shapes, values = (dict(zip(self.names, each, strict=True)) for each in (shapes, values))
+        else:
+            (shapes,), (values,) = shapes, values
+        return {
+            "method": self.options.method,
+            "target": list(self.target) if isinstance(self.target, tuple) else self.target,
+            "label": self.label,
+            "output": self.options.output,
+            "probability": self.probability,
+            "baseline": self.baseline,
+            "f_input": self.f_input,
+            "f_baseline": self.f_baseline,
+            "sum_attributions": self.sum_attributions,
+            "convergence_delta": self.convergence_delta,
+            "relative_delta": self.relative_delta,
+            "n_steps": self.n_steps,
+            "tolerance": self.options.tolerance,
+            "tolerance_met": self.tolerance_met,
+            **({"layer": self.options.layer} if self.options.layer else {}),
+            **({"quality": self.quality.as_json()} if self.quality else {}),
+            "shape": shapes,
+            "attributions": values,
+        }
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The part of a model that is differentiated or asked, and what it is given."""
+
+    artifact: Artifact
+    model: Model
+    """Called with the explained tensors, then the fixed ones."""
+    explained: Tensors
+    """(N, *S) each."""
+    fixed: Tensors
+    """(N, …) each."""
+    names: tuple[str, ...]
+    """Of the explained tensors."""
+    start: Callable[[Tensors], Tensors]
+    """Inputs of the model (B, …) → what of them, or of what follows from them, is explained."""
+
+
+def explain_batch(
+    subject: Subject, inputs: Tensors, options: Sequence[ExplainOptions]
+) -> list[list[Explanation]]:
+    """Explain inputs, (N, *S) each; requests that ask for the same share passes.
+
+    Returns:
+        For each request one explanation per target that it asks for.
+
+    Raises:
+        BadInput: a target, baseline or layer that this model does not have.
+        NoGradients: see `modelyard.handlers.explain.attribution`.
+        TwinDiffers: artifact and twin give different outputs for these inputs.
+    """
+    outputs = _ask(subject, subject.artifact, inputs)
+    targets = [
+        _resolve(option.target, row, subject.label)
+        for option, row in zip(options, outputs, strict=True)
+    ]
+    found: dict[int, list[Explanation]] = {}
+    for rows in _groups(options):
+        batch = _Batch(
+            tuple(tensor[rows] for tensor in inputs),
+            outputs[rows],
+            [options[row] for row in rows],
+            [targets[row] for row in rows],
+        )
+        found |= zip(rows, _explain_alike(subject, batch), strict=True)
+    return [found[row] for row in range(len(options))]
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Requests whose options lead to the same call of a method."""
+
+    inputs: Tensors
+    outputs: Tensor
+    """(N, …), of the artifact that predicts."""
+    options: Sequence[ExplainOptions]
+    targets: Sequence[Sequence[int]]
+    """Places in a row's flattened output."""
+
+
+def _explain_alike(subject: Subject, batch: _Batch) -> list[list[Explanation]]:
+    asked = batch.options[0]
+    method = METHODS[asked.method]
+    artifact = _choose(subject, asked.method)
+    inputs = tuple(tensor.to(artifact.device) for tensor in batch.inputs)
+    part = _part(subject, artifact, inputs, asked)
+    sets = [
+        _baselines(subject, part, tuple(tensor[row : row + 1] for tensor in inputs), option)
+        for row, option in enumerate(batch.options)
+    ]
+    question, owners = _question(subject, batch, part, inputs, sets)
+    settings: dict[str, Any] = asked.settings()
+    if method.needs_windows:
+        settings["shapes"] = tuple(
+            _window(subject, each.shape[1:], asked.window) for each in question.inputs
+        )
+    attribution = _run(method, question, settings)
+    found: list[list[Explanation]] = [[] for _ in batch.options]
+    for at, (row, target) in enumerate(owners):
+        options = batch.options[row]
+        found[row].append(
+            Explanation(
+                options=options,
+                baseline=options.baseline or subject.default_baseline,
+                names=part.names,
+                **_name(target, batch.outputs[row], subject.label),
+                **_numbers(question.part(slice(at, at + 1)), attribution, at, options, settings),
+            )
+        )
+    return found
+
+
+def _run(method: Method, question: Question, settings: Mapping[str, Any]) -> Attribution:
+    if not method.is_random or len(question) == 1:
+        return method.run(question, **settings)
+    alone = [
+        method.run(question.part(slice(at, at + 1)), **settings) for at in range(len(question))
+    ]
+    columns = zip(*(each.attributions for each in alone), strict=True)
+    return Attribution(tuple(map(torch.cat, columns)), torch.cat([each.n_steps for each in alone]))
+
+
+def _question(
+    subject: Subject,
+    batch: _Batch,
+    part: _Part,
+    inputs: Tensors,
+    sets: Sequence[Tensors],
+) -> tuple[Question, list[tuple[int, int]]]:
+    """Give the question, and for each of its explanations the request and the target."""
+    asked = batch.options[0]
+    outputs = batch.outputs.to(part.artifact.device)
+    if part.artifact is not subject.artifact:
+        outputs = _ask(subject, part.artifact, inputs)
+        _check_agreement(subject, batch.outputs.to(outputs), outputs)
+    counts = [len(rows[0]) for rows in sets]
+    repeated = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)])
+    begun = evaluate(
+        part.model,
+        (
+            *(torch.cat(column) for column in zip(*sets, strict=True)),
+            *(tensor[repeated.to(tensor.device)] for tensor in part.fixed),
+        ),
+        _forward_rows(asked, part.artifact),
+        subject.between_chunks,
+    )
+    ends, starts = (_explained(each, asked.output) for each in (outputs, begun))
+    start_rows = torch.split(starts, counts)
+    owners = [(row, target) for row, each in enumerate(batch.targets) for target in each]
+    rows = torch.tensor([row for row, _ in owners], device=outputs.device)
+    score = Score(
+        part.model,
+        torch.tensor([target for _, target in owners], device=outputs.device),
+        tuple(tensor[rows] for tensor in part.fixed),
+        asked.output == "probability",
+    )
+    explained = tuple(tensor[rows] for tensor in part.explained)
+    question = Question(
+        score,
+        explained,
+        tuple(sets[row] for row, _ in owners),
+        torch.stack([ends[row, target] for row, target in owners]),
+        torch.stack([start_rows[row][:, target].mean() for row, target in owners]),
+        _chunk_rows(asked, part.artifact, score, explained),
+        subject.between_chunks,
+    )
+    return question, owners
+
+
+def _explained(outputs: Tensor, output: str) -> Tensor:
+    """Give the numbers (N, K) float64 that targets are places in."""
+    outputs = outputs.double()
+    return (probabilities(outputs) if output == "probability" else outputs).flatten(1)
+
+
+def _numbers(
+    question: Question,
+    attribution: Attribution,
+    at: int,
+    options: ExplainOptions,
+    settings: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Give what one explanation says of itself, for the question that it alone answers."""
+    attributions = tuple(each[at : at + 1] for each in attribution.attributions)
+    total = sums_of(attributions)
+    delta = total - (question.f_input - question.f_baseline)
+    numbers = {
+        "f_input": float(question.f_input),
+        "f_baseline": float(question.f_baseline),
+        "sum_attributions": float(total),
+        "convergence_delta": float(delta),
+    }
+    wrong = ", ".join(f"{k} = {v}" for k, v in numbers.items() if not math.isfinite(v))
+    if wrong:
+        raise HandlerError(f"{wrong}; an explanation needs finite outputs and gradients")
+    steps = int(attribution.n_steps[at])
+    fixed = (
+        {**settings, "n_steps": steps} if "n_steps" in METHODS[options.method].options else settings
+    )
+    return numbers | {
+        "n_steps": steps,
+        "tolerance_met": bool(is_met(question, delta, options.tolerance)),
+        "attributions": tuple(each[0] for each in attributions),
+        "quality": measure(question, attributions, METHODS[options.method], fixed, options.seed)
+        if options.quality
+        else None,
+    }
+
+
+def _choose(subject: Subject, name: str) -> Artifact:
+    """Give what a method computes with: the artifact itself wherever that will do."""
+    if not METHODS[name].needs_gradients:
+        return subject.artifact
+    if subject.twin is None or not subject.twin.is_differentiable:
+        free = ", ".join(key for key, method in METHODS.items() if not method.needs_gradients)
+        raise NoGradients(
+            f"{name} needs gradients, and this archive holds no differentiable twin of its "
+            "artifact; build it again with `modelyard archive … --explain-with FILE.pt2`, exported "
+            f"from the same checkpoint, or choose one of {free}"
+        )
+    return subject.twin
+
+
+def _part(subject: Subject, artifact: Artifact, inputs: Tensors, asked: ExplainOptions) -> _Part:
+    """Decide between which tensors and the outputs the explanation is to be."""
+    names = artifact.input_names
+    cut = _cut(subject, artifact, asked) if METHODS[asked.method].needs_gradients else None
+    if cut is not None:
+        front = cut.front
+
+        def start(whole: Tensors) -> Tensors:
+            with torch.no_grad():
+                return (front(*whole).detach(),)
+
+        name = asked.layer or names[subject.embedded or 0]
+        return _Part(artifact, cut.back, start(inputs), inputs, (name,), start)
+    places = [at for at, each in enumerate(inputs) if each.is_floating_point()]
+    if subject.embedded is not None:
+        places = [subject.embedded]
+    elif not places and METHODS[asked.method].needs_gradients:
+        takes = ", ".join(map(str, artifact.inputs))
+        raise NoGradients(
+            f"{asked.method} needs real-valued inputs, this model takes {takes}; choose a method "
+            "without gradients, as occlusion"
+        )
+    places = places or list(range(len(inputs)))
+    order = [*places, *(at for at in range(len(inputs)) if at not in places)]
+    back = [order.index(at) for at in range(len(inputs))]
+
+    def model(*tensors: Tensor) -> Any:
+        return artifact(*(tensors[at] for at in back))
+
+    return _Part(
+        artifact,
+        artifact if back == sorted(back) else model,
+        tuple(inputs[at] for at in places),
+        tuple(inputs[at] for at in order[len(places) :]),
+        tuple(names[at] for at in places),
+        lambda whole: tuple(whole[at] for at in places),
+    )
+
+
+def _cut(subject: Subject, artifact: Artifact, asked: ExplainOptions) -> Cut | None:
+    if asked.layer is not None:
+        return cut_at_layer(artifact, asked.layer)
+    if subject.embedded is not None:
+        return cut_at_embedding(artifact, subject.embedded)
+    if asked.method == "layer_integrated_gradients":
+        raise BadInput('layer is not given; layer_integrated_gradients needs one, as "features.0"')
+    return None
+
+
+def _baselines(subject: Subject, part: _Part, inputs: Tensors, asked: ExplainOptions) -> Tensors:
+    """Give the baselines (B, *S) of one request, whose inputs are (1, …)."""
+    name = asked.baseline or subject.default_baseline
+    if name == "zero" and subject.embedded is not None:
+        return tuple(torch.zeros_like(each[:1]) for each in part.explained)
+    found = subject.baselines(name, inputs, asked.seed)
+    count = len(found[0])
+    for each, own in zip(found, inputs, strict=True):
+        if each.shape[1:] != own.shape[1:]:
+            raise BadInput(
+                f"baseline {name} has the shape {list(each.shape[1:])}; expected the input's, "
+                f"{list(own.shape[1:])}"
+            )
+    if count > 1 and asked.method != "gradient_shap":
+        raise BadInput(
+            f"baseline {name} holds {count} rows; {asked.method} takes one, gradient_shap several"
+        )
+    return part.start(tuple(each.to(own) for each, own in zip(found, inputs, strict=True)))
+
+
+def _window(subject: Subject, sizes: torch.Size, side: int | None) -> tuple[int, ...]:
+    shape = subject.window(sizes, side)
+    return tuple(min(pair) for pair in zip(shape, sizes, strict=True))
+
+
+def _chunk_rows(asked: ExplainOptions, artifact: Artifact, score: Score, explained: Tensors) -> int:
+    if asked.internal_batch_size is None and METHODS[asked.method].needs_gradients:
+        rows = gradient_rows(artifact, score, explained)
+        return min(rows, most_rows(artifact) or rows)
+    return _forward_rows(asked, artifact)
+
+
+def _forward_rows(asked: ExplainOptions, artifact: Artifact) -> int:
+    """Give how many points share a pass: what is asked for, as far as the artifact takes it."""
+    rows = asked.internal_batch_size or FORWARD_ROWS
+    return min(rows, most_rows(artifact) or rows)
+
+
+def _ask(subject: Subject, artifact: Artifact, inputs: Tensors) -> Tensor:
+    """Give the outputs (N, …) of the requests' inputs: they came as one batch, so they fit one."""
+    inputs = tuple(tensor.to(artifact.device) for tensor in inputs)
+    return evaluate(artifact, inputs, len(inputs[0]), subject.between_chunks)
+
+
+def _check_agreement(subject: Subject, told: Tensor, twin: Tensor) -> None:
+    """Refuse to explain what was not predicted.
+
+    Args:
+        told: (N, …) outputs of the artifact that predicts.
+        twin: (N, …) of its twin.
+    """
+    agreement = subject.agreement
+    if agreement is None:
+        return
+    for one, other in zip(told.double().flatten(1), twin.double().flatten(1), strict=True):
+        apart = (one - other).abs()
+        scaled = float(apart.max() / other.abs().max().clamp(min=1.0))
+        if agreement.is_quantized:
+            cosine = float(torch.nn.functional.cosine_similarity(one, other, dim=0))
+            agrees = int(one.argmax()) == int(other.argmax()) and cosine >= QUANTIZED_COSINE
+            rule = f"the same largest value and a cosine of {QUANTIZED_COSINE}, seen {cosine:.4f}"
+        else:
+            agrees = scaled <= agreement.tolerance
+            rule = f"a scaled difference of {agreement.tolerance:g}, seen {scaled:.2g}"
+        if not agrees:
+            at = int(apart.argmax())
+            raise TwinDiffers(
+                f"for this input the artifact gives {float(one[at]):.7g} at output {at} and its "
+                f"twin {float(other[at]):.7g}; expected {rule}, so an explanation of the one would "
+                "not be one of the other: ask with a method without gradients, as occlusion, or "
+                "export both again"
+            )
+
+
+def _groups(options: Sequence[ExplainOptions]) -> list[list[int]]:
+    """Gather the requests that one call of a method can answer together."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for row, option in enumerate(options):
+        alone = row if METHODS[option.method].is_random else None
+        settings = tuple(sorted(option.settings().items()))
+        rest = (option.output, option.window, option.layer, option.internal_batch_size)
+        groups.setdefault((alone, option.method, settings, rest), []).append(row)
+    return list(groups.values())
+
+
+def _name(target: int, outputs: Tensor, label: Callable[[int], str]) -> dict[str, Any]:
+    """Give the target's place and names, of one request's outputs."""
+    if outputs.dim() > 1:
+        place = _place(target, outputs.shape)
+        return {"target": place, "label": ",".join(map(str, place)), "probability": None}
+    probability = float(outputs.double().softmax(0)[target]) if len(outputs) > 1 else None
+    return {"target": target, "label": label(target), "probability": probability}
+
+
+def _place(target: int, shape: torch.Size) -> tuple[int, ...]:
+    place: list[int] = []
+    for size in reversed(shape):
+        target, rest = divmod(target, size)
+        place.insert(0, rest)
+    return tuple(place)
+
+
+def _resolve(target: str, outputs: Tensor, label: Callable[[int], str]) -> list[int]:
+    """Find the places in the flattened outputs that a request means."""
+    flat = outputs.flatten()
+    if target == "predicted":
+        return [int(flat.argmax())]
+    head, _, tail = target.partition("-")
+    if head == "top" and _is_number(tail):
+        most = min(MOST_TARGETS, len(flat))
+        if not 1 <= int(tail) <= most:
+            raise BadInput(f'target is "{target}"; expected top-1 to top-{most}')
+        return flat.topk(int(tail)).indices.tolist()
+    parts = target.split(",")
+    if all(map(_is_number, parts)) and len(parts) == outputs.dim():
+        place = tuple(map(int, parts))
+        if all(at < size for at, size in zip(place, outputs.shape, strict=True)):
+            index = 0
+            for at, size in zip(place, outputs.shape, strict=True):
+                index = index * size + at
+            return [index]
+    if outputs.dim() > 1:
+        ends = ",".join(str(size - 1) for size in outputs.shape)
+        raise BadInput(f'target is "{target}"; expected predicted, top-N, or a place up to {ends}')
+    count = len(flat)
+    names = [label(index) for index in range(count)]
+    if target in names:
+        return [names.index(target)]
+    shown = ", ".join(names[:SHOWN_LABELS]) + (", …" if count > SHOWN_LABELS else "")
+    raise BadInput(
+        f'target is "{target}"; expected predicted, top-N, an index from 0 to {count - 1}, '
+        f"or a label: {shown}"
+    )
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 9

@@ -1,0 +1,260 @@
+"""What one request asks of an explanation: from its query, its JSON part and its Accept header."""
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+from modelyard.handlers.errors import BadInput
+from modelyard.handlers.explain.attribution import DEFAULT_TOLERANCE, MAX_STEPS
+from modelyard.handlers.explain.methods import METHODS
+
+Row = Mapping[str, Any]
+
+MOST_TARGETS = 20
+PART = "explain"
+"""A part of a multipart body, or an entry of a JSON body beside `data`."""
+
+LIMITS: Mapping[str, tuple[int, int]] = {
+    "n_steps": (1, 1000),
+    "max_steps": (10, 7290),
+    "n_samples": (1, 5000),
+    "seed": (0, 2**32 - 1),
+    "internal_batch_size": (1, 1024),
+    "window": (1, 1024),
+    "stride": (1, 1024),
+}
+"""Whole numbers: lowest and highest."""
+
+SHARES = ("tolerance", "noise")
+"""Numbers above 0 and at most 1."""
+
+MEDIA_TYPES = {"json": "application/json", "png": "image/png", "html": "text/html"}
+
+_EVERYWHERE = (
+    *("method", "target", "output", "seed", "internal_batch_size", "aggregate", "format"),
+    "quality",
+)
+_BASELINE = re.compile(r"zero|black|white|mean|blur|noise|pad|file:.+", re.S)
+
+
+@dataclass(frozen=True)
+class ExplainOptions:
+    """What one request asks for; a field's name is the query parameter's."""
+
+    method: str = "integrated_gradients"
+    """A key of `METHODS`."""
+    target: str = "predicted"
+    """Class index, label, "predicted", "top-3", or the place "3,7" in an output of more dims."""
+    output: Literal["logit", "probability"] = "logit"
+    """What of the target is explained: the model's own number, or its softmax."""
+    baseline: str | None = None
+    """The handler's choice where None."""
+    n_steps: int | None = None
+    """None raises the steps until `tolerance` is met."""
+    tolerance: float = DEFAULT_TOLERANCE
+    """The largest |delta| allowed, as a share of |f(input) − f(baseline)|."""
+    max_steps: int = MAX_STEPS
+    """Where raising ends."""
+    n_samples: int | None = None
+    """Random points; the method's choice where None."""
+    noise: float | None = None
+    """Standard deviation as a share of the input's range; the method's choice where None."""
+    window: int | None = None
+    """Side of what is replaced at once; the handler's choice where None."""
+    stride: int | None = None
+    """By which windows move; half a window where None."""
+    layer: str | None = None
+    """Where layer_integrated_gradients looks, named as in the checkpoint."""
+    seed: int = 0
+    """Of everything random."""
+    internal_batch_size: int | None = None
+    """Points that share a pass; None chooses by memory."""
+    aggregate: Literal["none", "sum"] | None = None
+    """Sum an image's channels or a token's embedding; the handler's choice where None."""
+    format: Literal["json", "png", "html"] = "json"
+    quality: bool = False
+    """Measure infidelity and sensitivity too."""
+    given: frozenset[str] = field(default=frozenset(), compare=False)
+    """The names that the request gave a value."""
+
+    def settings(self) -> dict[str, Any]:
+        """Give what the method is to be called with, by the names that it takes."""
+        wanted = METHODS[self.method].options
+        values = {name: getattr(self, name) for name in wanted if name not in _FOR_OTHERS}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+_FOR_OTHERS = ("window", "layer")
+"""Options of a method that its function does not take: they decide over the question."""
+
+
+def gather_options(query: Mapping[str, str], row: Row) -> tuple[dict[str, str], Row]:
+    """Take the options out of a request: give them by name, and the request without them.
+
+    They are query parameters, a part "explain" of a multipart body, or the entry "explain" of a
+    JSON body {"data": input, "explain": {…}}; several of these may be given, for different options.
+
+    Raises:
+        BadInput: a part that is no JSON object, or an option that is given twice.
+    """
+    rest = {name: value for name, value in row.items() if name != PART}
+    part = _read_part(row[PART]) if PART in row else {}
+    body = row.get("body")
+    if isinstance(body, dict) and PART in body:
+        if set(body) != {PART, "data"}:
+            raise BadInput(
+                f'the body holds {", ".join(sorted(body))}; beside "explain", expected one entry '
+                '"data" with the input'
+            )
+        part = _read_part(body[PART])
+        rest["body"] = body["data"]
+    if twice := sorted(set(query) & set(part)):
+        raise BadInput(f"{twice[0]} is given in the query and in the body; expected one of them")
+    return {**query, **{name: _as_text(name, value) for name, value in part.items()}}, rest
+
+
+def parse_options(
+    given: Mapping[str, str], accept: str | None = None, formats: Sequence[str] = ("json", "png")
+) -> ExplainOptions:
+    """Read one request's options.
+
+    Args:
+        given: name → value, as a query has them.
+        accept: the Accept header, which chooses the format where `given` does not.
+        formats: those of `MEDIA_TYPES` that the handler can answer in.
+
+    Raises:
+        BadInput: an unknown option, one that does not apply, or a value outside its limits, which
+            the message states.
+    """
+    known = [each.name for each in fields(ExplainOptions) if each.name != "given"]
+    for name in given:
+        if name not in known:
+            raise BadInput(f'unknown parameter "{name}"; expected some of {", ".join(known)}')
+    values = {name: _READERS[name](name, text) for name, text in given.items()}
+    values.setdefault("format", _preferred(accept or "", formats))
+    _one_of("format", values["format"], formats)
+    options = ExplainOptions(**values, given=frozenset(given))
+    _check_applies(options)
+    return options
+
+
+def _check_applies(options: ExplainOptions) -> None:
+    method = METHODS[options.method]
+    takes = {*_EVERYWHERE, *method.options, *(["baseline"] if method.uses_baseline else [])}
+    for name in sorted(options.given - takes):
+        raise BadInput(
+            f"{name} does not apply to {options.method}; it takes {', '.join(sorted(takes))}"
+        )
+    if "n_steps" in options.given and "max_steps" in options.given:
+        raise BadInput("n_steps and max_steps are given; expected one: n_steps are used exactly")
+    is_random = method.is_random or options.baseline == "noise" or options.quality
+    if "seed" in options.given and not is_random:
+        raise BadInput(
+            f"seed does not apply: nothing is random in {options.method} with this baseline"
+        )
+
+
+def _read_part(part: Any) -> Mapping[str, Any]:
+    try:
+        value = json.loads(part) if isinstance(part, bytes | bytearray | str) else part
+    except (ValueError, RecursionError) as error:
+        raise BadInput(f'the part "explain" is not JSON: {error}') from error
+    if not isinstance(value, dict):
+        raise BadInput('the part "explain" is no JSON object; expected {"target": 3, …}')
+    return value
+
+
+def _as_text(name: str, value: Any) -> str:
+    """Spell a JSON value as a query would: one reader serves both."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, list) and all(type(each) is int for each in value):
+        return ",".join(map(str, value))
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise BadInput(f"{name} is {json.dumps(value)}; expected a text, a number or true or false")
+
+
+def _one_of(name: str, value: str, allowed: Mapping[str, object] | Sequence[str]) -> str:
+    if value not in allowed:
+        raise BadInput(f'{name} is "{value}"; expected one of {", ".join(allowed)}')
+    return value
+
+
+def _choice(*allowed: str) -> Callable[[str, str], str]:
+    return lambda name, text: _one_of(name, text, allowed)
+
+
+def _whole(name: str, text: str) -> int:
+    low, high = LIMITS[name]
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and low <= int(text) <= high):
+        raise BadInput(f'{name} is "{text}"; expected a whole number from {low} to {high}')
+    return int(text)
+
+
+def _share(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise BadInput(f'{name} is "{text}"; expected a number above 0 and at most 1')
+    return value
+
+
+def _baseline(name: str, text: str) -> str:
+    if not _BASELINE.fullmatch(text):
+        raise BadInput(
+            f'{name} is "{text}"; expected one of zero, black, white, mean, blur, noise, pad, '
+            "file:NAME"
+        )
+    return text
+
+
+def _flag(name: str, text: str) -> bool:
+    return _one_of(name, text, ("true", "false")) == "true"
+
+
+_READERS: Mapping[str, Callable[[str, str], Any]] = {
+    "method": lambda name, text: _one_of(name, text, METHODS),
+    "target": lambda _name, text: text,
+    "output": _choice("logit", "probability"),
+    "baseline": _baseline,
+    "layer": lambda _name, text: text,
+    "aggregate": _choice("none", "sum"),
+    "format": _choice(*MEDIA_TYPES),
+    "quality": _flag,
+    **dict.fromkeys(LIMITS, _whole),
+    **dict.fromkeys(SHARES, _share),
+}
+
+
+def _preferred(accept: str, formats: Sequence[str]) -> str:
+    """Give the format that an Accept header weighs most (RFC 9110, 12.5.1); the first of equals."""
+    return max(formats, key=lambda name: _weight_of(accept, MEDIA_TYPES[name]))
+
+
+def _weight_of(accept: str, media_type: str) -> float:
+    """Give the weight of a media type: that of the most specific range that holds it."""
+    group = media_type.partition("/")[0]
+    weights = {}
+    for part in accept.lower().split(","):
+        name, *parameters = (piece.strip() for piece in part.split(";"))
+        weights[name] = _weight(parameters)
+    for name in (media_type, f"{group}/*", "*/*"):
+        if name in weights:
+            return weights[name]
+    return 0.0
+
+
+def _weight(parameters: list[str]) -> float:
+    for parameter in parameters:
+        if parameter.startswith("q="):
+            try:
+                return float(parameter[2:])
+            except ValueError:
+                return 0.0
+    return 1.0

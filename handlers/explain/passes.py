@@ -1,0 +1,108 @@
+"""How many points may share a forward and backward pass: as many as memory and speed allow."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from modelyard.handlers.backends import Artifact, DynamicDim
+from modelyard.handlers.explain.attribution import Score, Tensors, recording
+
+FORWARD_ROWS = 32
+"""Without gradients nothing is kept, so memory decides little."""
+
+MOST_ROWS = 64
+
+PASS_BYTES = 1 << 30
+"""Kept for one backward pass at most: more rows are not faster, as they miss the caches more."""
+
+MEMORY_SHARE = 4
+"""A pass may keep one part in so many of the memory that is free."""
+
+Shapes = tuple[torch.Size, ...]
+
+_row_bytes: WeakKeyDictionary[Artifact, dict[Shapes, int]] = WeakKeyDictionary()
+
+
+def most_rows(artifact: Artifact) -> int | None:
+    """Give how many rows an artifact takes at once; None where it does not say."""
+    sizes = [
+        rows.high if isinstance(rows, DynamicDim) else rows
+        for spec in artifact.inputs
+        if spec.shape
+        for rows in spec.shape[:1]
+    ]
+    known = [size for size in sizes if size is not None]
+    return min(known) if known else None
+
+
+def gradient_rows(artifact: Artifact, score: Score, inputs: Tensors) -> int:
+    """Choose how many points share a pass with gradients.
+
+    The tensors that autograd keeps for one more row are counted once per shape of the inputs.
+
+    Args:
+        artifact: what `score` computes with.
+        score: of at least one row.
+        inputs: (M, *S) each.
+    """
+    shapes = tuple(each.shape[1:] for each in inputs)
+    known = _row_bytes.setdefault(artifact, {})
+    if shapes not in known:
+        rows = min(2, most_rows(artifact) or 2)
+        first, both = (_kept_bytes(score, inputs, count) for count in (1, rows))
+        known[shapes] = max(1, both - first if rows > 1 else first)
+    budget = min(PASS_BYTES, free_bytes(inputs[0].device) // MEMORY_SHARE)
+    return max(1, min(MOST_ROWS, budget // known[shapes]))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Give the memory that a computation on `device` can still get."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    limits = [*_available(), *_group_limit()]
+    return min(limits) if limits else PASS_BYTES * MEMORY_SHARE
+
+
+def _available() -> Iterator[int]:
+    for line in _lines("/proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            yield int(line.split()[1]) * 1024
+
+
+def _group_limit() -> Iterator[int]:
+    """Give what is left of the limit that a container has (cgroup v2)."""
+    limit, used = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit and used and limit[0].isdigit():
+        yield max(0, int(limit[0]) - int(used[0]))
+
+
+def _lines(path: str) -> Sequence[str]:
+    try:
+        return Path(path).read_text(encoding="ascii").split("\n")
+    except OSError:
+        return []
+
+
+def _kept_bytes(score: Score, inputs: Tensors, count: int) -> int:
+    rows = torch.zeros(count, dtype=torch.int64, device=inputs[0].device)
+    with recording(), _counting() as kept:
+        score(tuple(each.detach()[rows].clone().requires_grad_() for each in inputs), rows)
+    return sum(kept.values())
+
+
+@contextmanager
+def _counting() -> Iterator[dict[int, int]]:
+    """Note the storages that autograd keeps: address → bytes."""
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        yield kept

@@ -1,0 +1,104 @@
+"""How good an explanation is, measured at one input: captum's infidelity and sensitivity."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelyard.handlers.errors import BadInput
+from modelyard.handlers.explain.attribution import Question, Tensors
+from modelyard.handlers.explain.methods import Method, seeded
+
+SAMPLES = 10
+NOISE = 0.1
+"""Standard deviation of infidelity's noise, as a share of the input's range."""
+RADIUS = 0.02
+"""Of sensitivity's neighbourhood, as a share of the input's range."""
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Two numbers, smaller is better."""
+
+    infidelity: float
+    """Mean square of how far the attributions miss the output's change under noise, in squared
+    units of the output."""
+    sensitivity: float
+    """Largest change of the attributions in the neighbourhood, as a share of their norm."""
+
+    def as_json(self) -> dict[str, float]:
+        """Give the answer's fields."""
+        return {"infidelity": self.infidelity, "sensitivity": self.sensitivity}
+
+
+def measure(
+    question: Question,
+    attributions: Tensors,
+    method: Method,
+    settings: Mapping[str, Any],
+    seed: int,
+) -> Quality:
+    """Measure an explanation with `SAMPLES` draws; sensitivity explains again for each of them.
+
+    Args:
+        question: of one explanation.
+        attributions: (1, *S) per input.
+        method: that made them.
+        settings: that it was called with, steps fixed.
+        seed: of the draws.
+
+    Raises:
+        BadInput: inputs that cannot be varied by a little.
+
+    Source: Yeh et al. 2019, https://arxiv.org/abs/1901.09392
+    """
+    from captum.metrics import infidelity, infidelity_perturb_func_decorator, sensitivity_max
+
+    if not all(each.is_floating_point() for each in question.inputs):
+        raise BadInput("quality does not apply: the explained inputs are no real numbers")
+    ranges = tuple(float(each.max() - each.min()) or 1.0 for each in question.inputs)
+
+    @infidelity_perturb_func_decorator(method.multiplies)  # type: ignore[untyped-decorator]
+    def near(inputs: Tensor | Tensors, baselines: object = None) -> Tensors:
+        pairs = zip(_as_tuple(inputs), ranges, strict=True)
+        return tuple(each + NOISE * size * torch.randn_like(each) for each, size in pairs)
+
+    def forward(*points: Tensor) -> Tensor:
+        question.between_chunks()
+        rows = torch.zeros(len(points[0]), dtype=torch.int64, device=question.device)
+        return question.score(points, rows)
+
+    def explain(inputs: Tensor | Tensors) -> Tensors:
+        moved = replace(question, inputs=_as_tuple(inputs))
+        return method.run(moved, **settings).attributions
+
+    def around(inputs: Tensor | Tensors, radius: float) -> Tensors:
+        pairs = zip(_as_tuple(inputs), ranges, strict=True)
+        return tuple(each + radius * size * (2 * torch.rand_like(each) - 1) for each, size in pairs)
+
+    with seeded(seed), torch.no_grad():
+        first = infidelity(
+            forward,
+            near,
+            question.inputs,
+            attributions,
+            baselines=question.baselines if method.multiplies else None,
+            n_perturb_samples=SAMPLES,
+            max_examples_per_batch=min(question.chunk_rows, SAMPLES),
+        )
+        second = sensitivity_max(
+            explain,
+            question.inputs,
+            around,
+            perturb_radius=RADIUS,
+            n_perturb_samples=SAMPLES,
+            max_examples_per_batch=1,
+        )
+    return Quality(float(first), float(second))
+
+
+def _as_tuple(inputs: Tensor | Tensors) -> Tensors:
+    """Undo captum's habit of handing a tuple of one over as its tensor."""
+    return (inputs,) if isinstance(inputs, Tensor) else inputs

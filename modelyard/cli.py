@@ -1,0 +1,93 @@
+"""The one command. It names the subcommands and imports a room only when its command runs."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import NamedTuple
+
+import typer
+
+
+class Command(NamedTuple):
+    """Where a subcommand lives, and its line in the overview."""
+
+    module: str
+    app: str
+    help: str
+
+
+COMMANDS = {
+    "export": Command("modelyard.exporter.cli", "app", "Turn a checkpoint into proven artifacts."),
+    "bench": Command("modelyard.exporter.bench_cli", "app", "Measure artifacts on this machine."),
+    "inspect": Command(
+        "modelyard.exporter.inspect_cli", "inspect_app", "Say what a file is and holds."
+    ),
+    "archive": Command(
+        "modelyard.archiver.cli", "archive_app", "Package an artifact with its handler."
+    ),
+    "verify": Command(
+        "modelyard.archiver.cli", "verify_app", "Check an archive: digests, answers, parity."
+    ),
+    "keygen": Command(
+        "modelyard.archiver.cli", "keygen_app", "Make a key pair to sign archives with."
+    ),
+    "serve": Command("modelyard.serve.cli", "serve_app", "Start, stop and look at the server."),
+    "tune": Command(
+        "modelyard.serve.tools.tune_cli",
+        "tune_app",
+        "Find a model's best settings on this machine.",
+    ),
+    "doctor": Command(
+        "modelyard.serve.tools.doctor_cli", "doctor_app", "Say what works here, and what to do."
+    ),
+    "predict": Command(
+        "modelyard.serve.cli", "predict_app", "Ask the running server for a prediction."
+    ),
+    "explain": Command(
+        "modelyard.serve.cli", "explain_app", "Ask the running server for an explanation."
+    ),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run one subcommand; exit code 0 done, 1 the job failed, 2 wrong usage."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] in COMMANDS:
+        command = COMMANDS[given[0]]
+        app = getattr(importlib.import_module(command.module), command.app)
+        app(args=given[1:], prog_name=f"modelyard {given[0]}")
+    else:
+        _overview()(args=given, prog_name="modelyard")
+
+
+def _overview() -> typer.Typer:
+    """Return an application that only shows help: its commands are names without code."""
+    app = typer.Typer(
+        help="Export PyTorch checkpoints, archive them, serve predictions and explanations.",
+        no_args_is_help=True,
+        add_completion=False,
+    )
+
+    def show_version(wanted: bool) -> None:
+        if wanted:
+            typer.echo(f"modelyard {version('modelyard')}")
+            raise typer.Exit
+
+    @app.callback()
+    def overview(
+        version: bool = typer.Option(
+            False, "--version", callback=show_version, is_eager=True, help="Print the version."
+        ),
+    ) -> None:
+        pass
+
+    for name, command in COMMANDS.items():
+        app.command(name, help=command.help)(lambda: None)
+    return app
+
+
+if __name__ == "__main__":
+    main()

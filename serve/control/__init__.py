@@ -1,0 +1,1 @@
+"""What may be asked for: models and their versions, registered, sized, kept across restarts."""

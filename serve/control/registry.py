@@ -1,0 +1,151 @@
+"""Model name → versions → state. A table without I/O; the only owner of the default version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from modelyard.serve.control.model_config import ModelConfig, Options
+from modelyard.serve.dataplane.batcher import Batcher
+from modelyard.serve.dataplane.metrics import VersionMetrics
+from modelyard.serve.dataplane.pool import Pool
+from modelyard.serve.errors import Conflict, DefaultVersion, ModelNotFound, VersionNotFound
+
+
+@dataclass
+class ModelVersion:
+    """One archive registered under a name, with everything that runs it."""
+
+    name: str
+    version: str
+    file: str
+    """Name of the archive in the model store."""
+    url: str
+    """As it was registered; the file's name unless it was fetched."""
+    digest: str
+    """Of the archive."""
+    manifest: dict[str, Any] | None
+    """None in an archive without one, which only TorchServe's dialect serves."""
+    runtime: str
+    options: Options
+    """What the caller said."""
+    config: ModelConfig
+    folder: Path
+    """Where the archive is unpacked."""
+    pool: Pool
+    batchers: tuple[Batcher, Batcher]
+    """For predictions and explanations."""
+    metrics: VersionMetrics
+    explainers: Pool | None = None
+    """Workers that only explain; None where those of predictions do that too."""
+    at_start: bool = False
+    """Whether the server's start loaded it."""
+    is_downloaded: bool = False
+    """Whether its file was fetched, and goes when it is unregistered."""
+    started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+
+    async def start_explainers(self) -> None:
+        """Start the workers that only explain, unless they are there or the model has none.
+
+        It does not wait until they are ready; what is queued meanwhile waits for them.
+        """
+        if self.explainers is not None and not self.explainers.seats and self.pool.seats:
+            await self.explainers.scale(self.config.explain_workers, 0, wait=False)
+
+
+class Registry:
+    """The registered model versions."""
+
+    def __init__(self) -> None:
+        self._models: dict[str, dict[str, ModelVersion]] = {}
+        self._defaults: dict[str, str] = {}
+
+    def get(self, name: str, version: str | None = None) -> ModelVersion:
+        """Return a model version, the default one unless named.
+
+        Raises:
+            ModelNotFound, VersionNotFound.
+        """
+        versions = self._models.get(name)
+        if versions is None:
+            raise ModelNotFound(name)
+        found = versions.get(version if version is not None else self._defaults[name])
+        if found is None:
+            raise VersionNotFound(name, str(version))
+        return found
+
+    def versions(self, name: str) -> list[ModelVersion]:
+        """Return all versions of a model, in the order of registration."""
+        self.get(name)
+        return list(self._models[name].values())
+
+    def is_default(self, model: ModelVersion) -> bool:
+        """Tell whether requests that name no version go to this one."""
+        return self._defaults.get(model.name) == model.version
+
+    def refuse_duplicate(self, name: str, version: str) -> None:
+        """Raise Conflict when the version is registered already."""
+        if version in self._models.get(name, {}):
+            raise Conflict(f"Model version {version} is already registered for model {name}")
+
+    def refuse_gone(self, model: ModelVersion) -> None:
+        """Raise when a version has been removed, by somebody who was faster.
+
+        Raises:
+            ModelNotFound, VersionNotFound.
+        """
+        if self.get(model.name, model.version) is not model:
+            raise VersionNotFound(model.name, model.version)
+
+    def refuse_default(self, model: ModelVersion) -> None:
+        """Raise DefaultVersion when the version is the default and not the only one."""
+        if self.is_default(model) and len(self._models[model.name]) > 1:
+            raise DefaultVersion(f"Cannot remove default version for model {model.name}")
+
+    def add(self, model: ModelVersion) -> None:
+        """Register; the first version of a name becomes its default."""
+        self.refuse_duplicate(model.name, model.version)
+        self._models.setdefault(model.name, {})[model.version] = model
+        self._defaults.setdefault(model.name, model.version)
+
+    def remove(self, model: ModelVersion) -> None:
+        """Forget a version."""
+        self.refuse_gone(model)
+        self.refuse_default(model)
+        versions = self._models[model.name]
+        del versions[model.version]
+        if not versions:
+            del self._models[model.name], self._defaults[model.name]
+
+    def arrange(self, models: Iterable[ModelVersion]) -> None:
+        """Put versions in this order; they were registered at once, in whatever order that gave."""
+        for model in models:
+            versions = self._models[model.name]
+            versions[model.version] = versions.pop(model.version)
+
+    def set_default(self, name: str, version: str) -> None:
+        """Make a version the one that answers when a request names none."""
+        self._defaults[name] = self.get(name, version).version
+
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Undo what a block changes in the table when the block fails."""
+        models = {name: dict(versions) for name, versions in self._models.items()}
+        defaults = dict(self._defaults)
+        try:
+            yield
+        except BaseException:
+            self._models, self._defaults = models, defaults
+            raise
+
+    def __iter__(self) -> Iterator[ModelVersion]:
+        """Yield all versions, models in the order of their names."""
+        for name in sorted(self._models):
+            yield from self._models[name].values()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._models.values()))

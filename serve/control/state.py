@@ -1,0 +1,141 @@
+"""Files of the state folder: written whole or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelyard.serve.errors import StartError
+
+
+@dataclass(frozen=True)
+class StateDir:
+    """The places in one server's state folder."""
+
+    root: Path
+
+    @property
+    def server_file(self) -> Path:
+        """Pid and addresses of the running server (JSON)."""
+        return self.root / "server.json"
+
+    @property
+    def key_file(self) -> Path:
+        """Bearer tokens (JSON, mode 0600)."""
+        return self.root / "keys.json"
+
+    @property
+    def models_file(self) -> Path:
+        """What is registered (JSON): the last acknowledged change."""
+        return self.root / "models.json"
+
+    @property
+    def previous_models_file(self) -> Path:
+        """What was registered before the last change; read when the other file is damaged."""
+        return self.root / "models.previous.json"
+
+    @property
+    def log_file(self) -> Path:
+        """The server's log."""
+        return self.root / "logs" / "server.log"
+
+    @property
+    def unpacked(self) -> Path:
+        """Folder of unpacked archives; emptied at every start."""
+        return self.root / "unpacked"
+
+    @property
+    def lock_file(self) -> Path:
+        """Held by the running server for as long as it lives."""
+        return self.root / "lock"
+
+    def create(self) -> None:
+        """Make the folders, readable by their owner only."""
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self.log_file.parent, self.unpacked):
+            folder.mkdir(mode=0o700, exist_ok=True)
+
+    @contextlib.contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the folder: one server each. A dead server's lock is free by itself.
+
+        Raises:
+            StartError: another server runs; the message says where.
+        """
+        with self.lock_file.open("a") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise StartError(describe_running(self.running())) from None
+            yield
+
+    def is_locked(self) -> bool:
+        """Tell whether a server holds the folder."""
+        try:
+            with self.lock_file.open("r") as lock:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            raise StartError(
+                f"cannot use the state folder {self.root}: {error.strerror}"
+            ) from error
+        return False
+
+    def running(self) -> dict[str, Any] | None:
+        """Return the running server's file, or None when none runs."""
+        if not self.is_locked():
+            return None
+        try:
+            content = json.loads(self.server_file.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            return {}  # it is just starting
+        return content if isinstance(content, dict) else {}
+
+
+def describe_running(server: dict[str, Any] | None) -> str:
+    """Say that a server runs, and where."""
+    if not server:
+        return "a server is starting in this state folder; see `modelyard serve status`"
+    return (
+        f"already running: pid {server['pid']}, inference {server['inference']}, "
+        f"management {server['management']}; stop it with `modelyard serve stop`, or give another "
+        "--state-dir and --port to run a second one"
+    )
+
+
+def write_json(file: Path, content: object, mode: int = 0o600) -> None:
+    """Replace a file by new JSON, as `write_text` does."""
+    write_text(file, json.dumps(content, indent=2), mode)
+
+
+def write_text(file: Path, text: str, mode: int = 0o600) -> None:
+    """Replace a file's content, atomically and durably.
+
+    A reader sees the old content or the new one; so does the next start after a power cut.
+    """
+    fd, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with os.fdopen(fd, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fchmod(out.fileno(), mode)
+            os.fsync(out.fileno())
+        Path(temporary).replace(file)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    folder = os.open(file.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

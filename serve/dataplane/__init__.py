@@ -1,0 +1,1 @@
+"""What every request passes, whatever its protocol: queue, batches, workers, the wire, metrics."""

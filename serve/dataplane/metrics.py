@@ -1,0 +1,205 @@
+"""Every metric's name, unit and labels (Prometheus)."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Collection
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    disable_created_metrics,
+)
+from prometheus_client.exposition import generate_latest
+from prometheus_client.registry import Collector
+
+from modelyard.serve.dataplane.exposition import HandlerMetrics, read_records, text
+from modelyard.serve.dataplane.histogram import Histograms
+from modelyard.serve.torchserve.metrics import TorchServeMetrics
+from modelyard.serve.torchserve.settings import TorchServeSettings
+
+KINDS = ("predict", "explain")
+"""Label values by kind of job: index 0 and 1."""
+REFUSED = ("full", "deadline")
+"""Label values: why a request was refused."""
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+
+
+class Metrics:
+    """The metrics of one server. Labels come from registered models only, so they are bounded.
+
+    Args:
+        torchserve: settings of the dialect, None in a server of ours.
+
+    Raises:
+        StartError: the dialect's metrics configuration cannot be read.
+    """
+
+    def __init__(self, torchserve: TorchServeSettings | None = None) -> None:
+        self.torchserve = TorchServeMetrics(torchserve) if torchserve else None
+        self.handlers = HandlerMetrics(socket.gethostname())
+        """What handlers measure; in the dialect `torchserve` keeps that."""
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # a time stamp beside every series, which nobody reads
+        self.registry = CollectorRegistry()
+        model = ("model", "version")
+        kind = (*model, "kind")
+        self.requests = Counter(
+            "modelyard_requests",
+            "Requests answered, by HTTP status.",
+            (*kind, "code"),
+            registry=self.registry,
+        )
+        self.errors = Counter(
+            "modelyard_errors",
+            "Requests answered with status 400 or above.",
+            (*kind, "code"),
+            registry=self.registry,
+        )
+        self.latency = Histograms(
+            "modelyard_request_latency_seconds",
+            "From the whole body read to the answer ready, in seconds.",
+            kind,
+            SECONDS,
+            self.registry,
+        )
+        self.queue_time = Histograms(
+            "modelyard_queue_time_seconds",
+            "From arrival in the queue to hand-over to a worker, in seconds.",
+            kind,
+            SECONDS,
+            self.registry,
+        )
+        self.batch_size = Histograms(
+            "modelyard_batch_size",
+            "Requests in one handler call.",
+            kind,
+            SIZES,
+            self.registry,
+        )
+        self.queue_length = Gauge(
+            "modelyard_queue_length", "Requests waiting now.", kind, registry=self.registry
+        )
+        self.refused = Counter(
+            "modelyard_refused_requests",
+            "Requests refused because too many waited (full) or none would be answered in its time "
+            "(deadline).",
+            (*kind, "reason"),
+            registry=self.registry,
+        )
+        self.restarts = Counter(
+            "modelyard_worker_restarts",
+            "Workers that ended unasked and were replaced.",
+            model,
+            registry=self.registry,
+        )
+        self.ready_workers = Gauge(
+            "modelyard_ready_workers", "Workers that can take work.", model, registry=self.registry
+        )
+        self.frontend_restarts = Counter(
+            "modelyard_frontend_restarts",
+            "Frontend processes that ended unasked and were replaced.",
+            registry=self.registry,
+        )
+        self.unrouted = Counter(
+            "modelyard_unrouted_requests",
+            "Requests for no registered model, or without the right to it, by HTTP status.",
+            ("code",),
+            registry=self.registry,
+        )
+
+    def text(self, names: Collection[str] = ()) -> str:
+        """Return everything as Prometheus text; only these metrics unless there are none."""
+        if self.torchserve is None:
+            theirs = text(self.handlers.families.values(), names)
+        else:
+            theirs = self.torchserve.text(names)
+            if self.torchserve.mode == "log":
+                return theirs
+        registry: Collector = self.registry.restricted_registry(names) if names else self.registry
+        return theirs + generate_latest(registry).decode()
+
+
+class VersionMetrics:
+    """The metrics of one model version, label lookups done once."""
+
+    def __init__(self, metrics: Metrics, model: str, version: str) -> None:
+        self._metrics = metrics
+        self._labels = (model, version)
+        self.kinds = tuple(KindMetrics(metrics, model, version, kind) for kind in KINDS)
+        self.restarts = metrics.restarts.labels(model, version)
+
+    def watch_workers(self, ready: Callable[[], float]) -> None:
+        """Read the number of ready workers from `ready` at each scrape."""
+        self._metrics.ready_workers.labels(*self._labels).set_function(ready)
+
+    def reported(self, records: object, seconds: float) -> None:
+        """Take what a handler measured in one batch, which its worker had for `seconds`."""
+        if self._metrics.torchserve is not None:
+            self._metrics.torchserve.reported(read_records(records), seconds)
+        else:
+            for record in read_records(records):
+                self._metrics.handlers.record(record)
+
+    def worker_loaded(self, id: int, seconds: float) -> None:
+        """Take note of how long a worker took to load."""
+        if self._metrics.torchserve is not None:
+            model, version = self._labels
+            self._metrics.torchserve.worker_loaded(f"W-{id}-{model}_{version}", seconds)
+
+    def remove(self) -> None:
+        """Forget the series of this model version."""
+        metrics = self._metrics
+        metrics.handlers.forget(self._labels[0])
+        if metrics.torchserve is not None:
+            metrics.torchserve.forget(self._labels[0])
+        metrics.restarts.remove(*self._labels)
+        metrics.ready_workers.remove(*self._labels)
+        for kind in self.kinds:
+            kind.remove()
+
+
+class KindMetrics:
+    """The metrics of one model version and kind of job."""
+
+    def __init__(self, metrics: Metrics, model: str, version: str, kind: str) -> None:
+        self._metrics = metrics
+        self._labels = (model, version, kind)
+        self._codes: dict[int, tuple[Counter, ...]] = {}
+        self.latency = metrics.latency.labels(*self._labels)
+        self.queue_time = metrics.queue_time.labels(*self._labels)
+        self.batch_size = metrics.batch_size.labels(*self._labels)
+        self.queue_length = metrics.queue_length.labels(*self._labels)
+        self.refused_full, self.refused_late = (
+            metrics.refused.labels(*self._labels, reason) for reason in REFUSED
+        )
+
+    def answered(self, code: int, seconds: float) -> None:
+        """Count one answer and how long it took."""
+        counters = self._codes.get(code)
+        if counters is None:
+            metrics, labels = self._metrics, (*self._labels, str(code))
+            families = (metrics.requests, metrics.errors) if code >= 400 else (metrics.requests,)
+            counters = self._codes[code] = tuple(family.labels(*labels) for family in families)
+        for counter in counters:
+            counter.inc()
+        self.latency.observe(seconds)
+
+    def remove(self) -> None:
+        """Forget the series of this kind."""
+        metrics, labels = self._metrics, self._labels
+        for family in (
+            metrics.latency,
+            metrics.queue_time,
+            metrics.batch_size,
+            metrics.queue_length,
+        ):
+            family.remove(*labels)
+        for reason in REFUSED:
+            metrics.refused.remove(*labels, reason)
+        for code in self._codes:
+            metrics.requests.remove(*labels, str(code))
+            if code >= 400:
+                metrics.errors.remove(*labels, str(code))

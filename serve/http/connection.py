@@ -1,0 +1,790 @@
+"""One client connection: bytes → requests for the application → its answers, in their order.
+
+httptools parses; nothing else does, for a lenient parser lets one request hide in another's body.
+What it lets pass and RFC 9112 does not is refused here, and so is what costs more than it should.
+Nothing is timed on the way of a request: the listener asks each connection now and then, by
+`check`, whether its client is too slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from time import monotonic
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+from modelyard.serve.errors import (
+    BadMessage,
+    HeadTooLarge,
+    RequestTooSlow,
+    ServeError,
+    TargetTooLong,
+)
+
+try:
+    import httptools
+except ImportError:
+    HAS_PARSER = False
+else:
+    HAS_PARSER = True
+"""No other parser is as strict; `Listener` refuses to start without this one."""
+
+logger = logging.getLogger(__name__)
+
+ANSWER = "modelyard.answer"
+"""ASGI extension: sends a whole answer at once, see `Exchange.send_at_once`."""
+EXCHANGE = "modelyard.exchange"
+"""ASGI extension: the request's `Exchange`, which tells when the client leaves."""
+SPELLING = "modelyard.spelling"
+"""ASGI extension: the names of `scope["headers"]` as the client spelled them, a list of bytes."""
+
+JOIN_BYTES = 1 << 16
+"""Bodies below this are copied behind their head: uvloop's write of one buffer is the fast one."""
+PART_BYTES = 1 << 18
+"""The application gets a body in parts of at least this size, its last part aside. While one waits
+to be taken, no more is read."""
+SLICE_BYTES = 8192
+"""Heads and chunks are parsed in pieces of this size, so that limits are seen before the end of
+what was received: uvloop reads 256 KB at once."""
+TARGET_BYTES = 16384
+"""Longest request target; TorchServe takes a request line of 4096 bytes."""
+HEADER_COUNT = 1000
+"""A head of this many fields costs 1 ms; browsers and proxies send fewer than 100."""
+FRAMING_BYTES = 16384
+"""What chunk sizes, their extensions and trailers may take beyond half of the body's own size:
+chunks of 12 bytes pass, a body of single bytes and a long extension do not."""
+PIPELINED = 64
+"""Requests that may wait on one connection for the answer before theirs."""
+MIN_RATE = 500
+"""Bytes per second, over `transfer_timeout_s`, below which a client is too slow; Apache's value."""
+LINGER_S = 2.0
+"""How long a client may go on sending after the last answer, so that it can read that answer: a
+socket that is closed with bytes unread resets the connection."""
+
+Headers = Iterable[tuple[bytes, bytes]]
+Message = MutableMapping[str, Any]
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Access = Callable[[object, str, str, int, float], None]
+"""Called with each answer: client, method, target, status, seconds since the request's head."""
+
+
+class WholeRequest(Protocol):
+    """A request whose body is there, as `Application.take` sees it."""
+
+    scope: Scope
+
+    @property
+    def received(self) -> int:
+        """Bytes of the body."""
+
+    def take_body(self) -> list[bytes]:
+        """Return the body, in the parts in which it came; ASGI's `receive` has none of it then."""
+
+    def is_left(self) -> bool:
+        """Tell whether nobody waits for the answer any more."""
+
+    def send_at_once(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Send a whole answer; return False where only ASGI's way will do."""
+
+    async def send(self, message: Message) -> None:
+        """Send the head of the answer or a part of its body: ASGI."""
+
+    def run(self, answering: Awaitable[None]) -> None:
+        """Have a task answer."""
+
+
+class Application(Protocol):
+    """What answers: ASGI, and a form for what is refused before it becomes a request."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+
+    def take(self, exchange: WholeRequest) -> bool:
+        """Answer a request whose body is there, without a task; False leaves it to ASGI's call.
+
+        It raises nothing; the answer may come later, by `send_at_once` or `run`.
+        """
+
+    def refuse(self, error: Exception) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+        """Return status, headers and body of the last answer on a connection."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one client may ask of a listener; the defaults are those of `Settings`."""
+
+    header_bytes: int = 65536
+    head_timeout_s: float = 10
+    transfer_timeout_s: float = 20
+    keep_alive_s: float = 75
+    connections: int = 4096
+    body_bytes: int = 6_553_500
+    """What crosses it goes to the application at once, so that it can refuse it."""
+
+
+IDLE, HEAD, BODY, ENDING = range(4)
+"""What a connection reads: nothing, a request's head, its body; or it only waits for its end."""
+
+_ASGI = {"version": "3.0", "spec_version": "2.3"}
+_BAD_NAME = re.compile(rb'[\x00-\x20\x7f()<>@,;:\[\]={}\\"]')
+_BAD_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+
+
+STATUS_LINES = {status: f"HTTP/1.1 {status} \r\n".encode() for status in range(100, 600)}
+STATUS_LINES |= {each: f"HTTP/1.1 {each} {each.phrase}\r\n".encode() for each in HTTPStatus}
+
+
+class Exchange:
+    """One request and its answer, as the application sees them.
+
+    Attributes:
+        received: bytes of the body so far.
+        framing: bytes that came with them and are none of the body's.
+        has_left: nobody waits for the answer.
+    """
+
+    received: int = 0
+    framing = 0
+    is_chunked = False
+    is_received = False
+    expects_continue = False
+    has_left = False
+    is_started = False
+    is_complete = False
+    is_begun = False
+    keeps_alive = True
+    began = 0.0
+    task: asyncio.Task[None]
+    _taken = 0
+    _is_taken = False
+    on_leave: Callable[[], None] | None = None
+    """Called when the client leaves before its answer."""
+    _news: asyncio.Event | None = None
+    _is_answer_chunked: bool | None = None
+    _missing = 0
+    """Bytes of the answer that its Content-Length still promises."""
+
+    def __init__(self, connection: Connection, scope: Scope) -> None:
+        self.connection = connection
+        self.transport = connection.transport
+        self.scope = scope
+        self.parts: list[bytes] = []
+
+    def run(self, answering: Awaitable[None]) -> None:
+        """Have a task answer."""
+        # The loop keeps no strong reference to a task.
+        self.task = self.connection.loop.create_task(self._run(answering))
+
+    async def _run(self, answering: Awaitable[None]) -> None:
+        try:
+            await answering
+            if self.is_complete or self.has_left:
+                return
+            if not self.is_started:
+                raise RuntimeError("the application returned without an answer")
+        except Exception as error:
+            logger.exception("%s %s failed", self.scope["method"], self.scope["path"])
+            if not self.is_started and not self.has_left:
+                status, headers, body = self.connection.app.refuse(error)
+                headers = [*headers, (b"content-length", b"%d" % len(body))]
+                self.keeps_alive = False
+                await self.send(
+                    {"type": "http.response.start", "status": status, "headers": headers}
+                )
+                await self.send({"type": "http.response.body", "body": body})
+        finally:
+            self.scope.pop("extensions", None)  # they hold this object: no work for the collector
+        if not self.is_complete and not self.has_left:
+            self.transport.close()  # without its end, so that no part is taken for the whole
+
+    def put(self, body: bytes) -> None:
+        """Take a piece of the body."""
+        self.received += len(body)
+        if self.is_complete or self.has_left:
+            return
+        self.parts.append(body)
+        if self._has_part():
+            self.connection.pause_reading()
+            self.tell()
+
+    def _has_part(self) -> bool:
+        is_over = self.received > self.connection.limits.body_bytes
+        return self.received - self._taken >= (1 if is_over else PART_BYTES)
+
+    def take_body(self) -> list[bytes]:
+        """Return the whole body, in the parts in which it came; `receive` has none of it then."""
+        self._is_taken, self._taken = True, self.received
+        parts, self.parts = self.parts, []
+        return parts or [b""]
+
+    def tell(self) -> None:
+        """Wake who waits in `receive`."""
+        if self._news is not None:
+            self._news.set()
+
+    def is_left(self) -> bool:
+        """Tell whether nobody waits for the answer any more."""
+        return self.has_left
+
+    def leave(self) -> None:
+        """Note that nobody waits for the answer any more."""
+        self.has_left = True
+        self.tell()
+        if self.on_leave is not None:
+            self.on_leave()
+
+    async def receive(self) -> Message:
+        """Return the next part of the body, in the end that the client has gone: ASGI."""
+        is_awaited = self.expects_continue and not (self.is_received or self.is_started)
+        if is_awaited and not self.transport.is_closing():
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        self.expects_continue = False
+        while not (self.has_left or self.is_complete):
+            if self._has_part() or (self.is_received and not self._is_taken):
+                parts, self.parts = self.parts, []
+                self._taken = self.received
+                self._is_taken = self.is_received
+                body = parts[0] if len(parts) == 1 else b"".join(parts)
+                return {"type": "http.request", "body": body, "more_body": not self.is_received}
+            self.connection.resume_reading()
+            if self._news is None:
+                self._news = asyncio.Event()
+            self._news.clear()
+            await self._news.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """Send the head of the answer or a part of its body: ASGI.
+
+        Raises:
+            RuntimeError: the application breaks ASGI's or HTTP's rules.
+        """
+        await self.connection.drain()
+        if self.has_left:
+            return
+        expected = "http.response.body" if self.is_started else "http.response.start"
+        if message["type"] != expected or self.is_complete:
+            raise RuntimeError(f"{message['type']} was sent where {expected} was expected")
+        if self.is_started:
+            self._send_part(message.get("body", b""), message.get("more_body", False))
+        else:
+            self._send_head(message["status"], message.get("headers", ()))
+
+    def _send_head(self, status: int, headers: Headers) -> None:
+        lines = [STATUS_LINES[status]]
+        is_closing = False
+        for name, value in headers:
+            if _BAD_NAME.search(name) or _BAD_VALUE.search(value):
+                raise RuntimeError(f"the header {name!r}: {value!r} is none of HTTP")
+            name = name.lower()
+            if name == b"content-length" and self._is_answer_chunked is None:
+                self._missing = int(value)
+                self._is_answer_chunked = False
+            elif name == b"transfer-encoding" and value.lower() == b"chunked":
+                self._is_answer_chunked = True
+            elif name == b"connection" and b"close" in value.lower():
+                is_closing, self.keeps_alive = True, False
+            lines += (name, b": ", value, b"\r\n")
+        self.is_started = True
+        if not self.keeps_alive and not is_closing:
+            lines.append(b"connection: close\r\n")
+        if self.scope["method"] == "HEAD" or status in (204, 304):
+            self._missing, self._is_answer_chunked = 0, self._is_answer_chunked or False
+        elif self._is_answer_chunked is None:
+            self._is_answer_chunked = True
+            lines.append(b"transfer-encoding: chunked\r\n")
+        lines.append(b"\r\n")
+        self._write(b"".join(lines))
+        self._log(status)
+
+    def _send_part(self, body: bytes, is_more: bool) -> None:
+        if self.scope["method"] == "HEAD":
+            pass
+        elif self._is_answer_chunked:
+            lines = (b"%x\r\n" % len(body), body, b"\r\n") if body else ()
+            self._write(b"".join((*lines, b"" if is_more else b"0\r\n\r\n")))
+        else:
+            self._missing -= len(body)
+            if self._missing < 0 or (self._missing and not is_more):
+                raise RuntimeError("the answer's body is not as long as its Content-Length says")
+            if body:
+                self._write(body)
+        if not is_more:
+            self._complete()
+
+    def _write(self, data: bytes) -> None:
+        self.connection.written += len(data)
+        self.transport.write(data)
+
+    def send_at_once(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Write head and body in one system call; return False where only ASGI's way will do."""
+        if self.connection.writable is not None or self.is_started:
+            return False
+        if self.has_left:
+            return True
+        if self.scope["method"] == "HEAD":
+            return False
+        lines = [STATUS_LINES[status]]
+        for name, value in headers:
+            lines += (name, b": ", value, b"\r\n")
+        lines.append(b"\r\n" if self.keeps_alive else b"connection: close\r\n\r\n")
+        head = b"".join(lines)
+        line_count = len(headers) + 2 + (not self.keeps_alive)
+        if head.count(b"\n") != line_count or head.count(b"\r") != line_count:
+            return False  # a line break inside a header; `send` refuses it
+        self.connection.written += len(head) + len(body)
+        if len(body) < JOIN_BYTES:
+            self.transport.write(head + body)
+        else:
+            self.transport.writelines((head, body))
+        self.is_started = True
+        if self.connection.access is not None:
+            self._log(status)
+        self.scope.pop("extensions", None)
+        self._complete()
+        return True
+
+    def _complete(self) -> None:
+        self.is_complete = True
+        if self._news is not None:
+            self._news.set()
+        self.connection.answered(self)
+
+    def _log(self, status: int) -> None:
+        connection, scope = self.connection, self.scope
+        if connection.access is not None:
+            query = scope["query_string"]
+            target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
+            took_s = monotonic() - self.began
+            connection.access(connection.client, scope["method"], target, status, took_s)
+
+
+class Connection(asyncio.Protocol):
+    """One client connection.
+
+    Args:
+        app: what answers.
+        limits: what is refused.
+        access: called with each answer, for an access log.
+        connections: where it enters itself while it is open.
+        closed: called when it has ended.
+
+    Attributes:
+        since: time of the loop; of its beginning, of the first byte of the head that is being
+            read, or of its last answer.
+        answering: the request that the application has.
+        reading: the request whose body is being read.
+        written: bytes of answers so far.
+        writable: None, or what is set as soon as the client has taken enough of its answers.
+    """
+
+    transport: asyncio.Transport
+    phase = IDLE
+    since = 0.0
+    url = b""
+    head_bytes = 0
+    written = 0
+    answering: Exchange | None = None
+    reading: Exchange | None = None
+    writable: asyncio.Event | None = None
+    client: tuple[str, int] | None = None
+    _is_reading_paused = False
+    _refusal: Exception | None = None
+    _window: tuple[object, float, int] = (None, 0.0, 0)
+    """What is measured, since when, and how far it was then."""
+
+    def __init__(
+        self,
+        app: Application,
+        limits: Limits,
+        access: Access | None,
+        connections: set[Connection],
+        closed: Callable[[], None],
+    ) -> None:
+        self.app = app
+        self.access = access
+        self.limits = limits
+        self._connections = connections
+        self._closed = closed
+        self.loop = asyncio.get_running_loop()
+        self._time = self.loop.time
+        self._queue: deque[Exchange] = deque()
+        self._headers: list[tuple[bytes, bytes]] = []
+        self._spelling: list[bytes] = []
+        self.parser: Any = httptools.HttpRequestParser(self)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Start to count."""
+        self.transport = transport
+        self._connections.add(self)
+        self.since = self._time()
+        self.client = _endpoint(transport, "peername")
+        self._server = _endpoint(transport, "sockname")
+        self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Tell who waits for this client."""
+        self._connections.discard(self)
+        self.parser = None
+        for exchange in (self.answering, self.reading, *self._queue):
+            if exchange is not None:
+                exchange.leave()
+        self._queue.clear()
+        self.resume_writing()
+        self._closed()
+
+    def data_received(self, data: bytes) -> None:
+        """Parse."""
+        if len(data) <= SLICE_BYTES:
+            self._feed(data)
+        else:
+            rest = memoryview(data)
+            while rest:
+                reading = self.reading
+                is_plain = reading is not None and not reading.is_chunked
+                size = len(rest) if is_plain else SLICE_BYTES
+                self._feed(rest[:size])
+                rest = rest[size:]
+        answering = self.answering
+        if answering is not None and not answering.is_begun:
+            self._begin(answering)  # most bodies are there by now
+
+    def _feed(self, data: bytes | memoryview) -> None:
+        if self.parser is None:
+            return  # the rest of what was refused
+        reading = self.reading
+        received = reading.received if reading is not None else 0
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._stay(data[upgrade.args[0] :])
+            return
+        except httptools.HttpParserError as error:
+            cause = error.__context__
+            self.refuse(cause if isinstance(cause, ServeError) else BadMessage(str(error)))
+            return
+        if self.phase == HEAD:
+            self.head_bytes += len(data)
+            if self.head_bytes > self.limits.header_bytes:
+                self._refuse_head()
+        elif reading is not None and reading is self.reading and reading.is_chunked:
+            reading.framing += len(data) - (reading.received - received)
+            if reading.framing > FRAMING_BYTES + reading.received // 2:
+                self.refuse(
+                    BadMessage(
+                        f"{reading.framing} bytes of chunk sizes, extensions and trailers around "
+                        f"{reading.received} bytes of body; send larger chunks"
+                    )
+                )
+
+    def _refuse_head(self) -> None:
+        if len(self.url) > TARGET_BYTES:
+            self.refuse(TargetTooLong(TARGET_BYTES))
+        else:
+            self.refuse(HeadTooLarge(f"{self.limits.header_bytes} bytes (max_header_bytes)"))
+
+    def _stay(self, rest: bytes | memoryview) -> None:
+        """Go on with HTTP/1.1 where a client offers to change the protocol, as RFC 9110 allows.
+
+        Java's client offers HTTP/2 with every first request. The parser has given up by now and
+        would lose the body, so a new one reads the head again without the offer.
+        """
+        start = b"%s %s HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
+        fields = zip(self._spelling, self._headers, strict=True)
+        lines = [b"%s: %s\r\n" % (name, v) for name, (n, v) in fields if n != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self._feed(b"".join((start, *lines, b"\r\n")))
+        if rest:
+            self.data_received(bytes(rest))
+
+    # -- what the parser calls, in this order -------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        """Start a head."""
+        if len(self._queue) >= PIPELINED:
+            raise BadMessage(f"more than {PIPELINED} requests before the answer to the first")
+        self.phase = HEAD
+        self.since = self._time()
+        self.url = b""
+        self.head_bytes = 0
+        self._headers = []
+        self._spelling = []
+
+    def on_url(self, url: bytes) -> None:
+        """Take the target, or a piece of it."""
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a name as it came beside ASGI's lower-case one."""
+        self._spelling.append(name)
+        self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        """Check the head, and hand the request to the application.
+
+        Raises:
+            BadMessage: it is refused.
+        """
+        parser = self.parser
+        headers = self._headers
+        fields = dict(headers)
+        if b"upgrade" in fields and parser.should_upgrade():
+            return  # `_stay` comes next
+        version = parser.get_http_version()
+        method = parser.get_method().decode()
+        self._check_head(version, method, fields)
+        raw_path, query = self._split_target()
+        path = raw_path.decode()
+        scope: Scope = {
+            "type": "http",
+            "asgi": _ASGI,
+            "http_version": version,
+            "method": method,
+            "scheme": self._scheme,
+            "path": unquote(path) if "%" in path else path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "root_path": "",
+            "headers": headers,
+            "server": self._server,
+            "client": self.client,
+        }
+        exchange = Exchange(self, scope)
+        scope["extensions"] = {
+            ANSWER: exchange.send_at_once,
+            EXCHANGE: exchange,
+            SPELLING: self._spelling,
+        }
+        if version == "1.0" or not parser.should_keep_alive():
+            exchange.keeps_alive = False
+        if b"transfer-encoding" in fields:
+            exchange.is_chunked = True
+        if b"expect" in fields and fields[b"expect"].lower() == b"100-continue":
+            exchange.expects_continue = True
+        if self.access is not None:
+            exchange.began = monotonic()
+        # What the parser takes for headers from here on are trailers, and never looked at.
+        self._headers, self._spelling = [], []
+        self.phase = BODY
+        self.reading = exchange
+        if self.answering is None:
+            self.answering = exchange
+        else:
+            self._queue.append(exchange)
+            self.pause_reading()
+
+    def on_body(self, body: bytes) -> None:
+        """Take a piece of a body."""
+        assert self.reading is not None
+        self.reading.put(body)
+
+    def on_message_complete(self) -> None:
+        """Note that the body is whole."""
+        exchange = self.reading
+        if exchange is None:
+            return  # an offer to change the protocol
+        exchange.is_received = True
+        exchange.tell()
+        self.reading = None
+        self.phase = IDLE
+
+    # ------------------------------------------------------------------------------------------
+
+    def _check_head(self, version: str, method: str, fields: dict[bytes, bytes]) -> None:
+        headers = self._headers
+        if len(fields) != len(headers) or b"host" not in fields:
+            hosts = sum(name == b"host" for name, _ in headers)
+            if hosts > 1 or (hosts == 0 and version == "1.1"):
+                raise BadMessage(f"{hosts} Host headers; HTTP/1.1 has exactly one")
+        if version != "1.1" and version != "1.0":
+            raise BadMessage(f"HTTP/{version} is not spoken here; send HTTP/1.1")
+        if method == "CONNECT":
+            raise BadMessage("CONNECT asks for a proxy; this server is none")
+        coding = fields.get(b"transfer-encoding")
+        if coding is not None and (version == "1.0" or coding.lower() != b"chunked"):
+            raise BadMessage("a Transfer-Encoding other than chunked, or under HTTP/1.0")
+        if len(headers) > HEADER_COUNT:
+            raise HeadTooLarge(f"{HEADER_COUNT} fields")
+        if len(self.url) > TARGET_BYTES:
+            raise TargetTooLong(TARGET_BYTES)
+        if self.head_bytes:  # it came in several pieces
+            size = len(self.url) + sum(len(name) + len(value) + 4 for name, value in headers)
+            if size > self.limits.header_bytes:
+                raise HeadTooLarge(f"{self.limits.header_bytes} bytes (max_header_bytes)")
+
+    def _split_target(self) -> tuple[bytes, bytes]:
+        """Return path, not decoded, and query of the target.
+
+        A proxy's form, with scheme and host before the path, is taken as RFC 9112 asks; there is
+        one site here, so the host does not matter.
+        """
+        url = self.url
+        if not url.startswith(b"/") or b"#" in url:
+            try:
+                parsed = httptools.parse_url(url)
+            except httptools.HttpParserError:
+                raise BadMessage("the target of the request is no path and no URL") from None
+            path = parsed.path or b"/"
+            return (path if path.startswith(b"/") else b"/"), parsed.query or b""
+        path, _, query = url.partition(b"?")
+        return path, query
+
+    def _begin(self, exchange: Exchange) -> None:
+        """Have the application answer."""
+        exchange.is_begun = True
+        if not (exchange.is_received and self.app.take(exchange)):
+            exchange.run(self.app(exchange.scope, exchange.receive, exchange.send))
+
+    def answered(self, exchange: Exchange) -> None:
+        """Go on after an answer: with the next request, or with the end."""
+        self.answering = None
+        self.since = self._time()
+        if not exchange.keeps_alive:
+            self._end()
+        elif self._queue:
+            self.answering = self._queue.popleft()
+            self._begin(self.answering)
+        elif self._refusal is not None:
+            self._send_refusal(self._refusal)
+        elif self._is_reading_paused:
+            self.resume_reading()
+
+    def refuse(self, error: Exception) -> None:
+        """Answer what is no request, after the requests before it, and close."""
+        reading = self.reading
+        self.parser = self.reading = None
+        self.phase = ENDING
+        if reading is not None:  # its body is what is wrong: it gets this answer, not its own
+            reading.leave()
+            if reading is self.answering:
+                self.answering = None
+            elif not reading.is_complete:
+                self._queue.remove(reading)
+            if reading.is_started:
+                self.phase = BODY
+                self._end()
+                return
+        if self.answering is None:
+            self._send_refusal(error)
+        else:
+            self._refusal = error
+
+    def _send_refusal(self, error: Exception) -> None:
+        self._refusal = None
+        status, headers, body = self.app.refuse(error)
+        logger.warning("%s: refused, %d: %s", self.client or "a client", status, error)
+        lines = [STATUS_LINES[status]]
+        for name, value in headers:
+            lines += (name, b": ", value, b"\r\n")
+        lines.append(b"content-length: %d\r\nconnection: close\r\n\r\n" % len(body))
+        answer = b"".join((*lines, body))
+        self.written += len(answer)
+        self.transport.write(answer)
+        self.phase = BODY
+        self._end()
+
+    def _end(self) -> None:
+        """Close; a client that is still sending gets the time to read its last answer."""
+        is_sending = self.phase == BODY
+        self.parser = self.reading = None
+        self.phase = ENDING
+        self._queue.clear()
+        if is_sending and not self.transport.is_closing() and self.transport.can_write_eof():
+            self.since = self._time()
+            self.transport.write_eof()
+            self.resume_reading()
+        else:
+            self.transport.close()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self.answering is not None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it could be closed without anybody losing an answer."""
+        return self.answering is None and not self.transport.is_closing()
+
+    def check(self, now: float) -> None:
+        """Close what its client has left alone, or feeds or empties too slowly."""
+        limits, transport = self.limits, self.transport
+        if left := transport.get_write_buffer_size():
+            if self._is_slow("answer", now, self.written - left):
+                logger.warning("%s: takes its answer too slowly", self.client or "a client")
+                transport.abort()
+            return
+        if self._window[0] == "answer":
+            self._window = (None, 0.0, 0)  # the client has taken all
+        if self._is_reading_paused:  # we are slow, not the client
+            self.since = now
+            self._window = (None, 0.0, 0)
+        elif self.phase == BODY and (reading := self.reading) is not None:
+            if reading.is_complete and now - self.since > limits.transfer_timeout_s:
+                transport.abort()  # it still sends what was answered long ago
+            elif self._is_slow(reading, now, reading.received):
+                self.refuse(RequestTooSlow("body", MIN_RATE, limits.transfer_timeout_s))
+        elif self.phase == HEAD:
+            if now - self.since > limits.head_timeout_s:
+                self.refuse(RequestTooSlow("head", 0, limits.head_timeout_s))
+        elif self.phase == ENDING:
+            if not self.is_busy and now - self.since > LINGER_S:
+                transport.abort()
+        elif not self.is_busy and now - self.since > limits.keep_alive_s:
+            transport.close()
+
+    def _is_slow(self, what: object, now: float, progress: int) -> bool:
+        """Tell whether less than the rate has come, or gone, in the time that ends now."""
+        measured, since, then = self._window
+        timeout_s = self.limits.transfer_timeout_s
+        if measured is not what:
+            self._window = (what, now, progress)
+            return False
+        if now - since < timeout_s:
+            return False
+        self._window = (what, now, progress)
+        return progress - then < MIN_RATE * timeout_s
+
+    # -- back-pressure ---------------------------------------------------------------------------
+
+    def pause_reading(self) -> None:
+        """Take no more from the client for now."""
+        if not self._is_reading_paused:
+            self._is_reading_paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        """Take what the client sends again."""
+        if self._is_reading_paused and not self._queue:
+            self._is_reading_paused = False
+            self.transport.resume_reading()
+
+    def pause_writing(self) -> None:
+        """Have the application wait: the client takes less than it is sent."""
+        if self.writable is None:
+            self.writable = asyncio.Event()
+
+    def resume_writing(self) -> None:
+        """Let the application go on."""
+        if self.writable is not None:
+            self.writable.set()
+            self.writable = None
+
+    async def drain(self) -> None:
+        """Wait until the client has taken enough."""
+        while self.writable is not None:
+            await self.writable.wait()
+
+
+def _endpoint(transport: asyncio.Transport, name: str) -> tuple[str, int] | None:
+    found = transport.get_extra_info(name)
+    is_internet = isinstance(found, tuple | list) and len(found) >= 2
+    return (str(found[0]), int(found[1])) if is_internet else None

@@ -1,0 +1,296 @@
+"""One listening address: its socket, its connections, and an orderly end.
+
+Connections are accepted here and not by the loop: uvloop closes those that it has no descriptor
+for, without an answer, and has no way to leave them in the kernel's queue for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import heapq
+import logging
+import resource
+import socket
+import ssl
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from modelyard.serve.address import Address
+from modelyard.serve.errors import StartError
+from modelyard.serve.http.connection import HAS_PARSER, Access, Application, Connection, Limits
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+SWEEP_S = 1.0
+"""How often connections are asked whether their client is too slow; 2,000 idle ones take 1.5 ms."""
+QUIET_S = 0.5
+"""A connection without a request for this long is idle, not about to send one."""
+ACCEPTS_PER_TURN = 16
+"""Connections that one turn of the loop accepts, so that requests are not held up by them."""
+FRESH_S = 0.05
+"""A connection that is younger is about to send its request, and not closed to make room."""
+SPARE_DESCRIPTORS = 64
+"""What the inference API leaves for operators, and for workers that are started; a quarter of all,
+where there are fewer than 256."""
+
+
+class Listening(Protocol):
+    """What a listener needs of its socket."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        """Return a new connection.
+
+        Raises:
+            OSError: there is none, as of a socket that does not block.
+        """
+
+    def fileno(self) -> int:
+        """Return the descriptor that is readable when there is a connection."""
+
+    def close(self) -> None:
+        """Accept no more."""
+
+
+class Listener:
+    """A bound socket and the connections that it accepted.
+
+    A connection more than there may be closes those that have been idle for longest; while all are
+    busy, new ones wait in the kernel's queue.
+
+    Args:
+        app: the application that answers.
+        address: where to listen.
+        limits: of its connections.
+        tls: certificate and key, for an address that asks for TLS.
+        access: called with each answer, for an access log.
+        spares_descriptors: whether it leaves the last file descriptors to the others.
+        listening: a socket that is bound already, or what accepts like one.
+
+    Raises:
+        StartError: the address cannot be bound; the message says why and what to do.
+    """
+
+    def __init__(
+        self,
+        app: Application,
+        address: Address,
+        limits: Limits = Limits(),  # noqa: B008 - frozen
+        tls: ssl.SSLContext | None = None,
+        access: Access | None = None,
+        spares_descriptors: bool = False,
+        listening: Listening | None = None,
+    ) -> None:
+        if not HAS_PARSER:
+            raise StartError(
+                "httptools is not installed, and no other parser is strict enough to take its "
+                "place; install it: pip install httptools"
+            )
+        self._socket: Listening
+        if listening is None:
+            self._socket, self.address = bind(address)
+        else:
+            self._socket, self.address = listening, address
+        self._app = app
+        self._limits = limits
+        self._tls = tls if address.is_tls else None
+        self._access = access
+        self._spares_descriptors = spares_descriptors
+        self._connections: set[Connection] = set()
+        self._opening: set[asyncio.Task[None]] = set()
+        self._room = limits.connections
+        """Connections that there may be: fewer than the limit once descriptors run short."""
+        self._is_accepting = False
+        self._is_stopping = False
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    @property
+    def url(self) -> str:
+        """The address as a client writes it."""
+        return str(self.address)
+
+    async def start(self) -> None:
+        """Begin to accept."""
+        self._loop = asyncio.get_running_loop()
+        self._sweep()
+
+    def _sweep(self) -> None:
+        """Close what is idle or slow for long, now and then."""
+        now = self._loop.time()
+        for connection in tuple(self._connections):
+            connection.check(now)
+        if self._count < self._room // 2:
+            self._room = self._limits.connections
+        self._resume()
+        self._sweeper = self._loop.call_later(SWEEP_S, self._sweep)
+
+    # -- accepting -------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        if not self._is_accepting and not self._is_stopping:
+            self._is_accepting = True
+            self._loop.add_reader(self._socket.fileno(), self._accept)
+
+    def _pause(self) -> None:
+        """Accept no more until a connection has ended, or the next sweep."""
+        if self._is_accepting:
+            self._is_accepting = False
+            self._loop.remove_reader(self._socket.fileno())
+
+    def _accept(self) -> None:
+        if self._count >= self._room:
+            self._make_room()
+            return
+        for _ in range(ACCEPTS_PER_TURN):
+            if self._count >= self._room:
+                return  # whether another one waits is not known yet
+            try:
+                accepted, _ = self._socket.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError as error:  # no descriptor or no memory is left
+                logger.warning("%s: cannot accept a connection: %s", self.url, error.strerror)
+                self._make_room()
+                return
+            self._open(accepted)
+            if self._spares_descriptors and accepted.fileno() >= _descriptors():
+                self._room = max(1, self._count - 1)  # all lower numbers are in use
+
+    @property
+    def _count(self) -> int:
+        return len(self._connections) + len(self._opening)
+
+    def _make_room(self) -> None:
+        """Close those without a request for longest, at least a 64th of all, and wait for it."""
+        stale = self._loop.time() - FRESH_S
+        idle = [c for c in self._connections if c.since < stale and c.is_idle]
+        share = max(1, self._count // 64, self._count - self._room + 1)
+        for connection in heapq.nsmallest(share, idle, key=lambda connection: connection.since):
+            connection.transport.close()
+        self._pause()
+        if not idle:
+            self._loop.call_later(FRESH_S, self._resume)
+
+    def _open(self, accepted: socket.socket) -> None:
+        task = self._loop.create_task(self._adopt(accepted))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
+
+    async def _adopt(self, accepted: socket.socket) -> None:
+        timeout_s = self._limits.head_timeout_s if self._tls else None
+        try:
+            await self._loop.connect_accepted_socket(
+                self._connect, accepted, ssl=self._tls, ssl_handshake_timeout=timeout_s
+            )
+        except OSError as error:
+            logger.info("%s: a connection failed: %s", self.url, error)
+            accepted.close()
+            self._resume()
+
+    def _connect(self) -> Connection:
+        return Connection(self._app, self._limits, self._access, self._connections, self._resume)
+
+    # -- the end ---------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Give the address back without having accepted anything."""
+        self._close_socket()
+
+    def _close_socket(self) -> None:
+        self._socket.close()
+        if self.address.path is not None:
+            self.address.path.unlink(missing_ok=True)
+
+    async def stop_accepting(self) -> None:
+        """Close the listening socket, after taking every connection that is already complete."""
+        if self._sweeper is None:
+            self.abandon()
+            return
+        if not self._is_stopping:
+            self._is_stopping = True
+            self._pause()
+            while True:
+                try:
+                    self._open(self._socket.accept()[0])
+                except OSError:
+                    break
+            self._close_socket()
+        if self._opening:
+            await asyncio.wait(self._opening, timeout=QUIET_S)
+
+    @property
+    def busy_count(self) -> int:
+        """Connections with a request in progress."""
+        return sum(connection.is_busy for connection in self._connections)
+
+    def close_idle(self, quiet_s: float = QUIET_S) -> int:
+        """Close the connections that are neither busy nor just used; return how many remain."""
+        now = asyncio.get_running_loop().time()
+        remain = 0
+        for connection in tuple(self._connections):
+            if connection.is_busy or now - connection.since < quiet_s:
+                remain += 1
+            else:
+                connection.transport.close()
+                remain += connection.transport.get_write_buffer_size() > 0
+        return remain
+
+
+def _descriptors() -> int:
+    """Return how many descriptors clients may take; operators may change the limit meanwhile."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return limit - min(SPARE_DESCRIPTORS, limit // 4)
+
+
+def bind(address: Address) -> tuple[socket.socket, Address]:
+    """Return a socket that listens, and its address with the port that it got.
+
+    Raises:
+        StartError: the address cannot be bound; the message says why and what to do.
+    """
+    if address.path is not None:
+        return _bind_unix(address.path), address
+    host, port = address.host, address.port
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    # TCP_NODELAY reaches accepted connections only through a socket that names its protocol:
+    # without it every keep-alive answer waits 40 ms for the client's delayed acknowledgement.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listening.bind((host, port))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        if error.errno == errno.EADDRINUSE:
+            reason = "is in use: stop the process that holds it, or choose another port"
+        elif error.errno == errno.EACCES:
+            reason = "needs more rights: choose a port from 1024 up"
+        else:
+            reason = f"cannot be bound: {error.strerror}"
+        raise StartError(f"port {port} on {host} {reason}") from error
+    listening.setblocking(False)
+    return listening, replace(address, port=listening.getsockname()[1])
+
+
+def _bind_unix(path: Path) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.is_socket() and not _answers(path):
+            path.unlink()  # a server that was killed left it
+        listening.bind(str(path))
+        listening.listen(BACKLOG)
+    except OSError as error:
+        listening.close()
+        in_use = error.errno == errno.EADDRINUSE
+        reason = "is in use" if in_use else f"cannot be bound: {error.strerror or error}"
+        raise StartError(f"the Unix socket {path} {reason}; choose another path") from error
+    listening.setblocking(False)
+    return listening
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        return probe.connect_ex(str(path)) == 0

@@ -1,0 +1,1 @@
+"""Commands beside the server: tune, doctor, and the client that other commands use."""

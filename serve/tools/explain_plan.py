@@ -1,0 +1,95 @@
+"""What a start would start, for people and as data: `modelyard serve start --explain-plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from modelyard.serve.control.lifecycle import Planned, StartPlan
+from modelyard.serve.control.model_config import ModelConfig
+from modelyard.serve.control.sizing import Machine, is_on_gpu
+
+
+def explain(plan: StartPlan) -> dict[str, Any]:
+    """Return the plan as JSON: each model's settings as `{"value": …, "why": …}`."""
+    return {
+        "machine": {
+            "cores": plan.machine.cores,
+            "why": plan.machine.limit,
+            "cuda_devices": plan.machine.gpus,
+        },
+        "models": [
+            {
+                "name": model.name,
+                "version": model.version,
+                "file": model.file,
+                **{
+                    key: {"value": value, "why": why}
+                    for key, value, why in _rows(model, plan.machine)
+                },
+            }
+            for model in plan.models
+        ],
+        "threads": _threads(plan),
+        "warnings": [plan.warning] if plan.warning else [],
+    }
+
+
+def plan_table(plan: StartPlan) -> Iterator[Table | Text]:
+    """Give the same as lines and tables for a terminal."""
+    machine = plan.machine
+    devices = f"{machine.gpus} CUDA devices" if machine.gpus else "no CUDA device"
+    yield Text(f"cores: {machine.cores} ({machine.limit}); {devices}")
+    if not plan.models:
+        yield Text("no models: name them with --models, or nothing was served last")
+        return
+    table = Table("model", "setting", "value", "why")
+    for model in plan.models:
+        first = f"{model.name} {model.version}"
+        for key, value, why in _rows(model, machine):
+            table.add_row(Text(first), key.replace("_", " "), Text(str(value)), Text(why))
+            first = ""
+        table.add_section()
+    yield table
+    yield Text(f"threads of all workers: {_threads(plan)} on {machine.cores} cores")
+
+
+def _threads(plan: StartPlan) -> int:
+    return sum(model.size.total_threads for model in plan.models)
+
+
+def _rows(model: Planned, machine: Machine) -> Iterator[tuple[str, str | int, str]]:
+    config, size = model.config, model.size
+    yield "device", *_device(config, machine)
+    yield "workers", size.workers, size.why_workers
+    yield "threads", size.threads, size.why_threads
+    yield "batch_size", config.batch_size, _why_batch(config)
+    origin = config.origins.get
+    why = origin("maxBatchDelay", "default: a free worker takes what waits at once")
+    yield "batch_delay_ms", config.batch_delay_ms, why
+    yield "queue_size", config.queue_size, origin("jobQueueSize", "the setting queue_size")
+    if config.explain_workers:
+        why = origin("explainWorkers", "default")
+        why += "; started with the first explanation, at a lower priority, not counted below"
+        yield "explain_workers", config.explain_workers, why
+
+
+def _device(config: ModelConfig, machine: Machine) -> tuple[str, str]:
+    said = config.origins.get("deviceType", f"the setting device: {config.device}")
+    if is_on_gpu(machine, config.device):
+        return config.device.replace("auto", "cuda"), said
+    if config.device == "auto":
+        return "cpu", f"{said}, and no CUDA device is seen"
+    if config.device != "cpu":
+        said += ", but no CUDA device is seen: its workers will say so"
+    return config.device, said
+
+
+def _why_batch(config: ModelConfig) -> str:
+    why = config.origins.get("batchSize", "default")
+    if config.batch_size == config.proven_batch:
+        why += "; the export proved no more"
+    return why

@@ -1,0 +1,336 @@
+"""The command `modelyard tune`."""
+
+from __future__ import annotations
+
+import json
+import mimetypes
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from modelyard.archiver import Archive, ArchiveError, open_archive
+from modelyard.serve.errors import ServeError
+from modelyard.serve.settings import Settings, load_settings
+
+if TYPE_CHECKING:
+    from modelyard.serve.control.lifecycle import StartPlan
+    from modelyard.serve.tools.tune import OnTurn, Outcome, Result, Setting, Slo
+
+tune_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+_HELP = """Find workers, threads and batch size of a model on this machine, through the real server.
+
+Each setting is served on free ports of the loopback address and loaded by connections that each
+have one request in flight. The one with the highest rate whose latency keeps the limit is written
+as a model-config.yaml, with everything that the archive's own says. The archive is not changed.
+
+Example:
+
+    modelyard tune digits --model-store model_store --slo p99=50ms
+
+Exit codes: 0 found and written; 1 no setting keeps the limit, or the model cannot be measured;
+2 wrong usage.
+"""
+
+
+@tune_app.command("tune", help=_HELP)
+def tune(
+    model: Annotated[
+        str, typer.Argument(metavar="NAME[=FILE]", help="A model of the store, as for serve start.")
+    ],
+    model_store: Annotated[Path | None, typer.Option(help="Folder of the archives.")] = None,
+    slo: Annotated[
+        str | None, typer.Option(help="Limit of a latency, as p99=50ms. Default: none.")
+    ] = None,
+    inputs: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--input", help="A request's body; repeatable. Default: the archive's golden requests."
+        ),
+    ] = None,
+    connections: Annotated[
+        int, typer.Option(min=1, max=1000, help="Requests in flight at once.")
+    ] = 8,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Measured in one turn.")] = 3.0,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns of each setting that may win.")] = 3,
+    device: Annotated[str | None, typer.Option(help=r"auto, cpu or cuda\[:N].")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with settings, as for serve start.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="File to write.")] = Path("model-config.yaml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace a file that exists.")] = False,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure, print, write."""
+    from modelyard.serve.tools.tune import WrongUsage, parse_slo
+
+    try:
+        limit = parse_slo(slo) if slo is not None else None
+        if output.exists() and not force:
+            raise WrongUsage(f"{output} exists; --force replaces it, --output names another file")
+        if not output.parent.is_dir():
+            raise WrongUsage(f"--output {output}: there is no folder {output.parent}")
+        settings = load_settings({"model_store": model_store, "device": device}, config)
+        with tempfile.TemporaryDirectory(prefix="modelyard-tune-") as state_dir:
+            tuned = _measure(
+                settings, model, inputs or [], Path(state_dir), limit, connections, seconds, rounds
+            )
+        if tuned.outcome.best is not None:
+            _write(output, tuned)
+    except (ServeError, ArchiveError) as error:
+        err.print(f"[red]error:[/red] {_plain(str(error))}")
+        raise typer.Exit(2 if isinstance(error, WrongUsage) else 1) from error
+    except KeyboardInterrupt as error:
+        err.print("stopped; nothing was written")
+        raise typer.Exit(1) from error
+    if json_output:
+        out.print_json(json.dumps(_report(tuned, limit, output), allow_nan=False))
+    else:
+        _print(tuned, limit, output)
+    if tuned.outcome.best is None:
+        raise typer.Exit(1)
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was measured, and of what."""
+
+    name: str
+    version: str
+    config_text: str
+    """The archive's own model-config.yaml."""
+    cores: int
+    connections: int
+    plan: Setting
+    """What would be started without the file."""
+    outcome: Outcome
+
+
+def _measure(
+    settings: Settings,
+    model: str,
+    inputs: Sequence[Path],
+    state_dir: Path,
+    slo: Slo | None,
+    connections: int,
+    seconds: float,
+    rounds: int,
+) -> Tuned:
+    """Read the archive, search, and give what was found.
+
+    Raises:
+        ServeError, ArchiveError: the model cannot be measured.
+    """
+    from modelyard.serve.control.lifecycle import Lifecycle
+    from modelyard.serve.control.registry import Registry
+    from modelyard.serve.control.sizing import is_on_gpu
+    from modelyard.serve.dataplane.metrics import Metrics
+    from modelyard.serve.tools.tune import Setting, Trial, WrongUsage, on_own_ports, search
+
+    if model.upper() == "ALL":
+        raise WrongUsage("one model is tuned at a time; name it")
+    settings = on_own_ports(settings, model, state_dir)
+    plan: StartPlan = Lifecycle(settings, Registry(), Metrics()).plan()
+    (planned,) = plan.models
+    with open_archive(settings.model_store / planned.file) as archive:
+        bodies = _read_inputs(inputs) if inputs else _golden(archive)
+        file = archive.manifest.config_file
+        config_text = archive.read(file).decode() if file else ""
+    if not bodies:
+        raise WrongUsage(f"{planned.file} holds no golden request; give a request with --input")
+    trial = Trial(
+        settings,
+        planned.name,
+        f"/predictions/{quote(planned.name)}",
+        bodies,
+        connections,
+        seconds,
+    )
+    gpus = 0
+    if is_on_gpu(plan.machine, planned.config.device):
+        gpus = plan.machine.gpus if planned.config.device in ("auto", "cuda") else 1
+    start = Setting(planned.size.workers, planned.size.threads, planned.config.batch_size)
+    with _progress() as on_turn:
+        outcome = search(
+            start,
+            cores=plan.machine.cores,
+            gpus=gpus,
+            largest_batch=min(connections, planned.config.proven_batch or connections),
+            slo=slo,
+            rounds=rounds,
+            measure=trial.measure,
+            on_turn=on_turn,
+        )
+    cores = plan.machine.cores
+    return Tuned(planned.name, planned.version, config_text, cores, connections, start, outcome)
+
+
+def _read_inputs(files: Sequence[Path]) -> list[tuple[bytes, str]]:
+    from modelyard.serve.tools.tune import WrongUsage
+
+    try:
+        return [
+            (file.read_bytes(), mimetypes.guess_type(file.name)[0] or "application/octet-stream")
+            for file in files
+        ]
+    except OSError as error:
+        raise WrongUsage(f"--input {error.filename}: {error.strerror}") from error
+
+
+def _golden(archive: Archive) -> list[tuple[bytes, str]]:
+    seal = archive.manifest.modelyard
+    return [(archive.read(each.request), each.content_type) for each in seal.golden] if seal else []
+
+
+@contextmanager
+def _progress() -> Iterator[OnTurn]:
+    """Show the setting at work, on a terminal only."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda setting, turn, done, expected: bar.update(
+            task, description=f"{setting}, turn {turn}", completed=done, total=expected
+        )
+
+
+def _write(file: Path, tuned: Tuned) -> None:
+    """Write the archive's configuration with the best setting."""
+    import yaml
+
+    from modelyard.serve.errors import StartError
+    from modelyard.serve.tools.tune import config_changes, merge_config
+
+    assert tuned.outcome.best is not None
+    old = yaml.safe_load(tuned.config_text) or {}
+    text = merge_config(tuned.config_text, config_changes(old, tuned.outcome.best.setting))
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise StartError(f"cannot write {file}: {error.strerror}") from error
+
+
+# -- what is printed ---------------------------------------------------------------------------
+
+
+def _report(tuned: Tuned, slo: Slo | None, output: Path) -> dict[str, Any]:
+    outcome = tuned.outcome
+
+    def of(result: Result) -> dict[str, Any]:
+        is_measured = not result.failure
+        return {
+            **vars(result.setting),
+            "rate": result.rate if is_measured else None,
+            "spread": result.spread if is_measured else None,
+            **{
+                f"{name}_ms": result.quantile_s(name) * 1e3 if is_measured else None
+                for name in result.turns[0].quantiles_s
+            },
+            "turns": [turn.rate for turn in result.turns],
+            "meets": result.meets(slo),
+            "failure": result.failure or None,
+        }
+
+    return {
+        "name": tuned.name,
+        "version": tuned.version,
+        "slo": str(slo) if slo else None,
+        "cores": tuned.cores,
+        "connections": tuned.connections,
+        "load_cores": _load_share(outcome),
+        "plan": vars(tuned.plan),
+        "finals": [of(result) for result in outcome.finals],
+        "others": [of(result) for result in outcome.others],
+        "best": of(outcome.best) if outcome.best else None,
+        "nearest": of(outcome.nearest) if outcome.nearest else None,
+        "file": str(output) if outcome.best else None,
+    }
+
+
+def _all(outcome: Outcome) -> list[Result]:
+    return [*outcome.finals, *outcome.others]
+
+
+def _load_share(outcome: Outcome) -> float:
+    """Return the largest share of a core that the load took itself."""
+    turns = (turn for result in _all(outcome) for turn in result.turns)
+    return max((turn.load_share for turn in turns), default=0.0)
+
+
+def _print(tuned: Tuned, slo: Slo | None, output: Path) -> None:
+    outcome = tuned.outcome
+    shown = ["p50", "p99"]
+    if slo and slo.quantile not in shown:
+        shown.append(slo.quantile)
+    table = Table("workers", "threads", "batch", "per second", "spread", *shown, "turns", "")
+    for column in table.columns[:-1]:
+        column.justify = "right"
+    for result in _all(outcome):
+        setting = result.setting
+        row = [str(setting.workers), str(setting.threads), str(setting.batch_size)]
+        if result.failure:
+            row += ["failed", "", *[""] * len(shown), "", result.failure[:100]]
+        else:
+            spread = f"±{result.spread:.0%}" if len(result.turns) > 1 else ""
+            row += [f"{result.rate:.4g}", spread]
+            row += [f"{result.quantile_s(name) * 1e3:.3g} ms" for name in shown]
+            row += [str(len(result.turns)), _mark(result, tuned, slo)]
+        table.add_row(
+            *(Text(cell) for cell in row),
+            end_section=bool(outcome.finals) and result is outcome.finals[-1],
+        )
+    out.print(table)
+    share = _load_share(outcome)
+    out.print(
+        f"{tuned.connections} connections; the load took up to {share:.2f} of {tuned.cores} cores "
+        "itself, which a client elsewhere would leave to the server"
+    )
+    if outcome.best is not None:
+        setting = outcome.best.setting
+        out.print(f"[green]best:[/green] {setting}, written to {_plain(str(output))}. Put it in:")
+        out.print(
+            f"  modelyard archive {tuned.name} --config-file {_plain(str(output))} "
+            "--version NEW …   (the other options as before)",
+            soft_wrap=True,
+        )
+    elif outcome.nearest is not None and slo is not None:
+        found_ms = outcome.nearest.quantile_s(slo.quantile) * 1e3
+        out.print(
+            f"[red]no setting keeps {slo}[/red]; the nearest is {outcome.nearest.setting} with "
+            f"{slo.quantile}={found_ms:.3g}ms. Nothing was written. Fewer --connections wait less "
+            "for each other"
+        )
+    else:
+        out.print("[red]no setting could be measured[/red]; nothing was written")
+
+
+def _mark(result: Result, tuned: Tuned, slo: Slo | None) -> str:
+    outcome = tuned.outcome
+    marks = [
+        "best" if result is outcome.best else "",
+        "nearest" if result is outcome.nearest else "",
+        "the plan" if result.setting == tuned.plan else "",
+        "" if result.meets(slo) or result is outcome.nearest else f"over {slo}",
+        "" if result in outcome.finals else "left out early",
+    ]
+    return ", ".join(filter(None, marks))
+
+
+def _plain(text: str) -> str:
+    """Escape what the console would take for markup."""
+    return text.replace("[", "\\[")
