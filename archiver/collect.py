@@ -171,7 +171,7 @@ class _Collector:
         elif file.is_dir():
             self.problems.append(f"{role} {file} is a folder; name the files in it")
         elif not file.is_file():
-            self.problems.append(f"{role} {file} is no regular file")
+            self.problems.append(f"{role} {file} is not a regular file")
         elif not any(_is_same(part.source, file) for part in self.parts):
             self.parts.append(Part(file.name, file, role, sha256))
 

@@ -32,7 +32,7 @@ def parse_handler(text: str) -> EntryPoint:
             f"{', '.join(BUILTIN_HANDLERS)}"
         )
     if colon and stem.endswith(".py") and not class_name.isidentifier():
-        raise CannotArchive(f"handler {quoted(text)}: {quoted(class_name)} is no class name")
+        raise CannotArchive(f"handler {quoted(text)}: {quoted(class_name)} is not a class name")
     _check_source(file, class_name)
     return EntryPoint(f"{file.name}:{class_name}" if class_name else file.name, file)
 

@@ -198,7 +198,7 @@ def _read_manifest(reader: Reader, is_needed: bool) -> tuple[Manifest | None, li
     if member is None and not is_needed:
         return Manifest(model_name=None), []
     if member is None:
-        return None, [f"{MANIFEST_NAME} is missing: this {reader.kind} is no model archive"]
+        return None, [f"{MANIFEST_NAME} is missing: this {reader.kind} is not a model archive"]
     size = member.size_bytes
     if size > MAX_MANIFEST_BYTES:
         return None, [f"{MANIFEST_NAME} has {size} bytes; at most {MAX_MANIFEST_BYTES} are read"]

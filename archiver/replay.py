@@ -64,7 +64,7 @@ class ParityResult:
 
     @property
     def differences(self) -> list[str]:
-        """Say what is over the tolerance, one sentence each."""
+        """Return what is over the tolerance, one sentence each."""
         if self.error is not None:
             return [self.error]
         return [
@@ -130,7 +130,7 @@ def replay(
 
 
 def _load_message(folder: Path, manifest: Manifest, device: str) -> dict[str, Any]:
-    """Say what the server says to a worker."""
+    """Return what the server says to a worker."""
     if not manifest.handler:
         raise DoesNotRun("the manifest names no handler")
     return {

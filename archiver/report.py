@@ -30,7 +30,7 @@ def read_report(artifact: Path) -> Report | None:
     """Read the report beside an artifact, or return None when there is none.
 
     Raises:
-        CannotArchive: the report is no JSON, or lacks a field; each problem names its field.
+        CannotArchive: the report is not valid JSON, or lacks a field; each problem names its field.
     """
     path = artifact.with_name(f"{artifact.name}.report.json")
     if not path.exists():

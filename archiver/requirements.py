@@ -83,7 +83,7 @@ def resolve(requirements: Path, wheels_dir: Path | None = None) -> Resolved:
         wheels_dir: take wheels from this folder only; else from pip's index.
 
     Raises:
-        CannotArchive: there is no pip, no solution, or something that is no wheel.
+        CannotArchive: there is no pip, no solution, or something that is not a wheel.
     """
     if not requirements.is_file():
         raise CannotArchive(f"requirements {requirements}: there is no such file")
@@ -125,7 +125,7 @@ def normalised(name: str) -> str:
 def _required(
     distribution: importlib.metadata.Distribution, extras: Iterable[str]
 ) -> Iterator[Requirement]:
-    """Give what a distribution requires here, with these of its extras (PEP 508)."""
+    """Yield what a distribution requires here, with these of its extras (PEP 508)."""
     for line in distribution.requires or []:
         requirement = Requirement(line)
         marker = requirement.marker
@@ -178,7 +178,7 @@ def _chosen(item: Any) -> tuple[Pin, Path | None]:
     url = urlparse(info["url"])
     if "archive_info" not in info or not url.path.endswith(".whl"):
         raise CannotArchive(
-            f"{name} {version} comes from {info['url']}, which is no wheel; build one with "
+            f"{name} {version} comes from {info['url']}, which is not a wheel; build one with "
             "`pip wheel` and give its folder with --wheels"
         )
     wheel = Path(unquote(url.path)) if url.scheme == "file" else None

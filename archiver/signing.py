@@ -59,7 +59,7 @@ def read_signing_key(file: Path | None) -> "PrivateKey | None":
         None where neither names a key.
 
     Raises:
-        BadSignature: it is no Ed25519 private key.
+        BadSignature: it is not an Ed25519 private key.
     """
     text = os.environ.get(ENVIRONMENT_KEY, "")
     if file is None and not text:
@@ -86,7 +86,7 @@ def read_trusted_keys(file: Path) -> "dict[str, PublicKey]":
         try:
             key = load_pem_public_key((_PEM_BEGIN + block).encode())
         except ValueError as error:
-            raise BadSignature(f"{file}: key {len(keys) + 1} is no public key in PEM") from error
+            raise BadSignature(f"{file}: key {len(keys) + 1} is not a public key in PEM") from error
         if not isinstance(key, Ed25519PublicKey):
             raise BadSignature(f"{file}: key {len(keys) + 1} is not an {_ALGORITHM} key")
         keys[key_id(key)] = key

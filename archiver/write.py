@@ -229,7 +229,7 @@ def _writer(archive_format: str, file: Any, plan: Plan) -> Writer:
 def _replace_folder(new: Path, target: Path) -> None:
     """Put a folder in the place of another; a folder cannot be replaced in one step."""
     if target.exists() and not (target / MANIFEST_NAME).is_file():
-        raise CannotArchive(f"{target} is no archive; it is not replaced, remove it yourself")
+        raise CannotArchive(f"{target} is not an archive; it is not replaced, remove it yourself")
     for file in new.rglob("*"):
         if file.is_file():
             with file.open("rb") as written:

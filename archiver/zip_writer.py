@@ -43,7 +43,7 @@ class ZipWriter:
 
 
 def shrinks(read: Callable[[], Iterator[bytes]], size_bytes: int) -> bool:
-    """Say whether a file is worth compressing, and may be: readers refuse what shrinks too much.
+    """Return whether a file is worth compressing, and may be: readers refuse what shrinks too much.
 
     Args:
         read: gives the content from the start, whenever it is called.

@@ -162,7 +162,7 @@ def _measure(
 
 
 def _describe(plan: Plan, peers: dict[str, str]) -> dict[str, object]:
-    """Say on what, with what and how the figures were measured."""
+    """Return on what, with what and how the figures were measured."""
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": shlex.join(["scripts/bench", *sys.argv[1:]]),

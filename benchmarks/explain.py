@@ -122,7 +122,7 @@ def _captum(model: nn.Module, image: Tensor, steps: int) -> Tensor:
 
 
 def _best_batch(model: nn.Module, image: Tensor) -> int:
-    """Give the batch size whose passes take the least time per row."""
+    """Return the batch size whose passes take the least time per row."""
     per_row = {}
     for size in BATCHES:
         times = [_time(partial(_passes, model, image, size, size)) for _ in range(3)]

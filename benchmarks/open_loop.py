@@ -204,7 +204,7 @@ class Load:
             self._opening -= 1
 
     def free(self, connection: Connection) -> None:
-        """Give a connection the next request, or keep it."""
+        """Hand a connection the next request, or keep it."""
         if self._due:
             connection.ask(*self._due.popleft())
         elif time.perf_counter() < self._repeats_until:

@@ -77,7 +77,7 @@ def parse_mapped(smaps: str, folder: Path) -> Mapped:
 
 
 def maps(pid: int, library: str) -> bool:
-    """Tell whether a process has mapped a file whose name begins so."""
+    """Return whether a process has mapped a file whose name begins so."""
     return f"/{library}" in (PROC / str(pid) / "maps").read_text()
 
 

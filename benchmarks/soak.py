@@ -250,7 +250,7 @@ def _quantiles(latencies: Sequence[float]) -> tuple[float | None, float | None]:
 
 
 def _describe(plan: Plan) -> dict[str, Any]:
-    """Say on what, with what and how it was measured."""
+    """Return on what, with what and how it was measured."""
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": " ".join(["scripts/soak", *sys.argv[1:]]),

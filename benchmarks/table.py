@@ -47,7 +47,7 @@ def tables(results: Results) -> RenderableType:
 
 
 def describe(results: Results) -> list[str]:
-    """Say in a few lines on what, with what, when and how."""
+    """Return in a few lines on what, with what, when and how."""
     about, machine, given = results.about, results.about["machine"], results.about["settings"]
     return [
         f"{machine['cpu']}, {machine['cores']} cores · wrk -t1 · medians of "

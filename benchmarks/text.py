@@ -267,7 +267,7 @@ def _write_texts(folder: Path, mix: Mix) -> tuple[Path, ...]:
 
 
 def _count(tokenizer: Tokenizer, files: tuple[Path, ...]) -> dict[str, float]:
-    """Say how long the texts of a mix are."""
+    """Return how long the texts of a mix are."""
     texts = [file.read_text() for file in files]
     tokens = sorted(min(MOST_TOKENS, len(each)) for each in tokenizer.encode_batch(texts))
     return {
@@ -293,7 +293,7 @@ def _calls(state: Path) -> tuple[float, float]:
 
 
 def _describe(plan: Plan) -> dict[str, object]:
-    """Say on what, with what and how the figures were measured."""
+    """Return on what, with what and how the figures were measured."""
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "command": " ".join(["python -m benchmarks.text", *sys.argv[1:]]),

@@ -25,7 +25,7 @@ _Tree = dict[str, Any]
 
 
 def take_inputs(model: nn.Module, signature: Signature) -> nn.Module:
-    """Give a module that takes the signature's inputs by place: `model` itself where it does.
+    """Return a module that takes the signature's inputs by place: `model` itself where it does.
 
     An input whose name is one of forward()'s parameters goes to that parameter; any other goes by
     its place.
@@ -57,17 +57,18 @@ def give_tensors(model: nn.Module, signature: Signature) -> nn.Module:
 
 
 def own_name(name: str) -> str:
-    """Give a submodule's name inside the author's model from its name inside the wrappers."""
+    """Return a submodule's name inside the author's model from its name inside the wrappers."""
     while name == WRAPPED or name.startswith(f"{WRAPPED}."):
         name = name[len(WRAPPED) + 1 :]
     return name
 
 
 def flatten(output: Any) -> dict[str, Tensor]:
-    """Give a model's output as named tensors; the name is empty where the model gives none.
+    """Return a model's output as named tensors; the name is empty where the model gives none.
 
     Raises:
-        ModelError: something in it is no tensor, tuple, list, dict or dataclass; None is left out.
+        ModelError: something in it is not a tensor, tuple, list, dict or dataclass; None is
+            left out.
     """
     found: dict[str, Tensor] = {}
     if not _gather("", output, found) or not found:
@@ -79,7 +80,7 @@ def flatten(output: Any) -> dict[str, Tensor]:
 
 
 def is_plain(output: Any) -> bool:
-    """Say whether every format can hold the output: tensors in built-in containers only."""
+    """Return whether every format can hold the output: tensors in built-in containers only."""
     if isinstance(output, Tensor):
         return True
     if type(output) is dict:
@@ -205,7 +206,7 @@ def _required(model: nn.Module) -> set[str]:
 
 
 def _hints(model: nn.Module, by_place: Sequence[str], by_name: Sequence[str]) -> dict[str, Any]:
-    """Give the annotation of the parameter that each argument goes to, where there is one."""
+    """Return the annotation of the parameter that each argument goes to, where there is one."""
     try:
         annotations = typing.get_type_hints(model.forward)
     # An annotation may name what is not there at run time.

@@ -46,7 +46,7 @@ def find_batching(
 
 
 def _shapes_apart(signature: Signature, batch: str) -> str:
-    """Say which input or output does not hold one row per request; empty when all do."""
+    """Return which input or output does not hold one row per request; empty when all do."""
     for spec in signature.inputs:
         if spec.shape[0] != batch:
             return f'input "{spec.name}" has no dim "{batch}" in front, so rows cannot be stacked'

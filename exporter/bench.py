@@ -86,7 +86,7 @@ class Cell:
     error: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Give the form that `--json` prints."""
+        """Return the form that `--json` prints."""
         return {**vars(self), "round_p50_ms": list(self.round_p50_ms)}
 
 
@@ -113,7 +113,7 @@ class Footprint:
     error: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Give the form that `--json` prints."""
+        """Return the form that `--json` prints."""
         return dict(vars(self))
 
 
@@ -130,7 +130,7 @@ class BenchReport:
     settings: Mapping[str, Any]
 
     def to_json(self) -> dict[str, Any]:
-        """Give the form that `--json` prints; no number in it is NaN or infinite."""
+        """Return the form that `--json` prints; no number in it is NaN or infinite."""
         found = {
             "schema": 1,
             "machine": self.machine.to_json(),
@@ -180,7 +180,7 @@ def choose_subjects(
     """Name what is measured: the checkpoint's model eager and compiled, then the artifacts.
 
     Raises:
-        UsageError: nothing to measure, or a file that is no artifact.
+        UsageError: nothing to measure, or a file that is not an artifact.
     """
     subjects = []
     if checkpoint is not None:
@@ -202,7 +202,7 @@ def choose_subjects(
 
 
 def choose_batches(signature: Signature, wanted: Sequence[int]) -> tuple[int, ...]:
-    """Give the batch sizes to measure: those wanted, else 1 and the largest that is proven.
+    """Return the batch sizes to measure: those wanted, else 1 and the largest that is proven.
 
     Raises:
         UsageError: the batch is one fixed size, and another is wanted.
@@ -350,7 +350,7 @@ class _Child:
 
 
 def _environment(threads: int) -> dict[str, str]:
-    """Give what a worker runs with: threads are read when torch is imported, and must not spin."""
+    """Return a worker's environment: threads are read when torch is imported, and must not spin."""
     count = str(threads)
     names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
     return {**os.environ, **dict.fromkeys(names, count), "GOMP_SPINCOUNT": "0"}
@@ -490,12 +490,12 @@ def _difference(child: _Child, reference: _Child, batch: int) -> dict[str, Any]:
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """Give the smallest of the sorted values that at least `share` of them do not exceed."""
+    """Return the smallest of the sorted values that at least `share` of them do not exceed."""
     return values[min(max(math.ceil(share * len(values)), 1), len(values)) - 1]
 
 
 def _share_flops(footprints: Sequence[Footprint]) -> Iterator[Footprint]:
-    """Give every subject the count of the one that could be counted: the model is the same."""
+    """Yield every subject the count of the one that could be counted: the model is the same."""
     counted = next((one for one in footprints if one.flops_per_item is not None), None)
     for footprint in footprints:
         if footprint.flops_per_item is None and counted is not None:

@@ -118,7 +118,7 @@ class Session:
         trace.export_chrome_trace(os.fspath(path))
 
     def facts(self) -> dict[str, Any]:
-        """Give what the subject costs beside its calls; memory first, since counting takes some."""
+        """Return the subject's cost beside its calls; memory first, since counting takes some."""
         peak = _memory()
         found: dict[str, Any] = {
             "load_s": self.load_s,
@@ -189,7 +189,7 @@ def _obey(session: Session, task: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _memory() -> int:
-    """Give the most memory that this process has had, in bytes.
+    """Return the most memory that this process has had, in bytes.
 
     Not ru_maxrss: that starts with what the process had which started this one.
     """

@@ -168,7 +168,7 @@ def _numbers(option: str, text: str | None) -> list[int]:
         return []
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 0 < int(part) < 10**6 for part in parts):
-        raise UsageError(f'{option} "{text}" is no list of numbers; expected such as 1,8')
+        raise UsageError(f'{option} "{text}" is not a list of numbers; expected such as 1,8')
     return [int(part) for part in parts]
 
 
@@ -177,7 +177,7 @@ def _dim_size(text: str) -> tuple[str, int]:
 
     name, equals, number = text.partition("=")
     if not name or not equals or not number.isdecimal() or int(number) < 1:
-        raise UsageError(f'--size "{text}" is no size of a dim; expected such as length=128')
+        raise UsageError(f'--size "{text}" is not a size of a dim; expected such as length=128')
     return name, int(number)
 
 
@@ -187,15 +187,15 @@ def _arguments(text: str) -> dict[str, Any]:
     try:
         arguments = json.loads(text)
     except json.JSONDecodeError as error:
-        raise UsageError(f"--model-args {text} is no JSON ({error})") from error
+        raise UsageError(f"--model-args {text} is not valid JSON ({error})") from error
     if not isinstance(arguments, dict):
-        raise UsageError(f"--model-args {text} is no JSON object, such as '{{\"classes\": 10}}'")
+        raise UsageError(f"--model-args {text} is not a JSON object, such as '{{\"classes\": 10}}'")
     return arguments
 
 
 def _console() -> Console:
     console = Console()
-    # Rich takes 80 columns for what is no terminal, and would cut names short.
+    # Rich takes 80 columns for what is not a terminal, and would cut names short.
     return console if console.is_terminal else Console(width=200)
 
 

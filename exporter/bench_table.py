@@ -13,7 +13,7 @@ _BUSY = 0.5
 
 
 def bench_table(report: BenchReport) -> RenderableType:
-    """Give everything a reader of the terminal should see."""
+    """Return everything a reader of the terminal should see."""
     machine = report.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     head = (

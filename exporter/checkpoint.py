@@ -35,7 +35,7 @@ def open_model(
     *,
     trust: bool = False,
 ) -> Iterator[nn.Module]:
-    """Give the model with the checkpoint's weights, in eval mode, on the CPU.
+    """Yield the model with the checkpoint's weights, in eval mode, on the CPU.
 
     Args:
         checkpoint: read by `read_checkpoint`, or its path.
@@ -122,7 +122,7 @@ def split_model(model: str) -> tuple[Path | str, str]:
     if source.endswith(".py"):
         return Path(source).absolute(), name
     if not all(part.isidentifier() for part in source.split(".")):
-        raise UsageError(f'--model "{model}": "{source}" is no file.py; expected {_MODEL_FORM}')
+        raise UsageError(f'--model "{model}": "{source}" is not a file.py; expected {_MODEL_FORM}')
     return source, name
 
 

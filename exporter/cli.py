@@ -182,7 +182,7 @@ def _notes(reports: "list[ExportReport]") -> list[str]:
 
 
 def _announce(name: str, imports: Sequence[str]) -> None:
-    """Say what a trusted checkpoint will import, before it does."""
+    """Report what a trusted checkpoint will import, before it does."""
     typer.echo(f'trusted: "{name}" will import and may run {", ".join(imports)}', err=True)
 
 
@@ -193,7 +193,7 @@ def _parse_model_args(text: str) -> dict[str, Any]:
         arguments = json.loads(text)
     except json.JSONDecodeError as error:
         raise UsageError(
-            f"--model-args {text} is no JSON ({error}); "
+            f"--model-args {text} is not valid JSON ({error}); "
             "expected an object such as '{\"classes\": 10}'"
         ) from error
     if not isinstance(arguments, dict):
@@ -222,7 +222,7 @@ def _progress() -> "Iterator[OnProgress | None]":
 def _print_table(reports: "list[ExportReport]") -> None:
     console = Console()
     if not console.is_terminal:
-        # Rich takes 80 columns for what is no terminal, and would break long paths.
+        # Rich takes 80 columns for what is not a terminal, and would break long paths.
         console = Console(width=_PIPE_COLUMNS)
     console.print(_table(reports))
 

@@ -167,7 +167,7 @@ def find_place(error: BaseException, heard: str = "") -> str:
 
 
 def _is_author(file: str) -> bool:
-    """Say whether a file is neither torch's, nor ours, nor Python's own."""
+    """Return whether a file is neither torch's, nor ours, nor Python's own."""
     path = Path(file)
     standard = Path(os.__file__).parent
     in_standard = standard in path.parents and not _INSTALLED & set(path.parts)
@@ -183,7 +183,7 @@ def _is_author(file: str) -> bool:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """Give the error and its causes, the outermost first."""
+    """Return the error and its causes, the outermost first."""
     chain: list[BaseException] = []
     one: BaseException | None = error
     while one is not None and one not in chain:
@@ -193,7 +193,7 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _shortest(error: BaseException) -> str:
-    """Give the first line of the innermost error, which is what happened."""
+    """Return the first line of the innermost error, which is what happened."""
     return cause(_chain(error)[-1] if error.__cause__ else error)[:200]
 
 

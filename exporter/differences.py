@@ -44,7 +44,7 @@ def compare(expected: Tensor, found: Tensor) -> dict[str, Any]:
 
 
 def _scaled(expected: Tensor, found: Tensor) -> float:
-    """Give the largest difference of a row over the row's largest value, where that is above 1."""
+    """Return the largest difference of a row over its largest value, where that is above 1."""
     rows = expected.shape[0] if expected.ndim > 1 else 1
     wanted = expected.double().reshape(rows, -1)
     got = found.double().reshape(rows, -1)

@@ -36,6 +36,6 @@ class ParityError(ExportError):
 
 
 def cause(error: BaseException) -> str:
-    """Give an error's class and the first line of its message that says something."""
+    """Return an error's class and the first line of its message that says something."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -216,7 +216,7 @@ def _check_plan(plan: _Plan) -> None:
         raise UsageError(f'--format "{unknown[0]}" is unknown; expected one of {known}')
     name, tolerance = plan.name, plan.tolerance
     if name is not None and (not name or PurePath(name).name != name):
-        raise UsageError(f'--name "{name}" is no file name; expected one without a folder')
+        raise UsageError(f'--name "{name}" is not a file name; expected one without a folder')
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise UsageError(f"--tolerance {tolerance} is no difference; expected 0 or more")
     try:
@@ -259,7 +259,9 @@ def _check_output_names(names: Sequence[str], signature: Signature) -> None:
     inputs = {spec.name for spec in signature.inputs}
     for name in names:
         if not name.isidentifier() or name in inputs:
-            seen = "is also an input" if name in inputs else "is no name of letters, digits and _"
+            seen = (
+                "is also an input" if name in inputs else "is not a name of letters, digits and _"
+            )
             raise UsageError(f'--output "{name}" {seen}; expected a name of its own')
 
 
@@ -304,7 +306,7 @@ def _steps(plan: _Plan, progress: Progress | None) -> Iterator[None]:
 
 
 def _writers(plan: _Plan, reference: Reference) -> dict[str, _Writer]:
-    """Give for each format the function that writes it; three of them share one trace."""
+    """Return for each format the function that writes it; three of them share one trace."""
     model, signature, example = reference.model, reference.signature, reference.example
     program = functools.cache(lambda: to_exported_program.capture(model, signature, example))
 
@@ -322,7 +324,7 @@ def _writers(plan: _Plan, reference: Reference) -> dict[str, _Writer]:
 
 @contextmanager
 def _workspace(output_dir: Path) -> Iterator[Path]:
-    """Give a folder beside the artifacts' place; leave no folder behind where nothing was written.
+    """Yield a folder beside the artifacts' place; leave no folder behind where nothing was written.
 
     It is on the file system of `output_dir`, so that a finished file moves in one step.
     """
@@ -380,20 +382,20 @@ def _relative(path: Path) -> str:
 
 
 def _model_name(plan: _Plan, module: nn.Module) -> str:
-    """Give `--model` without its folder, or the class that the checkpoint itself named."""
+    """Return `--model` without its folder, or the class that the checkpoint itself named."""
     if plan.model is None:
         return f"{type(module).__module__}:{type(module).__qualname__}"
     return _named(plan.model, lambda source: Path(source).name)
 
 
 def _named(model: str, rename: Callable[[str], str]) -> str:
-    """Give `--model` with its file, where it is one, under another name."""
+    """Return `--model` with its file, where it is one, under another name."""
     source, colon, attribute = model.rpartition(":")
     return f"{rename(source)}{colon}{attribute}" if source.endswith(".py") else model
 
 
 def _ingested(found: Checkpoint) -> dict[str, object]:
-    """Say how the checkpoint was read, for the report."""
+    """Return how the checkpoint was read, for the report."""
     return {
         "writer": " ".join(filter(None, (found.writer, found.writer_version))) or None,
         "loader": found.loader,
@@ -405,7 +407,7 @@ def _ingested(found: Checkpoint) -> dict[str, object]:
 
 
 def _checkpoint_warnings(found: Checkpoint) -> list[str]:
-    """Say what a person should know of the checkpoint, whatever becomes of the model."""
+    """Return what a person should know of the checkpoint, whatever becomes of the model."""
     lines = list(found.notes)
     if found.refused:
         lines.append(f"the checkpoint wants {', '.join(found.refused)}, which was not imported")

@@ -41,7 +41,7 @@ class Node:
     note: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """Give the form that the page holds."""
+        """Return the form that the page holds."""
         shape = None if self.shape is None else list(self.shape)
         source = None if self.source is None else vars(self.source)
         return {**vars(self), "inputs": list(self.inputs), "shape": shape, "source": source}
@@ -56,7 +56,7 @@ class Value:
     shape: tuple[int | str, ...] | None
 
     def to_json(self) -> dict[str, Any]:
-        """Give the form that the page holds."""
+        """Return the form that the page holds."""
         shape = None if self.shape is None else list(self.shape)
         return {**vars(self), "shape": shape}
 

@@ -18,7 +18,7 @@ def read_onnx(artifact: Path, report: Mapping[str, Any] | None) -> Graph:
     """Read an ONNX model; weights in other files are not opened.
 
     Raises:
-        LoadError: it is no ONNX model.
+        LoadError: it is not an ONNX model.
     """
     import onnx
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
@@ -26,7 +26,9 @@ def read_onnx(artifact: Path, report: Mapping[str, Any] | None) -> Graph:
     try:
         model = onnx.load(artifact, load_external_data=False)
     except DecodeError as error:
-        raise LoadError(f"{artifact.name} is no ONNX model ({error}); export it again") from error
+        raise LoadError(
+            f"{artifact.name} is not an ONNX model ({error}); export it again"
+        ) from error
     model = _inferred(model)
     types = _types(model.graph)
     parameters = {one.name: math.prod(one.dims) for one in model.graph.initializer}
@@ -171,7 +173,7 @@ def _count(node: Any, inputs: Sequence[Sequence[int]], output: Sequence[int]) ->
 
 
 def _at(shape: Iterable[int | str] | None, sizes: Mapping[str, int]) -> list[int] | None:
-    """Give a shape at the chosen sizes; None where it holds a dim that has none."""
+    """Return a shape at the chosen sizes; None where it holds a dim that has none."""
     if shape is None:
         return None
     found = [size if isinstance(size, int) else sizes.get(size) for size in shape]

@@ -24,7 +24,7 @@ class Arguments(dict[str, Any]):
 def class_arguments(
     factory: Callable[..., Any], checkpoint: Checkpoint, given: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Give the keyword arguments that the class was built with in training.
+    """Return the keyword arguments that the class was built with in training.
 
     Args:
         factory: the class, or a function that makes the model.

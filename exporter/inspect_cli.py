@@ -18,7 +18,7 @@ inspect_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _PIPE_COLUMNS = 500
 _TEXT_SHOWN = 160
 
-_HELP = """Say what a checkpoint, an artifact or an archive is and holds; none of its code runs.
+_HELP = """Describe a checkpoint, an artifact or an archive; none of its code runs.
 
 Checkpoints: files of torch.save, safetensors, and the folders of Lightning, Hugging Face,
 Determined, DeepSpeed, torch.distributed and others. Artifacts: pt2, ONNX, TorchScript. Archives:
@@ -115,7 +115,7 @@ def _show(artifact: Path, *, netron: bool) -> None:
 
 
 def _print(found: Mapping[str, Any], top: int) -> None:
-    # Rich takes 80 columns for what is no terminal and would fold names.
+    # Rich takes 80 columns for what is not a terminal and would fold names.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
     for part in (_summary(found), *_details(found), *_tensor_tables(found, top)):
         console.print(part)

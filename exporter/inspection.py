@@ -161,7 +161,7 @@ def _onnx(source: Source) -> dict[str, Any]:
         model = onnx.load_model_from_string(bytes(source.data))
     # protobuf has an error class of its own for every way in which bytes can be wrong.
     except Exception as error:
-        raise CheckpointError(f'"{source.name}" is no ONNX model: {error}') from error
+        raise CheckpointError(f'"{source.name}" is not an ONNX model: {error}') from error
     graph = model.graph
     weights = {tensor.name for tensor in graph.initializer}
     tensors = [_onnx_tensor(tensor) for tensor in graph.initializer]
@@ -256,7 +256,7 @@ def _archive(path: Path) -> dict[str, Any]:
 
 
 def _model_facts(archive: ServeArchive, seal: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what the manifest says of the model, if it is what it should be; nothing is checked."""
+    """Return what the manifest says of the model where it is well-formed; nothing is checked."""
     model = archive.manifest.get("model")
     model = model if isinstance(model, dict) else {}
     golden, explain, pins = (seal.get(key) for key in ("golden", "explain", "requirements"))
@@ -318,7 +318,7 @@ def _size_bytes(tensors: Mapping[str, Tensor]) -> int:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Tell whether a tensor has neither NaN nor infinity, a part at a time."""
+    """Return whether a tensor has neither NaN nor infinity, a part at a time."""
     if tensor.is_meta or tensor.is_quantized or tensor.is_nested:
         return True
     if tensor.layout is not torch.strided:
@@ -336,7 +336,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def jsonable(value: Any, depth: int = 0) -> Any:
-    """Give a value of JSON for anything that a checkpoint keeps; long ones are cut."""
+    """Return a value of JSON for anything that a checkpoint keeps; long ones are cut."""
     if depth > _MAX_DEPTH:
         return "…"
     if isinstance(value, bool | int | None):

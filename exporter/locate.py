@@ -90,7 +90,7 @@ def _keep(name: str, seen: _Seen) -> Callable[[nn.Module, Any, Any], None]:
 
 
 def _in_program(artifact: Path, eager: _Seen, case: Case) -> Iterator[tuple[str, float]]:
-    """Give back the program's module tree, and hook that too."""
+    """Yield back the program's module tree, and hook that too."""
     with warnings.catch_warnings():
         # Raised inside torch.export, which copies programs made by the same torch.
         warnings.filterwarnings("ignore", r".*treespec, LeafSpec", FutureWarning)
@@ -119,7 +119,7 @@ def _in_script(artifact: Path, eager: _Seen, case: Case) -> Iterator[tuple[str, 
 
 
 def _dtype(module: nn.Module, value: Tensor) -> torch.dtype:
-    """Give the dtype that an artifact, of a lower precision perhaps, takes such a value in."""
+    """Return the dtype that an artifact, of a lower precision perhaps, takes such a value in."""
     floats = [tensor.dtype for tensor in module.parameters() if tensor.is_floating_point()]
     return floats[0] if floats and value.is_floating_point() else value.dtype
 

@@ -28,7 +28,7 @@ class Machine:
     """Mean number of busy processes over the last minute, before the measurement."""
 
     def to_json(self) -> dict[str, Any]:
-        """Give the form that reports hold."""
+        """Return the form that reports hold."""
         return {
             "cpu": self.cpu,
             "cores": self.cores,

@@ -7,7 +7,7 @@ process knows nothing of the model's Python.
 
 The rule: over every row of every output, e = max|a − b| / max(max|b|, 1) stays within the
 tolerance, so that it is absolute up to values of 1 and relative above; integers are equal. A
-quantised artifact is no copy but an approximation: its rule is the same largest value in 99 % of
+quantised artifact is not a copy but an approximation: its rule is the same largest value in 99 % of
 the rows, and a cosine of 0.99.
 """
 
@@ -96,7 +96,7 @@ class Parity:
         return max(difference.max_abs for difference in self.outputs.values())
 
     def to_json(self) -> dict[str, Any]:
-        """Give the form that the report holds."""
+        """Return the form that the report holds."""
         return {
             "verdict": "agrees",
             "rule": self.rule,
@@ -185,7 +185,7 @@ def _disagreements(
     is_quantized: bool,
     locate: Locate | None,
 ) -> str:
-    """Say what differs, by how much, where in the inputs and where in the model."""
+    """Return what differs, by how much, where in the inputs and where in the model."""
     if is_quantized:
         found = "; ".join(
             f'output "{spec.name}": top-1 agreement {merged.top1_agreement}, smallest cosine '
@@ -217,7 +217,7 @@ def _worst(measured: _Measured) -> int:
 
 
 def _disagreement(name: str, measured: _Measured, cases: Sequence[Case], allowed: float) -> str:
-    """Say by how much and where an output differs most."""
+    """Return by how much and where an output differs most."""
     worst = _worst(measured)
     found, largest = measured[worst]["max_abs"], measured[worst]["largest"]
     return (

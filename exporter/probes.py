@@ -57,7 +57,7 @@ class Plan:
     is_reduced: bool
 
     def to_json(self) -> dict[str, object]:
-        """Give the form that the report holds."""
+        """Return the form that the report holds."""
         every = "every batch size in every kind of values"
         few = "batch 1, 2, a prime and the largest; edge values at one size"
         return {
@@ -109,7 +109,7 @@ def example_sizes(signature: Signature) -> dict[str, int]:
 
 
 def is_mask(spec: TensorSpec) -> bool:
-    """Say whether an input is a mask, by its name: nothing else tells it from token numbers."""
+    """Return whether an input is a mask, by its name: nothing else tells it from token numbers."""
     return "mask" in spec.name and not spec.is_float
 
 

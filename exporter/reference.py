@@ -236,7 +236,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _raised(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
-    """Give the inputs as the checkpoint's model takes them: the same values in float32."""
+    """Return the inputs as the checkpoint's model takes them: the same values in float32."""
     if dtype is None:
         return tensors
     return tuple(value.float() if value.is_floating_point() else value for value in tensors)
@@ -322,7 +322,7 @@ def _check_repeats(
 
 
 def _unsteady(watched: Watched) -> str:
-    """Say what to remove so that a model repeats."""
+    """Return what to remove so that a model repeats."""
     for operator, place in watched.random.items():
         return f"remove what is random in forward(){place}: {operator}, as dropout uses in training"
     return (

@@ -49,7 +49,7 @@ class ExportReport:
         return report_path(self.artifact)
 
     def to_json(self) -> dict[str, Any]:
-        """Give the content of the report file; equal exports give equal content."""
+        """Return the content of the report file; equal exports give equal content."""
         return {
             "schema": SCHEMA,
             "format": self.format,

@@ -47,7 +47,7 @@ def read_samples(paths: Sequence[Path], signature: Signature) -> list[Sample]:
 def _read(path: Path, signature: Signature) -> Sample:
     read = _READERS.get(path.suffix.lower())
     if read is None:
-        raise UsageError(f'--sample "{path}": "{path.suffix}" is no known suffix; {_FORMS}')
+        raise UsageError(f'--sample "{path}": "{path.suffix}" is not a known suffix; {_FORMS}')
     sizes: dict[str, int] = {}
     try:
         given = _by_input(path, read(path, signature), signature)
@@ -64,7 +64,7 @@ def _read(path: Path, signature: Signature) -> Sample:
 
 
 def _by_input(path: Path, found: Any, signature: Signature) -> list[Any]:
-    """Give one value per input: by name, else by order, else the only one."""
+    """Return one value per input: by name, else by order, else the only one."""
     specs = signature.inputs
     if isinstance(found, Mapping):
         keys = [spec.path if spec.path in found else spec.name for spec in specs]
@@ -87,7 +87,7 @@ def _by_input(path: Path, found: Any, signature: Signature) -> list[Any]:
 def _fit(
     path: Path, spec: TensorSpec, value: Any, signature: Signature, sizes: dict[str, int]
 ) -> Tensor:
-    """Give the value as a tensor of the input's dtype and shape; note its dynamic sizes."""
+    """Return the value as a tensor of the input's dtype and shape; note its dynamic sizes."""
     tensor = _as_dtype(path, spec, value)
     batch = signature.batch_dim
     if tensor.ndim == len(spec.shape) - 1 and isinstance(batch, str) and spec.shape[0] == batch:
@@ -109,7 +109,7 @@ def _fit(
 
 
 def _as_dtype(path: Path, spec: TensorSpec, value: Any) -> Tensor:
-    """Convert between widths, never between kinds: a float is no index and an index no flag."""
+    """Convert between widths, never between kinds: a float is not an index and an index no flag."""
     wanted = DTYPES[spec.dtype]
     tensor = value if isinstance(value, Tensor) else torch.tensor(value)
     same_kind = (

@@ -68,11 +68,11 @@ class TensorSpec:
         return DTYPES[self.dtype].is_floating_point
 
     def sizes(self, dims: Mapping[str, int]) -> tuple[int, ...]:
-        """Give the shape with every dynamic dimension at its size in `dims`."""
+        """Return the shape with every dynamic dimension at its size in `dims`."""
         return tuple(dims[size] if isinstance(size, str) else size for size in self.shape)
 
     def to_json(self) -> dict[str, Any]:
-        """Give the form that the report holds."""
+        """Return the form that the report holds."""
         found = {"name": self.name, "dtype": self.dtype, "shape": list(self.shape)}
         return {**found, "argument": self.path} if self.path else found
 
@@ -85,7 +85,7 @@ class Batching:
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """Give the form that the report holds."""
+        """Return the form that the report holds."""
         return {"batchable": self.batchable, "reason": self.reason}
 
 
@@ -105,7 +105,7 @@ class Signature:
         return self.inputs[0].shape[0]
 
     def in_precision(self, dtype: torch.dtype | None) -> "Signature":
-        """Give the signature whose floating-point inputs are of `dtype`; None keeps them."""
+        """Return the signature whose floating-point inputs are of `dtype`; None keeps them."""
         if dtype is None:
             return self
         name = str(dtype).removeprefix("torch.")
@@ -113,7 +113,7 @@ class Signature:
         return replace(self, inputs=tuple(inputs))
 
     def to_json(self) -> dict[str, Any]:
-        """Give the form that the report holds."""
+        """Return the form that the report holds."""
         found: dict[str, Any] = {
             "inputs": [spec.to_json() for spec in self.inputs],
             "outputs": [spec.to_json() for spec in self.outputs],
@@ -146,14 +146,14 @@ def _parse_input(text: str, ranges: dict[str, DimRange | None]) -> TensorSpec:
     path, colon, rest = text.partition(":")
     name = path.replace(".", "_")
     if not _PATH.fullmatch(path) or iskeyword(name):
-        raise _wrong(text, f'"{path}" is no name of letters, digits and _', _FORM)
+        raise _wrong(text, f'"{path}" is not a name of letters, digits and _', _FORM)
     if not colon:
         raise _wrong(text, f'nothing follows the name "{name}"', _FORM)
     dtype, bracket, dims = rest.partition("[")
     if dtype not in DTYPES:
-        raise _wrong(text, f'"{dtype}" is no dtype', f"one of {', '.join(DTYPES)}")
+        raise _wrong(text, f'"{dtype}" is not a dtype', f"one of {', '.join(DTYPES)}")
     if not bracket or not dims.endswith("]"):
-        wrong = f'"{bracket}{dims}" after the dtype is no list of dims in [ ]'
+        wrong = f'"{bracket}{dims}" after the dtype is not a list of dims in [ ]'
         raise _wrong(text, wrong, _FORM)
     parts = dims.removesuffix("]").split(",")
     shape = tuple(

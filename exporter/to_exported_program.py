@@ -104,7 +104,7 @@ def _overheard(lines: StringIO) -> Iterator[None]:
 def _shapes(
     model: nn.Module, signature: Signature, kind: object = Dim.DYNAMIC
 ) -> tuple[object, ...]:
-    """Say for each argument of forward() which axes are dynamic.
+    """Return for each argument of forward() which axes are dynamic.
 
     Dim.DYNAMIC fails where the model needs one size; Dim.AUTO would quietly keep that size. No
     range is set: the report states the proven one, and explaining runs larger batches.
@@ -173,7 +173,7 @@ def _traced_shapes(program: ExportedProgram) -> list[torch.Size]:
 
 
 def _is_one_size(size: int | torch.SymInt) -> bool:
-    """Say whether a traced size is a number, if only after all that the trace found out."""
+    """Return whether a traced size is a number, if only after all that the trace found out."""
     return isinstance(size, int) or bool(size.node.expr.is_number)
 
 

@@ -36,7 +36,7 @@ class Watched:
     """Arithmetic of the run, 1e9 floating-point operations."""
 
     def warnings(self) -> list[str]:
-        """Say in a sentence each what the author may want to change."""
+        """Return in a sentence each what the author may want to change."""
         found = [
             f"forward() draws random numbers{place} ({operator}), so outputs may not repeat; "
             "draw them outside and pass them as an input"
@@ -58,7 +58,7 @@ def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
         inputs: not changed.
     """
     found = Watched()
-    # Products are no leaves, so that a model may still write into its input.
+    # Products are not leaves, so that a model may still write into its input.
     given = [
         tensor.clone().requires_grad_() * 1 if tensor.is_floating_point() else tensor.clone()
         for tensor in inputs
@@ -132,7 +132,7 @@ def _author_place() -> str:
 
 
 def _cuts(func: Any, args: Sequence[Any]) -> bool:
-    """Say whether an operator gives, from a tensor with gradients, another without."""
+    """Return whether an operator gives, from a tensor with gradients, another without."""
     differentiable = any(
         isinstance(value, Tensor) and value.requires_grad and value.is_floating_point()
         for value in args
@@ -142,7 +142,7 @@ def _cuts(func: Any, args: Sequence[Any]) -> bool:
 
 
 def _argument(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> object:
-    """Give an operator's argument by the name that its schema has for it."""
+    """Return an operator's argument by the name that its schema has for it."""
     names = [argument.name for argument in func._schema.arguments]
     if name not in names:
         return None

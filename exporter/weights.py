@@ -49,7 +49,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, name: str) -> None:
 
 
 def _extra_state(checkpoint: Checkpoint, wanted: Mapping[str, Any]) -> dict[str, Any]:
-    """Give what modules keep beside tensors, under the names of the class."""
+    """Return what modules keep beside tensors, under the names of the class."""
     found = dict(checkpoint.extra_state)
     for prefix in checkpoint.prefixes:
         found = {key.removeprefix(prefix): value for key, value in found.items()}

@@ -39,7 +39,7 @@ class DynamicDim:
         return f"{self.name}={self.low}..{self.high}"
 
     def holds(self, size: int) -> bool:
-        """Say whether `size` lies in the range."""
+        """Return whether `size` lies in the range."""
         return self.low <= size and (self.high is None or size <= self.high)
 
 
@@ -57,7 +57,7 @@ class InputSpec:
         return f"{self.name}:{dtype}{shape}"
 
     def accepts(self, tensor: Tensor) -> bool:
-        """Say whether the artifact takes `tensor` here; on the hot path, so without a message."""
+        """Return whether the artifact takes `tensor`; on the hot path, so without a message."""
         if self.dtype is not None and tensor.dtype is not self.dtype:
             return False
         if self.shape is None:
@@ -109,7 +109,7 @@ class Artifact:
         return self.module is not None
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
-        """Say whether a call with these tensors would get past their number, dtypes and shapes."""
+        """Return whether the number, dtypes and shapes of these tensors would pass."""
         return len(tensors) == len(self.inputs) and all(
             spec.accepts(tensor) for spec, tensor in zip(self.inputs, tensors, strict=True)
         )
@@ -170,7 +170,7 @@ def open_artifact(
 
 
 def detect_format(path: Path) -> str:
-    """Tell an artifact's format from its content, never from its name.
+    """Detect an artifact's format from its content, never from its name.
 
     Raises:
         LoadError: the file is none of `FORMATS`; a checkpoint is named as such.
@@ -190,7 +190,9 @@ def detect_format(path: Path) -> str:
             )
     elif _is_onnx(path):
         return "onnx"
-    raise LoadError(f"{path.name} is no artifact; expected the content of {' or '.join(FORMATS)}")
+    raise LoadError(
+        f"{path.name} is not an artifact; expected the content of {' or '.join(FORMATS)}"
+    )
 
 
 def open_pt2(path: Path, device: torch.device, share: bool = False) -> Artifact:
@@ -253,7 +255,7 @@ def open_onnx(path: Path, device: torch.device, share: bool = False) -> Artifact
 
 
 def open_session(path: Path, device: torch.device, share: bool = False) -> Any:
-    """Give onnxruntime's session of an ONNX model, which computes on `device` if it can.
+    """Return onnxruntime's session of an ONNX model, which computes on `device` if it can.
 
     Args:
         share: as `open_artifact`'s; what is opened then is a copy, optimised for this machine, of
@@ -400,7 +402,7 @@ _ONNX_DTYPES = {
 
 
 def _check_device(device: torch.device) -> torch.device:
-    """Give the device with its index, and refuse one that this machine does not have."""
+    """Return the device with its index, and refuse one that this machine does not have."""
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":
@@ -430,7 +432,7 @@ def _program_inputs(program: torch.export.ExportedProgram) -> list[InputSpec]:
 
 
 def _guarded(module: nn.Module) -> Callable[..., Any]:
-    """Give a failed guard of an exported program the error that other unfit inputs get."""
+    """Return a failed guard of an exported program the error that other unfit inputs get."""
 
     def run(*tensors: Tensor) -> Any:
         try:
@@ -443,7 +445,7 @@ def _guarded(module: nn.Module) -> Callable[..., Any]:
 
 
 def _has_free_dims_only(program: torch.export.ExportedProgram) -> bool:
-    """Say whether `InputSpec` states all that the program asks: no size depends on another."""
+    """Return whether `InputSpec` states all that the program asks: no size depends on another."""
     sizes: list[Any] = [
         size
         for node in program.graph.nodes

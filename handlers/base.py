@@ -177,7 +177,7 @@ class BaseHandler:
         ]
 
     def subject(self) -> Subject:
-        """Give what explanations need to know of the model version."""
+        """Return what explanations need to know of the model version."""
         served = self._served()
         twin = served if self.explainer is None and served.is_differentiable else self.explainer
         return Subject(
@@ -193,7 +193,7 @@ class BaseHandler:
         )
 
     def baselines(self, name: str, inputs: Tensors, seed: int) -> Tensors:
-        """Give what stands for "no information", for one request's inputs (1, …): (B, …) each.
+        """Return what stands for "no information", for one request's inputs (1, …): (B, …) each.
 
         `file:NAME` names a file of the archive: JSON with a list of request bodies, or one body
         of another type, or a folder of such files. Every other name is given to `baseline`.
@@ -205,13 +205,13 @@ class BaseHandler:
         )
 
     def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
-        """Give the input (1, *S) that stands for "no information", for one request's (1, *S)."""
+        """Return the input (1, *S) that stands for "no information", for one request's (1, *S)."""
         if name != "zero":
             raise BadInput(f'baseline is "{name}"; expected zero or file:NAME for this model')
         return torch.zeros_like(inputs)
 
     def window(self, sizes: torch.Size, side: int | None) -> tuple[int, ...]:
-        """Give the shape of what methods without gradients replace at once, for rows of a shape.
+        """Return the shape of what methods without gradients replace at once, for rows of a shape.
 
         Args:
             sizes: of a row.
@@ -224,7 +224,7 @@ class BaseHandler:
         raise BadInput("aggregate is sum; expected none: this model's inputs have no channels")
 
     def describe(self, index: int, explanation: Explanation) -> dict[str, Any]:
-        """Give further fields of request `index`'s answer; attributions are aggregated."""
+        """Return further fields of request `index`'s answer; attributions are aggregated."""
         return {}
 
     def heat_map(self, inputs: Tensor, explanation: Explanation) -> bytes:
@@ -236,7 +236,7 @@ class BaseHandler:
         raise BadInput("format is html; expected json: this model takes no text")
 
     def label(self, index: int) -> str:
-        """Give the name of an output index: its label, else the index itself."""
+        """Return the name of an output index: its label, else the index itself."""
         key = str(index)
         return key if self.mapping is None else self.mapping.get(key, key)
 
@@ -286,7 +286,7 @@ class BaseHandler:
     # --- explain --------------------------------------------------------------------------------
 
     def _served(self) -> Artifact:
-        """Give the model as an artifact, also where an author put a module of their own there."""
+        """Return the model as an artifact, also where an author put a module of their own there."""
         if isinstance(self.model, Artifact):
             return self.model
         if self._module is not None and self._module.module is self.model:
@@ -417,7 +417,7 @@ def _open(folder: Path, artifact: str, report: str | None, device: torch.device)
 def _read_signature(
     signature: Mapping[str, Any] | None, artifact: Artifact
 ) -> tuple[tuple[InputSpec, ...], tuple[str, ...]]:
-    """Give the inputs and the outputs' names: as reported at export, else as the artifact says."""
+    """Return the inputs and the names of outputs: from the export's report, else the artifact."""
     if signature is None:
         return artifact.inputs, ()
     try:

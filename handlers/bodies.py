@@ -13,7 +13,7 @@ from modelyard.handlers.strict_json import parse_strictly
 
 
 def body_of(row: Mapping[str, Any]) -> Any:
-    """Give a request's content: the part named "data", else the body.
+    """Return a request's content: the part named "data", else the body.
 
     Raises:
         BadInput: both are empty.

@@ -19,7 +19,7 @@ class Headers(dict[str, Any]):
     """
 
     def __missing__(self, key: str) -> Any:
-        """Give the value of a name that differs in case only.
+        """Return the value of a name that differs in case only.
 
         Raises:
             KeyError: there is no such header.
@@ -31,7 +31,7 @@ class Headers(dict[str, Any]):
         raise KeyError(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Give a header by its exact name, else by its name in any case, else the default."""
+        """Return a header by its exact name, else by its name in any case, else the default."""
         try:
             return self[key]
         except KeyError:
@@ -51,11 +51,11 @@ class RequestProcessor:
         self._reason_phrase: str | None = None
 
     def get_request_property(self, key: str) -> Any:
-        """Give a request header by its exact name, else by its name in any case, else None."""
+        """Return a request header by its exact name, else by its name in any case, else None."""
         return self._request_header.get(key)
 
     def get_request_properties(self) -> dict[str, Any]:
-        """Give all request headers, spelled as they came."""
+        """Return all request headers, spelled as they came."""
         return self._request_header
 
     def report_status(self, code: int, reason_phrase: str | None = None) -> None:
@@ -64,11 +64,11 @@ class RequestProcessor:
         self._reason_phrase = reason_phrase
 
     def get_response_status_code(self) -> int:
-        """Give the HTTP status of this answer, 200 unless it was set."""
+        """Return the HTTP status of this answer, 200 unless it was set."""
         return self._status_code
 
     def get_response_status_phrase(self) -> str | None:
-        """Give the reason phrase that was set with the status."""
+        """Return the reason phrase that was set with the status."""
         return self._reason_phrase
 
     def add_response_property(self, key: str, value: str) -> None:
@@ -76,11 +76,11 @@ class RequestProcessor:
         self._response_headers[key] = value
 
     def get_response_headers(self) -> dict[str, str]:
-        """Give the headers set for this answer."""
+        """Return the headers set for this answer."""
         return self._response_headers
 
     def get_response_header(self, key: str) -> str | None:
-        """Give one header set for this answer."""
+        """Return one header set for this answer."""
         return self._response_headers.get(key)
 
 
@@ -212,15 +212,15 @@ class Context:
         return self._processors is None
 
     def get_request_id(self, idx: int = 0) -> str | None:
-        """Give the id of request `idx`, None where there is no such request."""
+        """Return the id of request `idx`, None where there is no such request."""
         return self.request_ids.get(idx)
 
     def get_request_header(self, idx: int, key: str) -> Any:
-        """Give a header of request `idx`, whatever the case of its name; None where absent."""
+        """Return a header of request `idx`, whatever the case of its name; None where absent."""
         return self.request_processor[idx].get_request_property(key)
 
     def get_all_request_header(self, idx: int) -> dict[str, Any]:
-        """Give all headers of request `idx`."""
+        """Return all headers of request `idx`."""
         return self.request_processor[idx].get_request_properties()
 
     def set_response_content_type(self, idx: int, value: str) -> None:
@@ -228,7 +228,7 @@ class Context:
         self.set_response_header(idx, "content-type", value)
 
     def get_response_content_type(self, idx: int) -> str | None:
-        """Give the content type set for answer `idx`, None where none was."""
+        """Return the content type set for answer `idx`, None where none was."""
         return self.request_processor[idx].get_response_header("content-type")
 
     def set_response_status(self, code: int = 200, phrase: str = "", idx: int = 0) -> None:
@@ -241,7 +241,7 @@ class Context:
             processor.report_status(code, phrase)
 
     def get_response_status(self, idx: int) -> tuple[int, str | None]:
-        """Give status code and reason phrase of answer `idx`."""
+        """Return status code and reason phrase of answer `idx`."""
         processor = self.request_processor[idx]
         return processor.get_response_status_code(), processor.get_response_status_phrase()
 
@@ -250,11 +250,11 @@ class Context:
         self.request_processor[idx].add_response_property(key, value)
 
     def get_response_headers(self, idx: int) -> dict[str, str]:
-        """Give the headers set for answer `idx`."""
+        """Return the headers set for answer `idx`."""
         return self.request_processor[idx].get_response_headers()
 
     def get_sequence_id(self, idx: int) -> str | None:
-        """Give the sequence that request `idx` belongs to, None outside one."""
+        """Return the sequence that request `idx` belongs to, None outside one."""
         value = self.get_request_header(idx, self.header_key_sequence_id)
         return None if value is None else str(value)
 

@@ -44,7 +44,7 @@ class Event(Protocol):
         """Come after all that the stream has been given so far."""
 
     def query(self) -> bool:
-        """Say whether that is done."""
+        """Return whether that is done."""
 
     def synchronize(self) -> None:
         """Wait until it is."""
@@ -58,10 +58,10 @@ class Device(Protocol):
     copy_out: Any
 
     def host_memory(self, size_bytes: int) -> Tensor:
-        """Give bytes of the host that the device copies from and to by itself."""
+        """Return bytes of the host that the device copies from and to by itself."""
 
     def memory(self, size_bytes: int) -> Tensor:
-        """Give bytes of the device."""
+        """Return bytes of the device."""
 
     def copy(self, stream: Any, target: Tensor, source: Tensor) -> None:
         """Copy when the stream comes to it; nobody waits."""
@@ -70,10 +70,10 @@ class Device(Protocol):
         """Call what gives work to the device, in the order of the compute stream."""
 
     def event(self) -> Event:
-        """Give an event; who waits for it does not keep a core busy."""
+        """Return an event; who waits for it does not keep a core busy."""
 
     def record_graph(self, call: Callable[[], Output]) -> tuple[Callable[[], None], Output]:
-        """Give what repeats the call's work on the same memory, and the outputs that it writes."""
+        """Return what repeats the call on the same memory, and the outputs that it writes."""
 
     def synchronize(self) -> None:
         """Wait for all work.
@@ -101,11 +101,11 @@ class Cuda:
         )
 
     def host_memory(self, size_bytes: int) -> Tensor:
-        """Give pinned bytes; pinning takes milliseconds, so only a larger batch asks again."""
+        """Return pinned bytes; pinning takes milliseconds, so only a larger batch asks again."""
         return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=self._pinned)
 
     def memory(self, size_bytes: int) -> Tensor:
-        """Give bytes of the device, of the pool of the stream that writes them first."""
+        """Return bytes of the device, of the pool of the stream that writes them first."""
         with torch.cuda.stream(self.copy_in):
             return torch.empty(size_bytes, dtype=torch.uint8, device=self._device)
 
@@ -120,7 +120,7 @@ class Cuda:
             return call()
 
     def event(self) -> Event:
-        """Give an event whose waiting sleeps instead of spinning."""
+        """Return an event whose waiting sleeps instead of spinning."""
         event: Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         return event
 
@@ -150,7 +150,7 @@ class Memory:
         self._blocks: dict[int, Tensor] = {}
 
     def take(self, at: int, like: Tensor) -> Tensor:
-        """Give block `at` as a tensor of the shape and dtype of another."""
+        """Return block `at` as a tensor of the shape and dtype of another."""
         size_bytes = like.numel() * like.element_size()
         block = self._blocks.get(at)
         if block is None or block.numel() < size_bytes:
@@ -171,7 +171,7 @@ class Slot:
 
     @torch.inference_mode()
     def start(self, run: Run, tensors: Sequence[Tensor]) -> Output:
-        """Give a batch to the device.
+        """Return a batch to the device.
 
         Args:
             run: called with the tensors on the device.
@@ -214,7 +214,7 @@ class Launched:
         self._outputs = outputs
 
     def is_done(self) -> bool:
-        """Say whether `result` would not wait for the device."""
+        """Return whether `result` would not wait for the device."""
         return self._slot.done.query()
 
     def result(self) -> list[Any]:
@@ -344,13 +344,13 @@ class Graphs:
 
 
 def sizes_of_graphs(batch_size: int) -> tuple[int, ...]:
-    """Give 1, 2, 4, … and the batch size: a batch is padded to the next of them."""
+    """Return 1, 2, 4, … and the batch size: a batch is padded to the next of them."""
     powers = (1 << power for power in range(batch_size.bit_length()))
     return (*(size for size in powers if size < batch_size), batch_size)
 
 
 def can_overlap(target: object, built_in: Iterable[type[BaseHandler]]) -> bool:
-    """Say whether a handler may read one batch before it has answered the one before.
+    """Return whether a handler may read one batch before it has answered the one before.
 
     Its steps must be those of one of our classes: an author's preprocess may leave on the handler
     what their postprocess reads there. Who says `overlaps = True` does no such thing, and may
@@ -478,7 +478,7 @@ def _fill(
 
 
 def _examples(inputs: Sequence[InputSpec], rows: int, seed: int | None) -> list[Tensor] | None:
-    """Give a batch, None where the specs do not say its shapes.
+    """Return a batch, None where the specs do not say its shapes.
 
     Floats are in [0, 1) by a seed, or zero without one; all else is zero, which indexes something
     in any table.
@@ -511,7 +511,7 @@ def _agree(found: Tensor, expected: Tensor, tolerance: float) -> bool:
 
 
 def _read_tolerance(context: Context) -> float:
-    """Give the tolerance that the artifact was proven within."""
+    """Return the tolerance that the artifact was proven within."""
     report = ((context.manifest or {}).get("modelyard") or {}).get("report")
     if report is None:
         return TOLERANCE

@@ -13,7 +13,7 @@ DEFAULT_TOP_K = 5
 
 
 class TopLabels:
-    """Give {"label": probability, …} for each row of logits, the likeliest first.
+    """Return {"label": probability, …} for each row of logits, the likeliest first.
 
     Args:
         top_k: labels per row.
@@ -40,7 +40,7 @@ class TopLabels:
         return list(map(self._name, order.tolist(), weights.tolist()))
 
     def _name(self, order: list[int], probabilities: list[float]) -> dict[str, float]:
-        """Give label → probability; of two outputs with one label, the likelier counts."""
+        """Return label → probability; of two outputs with one label, the likelier counts."""
         if len(self._names) != len(probabilities):
             self._names = [self._label(index) for index in range(len(probabilities))]
         answer: dict[str, float] = {}

@@ -44,7 +44,7 @@ def map_weights(tensors: Iterable[Tensor], path: Path) -> int:
 
     Args:
         tensors: just loaded from `path`; changed in place.
-        path: what torch has written, in a folder that nobody changes; of a file that is no zip,
+        path: what torch has written, in a folder that nobody changes; of a file that is not a zip,
             nothing is mapped.
 
     Returns:
@@ -81,7 +81,7 @@ def map_weights(tensors: Iterable[Tensor], path: Path) -> int:
 
 
 def make_once(source: Path, make: Callable[[Path], None]) -> Path | None:
-    """Give the folder that `make` fills for a file, in which its workers find what they map.
+    """Return the folder that `make` fills for a file, in which its workers find what they map.
 
     The first worker makes it while the others wait.
 
@@ -114,7 +114,7 @@ def make_once(source: Path, make: Callable[[Path], None]) -> Path | None:
 
 
 def release_freed_memory() -> None:
-    """Give back to the system what was freed but is still held for further allocations."""
+    """Return to the system what was freed but is still held for further allocations."""
     if hasattr(_libc, "malloc_trim"):  # glibc's alone
         _libc.malloc_trim(0)
 
@@ -138,7 +138,7 @@ def _records(path: Path) -> defaultdict[tuple[int, bytes], list[torch.UntypedSto
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Say whether a tensor is its storage and nothing else: no subclass, lazy or quantised one."""
+    """Return whether a tensor is its storage and nothing else: no subclass, lazy or quantised."""
     return (
         type(tensor) in (Tensor, nn.Parameter)
         and tensor.is_cpu

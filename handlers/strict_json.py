@@ -20,7 +20,7 @@ def parse_strictly(body: bytes | bytearray | str) -> Any:
     """Parse a body; whole numbers of more than 64 bits become floats.
 
     Raises:
-        ValueError: it is no JSON.
+        ValueError: it is not valid JSON.
         BadInput: it is, and no number, character or key that it holds is to be guessed.
     """
     with suppress(orjson.JSONDecodeError):
@@ -43,7 +43,7 @@ def parse_strictly(body: bytes | bytearray | str) -> Any:
 
 
 def _may_repeat_keys(body: bytes | bytearray | str, value: Any) -> bool:
-    """Tell whether there are more colons than the keys that were kept account for."""
+    """Return whether there are more colons than the keys that were kept account for."""
     colons = body.count(":") if isinstance(body, str) else body.count(b":")
     found = [value]
     for each in found:  # it grows meanwhile: what is outside comes before what is inside
@@ -67,7 +67,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _no_number(name: str) -> NoReturn:
-    raise BadInput(f"the JSON of the body holds {name}, which is no number in JSON")
+    raise BadInput(f"the JSON of the body holds {name}, which is not a number in JSON")
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_unique, parse_constant=_no_number)

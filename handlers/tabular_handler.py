@@ -86,7 +86,7 @@ class TabularHandler(BaseHandler):
         return super().postprocess(outputs) if self.mapping is None else self.top_labels(outputs)
 
     def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
-        """Give the `mean` of every feature, which the model sees as zeros."""
+        """Return the `mean` of every feature, which the model sees as zeros."""
         if name not in ("mean", "zero"):
             raise BadInput(
                 f'baseline is "{name}"; expected mean, zero or file:NAME for a table (mean and '
@@ -95,7 +95,7 @@ class TabularHandler(BaseHandler):
         return torch.zeros_like(inputs)
 
     def describe(self, index: int, explanation: Explanation) -> dict[str, Any]:
-        """Give the attribution of each feature by its name."""
+        """Return the attribution of each feature by its name."""
         (attributions,) = explanation.attributions
         if explanation.options.layer is not None:
             return {}
@@ -112,7 +112,9 @@ class TabularHandler(BaseHandler):
                 )
             value = dict(zip(names, value, strict=True))
         if not isinstance(value, dict):
-            raise BadInput("the body is no JSON object; expected one with a value for each feature")
+            raise BadInput(
+                "the body is not a JSON object; expected one with a value for each feature"
+            )
         wrong = [f"{each} is missing" for each in names if each not in value]
         wrong += [f"{each} is unknown" for each in value if each not in names]
         if wrong:

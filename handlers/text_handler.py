@@ -90,7 +90,7 @@ class TextHandler(BaseHandler):
         """Turn texts into ids (N, L), filled up to the longest, with mask and types if asked for.
 
         Raises:
-            BadInput: a body that is no text.
+            BadInput: a body that is not text.
             InputMismatch: texts of different length in one batch, for a model without a mask.
         """
         self.texts = [self._each(index, _read_text, row) for index, row in enumerate(data)]
@@ -110,7 +110,7 @@ class TextHandler(BaseHandler):
         return self.top_labels(outputs)
 
     def baselines(self, name: str, inputs: Tensors, seed: int) -> Tensors:
-        """Give the request with every token but the special ones replaced by padding."""
+        """Return the request with every token but the special ones replaced by padding."""
         if name != "pad":
             raise BadInput(f'baseline is "{name}"; expected pad or zero (embeddings) for text')
         ids = inputs[self.embedded or 0]
@@ -122,7 +122,7 @@ class TextHandler(BaseHandler):
         return attributions.sum(-1) if attributions.dim() > 1 else attributions
 
     def describe(self, index: int, explanation: Explanation) -> dict[str, Any]:
-        """Give one number per token with its place in the text; what fills the row is left out."""
+        """Return one number per token with its place in the text, without what fills the row."""
         if explanation.options.layer is not None:
             return {}
         (attributions,) = explanation.attributions
@@ -152,7 +152,7 @@ class TextHandler(BaseHandler):
     def page(self, index: int, explanations: Sequence[Explanation]) -> bytes:
         """Draw the text with a colour behind each token, as an HTML page."""
         if explanations[0].options.layer is not None:
-            raise BadInput("format is html; expected json: a layer's values are no tokens")
+            raise BadInput("format is html; expected json: a layer's values are not tokens")
         return token_page.render(
             [
                 token_page.Section(
@@ -177,7 +177,7 @@ class TextHandler(BaseHandler):
         raise LoadError(f'the artifact has an input "{name}"; expected some of {known}')
 
     def _lengths(self) -> tuple[int, int]:
-        """Give the fewest and the most tokens that the artifact takes."""
+        """Return the fewest and the most tokens that the artifact takes."""
         shape = self.inputs[self.embedded or 0].shape
         if shape is None or len(shape) != 2:
             return 1, MAX_LENGTH
@@ -231,11 +231,11 @@ def _load_tokenizer(path: Path) -> Any:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises nothing narrower
-        raise LoadError(f"{path.name} is no file of the tokenizers package: {error}") from error
+        raise LoadError(f"{path.name} is not a file of the tokenizers package: {error}") from error
 
 
 def _special_ids(tokenizer: Any) -> list[int]:
-    """Give the ids of tokens that frame a text; one that stands for an unknown word is a word."""
+    """Return the ids of tokens that frame a text; one that stands for an unknown word is a word."""
     unknown = getattr(tokenizer.model, "unk_token", None)
     return [
         id
@@ -250,7 +250,7 @@ def _read_text(row: Mapping[str, Any]) -> str:
         try:
             body = body.decode("utf-8")
         except UnicodeDecodeError as error:
-            raise BadInput(f"the body is no text in UTF-8: {error}") from error
+            raise BadInput(f"the body is not text in UTF-8: {error}") from error
         if body.lstrip().startswith('"'):
             # Else it is a text that begins with a quotation.
             with contextlib.suppress(BadInput):

@@ -113,13 +113,13 @@ class VisionHandler(BaseHandler):
         """Turn images into a float tensor (N, C, H, W).
 
         Raises:
-            BadInput: a body that is no image, is damaged, or has too many pixels.
+            BadInput: a body that is not an image, is damaged, or has too many pixels.
         """
         rows = [self._each(index, self._read_image, row) for index, row in enumerate(data)]
         return stack(self.inputs[0], rows)
 
     def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
-        """Give the picture that stands for "no information", for one request's (1, C, H, W).
+        """Return the picture that stands for "no information", for one request's (1, C, H, W).
 
         It is made before normalisation: `black`, `white`, the request's `mean` colour, the
         request's picture under a `blur` of a tenth of its longer side, or `noise` of even colours.
@@ -148,7 +148,7 @@ class VisionHandler(BaseHandler):
         return torch.from_numpy(self._normalise(pixels))[None]
 
     def window(self, sizes: torch.Size, side: int | None) -> tuple[int, ...]:
-        """Give a square over all channels; an eighth of the longer side where none is asked for."""
+        """Return a square over all channels, by default an eighth of the longer side."""
         if len(sizes) != 3:
             return super().window(sizes, side)
         side = side or -(-max(sizes[1:]) // 8)
@@ -186,7 +186,7 @@ class VisionHandler(BaseHandler):
         return Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
 
     def _read_image(self, row: Mapping[str, Any]) -> np.ndarray:
-        """Give one request's model input (C, H, W)."""
+        """Return one request's model input (C, H, W)."""
         body = body_of(row)
         if isinstance(body, str):
             body = _decode_base64(body)

@@ -23,7 +23,7 @@ COMMANDS = {
     "export": Command("modelyard.exporter.cli", "app", "Turn a checkpoint into proven artifacts."),
     "bench": Command("modelyard.exporter.bench_cli", "app", "Measure artifacts on this machine."),
     "inspect": Command(
-        "modelyard.exporter.inspect_cli", "inspect_app", "Say what a file is and holds."
+        "modelyard.exporter.inspect_cli", "inspect_app", "Describe what a file is and holds."
     ),
     "archive": Command(
         "modelyard.archiver.cli", "archive_app", "Package an artifact with its handler."
@@ -41,7 +41,7 @@ COMMANDS = {
         "Find a model's best settings on this machine.",
     ),
     "doctor": Command(
-        "modelyard.serve.tools.doctor_cli", "doctor_app", "Say what works here, and what to do."
+        "modelyard.serve.tools.doctor_cli", "doctor_app", "Report what works here, and what to do."
     ),
     "predict": Command(
         "modelyard.serve.cli", "predict_app", "Ask the running server for a prediction."

@@ -15,7 +15,7 @@
     ├── Conflict              the version is registered already
     ├── DefaultVersion        the default version cannot be removed while others exist
     ├── BodyTooLarge
-    ├── BadMessage            what a client sent is no HTTP request that is taken here
+    ├── BadMessage            what a client sent is not an HTTP request that is taken here
     │   ├── TargetTooLong
     │   └── HeadTooLarge
     ├── RequestTooSlow        its head or body did not come in time
@@ -141,10 +141,10 @@ class BodyTooLarge(ServeError):
 
 
 class BadMessage(ServeError):
-    """What a client sent is no HTTP request that is taken here."""
+    """What a client sent is not an HTTP request that is taken here."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"this is no HTTP/1.1 request: {reason}")
+        super().__init__(f"this is not HTTP/1.1 request: {reason}")
 
 
 class TargetTooLong(BadMessage):

@@ -104,7 +104,7 @@ class LazyDevice:
         stream.steps.append(fetch)
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Give poisoned outputs at once; the call itself, and its values, come later."""
+        """Return poisoned outputs at once; the call itself, and its values, come later."""
         outputs = call()
         places = [] if outputs is None else _flat(outputs)
         for place in places:

@@ -113,7 +113,7 @@ class Yard:
 
 @pytest.fixture(scope="module")
 def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
-    """Give a folder in which the README's commands have been run."""
+    """Yield a folder in which the README's commands have been run."""
     made = Yard(tmp_path_factory.mktemp("yard"), tmp_path_factory.mktemp("home"))
     try:
         made.run(REPO / "README.md")
@@ -141,7 +141,7 @@ def test_every_command_of_a_page_runs_and_no_server_is_left(page: Path, yard: Ya
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
-    """Give the cells of the first table below a heading, without marks of code."""
+    """Return the cells of the first table below a heading, without marks of code."""
     text = (REPO / "docs" / page).read_text().split(f"\n{heading}\n", 1)[1]
     table = re.search(r"(^\|.*\n)+", text, re.M)
     assert table is not None

@@ -47,7 +47,7 @@ class Member(Protocol):
 
     @property
     def is_folder(self) -> bool:
-        """Say whether it is a folder."""
+        """Return whether it is a folder."""
 
 
 class Reader(Protocol):
@@ -99,7 +99,7 @@ def open_regular(path: Path) -> int:
 
     Raises:
         ArchiveNotFound: there is none.
-        ArchiveError: it is no regular file, or must not be read.
+        ArchiveError: it is not a regular file, or must not be read.
     """
     try:
         # O_NONBLOCK: opening a named pipe must not wait for somebody to write to it.

@@ -42,7 +42,7 @@ class FolderMember:
 
     @property
     def is_folder(self) -> bool:
-        """Say whether it is a folder."""
+        """Return whether it is a folder."""
         return self.name.endswith("/")
 
 
@@ -138,7 +138,7 @@ class FolderReader:
             os.close(at)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
-            raise Damaged("it is no file any more")
+            raise Damaged("it is not a file any more")
         return fd
 
 
@@ -159,7 +159,9 @@ def _walk(fd: int, prefix: str, problems: list[str]) -> Iterator[FolderMember]:
             finally:
                 os.close(inner)
         else:
-            kind = "a symbolic link" if stat.S_ISLNK(status.st_mode) else "no file and no folder"
+            kind = (
+                "a symbolic link" if stat.S_ISLNK(status.st_mode) else "neither a file nor a folder"
+            )
             problems.append(f"{quoted(prefix + name)}: it is {kind}")
 
 

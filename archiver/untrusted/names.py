@@ -68,7 +68,7 @@ def quoted(text: str) -> str:
 
 
 def file_name_problem(name: str) -> str | None:
-    """Say why a file of this name must not be unpacked, or None when it may.
+    """Return why a file of this name must not be unpacked, or None when it may.
 
     Args:
         name: path inside the archive, its parts separated by "/", without a trailing "/".

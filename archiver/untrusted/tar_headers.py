@@ -139,7 +139,7 @@ def _pax_records(data: bytes) -> Iterator[tuple[str, str]]:
         if key in seen:
             raise Damaged(f"a pax header holds {key} twice")
         if key == "size" and not re.fullmatch(r"[0-9]{1,19}", value):
-            raise Damaged("the size in a pax header is no number")
+            raise Damaged("the size in a pax header is not a number")
         seen.add(key)
         if key in ("path", "size"):
             yield key, value

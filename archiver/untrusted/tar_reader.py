@@ -41,7 +41,7 @@ class TarMember:
 
     @property
     def is_folder(self) -> bool:
-        """Say whether it is a folder."""
+        """Return whether it is a folder."""
         return self.name.endswith("/")
 
 
@@ -89,7 +89,7 @@ class TarReader:
             run.finish()
         except Damaged as error:
             where = f" after {quoted(entries[-1].name)}" if entries else ""
-            return [f"it is no sound gzip'ed tar: {error}{where}"]
+            return [f"it is not a sound gzip'ed tar: {error}{where}"]
         names, problems = _without_top([entry.name for entry in entries])
         problems += _problems(names, entries)
         self.members = tuple(

@@ -31,12 +31,12 @@ _KINDS = {
 
 
 def entry_problem(entry: Entry) -> str | None:
-    """Say why one entry must not be unpacked, its name aside, or None."""
+    """Return why one entry must not be unpacked, its name aside, or None."""
     return _format_problem(entry) or _kind_problem(entry) or _size_problem(entry)
 
 
 def local_problem(entry: Entry, local: LocalHeader) -> str | None:
-    """Say how an entry's own header differs from the directory, or None."""
+    """Return how an entry's own header differs from the directory, or None."""
     if local.raw_name != entry.raw_name:
         shown = quoted(local.raw_name.decode("utf-8", "backslashreplace"))
         return f"its own header names it {shown}"
@@ -74,7 +74,7 @@ def layout_problems(directory: Directory, data: Sequence[range]) -> Iterator[str
 
 
 def total_problem(entries: Sequence[Entry], file_bytes: int) -> str | None:
-    """Say that the entries together unpack to far more than the file's size, or None."""
+    """Return that the entries together unpack to far more than the file's size, or None."""
     total = sum(entry.size_bytes for entry in entries)
     if total > RATIO_FROM_BYTES and total > MAX_RATIO * file_bytes:
         return f"its {file_bytes} bytes unpack to {total}, over {MAX_RATIO} times as many"

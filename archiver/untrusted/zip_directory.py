@@ -61,7 +61,7 @@ class Entry:
 
     @property
     def is_folder(self) -> bool:
-        """Say whether the entry is a folder."""
+        """Return whether the entry is a folder."""
         return self.name.endswith("/")
 
 
@@ -132,7 +132,7 @@ def _find_end(source: Source) -> tuple[int, int, int, int]:
     tail = source.read_at(source.size - tail_bytes, tail_bytes)
     at = tail.rfind(_END_SIGNATURE, 0, len(tail) - _END.size + 4)
     if at < 0:
-        raise NotAZip("it is no zip, or its end is cut off: there is no end-of-directory record")
+        raise NotAZip("it is not a zip, or its end is cut off: there is no end-of-directory record")
     end = source.size - tail_bytes + at
     _, disk, first_disk, here, count, size, offset, comment = _END.unpack_from(tail, at)
     if end + _END.size + comment != source.size:

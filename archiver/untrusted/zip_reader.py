@@ -43,7 +43,7 @@ class ZipMember:
 
     @property
     def is_folder(self) -> bool:
-        """Say whether it is a folder."""
+        """Return whether it is a folder."""
         return self.entry.is_folder
 
 

@@ -5,7 +5,7 @@ from torch import nn
 
 
 class DigitsNet(nn.Module):
-    """Tell the ten handwritten digits apart.
+    """Classify the ten handwritten digits apart.
 
     Args:
         channels: feature maps after the first, second and third convolution.

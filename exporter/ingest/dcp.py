@@ -84,7 +84,7 @@ class Files:
         self._sources: dict[str, Source] = {}
 
     def open(self, part: Slice) -> Source:
-        """Give a range of one file."""
+        """Return a range of one file."""
         if part.file not in self._sources:
             self._sources[part.file] = Source.of_file(self.folder / part.file)
         return self._sources[part.file].part(f"{part.file}[{part.offset}:]", part.offset, part.size)
@@ -177,7 +177,7 @@ def read_value(files: Files, item: Item) -> TorchFile | None:
 def _read_chunk(files: Files, item: Item, part: Slice) -> Tensor:
     tensor = read_torch_file(files.open(part)).value
     if not isinstance(tensor, Tensor) or tensor.dtype != item.dtype:
-        raise _wrong(files.folder, item.name, f"is no tensor of {item.dtype} in {part.file}")
+        raise _wrong(files.folder, item.name, f"is not a tensor of {item.dtype} in {part.file}")
     return tensor
 
 
@@ -191,7 +191,7 @@ def _as_global(name: str) -> Global:
 
 
 def _rebuild(rebuild: Rebuilder, function: Global, args: tuple[Any, ...]) -> Any:
-    """Give the value of torch's own calls, and the name of an enum's member.
+    """Return the value of torch's own calls, and the name of an enum's member.
 
     Python 3.11.2, among others, writes a member as `getattr(enum, name)`; later ones by value.
     """
@@ -218,7 +218,7 @@ def _slices(folder: Path, storage_data: Any) -> dict[tuple[str, tuple[int, ...] 
         place = tuple(offset) if isinstance(offset, tuple) else None
         part = _slice(folder, str(name), _fields(info, "_StorageInfo"), sizes)
         if not isinstance(name, str):
-            raise _wrong(folder, str(name), "is no name")
+            raise _wrong(folder, str(name), "is not a name")
         found[(name, place)] = part
     return found
 
@@ -226,7 +226,7 @@ def _slices(folder: Path, storage_data: Any) -> dict[tuple[str, tuple[int, ...] 
 def _slice(folder: Path, name: str, info: Mapping[str, Any], sizes: dict[str, int]) -> Slice:
     file = info.get("relative_path")
     if not isinstance(file, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", file):
-        raise _wrong(folder, name, f"lies in {file!r}, which is no plain file name")
+        raise _wrong(folder, name, f"lies in {file!r}, which is not a plain file name")
     if file not in sizes:
         path = folder / file
         if not path.is_file() or path.is_symlink():

@@ -315,7 +315,9 @@ def _deepspeed(folder: Path, announce: Announce | None) -> Draft:
     if latest.is_file():
         tag = latest.read_text("utf-8", "replace")[:200].strip()
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", tag):
-            raise CheckpointError(f'"{folder.name}/latest" names {tag!r}, which is no folder name')
+            raise CheckpointError(
+                f'"{folder.name}/latest" names {tag!r}, which is not a folder name'
+            )
         inside = folder / tag
     elif (folder / "checkpoint").is_dir():
         inside = folder / "checkpoint"
@@ -340,7 +342,7 @@ def _mlflow(folder: Path, announce: Announce | None) -> Draft:
     try:
         content = yaml.safe_load(described.read_bytes())
     except (yaml.YAMLError, RecursionError) as error:
-        raise CheckpointError(f'"{folder.name}/MLmodel" is no YAML ({error})') from error
+        raise CheckpointError(f'"{folder.name}/MLmodel" is not valid YAML ({error})') from error
     flavors = content.get("flavors") if isinstance(content, dict) else None
     flavor = flavors.get("pytorch") if isinstance(flavors, dict) else None
     if not isinstance(flavor, dict):
@@ -350,7 +352,7 @@ def _mlflow(folder: Path, announce: Announce | None) -> Draft:
         )
     data = _text(flavor.get("model_data")) or "data"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", data):
-        raise CheckpointError(f'"{folder.name}/MLmodel" names {data!r}, which is no folder name')
+        raise CheckpointError(f'"{folder.name}/MLmodel" names {data!r}, which is not a folder name')
     names = ("model.pth", "model.pt2", "state_dict.pth", "model.pt")
     path = next((folder / data / name for name in names if (folder / data / name).is_file()), None)
     if path is None:

@@ -197,7 +197,7 @@ _EMA = re.compile(r"(^|[._-])(ema|averaged?|averaging|shadow)([._-]|$)")
 
 
 def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Found:
-    """Say what kind a saved object is, and list every set of weights in it.
+    """Return what kind a saved object is, and list every set of weights in it.
 
     Args:
         root: what was saved; placeholders for what was not made.
@@ -241,7 +241,7 @@ def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Found:
 
 
 def as_mapping(value: Any) -> Mapping[str, Any] | None:
-    """Give a dict, also one of a subclass that was not made, with text for keys."""
+    """Return a dict, also one of a subclass that was not made, with text for keys."""
     if isinstance(value, Inert) and value.pairs:
         value = dict(pair for pair in value.pairs if isinstance(pair[0], str | int))
     if not isinstance(value, Mapping):
@@ -250,7 +250,7 @@ def as_mapping(value: Any) -> Mapping[str, Any] | None:
 
 
 def at(root: Any, path: str) -> Any:
-    """Give the value at a dotted path; None when there is none."""
+    """Return the value at a dotted path; None when there is none."""
     value = root
     for part in path.split(".") if path else ():
         if isinstance(value, list | tuple):
@@ -276,7 +276,7 @@ class _Visits:
 
 
 def tensor_map(value: Any, visits: _Visits | None = None) -> Weights | None:
-    """Give the tensors of a (nested) dict by dotted name; None when it holds anything else."""
+    """Return the tensors of a (nested) dict by dotted name; None when it holds anything else."""
     tensors: dict[str, Tensor] = {}
     extra: dict[str, Any] = {}
     is_map = _flatten(value, "", tensors, extra, 0, visits or _Visits())
@@ -306,7 +306,7 @@ def _flatten(
 
 
 def _is_flat(content: Mapping[str, Any]) -> bool:
-    """Tell a state dict from a dict of state dicts: names lead to tensors at once."""
+    """Distinguish a state dict from a dict of state dicts: names lead to tensors at once."""
     return not content or any(isinstance(value, Tensor) for value in content.values())
 
 
@@ -335,12 +335,12 @@ _NO_WEIGHTS = re.compile(r"optim|sched|rng|scaler|random|loops|callbacks")
 
 
 def is_optimizer(value: Any) -> bool:
-    """Tell whether a dict is the state of an optimizer."""
+    """Return whether a dict is the state of an optimizer."""
     return isinstance(value, Mapping) and "param_groups" in value and "state" in value
 
 
 def _of_module(module: Any) -> Weights:
-    """Give the state dict of a placeholder's tree, or of a real module of a trusted file."""
+    """Return the state dict of a placeholder's tree, or of a real module of a trusted file."""
     if isinstance(module, nn.Module):
         state = module.state_dict()
         return Weights({name: value for name, value in state.items() if isinstance(value, Tensor)})

@@ -16,7 +16,7 @@ _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 
 def is_module(value: Any) -> bool:
-    """Tell whether a placeholder stands for an nn.Module."""
+    """Return whether a placeholder stands for an nn.Module."""
     if not isinstance(value, Inert):
         return False
     attributes = value.attributes
@@ -32,7 +32,7 @@ def class_names(tree: Inert) -> tuple[str, ...]:
 
 
 def state_dict(tree: Inert) -> dict[str, Tensor]:
-    """Give what `module.state_dict()` would: names, order and tensors; no hook of it runs."""
+    """Return what `module.state_dict()` would: names, order and tensors; no hook of it runs."""
     state: dict[str, Tensor] = {}
     for prefix, module in _walk(tree):
         attributes = module.attributes

@@ -64,7 +64,7 @@ def _common(names: Iterable[str], prefixes: Sequence[str]) -> str | None:
 def fit_names(
     tensors: Mapping[str, Tensor], original: Mapping[str, str], wanted: Iterable[str]
 ) -> tuple[dict[str, Tensor], str | None]:
-    """Give the tensors under the names that a class expects, as far as a prefix decides it.
+    """Return the tensors under the names that a class expects, as far as a prefix decides it.
 
     Args:
         tensors: under names without wrappers' prefixes.
@@ -86,6 +86,6 @@ def fit_names(
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Give the known name that is most like a name; None when none is."""
+    """Return the known name that is most like a name; None when none is."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=_CUTOFF)
     return found[0] if found else None

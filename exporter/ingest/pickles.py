@@ -44,7 +44,7 @@ class Global:
 
     @property
     def dotted(self) -> str:
-        """Give module and name as one, as in `collections.OrderedDict`."""
+        """Return module and name as one, as in `collections.OrderedDict`."""
         return f"{self.module}.{self.name}"
 
 
@@ -61,12 +61,12 @@ class Inert:
 
     @property
     def dotted(self) -> str:
-        """Give the name of the class or function, or `?` when a call would have made it."""
+        """Return the name of the class or function, or `?` when a call would have made it."""
         return self.function.dotted if isinstance(self.function, Global) else "?"
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Give what would be the object's `__dict__`, slots included."""
+        """Return what would be the object's `__dict__`, slots included."""
         found: dict[str, Any] = {}
         for state in self.state:
             parts = state if isinstance(state, tuple) and len(state) == 2 else (state,)
@@ -107,7 +107,7 @@ def read_pickle(
             machine.step(opcode.name, argument)
     except BadPickle:
         raise
-    # What is no pickle fails in whatever decoder it reaches; a stack that is too short likewise.
+    # What is not a pickle fails in whatever decoder it reaches; a stack that is too short likewise.
     except (
         ValueError,
         LookupError,
@@ -275,7 +275,7 @@ class _Machine:
     def stack_name(self, _: Any) -> None:
         name, module = self.pop(), self.pop()
         if not isinstance(name, str) or not isinstance(module, str):
-            raise BadPickle("a name that is no text")
+            raise BadPickle("a name that is not text")
         self.push_name(module, name)
 
     def push_name(self, module: str, name: str) -> None:

@@ -33,7 +33,7 @@ class Placeholder:
 
 
 def to_plain(value: Any, allowed: AbstractSet[str]) -> Any:
-    """Give numbers, text, lists, dicts, tensors and placeholders for a value of a pickle.
+    """Return numbers, text, lists, dicts, tensors and placeholders for a value of a pickle.
 
     Args:
         value: what `pickles.read_pickle` or torch gave.
@@ -43,7 +43,7 @@ def to_plain(value: Any, allowed: AbstractSet[str]) -> Any:
 
 
 def to_array(value: Any) -> "np.ndarray[Any, Any] | None":
-    """Give the numpy array that a placeholder stands for, or None when it is none.
+    """Return the numpy array that a placeholder stands for, or None when it is none.
 
     Only dtypes of plain numbers, and only when shape and bytes agree.
     """
@@ -62,7 +62,7 @@ def to_array(value: Any) -> "np.ndarray[Any, Any] | None":
 
 
 def stock_class(name: Global) -> type[nn.Module] | None:
-    """Give the class that a name of torch's own layers stands for; nothing is imported or run."""
+    """Return the class that a name of torch's own layers stands for; nothing is imported or run."""
     module = sys.modules.get(name.module)
     if module is None or not name.module.startswith("torch.nn.modules."):
         return None

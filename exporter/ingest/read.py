@@ -40,7 +40,7 @@ def read_checkpoint(
 
 
 def take_weights(draft: Draft, path: Path, key: str) -> Checkpoint:
-    """Give one of a draft's sets of weights with all that is known of the checkpoint."""
+    """Return one of a draft's sets of weights with all that is known of the checkpoint."""
     weights = draft.weights[key]
     renamed, prefixes = strip_wrappers(weights.tensors)
     tensors = {new: weights.tensors[old] for old, new in renamed.items()}
@@ -99,7 +99,7 @@ def _newest_of_run(folder: Path) -> Path | None:
 
 
 def choose(draft: Draft, name: str, weights_key: str | None = None, ema: bool = False) -> str:
-    """Give the path of the weights to take.
+    """Return the path of the weights to take.
 
     Raises:
         CheckpointError: there are several sets, and nothing tells which.

@@ -46,7 +46,7 @@ class Rebuilder:
         self._sparse: list[Tensor] = []
 
     def __call__(self, function: Global, args: tuple[Any, ...]) -> Any:
-        """Give the call's value, or `NOT_REBUILT` for a call of anything else.
+        """Return the call's value, or `NOT_REBUILT` for a call of anything else.
 
         Raises:
             BadPickle: the call is one of torch's, and its arguments are not what torch writes.
@@ -86,12 +86,12 @@ class Rebuilder:
 
 
 def global_value(name: Global) -> Any:
-    """Give the value of a name that is a constant of torch (a dtype, say), else the name."""
+    """Return the value of a name that is a constant of torch (a dtype, say), else the name."""
     return _CONSTANTS.get(name.dotted, name)
 
 
 def storage_dtype(kind: Any) -> torch.dtype:
-    """Give the element type of a storage class that the file names.
+    """Return the element type of a storage class that the file names.
 
     Raises:
         BadPickle: it names no storage class of torch.
@@ -105,7 +105,7 @@ def storage_dtype(kind: Any) -> torch.dtype:
 
 
 def is_known(dotted: str) -> bool:
-    """Tell whether this reader gives a value for a name, so that it is no refused global."""
+    """Return whether this reader gives a value for a name, so that it is no refused global."""
     module, _, name = dotted.rpartition(".")
     return dotted in KNOWN or (module in _STORAGE_MODULES and name in _STORAGES)
 
@@ -135,7 +135,7 @@ def _check_extent(size: Sequence[int], stride: Sequence[int], offset: int, avail
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, tuple | list) or len(value) > _MAX_DIMS:
-        raise BadPickle("a shape that is no tuple of numbers")
+        raise BadPickle("a shape that is not a tuple of numbers")
     size = tuple(_count(n) for n in value)
     if math.prod(size) > _MAX_NUMEL or any(n > _MAX_NUMEL for n in size):
         raise BadPickle(f"a tensor of shape {list(size)}")
@@ -298,7 +298,7 @@ def _rebuild_nested(buffer: Any, sizes: Any, strides: Any, offsets: Any) -> Tens
     if buffer.ndim != 1 or not buffer.is_contiguous() or sizes.shape != strides.shape:
         raise BadPickle("a nested tensor whose sizes do not fit")
     if sizes.dtype is not torch.int64 or strides.dtype is not torch.int64 or sizes.ndim != 2:
-        raise BadPickle("a nested tensor whose sizes are no integers")
+        raise BadPickle("a nested tensor whose sizes are not integers")
     if offsets.dtype is not torch.int64 or offsets.shape != sizes.shape[:1]:
         raise BadPickle("a nested tensor whose offsets do not fit")
     rows = zip(sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True)
@@ -349,7 +349,7 @@ def _get_layout(name: Any) -> Any:
 
 
 def _encode(text: Any, codec: Any = "utf-8") -> Any:
-    """Give bytes, which protocol 2 writes as text and this call."""
+    """Return bytes, which protocol 2 writes as text and this call."""
     if not isinstance(text, str) or codec not in ("latin1", "latin-1", "ascii", "utf-8"):
         return NOT_REBUILT
     return text.encode(codec, "strict" if codec != "utf-8" else "surrogatepass")

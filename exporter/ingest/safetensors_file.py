@@ -52,7 +52,7 @@ def read_safetensors(path: Path) -> SafeTensors:
     """Read one file.
 
     Raises:
-        CheckpointError: its header is no header, or leaves the file.
+        CheckpointError: its header is not a header, or leaves the file.
     """
     source = Source.of_file(path)
     tensors, metadata = read_source(source)
@@ -95,7 +95,7 @@ def shard_names(index: Path) -> dict[str, str]:
         # A file inside the folder by its own name: a link could lead out of it.
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
             raise CheckpointError(
-                f'"{index.name}" is refused: it names the shard {name!r}, which is no plain file '
+                f'"{index.name}" is refused: the shard {name!r} that it names is not a plain file '
                 "name"
             )
         if not (index.parent / name).is_file():
@@ -121,7 +121,7 @@ def read_source(source: Source) -> tuple[dict[str, Tensor], dict[str, str]]:
     header = parse_object(source.data[8 : 8 + length], source.name)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
-        raise _wrong(source, "__metadata__", "is no object")
+        raise _wrong(source, "__metadata__", "is not an object")
     start = 8 + length
     spans = {name: _check(source, name, entry) for name, entry in header.items()}
     _check_cover(source, spans, len(source) - start)
@@ -140,7 +140,7 @@ _Span = tuple[torch.dtype, tuple[int, ...], int, int]
 
 def _check(source: Source, name: str, entry: Any) -> _Span:
     if not isinstance(entry, dict):
-        raise _wrong(source, name, "is no object")
+        raise _wrong(source, name, "is not an object")
     dtype = _DTYPES.get(str(entry.get("dtype")))
     if dtype is None:
         raise _wrong(source, name, f"has the dtype {entry.get('dtype')!r}, which torch has not")

@@ -59,11 +59,11 @@ def read_file(source: Source, announce: Announce | None = None) -> Draft:
 
 
 def refusal(found: str, name: str) -> CheckpointError:
-    """Say why a format is not taken, and what to do."""
+    """Return why a format is not taken, and what to do."""
     if found in ADVICE:
-        return CheckpointError(f'"{name}" is no checkpoint ({found}): {ADVICE[found]}')
+        return CheckpointError(f'"{name}" is not a checkpoint ({found}): {ADVICE[found]}')
     return CheckpointError(
-        f'"{name}" is no checkpoint that can be read; expected a file of torch.save or '
+        f'"{name}" is not a checkpoint that can be read; expected a file of torch.save or '
         "safetensors, or the folder that a trainer wrote: save torch.save(model.state_dict(), …)"
     )
 
@@ -169,7 +169,7 @@ def _hyper_parameters(
 
 
 def _flattened(root: Any, rule: Rule, allowed: frozenset[str]) -> dict[str, Any]:
-    """Give the hyper-parameters that Flyte writes beside the weights."""
+    """Return the hyper-parameters that Flyte writes beside the weights."""
     weights = {*rule.weights, "optimizer_state_dict"}
     content = as_mapping(root) or {}
     return {key: to_plain(v, allowed) for key, v in content.items() if key not in weights}

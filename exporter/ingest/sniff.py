@@ -41,7 +41,7 @@ ADVICE: Mapping[str, str] = {
 
 
 def sniff(path: Path) -> str:
-    """Say what a file or folder is, in a word of this module.
+    """Return what a file or folder is, in a word of this module.
 
     Raises:
         CheckpointError: it is not there, is empty, or is damaged.
@@ -49,13 +49,13 @@ def sniff(path: Path) -> str:
     if path.is_dir():
         return sniff_folder(path)
     if not path.is_file():
-        seen = "is no file" if path.exists() else "does not exist"
+        seen = "is not a file" if path.exists() else "does not exist"
         raise CheckpointError(f'checkpoint "{path}" {seen}; expected a file or folder of weights')
     return sniff_source(Source.of_file(path))
 
 
 def sniff_source(source: Source) -> str:
-    """Say what some bytes are."""
+    """Return what some bytes are."""
     head = bytes(source.data[:512])
     if head[:4] == b"PK\x03\x04":
         return _sniff_zip(source)
@@ -153,7 +153,7 @@ def _varint(data: memoryview, position: int) -> tuple[int, int]:
 
 
 def sniff_folder(folder: Path) -> str:
-    """Say what a folder is by the files that it holds."""
+    """Return what a folder is by the files that it holds."""
     names = {entry.name for entry in folder.iterdir()}
     for wanted, found in _FOLDERS:
         if wanted in names and (found != "Determined" or _is_determined(folder)):

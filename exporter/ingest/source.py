@@ -63,7 +63,7 @@ class Source:
         return len(self.data)
 
     def part(self, name: str, start: int, size: int) -> "Source":
-        """Give a range of the bytes, as a source of its own.
+        """Return a range of the bytes, as a source of its own.
 
         Raises:
             CheckpointError: it leaves the bytes.
@@ -76,14 +76,14 @@ class Source:
         return Source(name, self.data[start : start + size])
 
     def storage(self, start: int, size: int) -> torch.UntypedStorage:
-        """Give a range, checked by the caller, as a storage for tensors; no byte is copied."""
+        """Return a range, checked by the caller, as a storage for tensors; no byte is copied."""
         if self._storage is None:
             self._storage = torch.frombuffer(self.data, dtype=torch.uint8).untyped_storage()
         part: torch.UntypedStorage = self._storage[start : start + size]
         return part
 
     def open(self) -> BinaryIO:
-        """Give the bytes as a stream for `torch.load` and readers of headers."""
+        """Return the bytes as a stream for `torch.load` and readers of headers."""
         return io.BytesIO(self.data)
 
 
@@ -124,7 +124,7 @@ class Window:
         return self._position
 
     def tell(self) -> int:
-        """Say where the next read starts."""
+        """Return where the next read starts."""
         return self._position
 
 
@@ -205,7 +205,7 @@ def read_entry(source: Source, entry: Entry, *, limit: int) -> bytes:
 
 
 def is_safe_name(name: str) -> bool:
-    """Tell whether a name inside a container stays inside it, on every system."""
+    """Return whether a name inside a container stays inside it, on every system."""
     parts = name.split("/")
     return bool(name) and not (
         re.search(r"[\\\x00-\x1f]|^[A-Za-z]:", name) or ".." in parts or parts[0] == ""

@@ -13,13 +13,13 @@ def parse_object(content: bytes | memoryview, name: str) -> dict[str, Any]:
     """Parse a JSON object.
 
     Raises:
-        CheckpointError: it is no JSON, no object, or has a key twice.
+        CheckpointError: it is not valid JSON, no object, or has a key twice.
     """
     try:
         value = json.loads(bytes(content), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(
-            f'"{name}" is no JSON that can be read ({error}); copy the checkpoint again'
+            f'"{name}" is not valid JSON that can be read ({error}); copy the checkpoint again'
         ) from error
     if not isinstance(value, dict):
         raise CheckpointError(f'"{name}" is a JSON {type(value).__name__}; expected an object')

@@ -208,10 +208,10 @@ class _LegacyStorages:
 
     def _view(self, storage: Storage, view: Any) -> Storage:
         if not isinstance(view, tuple) or len(view) != 3:
-            raise BadPickle("a view of a storage that is no range")
+            raise BadPickle("a view of a storage that is not a range")
         key, *span = view
         if not all(type(number) is int and number >= 0 for number in span):
-            raise BadPickle("a view of a storage that is no range")
+            raise BadPickle("a view of a storage that is not a range")
         start, size = (number * storage.dtype.itemsize for number in span)
         if start + size > storage.nbytes:
             raise BadPickle("a view that leaves its storage")
@@ -232,10 +232,10 @@ class _LegacyStorages:
 def _storage_identifier(identifier: Any, length: int) -> tuple[torch.dtype, str, int]:
     """Read `("storage", type, key, location, number of elements, …)`; the location is ignored."""
     if not isinstance(identifier, tuple) or len(identifier) != length:
-        raise BadPickle("a persistent id that is no storage")
+        raise BadPickle("a persistent id that is not a storage")
     word, kind, key, _location, numel = identifier[:5]
     if word not in ("storage", b"storage") or not isinstance(key, str):
-        raise BadPickle("a persistent id that is no storage")
+        raise BadPickle("a persistent id that is not a storage")
     if type(numel) is not int or not 0 <= numel < 1 << 56:
         raise BadPickle(f"a storage of {numel} elements")
     return storage_dtype(kind), key, numel

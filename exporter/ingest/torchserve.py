@@ -32,17 +32,17 @@ class ServeArchive:
 
     @property
     def model(self) -> Mapping[str, Any]:
-        """Give the manifest's part on the model."""
+        """Return the manifest's part on the model."""
         model = self.manifest.get("model")
         return model if isinstance(model, dict) else {}
 
     def file_named(self, key: str) -> str | None:
-        """Give the file that a key of the manifest names, when it is there."""
+        """Return the file that a key of the manifest names, when it is there."""
         name = self.model.get(key)
         return name if isinstance(name, str) and name in self.sizes else None
 
     def open(self, name: str) -> Source:
-        """Give one file's bytes; they are inflated in memory where they are compressed.
+        """Return one file's bytes; they are inflated in memory where they are compressed.
 
         Raises:
             CheckpointError: it is damaged or too large.
@@ -58,10 +58,10 @@ class ServeArchive:
         return Source.of_bytes(name, read_entry(source, entry, limit=_MAX_MEMBER))
 
     def text(self, name: str) -> str:
-        """Give one file as text.
+        """Return one file as text.
 
         Raises:
-            CheckpointError: it is no text, or more than a person could read.
+            CheckpointError: it is not text, or more than a person could read.
         """
         if self.sizes[name] > _MAX_TEXT:
             raise CheckpointError(f'"{self.path.name}": {name} has more than {_MAX_TEXT} bytes')
@@ -131,7 +131,7 @@ def _members(path: Path) -> list[tuple[tarfile.TarInfo, str]]:
                 if not is_safe_name(member.name) or not (member.isreg() or member.isdir()):
                     raise CheckpointError(
                         f'"{path.name}" is refused: its entry {member.name!r} leaves its folder, '
-                        "or is no plain file"
+                        "or is not a plain file"
                     )
                 if total > room or len(found) > _MAX_MEMBERS or member.size > _MAX_MEMBER:
                     raise CheckpointError(

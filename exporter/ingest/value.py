@@ -50,7 +50,7 @@ class Checkpoint:
     original_names: Mapping[str, str] = field(default_factory=dict)
     """Name in `tensors` → name in the file."""
     extra_state: Mapping[str, Any] = field(default_factory=dict)
-    """Entries `…_extra_state` of a state dict that are no tensors."""
+    """Entries `…_extra_state` of a state dict that are not tensors."""
     weights_key: str = ""
     """Path of the weights inside the checkpoint, dots between; empty when they are all of it."""
     alternatives: Mapping[str, int] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Checkpoint:
 
     @property
     def sha256(self) -> str:
-        """Give one digest of all files: of one file its own, else of the sorted lines of all."""
+        """Return one digest of all files: of one file its own, else of the sorted lines of all."""
         if len(self.files) == 1:
             return self.files[0].sha256
         lines = sorted(f"{file.sha256}  {file.name}\n" for file in self.files)
@@ -113,7 +113,7 @@ def find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, ...], ...]:
 
 
 def place_of(tensor: Tensor) -> object:
-    """Give what is equal for two tensors only when they are the same numbers in memory."""
+    """Return what is equal for two tensors only when they are the same numbers in memory."""
     if tensor.layout.__str__() != "torch.strided" or tensor.is_meta or tensor.numel() == 0:
         return id(tensor)
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)

@@ -36,7 +36,7 @@ class Score:
     """Softmax over the outputs (R, K), in place of the output itself."""
 
     def __call__(self, points: Tensors, rows: Tensor) -> Tensor:
-        """Give (R,) numbers for R points.
+        """Return (R,) numbers for R points.
 
         Args:
             points: (R, *S) for each explained input.
@@ -81,7 +81,7 @@ class Question:
         return self.inputs[0].device
 
     def part(self, chunk: slice) -> "Question":
-        """Give some of the explanations, as a question of their own."""
+        """Return some of the explanations, as a question of their own."""
         score = replace(
             self.score,
             targets=self.score.targets[chunk],
@@ -182,7 +182,7 @@ class _Path:
                 total.index_add_(0, row, gradient.to(total.dtype))
 
     def attributions(self, steps: Tensor) -> Tensors:
-        """Give what the points so far amount to, for the steps (M,) that each row has."""
+        """Return what the points so far amount to, for the steps (M,) that each row has."""
         return tuple(
             way * (total / _column(steps, way))
             for way, total in zip(self.way, self.sums, strict=True)
@@ -190,7 +190,7 @@ class _Path:
 
 
 def gradients(score: Score, points: Tensors, rows: Tensor) -> Tensors:
-    """Give the gradient of the score at each point (R, *S); zero for an input without influence.
+    """Return the gradient of the score at each point (R, *S); zero for an input without influence.
 
     Raises:
         NoGradients: none of the inputs has any.
@@ -221,7 +221,7 @@ def recording() -> Iterator[None]:
 def evaluate(
     model: Model, inputs: Tensors, chunk_rows: int, between_chunks: Callable[[], None] | None = None
 ) -> Tensor:
-    """Give the outputs (N, …) that can be explained, for inputs (N, *S), without gradients."""
+    """Return the outputs (N, …) that can be explained, for inputs (N, *S), without gradients."""
     found = []
     with torch.no_grad():
         for chunk in chunks(len(inputs[0]), chunk_rows):
@@ -232,7 +232,7 @@ def evaluate(
 
 
 def outputs_of(output: Output) -> Tensor:
-    """Give the first output as (N, K) or with more dimensions.
+    """Return the first output as (N, K) or with more dimensions.
 
     Raises:
         NoGradients: it holds no real numbers.
@@ -244,7 +244,7 @@ def outputs_of(output: Output) -> Tensor:
 
 
 def probabilities(outputs: Tensor) -> Tensor:
-    """Give the softmax of outputs (N, K).
+    """Return the softmax of outputs (N, K).
 
     Raises:
         BadInput: outputs of another shape, whose classes could be anywhere.
@@ -266,7 +266,7 @@ def sums_of(attributions: Tensors) -> Tensor:
 
 
 def is_met(question: Question, delta: Tensor, tolerance: float) -> Tensor:
-    """Say for each row (M,) whether |delta| ≤ tolerance · |f_input − f_baseline|."""
+    """Return for each row (M,) whether |delta| ≤ tolerance · |f_input − f_baseline|."""
     return delta.abs() <= tolerance * (question.f_input - question.f_baseline).abs()
 
 
@@ -284,5 +284,5 @@ def _midpoints(n: int) -> Tensor:
 
 
 def _new_midpoints(n: int) -> Tensor:
-    """Give the midpoints of n steps that are not midpoints of n/3: every third one is."""
+    """Return the midpoints of n steps that are not midpoints of n/3: every third one is."""
     return _midpoints(n)[torch.arange(n) % 3 != 1]

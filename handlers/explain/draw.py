@@ -155,7 +155,7 @@ class _Canvas:
 
 
 def _limit(shares: np.ndarray) -> tuple[float, bool]:
-    """Give the value of full colour, and whether some values lie beyond it."""
+    """Return the value of full colour, and whether some values lie beyond it."""
     sizes = np.abs(shares)
     most = float(sizes.max(initial=0.0))
     if max(shares.shape) <= TINY:
@@ -173,7 +173,7 @@ def _bar_labels(limit: float, is_clipped: bool) -> tuple[str, str, str]:
 
 
 def _panel_size(size: tuple[int, int]) -> tuple[int, int]:
-    """Give (width, height) of a panel: whole multiples of a tiny input, the same proportion."""
+    """Return (width, height) of a panel: whole multiples of a tiny input, the same proportion."""
     longer = max(size)
     scale = PANEL // longer if longer <= TINY else PANEL / longer
     return max(1, round(size[0] * scale)), max(1, round(size[1] * scale))
@@ -205,7 +205,7 @@ def _outline(draw: ImageDraw.ImageDraw, grey: np.ndarray, scale: int) -> None:
 
 
 def _colour(values: np.ndarray) -> np.ndarray:
-    """Give the colours (…, 3) uint8 of values in [−1, 1]."""
+    """Return the colours (…, 3) uint8 of values in [−1, 1]."""
     places = (values + 1) / 2 * (len(_COLOURS) - 1)
     channels = [np.interp(places, np.arange(len(_COLOURS)), channel) for channel in _COLOURS.T]
     colours: np.ndarray = np.rint(np.stack(channels, axis=-1)).astype(np.uint8)
@@ -213,7 +213,7 @@ def _colour(values: np.ndarray) -> np.ndarray:
 
 
 def colours_of(share: float) -> tuple[int, int, int]:
-    """Give red, green and blue of a share in [−1, 1]."""
+    """Return red, green and blue of a share in [−1, 1]."""
     red, green, blue = _colour(np.array(share)).tolist()
     return red, green, blue
 

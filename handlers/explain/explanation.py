@@ -73,7 +73,7 @@ class Explanation:
     target: int | tuple[int, ...]
     label: str
     probability: float | None
-    """Softmax of the outputs at the target; None where the outputs are no classes."""
+    """Softmax of the outputs at the target; None where the outputs are not classes."""
     f_input: float
     f_baseline: float
     sum_attributions: float
@@ -110,7 +110,7 @@ class Explanation:
         return " · ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
-        """Give the answer's fields; every number is finite."""
+        """Return the answer's fields; every number is finite."""
         shapes: Any = [list(each.shape) for each in self.attributions]
         values: Any = [each.tolist() for each in self.attributions]
         if len(self.names) > 1:
@@ -247,7 +247,7 @@ def _question(
     inputs: Tensors,
     sets: Sequence[Tensors],
 ) -> tuple[Question, list[tuple[int, int]]]:
-    """Give the question, and for each of its explanations the request and the target."""
+    """Return the question, and for each of its explanations the request and the target."""
     asked = batch.options[0]
     outputs = batch.outputs.to(part.artifact.device)
     if part.artifact is not subject.artifact:
@@ -288,7 +288,7 @@ def _question(
 
 
 def _explained(outputs: Tensor, output: str) -> Tensor:
-    """Give the numbers (N, K) float64 that targets are places in."""
+    """Return the numbers (N, K) float64 that targets are places in."""
     outputs = outputs.double()
     return (probabilities(outputs) if output == "probability" else outputs).flatten(1)
 
@@ -300,7 +300,7 @@ def _numbers(
     options: ExplainOptions,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Give what one explanation says of itself, for the question that it alone answers."""
+    """Return what one explanation says of itself, for the question that it alone answers."""
     attributions = tuple(each[at : at + 1] for each in attribution.attributions)
     total = sums_of(attributions)
     delta = total - (question.f_input - question.f_baseline)
@@ -328,7 +328,7 @@ def _numbers(
 
 
 def _choose(subject: Subject, name: str) -> Artifact:
-    """Give what a method computes with: the artifact itself wherever that will do."""
+    """Return what a method computes with: the artifact itself wherever that will do."""
     if not METHODS[name].needs_gradients:
         return subject.artifact
     if subject.twin is None or not subject.twin.is_differentiable:
@@ -391,7 +391,7 @@ def _cut(subject: Subject, artifact: Artifact, asked: ExplainOptions) -> Cut | N
 
 
 def _baselines(subject: Subject, part: _Part, inputs: Tensors, asked: ExplainOptions) -> Tensors:
-    """Give the baselines (B, *S) of one request, whose inputs are (1, …)."""
+    """Return the baselines (B, *S) of one request, whose inputs are (1, …)."""
     name = asked.baseline or subject.default_baseline
     if name == "zero" and subject.embedded is not None:
         return tuple(torch.zeros_like(each[:1]) for each in part.explained)
@@ -423,13 +423,13 @@ def _chunk_rows(asked: ExplainOptions, artifact: Artifact, score: Score, explain
 
 
 def _forward_rows(asked: ExplainOptions, artifact: Artifact) -> int:
-    """Give how many points share a pass: what is asked for, as far as the artifact takes it."""
+    """Return how many points share a pass: what is asked for, as far as the artifact takes it."""
     rows = asked.internal_batch_size or FORWARD_ROWS
     return min(rows, most_rows(artifact) or rows)
 
 
 def _ask(subject: Subject, artifact: Artifact, inputs: Tensors) -> Tensor:
-    """Give the outputs (N, …) of the requests' inputs: they came as one batch, so they fit one."""
+    """Return the outputs (N, …) of the requests' inputs, which came as one batch and so fit one."""
     inputs = tuple(tensor.to(artifact.device) for tensor in inputs)
     return evaluate(artifact, inputs, len(inputs[0]), subject.between_chunks)
 
@@ -476,7 +476,7 @@ def _groups(options: Sequence[ExplainOptions]) -> list[list[int]]:
 
 
 def _name(target: int, outputs: Tensor, label: Callable[[int], str]) -> dict[str, Any]:
-    """Give the target's place and names, of one request's outputs."""
+    """Return the target's place and names, of one request's outputs."""
     if outputs.dim() > 1:
         place = _place(target, outputs.shape)
         return {"target": place, "label": ",".join(map(str, place)), "probability": None}

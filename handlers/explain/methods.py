@@ -57,7 +57,7 @@ class Method:
 
 
 def saliency(question: Question) -> Attribution:
-    """Give the size of the gradient at the input.
+    """Return the size of the gradient at the input.
 
     Source: Simonyan et al. 2013, section 3, https://arxiv.org/abs/1312.6034
     """
@@ -67,7 +67,7 @@ def saliency(question: Question) -> Attribution:
 
 
 def input_x_gradient(question: Question) -> Attribution:
-    """Give the gradient at the input times the input.
+    """Return the gradient at the input times the input.
 
     Source: Shrikumar et al. 2016, https://arxiv.org/abs/1605.01713
     """
@@ -83,7 +83,7 @@ def smoothgrad(
     noise: float = DEFAULT_NOISE,
     seed: int = 0,
 ) -> Attribution:
-    """Give the mean of the gradients at noisy copies of the input.
+    """Return the mean of the gradients at noisy copies of the input.
 
     Args:
         question: of one explanation.
@@ -116,7 +116,7 @@ def gradient_shap(
     noise: float = 0.0,
     seed: int = 0,
 ) -> Attribution:
-    """Give expected gradients: random points between input and baselines drawn from the set.
+    """Return expected gradients: random points between input and baselines drawn from the set.
 
     Args:
         question: of one explanation; its baseline set is drawn from.
@@ -149,7 +149,7 @@ def gradient_shap(
 
 
 def occlusion(question: Question, *, shapes: Shapes, stride: int | None = None) -> Attribution:
-    """Give by how much the output falls when a window is replaced by the baseline.
+    """Return by how much the output falls when a window is replaced by the baseline.
 
     Args:
         shapes: of the window in each input, one size for each dimension of a row.
@@ -179,7 +179,7 @@ def occlusion(question: Question, *, shapes: Shapes, stride: int | None = None) 
 
 
 def feature_ablation(question: Question, *, shapes: Shapes) -> Attribution:
-    """Give by how much the output falls when a feature is replaced by the baseline.
+    """Return by how much the output falls when a feature is replaced by the baseline.
 
     Args:
         shapes: of the windows whose values together are a feature, as in `occlusion`; they lie
@@ -317,7 +317,7 @@ def _without_gradients(
 
 
 def _forward(question: Question) -> Callable[..., Tensor]:
-    """Give the score as captum calls it: inputs, then the row that each point belongs to."""
+    """Return the score as captum calls it: inputs, then the row that each point belongs to."""
 
     def forward(*arguments: Tensor) -> Tensor:
         question.between_chunks()
@@ -342,7 +342,7 @@ def _found(question: Question, attributions: Tensors, evaluations: int) -> Attri
 
 
 def _strides(shape: tuple[int, ...], sizes: tuple[int, ...], stride: int | None) -> tuple[int, ...]:
-    """Give by how much a window moves along each dimension: by its own size where it fills it."""
+    """Return by how much a window moves along each dimension: by its own size where it fills it."""
     if stride is not None and stride > max(shape):
         raise BadInput(f"stride is {stride}; expected at most the window, {max(shape)}")
     return tuple(

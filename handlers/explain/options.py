@@ -80,7 +80,7 @@ class ExplainOptions:
     """The names that the request gave a value."""
 
     def settings(self) -> dict[str, Any]:
-        """Give what the method is to be called with, by the names that it takes."""
+        """Return what the method is to be called with, by the names that it takes."""
         wanted = METHODS[self.method].options
         values = {name: getattr(self, name) for name in wanted if name not in _FOR_OTHERS}
         return {name: value for name, value in values.items() if value is not None}
@@ -97,7 +97,7 @@ def gather_options(query: Mapping[str, str], row: Row) -> tuple[dict[str, str], 
     JSON body {"data": input, "explain": {…}}; several of these may be given, for different options.
 
     Raises:
-        BadInput: a part that is no JSON object, or an option that is given twice.
+        BadInput: a part that is not a JSON object, or an option that is given twice.
     """
     rest = {name: value for name, value in row.items() if name != PART}
     part = _read_part(row[PART]) if PART in row else {}
@@ -163,7 +163,7 @@ def _read_part(part: Any) -> Mapping[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BadInput(f'the part "explain" is not JSON: {error}') from error
     if not isinstance(value, dict):
-        raise BadInput('the part "explain" is no JSON object; expected {"target": 3, …}')
+        raise BadInput('the part "explain" is not a JSON object; expected {"target": 3, …}')
     return value
 
 
@@ -233,12 +233,12 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = {
 
 
 def _preferred(accept: str, formats: Sequence[str]) -> str:
-    """Give the format that an Accept header weighs most (RFC 9110, 12.5.1); the first of equals."""
+    """Return the format with the most weight in an Accept header (RFC 9110, 12.5.1)."""
     return max(formats, key=lambda name: _weight_of(accept, MEDIA_TYPES[name]))
 
 
 def _weight_of(accept: str, media_type: str) -> float:
-    """Give the weight of a media type: that of the most specific range that holds it."""
+    """Return the weight of a media type: that of the most specific range that holds it."""
     group = media_type.partition("/")[0]
     weights = {}
     for part in accept.lower().split(","):

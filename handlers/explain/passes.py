@@ -28,7 +28,7 @@ _row_bytes: WeakKeyDictionary[Artifact, dict[Shapes, int]] = WeakKeyDictionary()
 
 
 def most_rows(artifact: Artifact) -> int | None:
-    """Give how many rows an artifact takes at once; None where it does not say."""
+    """Return how many rows an artifact takes at once; None where it does not say."""
     sizes = [
         rows.high if isinstance(rows, DynamicDim) else rows
         for spec in artifact.inputs
@@ -60,7 +60,7 @@ def gradient_rows(artifact: Artifact, score: Score, inputs: Tensors) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Give the memory that a computation on `device` can still get."""
+    """Return the memory that a computation on `device` can still get."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     limits = [*_available(), *_group_limit()]
@@ -74,7 +74,7 @@ def _available() -> Iterator[int]:
 
 
 def _group_limit() -> Iterator[int]:
-    """Give what is left of the limit that a container has (cgroup v2)."""
+    """Yield what is left of the limit that a container has (cgroup v2)."""
     limit, used = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     if limit and used and limit[0].isdigit():
         yield max(0, int(limit[0]) - int(used[0]))

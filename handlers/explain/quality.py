@@ -29,7 +29,7 @@ class Quality:
     """Largest change of the attributions in the neighbourhood, as a share of their norm."""
 
     def as_json(self) -> dict[str, float]:
-        """Give the answer's fields."""
+        """Return the answer's fields."""
         return {"infidelity": self.infidelity, "sensitivity": self.sensitivity}
 
 
@@ -57,7 +57,7 @@ def measure(
     from captum.metrics import infidelity, infidelity_perturb_func_decorator, sensitivity_max
 
     if not all(each.is_floating_point() for each in question.inputs):
-        raise BadInput("quality does not apply: the explained inputs are no real numbers")
+        raise BadInput("quality does not apply: the explained inputs are not real numbers")
     ranges = tuple(float(each.max() - each.min()) or 1.0 for each in question.inputs)
 
     @infidelity_perturb_func_decorator(method.multiplies)  # type: ignore[untyped-decorator]

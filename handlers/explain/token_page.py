@@ -60,7 +60,7 @@ def _section(section: Section) -> str:
 
 
 def _text(section: Section, limit: float) -> str:
-    """Give the text with its tokens marked, and what lies between them as it is."""
+    """Return the text with its tokens marked, and what lies between them as it is."""
     parts = []
     at = 0
     for token in section.tokens:

@@ -89,7 +89,7 @@ def _check(name: str, file: IO[bytes]) -> "_Snapshot":
         with zipfile.ZipFile(snapshot) as container:
             findings = list(itertools.islice(_findings(snapshot, container), MAX_FINDINGS + 1))
     except DAMAGED_ZIP as error:
-        findings = [("the file", f"it is no zip that can be read ({error})")]
+        findings = [("the file", f"it is not a zip that can be read ({error})")]
     if len(findings) > MAX_FINDINGS:
         findings[MAX_FINDINGS:] = [("the file", "and more")]
     if findings:
@@ -117,7 +117,7 @@ class _Snapshot(io.RawIOBase):
             raise zipfile.BadZipFile("its entries overlap or end outside it")
         held = list(zip(borders[::2], borders[1::2], strict=True))
         if sum(end - start for start, end in held) > MAX_TEXT_BYTES:
-            raise zipfile.BadZipFile(f"over {MAX_TEXT_BYTES >> 20} MB of it are no tensors")
+            raise zipfile.BadZipFile(f"over {MAX_TEXT_BYTES >> 20} MB of it are not tensors")
         pieces: list[_Piece] = [(*piece, None) for piece in loose]
         pieces += [(start, end, self._hold(start, end)) for start, end in held]
         self._pieces = sorted((piece for piece in pieces if piece[0] < piece[1]), key=_first)
@@ -185,7 +185,7 @@ def _payload_ranges(file: IO[bytes]) -> list[_Range]:
 
 
 def data_range(file: IO[bytes], info: zipfile.ZipInfo) -> _Range:
-    """Give where the content of a zip's entry starts and ends in the file, as stored."""
+    """Return where the content of a zip's entry starts and ends in the file, as stored."""
     file.seek(info.header_offset)
     *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
     start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
@@ -193,7 +193,7 @@ def data_range(file: IO[bytes], info: zipfile.ZipInfo) -> _Range:
 
 
 def _inner(info: zipfile.ZipInfo) -> str:
-    """Give an entry's name below the folder that torch puts all entries in."""
+    """Return an entry's name below the folder that torch puts all entries in."""
     return info.orig_filename.partition("/")[2]
 
 
@@ -234,7 +234,7 @@ def _layout(snapshot: _Snapshot, container: zipfile.ZipFile) -> Iterator[_Findin
 
 
 def _directory(snapshot: _Snapshot) -> tuple[int, int]:
-    """Give where the directory starts and its number of entries, as the file's last bytes say."""
+    """Return where the directory starts and its number of entries, as the file's last bytes say."""
     at = snapshot.size - _DIRECTORY_END.size
     magic, *_, entries, size, start, comment = _DIRECTORY_END.unpack(_read(snapshot, at))
     if magic != b"PK\5\6" or comment:
@@ -276,7 +276,7 @@ def _names(entries: Sequence[zipfile.ZipInfo]) -> Iterator[_Finding]:
 
 
 def _place_problem(name: str) -> str | None:
-    """Say why an entry may not be in an exported program."""
+    """Return why an entry may not be in an exported program."""
     top, slash, inner = name.partition("/")
     if not slash or not top or top.startswith(".") or path_problem(top):
         return "it lies in no folder of the archive"
@@ -305,8 +305,8 @@ def _parse(data: bytes) -> dict[str, Any] | str:
     except RecursionError:
         return "it is nested too deep"
     except ValueError as error:
-        return f"it is no JSON ({error})"
-    return document if isinstance(document, dict) else "it is no JSON object"
+        return f"it is not valid JSON ({error})"
+    return document if isinstance(document, dict) else "it is not a JSON object"
 
 
 def _config(name: str, data: bytes, sizes: Mapping[str, int]) -> Iterator[_Finding]:
@@ -327,7 +327,7 @@ def _config(name: str, data: bytes, sizes: Mapping[str, int]) -> Iterator[_Findi
 
 def _tensor_problem(entry: object, folder: str, sizes: Mapping[str, int]) -> str | None:
     if not isinstance(entry, dict):
-        return "is no tensor"
+        return "is not a tensor"
     if entry.get("use_pickle") is not False:
         return f"is stored as a pickle (use_pickle {shown(entry.get('use_pickle'))})"
     place = f"{folder}/{entry.get('path_name')}"
@@ -342,7 +342,7 @@ def _tensor_problem(entry: object, folder: str, sizes: Mapping[str, int]) -> str
 
 
 def _range_problem(meta: Mapping[str, Any], payload_bytes: int) -> str | None:
-    """Say why a tensor does not lie inside its payload."""
+    """Return why a tensor does not lie inside its payload."""
     element_bytes = _ELEMENT_BYTES.get(meta["dtype"])
     if element_bytes is None:
         return f"has an unknown dtype ({shown(meta['dtype'])})"
@@ -381,7 +381,7 @@ def _samples(name: str, data: bytes) -> Iterator[_Finding]:
     # Whatever torch raises here is what would send it to the unsafe way.
     except Exception as error:
         reason = (str(error).strip().splitlines() or [""])[0]
-        yield name, f"the sample inputs are no plain tensors ({type(error).__name__}: {reason})"
+        yield name, f"the sample inputs are not plain tensors ({type(error).__name__}: {reason})"
     else:
         yield from ((name, problem) for problem in _sample_problems(samples))
 
@@ -391,10 +391,10 @@ def _sample_problems(value: object) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, item in value.items():
             if not isinstance(key, int | str) or path_problem(str(key)):
-                yield f"the key {shown(key)} of a sample input is no plain text"
+                yield f"the key {shown(key)} of a sample input is not plain text"
             yield from _sample_problems(item)
     elif isinstance(value, list | tuple):
         for item in value:
             yield from _sample_problems(item)
     elif isinstance(value, str) and path_problem(value):
-        yield f"the sample input {shown(value)} is no plain text"
+        yield f"the sample input {shown(value)} is not plain text"

@@ -32,7 +32,7 @@ _MAX_SHOWN = 160
 _Problem = str | None
 _Rule = Callable[[str], _Problem]
 
-# Reading or writing files, or speaking on the server's terminal, is no arithmetic.
+# Reading or writing files, or speaking on the server's terminal, is not arithmetic.
 _REACHES_OUT = {"from_file", "save", "_print", "warn", "manual_seed"}
 _OPERATOR = re.compile(
     r"torch\.ops\.(aten|prims)\.(?P<name>[A-Za-z0-9_]+)\.(?!__)[A-Za-z0-9_]+"
@@ -77,19 +77,19 @@ _FOREIGN = {"os", "sys", "builtins", "importlib", "subprocess", "ctypes", "shuti
 
 
 def check_document(document: object) -> Iterator[str]:
-    """Give every problem of a parsed `models/*.json`, each as one phrase that quotes the text."""
+    """Yield every problem of a parsed `models/*.json`, each as one phrase that quotes the text."""
     yield from _walk(document, "", 0)
 
 
 def name_problem(text: str) -> _Problem:
     """Ask for a Python identifier, or nothing: it becomes a variable of generated source."""
-    return None if not text or text.isidentifier() else "is no plain name"
+    return None if not text or text.isidentifier() else "is not a plain name"
 
 
 def path_problem(text: str) -> _Problem:
     """Ask for a dotted path of a parameter or module: it is pasted between double quotes."""
     plain = text.isprintable() and not set(text) & set("\"'\\")
-    return None if plain else "is no path of a parameter"
+    return None if plain else "is not a path of a parameter"
 
 
 @functools.lru_cache(4096)
@@ -97,7 +97,7 @@ def operator_problem(text: str) -> _Problem:
     """Ask for an operator that computes on tensors and numbers, and does nothing else."""
     found = _OPERATOR.fullmatch(text)
     if found is None:
-        return "is no operator that a program may call"
+        return "is not an operator that a program may call"
     return "reaches outside the program" if found["name"] in _REACHES_OUT else None
 
 
@@ -106,7 +106,7 @@ def expression_problem(text: str) -> _Problem:
     """Ask for one expression over symbols and integers, cheap to evaluate."""
     tree = _parse(text, _EXPRESSION_TEXT)
     if tree is None:
-        return "is no shape expression"
+        return "is not a shape expression"
     return next(filter(None, map(_expression_node, ast.walk(tree))), None)
 
 
@@ -115,7 +115,7 @@ def guard_problem(text: str) -> _Problem:
     """Ask for comparisons of integers and of the inputs' sizes."""
     tree = _parse(text, _GUARD_TEXT)
     if tree is None:
-        return "is no comparison of sizes"
+        return "is not a comparison of sizes"
     return _guard(tree)
 
 
@@ -124,7 +124,7 @@ def container_problem(text: str) -> _Problem:
     try:
         version, tree = json.loads(text)
     except (ValueError, TypeError, RecursionError):
-        return "is no description of arguments"
+        return "is not a description of arguments"
     if version != 1:
         return f"has version {version!r}, expected 1"
     return _container(tree, 0) or _keywords(tree)
@@ -138,7 +138,7 @@ def metadata_problem(key: str, text: str) -> _Problem:
         try:
             document = json.loads(text)
         except (ValueError, RecursionError):
-            return "is no JSON"
+            return "is not valid JSON"
         return next(_unprintable(document, 0), None)
     if key == "source_fn_stack":
         return next(filter(None, map(_source_problem, text.split(";"))), None)
@@ -174,7 +174,7 @@ def _walk_dict(value: dict[str, Any], key: str, depth: int) -> Iterator[str]:
         elif problem := rule(name):
             yield f"{key} {shown(name)} {problem}"
         elif not free and path_problem(str(item)):
-            yield f"{name} {shown(item)} is no plain text for an input"
+            yield f"{name} {shown(item)} is not plain text for an input"
         elif key == "metadata" and isinstance(item, str):
             if problem := metadata_problem(name, item):
                 yield f"{name} {shown(item)} {problem}"
@@ -190,7 +190,7 @@ def _text_problem(key: str, text: str) -> _Problem:
 
 
 def _plain(text: str) -> _Problem:
-    return None if re.fullmatch(r"[\w.+<=-]*", text) else "is no plain word"
+    return None if re.fullmatch(r"[\w.+<=-]*", text) else "is not a plain word"
 
 
 def _printable(text: str) -> _Problem:
@@ -198,11 +198,11 @@ def _printable(text: str) -> _Problem:
 
 
 def _number(text: str) -> _Problem:
-    return None if _NUMBER.fullmatch(text) else "is no number"
+    return None if _NUMBER.fullmatch(text) else "is not a number"
 
 
 def _verifier(text: str) -> _Problem:
-    return None if text in ("", "ATEN", "TRAINING") else "is no verifier of torch"
+    return None if text in ("", "ATEN", "TRAINING") else "is not a verifier of torch"
 
 
 def _symbol(text: str) -> _Problem:

@@ -87,7 +87,7 @@ class Front:
         return status, [*headers, *common], body
 
     def closes(self, status: int) -> bool:
-        """Tell whether an answer is the last on its connection."""
+        """Return whether an answer is the last on its connection."""
         return self.phase.is_draining or (self.closes_after_errors and status >= 400)
 
     def headers(self, id: str, status: int) -> Headers:

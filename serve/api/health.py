@@ -39,7 +39,7 @@ def health_routes(registry: Registry, phase: Phase) -> APIRouter:
 
 
 def why_not_ready(registry: Registry, phase: Phase) -> str | None:
-    """Say why predictions cannot be answered now, or None when they can."""
+    """Return why predictions cannot be answered now, or None when they can."""
     if phase.is_starting or phase.is_draining:
         return f"the server is {'starting' if phase.is_starting else 'being stopped'}"
     if sick := without_worker(registry):

@@ -277,7 +277,7 @@ class AtOnce:
         self._exchange = exchange
 
     def done(self) -> bool:
-        """Tell whether it has its answer, or nobody waits for it any more."""
+        """Return whether it has its answer, or nobody waits for it any more."""
         return self._asked is None
 
     def cancel(self) -> bool:
@@ -364,7 +364,7 @@ def read_timeout(headers: Headers) -> float:
     """Return how long the client waits for an answer, in seconds; infinite where it does not say.
 
     Raises:
-        BadRequest: what it says is no time.
+        BadRequest: what it says is not a time.
     """
     timeout_s = math.inf
     for name, value in headers:
@@ -377,7 +377,7 @@ def parse_timeout(value: bytes) -> float:
     """Return the seconds that a value of X-Request-Timeout says: `0.5`, `2s` or `150ms`.
 
     Raises:
-        BadRequest: it is no time, or none from above 0 to a day.
+        BadRequest: it is not a time, or none from above 0 to a day.
     """
     match = _TIME.fullmatch(value)
     seconds = float(match[1]) * (0.001 if match[2] == b"ms" else 1) if match else 0.0

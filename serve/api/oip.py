@@ -66,12 +66,12 @@ def oip_routes(registry: Registry, phase: Phase) -> APIRouter:
 
     @router.get("/models/{model}/ready", summary="A model is ready")
     async def model_ready(model: ModelName) -> JSONResponse:
-        """Tell whether a worker of the default version is ready."""
+        """Return whether a worker of the default version is ready."""
         return JSONResponse(*readiness(registry.get(model)))
 
     @router.get("/models/{model}/versions/{version}/ready", summary="A version is ready")
     async def version_ready(model: ModelName, version: Version) -> JSONResponse:
-        """Tell whether a worker of this version is ready."""
+        """Return whether a worker of this version is ready."""
         return JSONResponse(*readiness(registry.get(model, version)))
 
     return router

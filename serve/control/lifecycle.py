@@ -192,7 +192,7 @@ class Lifecycle:
             self.warnings.append(warning)
 
     def plan(self) -> StartPlan:
-        """Say what `start` would start, and start nothing.
+        """Return what `start` would start, and start nothing.
 
         Raises:
             ServeError, ArchiveError: the first model that could not be served.
@@ -739,7 +739,7 @@ def _from_snapshot(store: Path, name: str, version: str, entry: dict[str, Any]) 
 
 
 def _is_entry(entry: Any) -> bool:
-    """Tell whether a line of the saved state can be restored."""
+    """Return whether a line of the saved state can be restored."""
     return (
         isinstance(entry, dict)
         and isinstance(entry.get("file"), str)

@@ -298,7 +298,7 @@ def _parse(archive: Archive, file: str | None) -> dict[str, Any]:
     try:
         config = yaml.safe_load(archive.read(file))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadModelConfig(f"{file} is no YAML: {error}") from error
+        raise BadModelConfig(f"{file} is not valid YAML: {error}") from error
     if config is None:
         return {}
     if not isinstance(config, dict):

@@ -84,7 +84,7 @@ class Registry:
         return list(self._models[name].values())
 
     def is_default(self, model: ModelVersion) -> bool:
-        """Tell whether requests that name no version go to this one."""
+        """Return whether requests that name no version go to this one."""
         return self._defaults.get(model.name) == model.version
 
     def refuse_duplicate(self, name: str, version: str) -> None:

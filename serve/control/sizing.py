@@ -62,7 +62,7 @@ class Size:
 
 
 def choose(machine: Machine, demands: Sequence[Demand], taken: int = 0) -> list[Size]:
-    """Give every model version its workers and threads.
+    """Return every model version its workers and threads.
 
     What was said stands. A model on CUDA gets one worker per device. The other models share in
     equal parts the cores that are left, and each has at least one worker; so all together have no
@@ -85,7 +85,7 @@ def choose(machine: Machine, demands: Sequence[Demand], taken: int = 0) -> list[
 
 
 def is_on_gpu(machine: Machine, device: str) -> bool:
-    """Tell whether workers with this `device` run on CUDA."""
+    """Return whether workers with this `device` run on CUDA."""
     return device != "cpu" and machine.gpus > 0
 
 

@@ -77,7 +77,7 @@ class StateDir:
             yield
 
     def is_locked(self) -> bool:
-        """Tell whether a server holds the folder."""
+        """Return whether a server holds the folder."""
         try:
             with self.lock_file.open("r") as lock:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -103,7 +103,7 @@ class StateDir:
 
 
 def describe_running(server: dict[str, Any] | None) -> str:
-    """Say that a server runs, and where."""
+    """Return that a server runs, and where."""
     if not server:
         return "a server is starting in this state folder; see `modelyard serve status`"
     return (

@@ -78,7 +78,7 @@ def list_archives(store: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[str
 
 
 def is_archive_folder(path: Path) -> bool:
-    """Tell whether a folder holds an archive, directly or in the one folder that is in it."""
+    """Return whether a folder holds an archive, directly or in the one folder that is in it."""
     if not path.is_dir():
         return False
     return (path / MANIFEST_NAME).is_file() or any(path.glob(f"*/{MANIFEST_NAME}"))

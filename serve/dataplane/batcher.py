@@ -123,13 +123,13 @@ class Promise(Protocol):
     """Where an answer goes: a future that a task awaits, or what sends it on at once."""
 
     def done(self) -> bool:
-        """Tell whether it has its answer, or nobody waits for it any more."""
+        """Return whether it has its answer, or nobody waits for it any more."""
 
     def set_result(self, reply: Reply, /) -> None:
-        """Give the answer."""
+        """Answer the request."""
 
     def set_exception(self, error: Exception, /) -> None:
-        """Give the error that is answered."""
+        """Answer the request with an error."""
 
     def cancel(self) -> bool:
         """Note that nobody waits for it any more."""
@@ -199,7 +199,7 @@ class Job:
             self.future.set_exception(error)
 
     def drop_if_left(self) -> bool:
-        """Tell whether nobody waits for it any more, its client having left."""
+        """Return whether nobody waits for it any more, its client having left."""
         if self.has_left is None or not self.has_left():
             return False
         self.future.cancel()
@@ -255,7 +255,7 @@ class Engine(Protocol):
 
 
 def client_left(receive: Receive) -> bool:
-    """Tell whether the client has hung up, in one synchronous step of ASGI's `receive`.
+    """Return whether the client has hung up, in one synchronous step of ASGI's `receive`.
 
     The whole body must have been read: then the only message left is the disconnect. Costs 2 µs,
     a twentieth of `Request.is_disconnected`, and leaves no task behind.
@@ -447,7 +447,7 @@ class Batcher:
         return jobs
 
     def _must_gather(self) -> bool:
-        """Tell whether the first job still waits for company, and wake up when it has waited."""
+        """Return whether the first job still waits for company, and wake up when it has waited."""
         if not self._delay_s or len(self._queue) >= self._batch_size:
             return False
         until = min(map(self._gathers_until, self._queue))

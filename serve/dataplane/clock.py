@@ -25,7 +25,7 @@ class Clock:
         return min(now, self._ticked_at + STOOD_STILL_S) - self._stood_s
 
     def tick(self, now: float) -> bool:
-        """Tell whether this process stood still since the last tick; to be called often."""
+        """Return whether this process stood still since the last tick; to be called often."""
         stood_s = now - self._ticked_at - STOOD_STILL_S
         if stood_s > 0:
             self._stood_at = self.read(now)
@@ -34,7 +34,7 @@ class Clock:
         return stood_s > 0
 
     def stood_still_since(self, then: float, now: float) -> bool:
-        """Tell whether this process stood still since `then`, which was read; `now` as of `read`.
+        """Return whether this process stood still since `then`, which was read; `now` as of `read`.
 
         It is told before the next tick, too.
         """

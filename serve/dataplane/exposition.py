@@ -180,7 +180,7 @@ class HandlerMetrics:
             family.add(tuple(dimensions[label] for label in family.labels), value)
 
     def _why_not(self, name: str, kind: str, labels: Iterable[str]) -> str | None:
-        """Say why a metric that nobody declared is not taken, or None."""
+        """Return why a metric that nobody declared is not taken, or None."""
         if not self._detects:
             return (
                 "it is not declared; add it to model_metrics of the metrics configuration, or set "

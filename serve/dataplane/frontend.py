@@ -134,7 +134,7 @@ class Reply:
         return item
 
     def leave(self) -> None:
-        """Tell the server that nobody waits any more."""
+        """Notify the server that nobody waits any more."""
         self._link.add(self._id, 0, LEFT, b"", (b"",))
         self.put(BROKEN_OFF)
 
@@ -224,7 +224,7 @@ class Forwarder(Link):
             del self._answers[id]
 
     def refuse(self, error: Exception) -> Answer:
-        """Return the answer to what is no request; the server process counts it."""
+        """Return the answer to what is not a request; the server process counts it."""
         id = request_id(())
         status, headers, body = error_answer(error, id)
         self.control(REFUSED, {"status": status})

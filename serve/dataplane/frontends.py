@@ -156,7 +156,7 @@ class Exchange:
         return [body or b""]
 
     def is_left(self) -> bool:
-        """Tell whether nobody waits for the answer any more."""
+        """Return whether nobody waits for the answer any more."""
         return self._is_over
 
     def send_at_once(
@@ -470,7 +470,7 @@ class Frontends:
             frontend.control(STOP, {})
 
     def abandon(self) -> None:
-        """Give the address back."""
+        """Release the address."""
         if self._is_accepting:
             asyncio.get_running_loop().remove_reader(self._socket)
         self._is_accepting = False

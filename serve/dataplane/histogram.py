@@ -66,11 +66,11 @@ class Histograms(Collector):
         del self._series[values]
 
     def describe(self) -> Iterable[HistogramMetricFamily]:
-        """Give the name."""
+        """Return the name."""
         return [HistogramMetricFamily(*self._about, labels=self._labelnames)]
 
     def collect(self) -> Iterable[HistogramMetricFamily]:
-        """Give all series."""
+        """Return all series."""
         family = HistogramMetricFamily(*self._about, labels=self._labelnames)
         bounds = [
             floatToGoString(bound)  # type: ignore[no-untyped-call]

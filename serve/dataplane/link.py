@@ -18,7 +18,7 @@ from modelyard.serve.dataplane import wire
 STOP = 6
 """Server → frontend: no more connections are handed over; end when none is left."""
 REFUSED = 7
-"""Frontend → server: something that was no request got an answer of this `status`."""
+"""Frontend → server: something that was not a request got an answer of this `status`."""
 
 # Flags of a request's item.
 TOO_LARGE = 1

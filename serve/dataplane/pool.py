@@ -378,7 +378,7 @@ class Worker(asyncio.Protocol):
         job.stream.put(body)
 
     def cancel(self, id: int) -> None:
-        """Tell the worker that nobody reads this job's answer, or the rest of it."""
+        """Notify the worker that nobody reads this job's answer, or the rest of it."""
         if id in self.flight and self._transport is not None:
             self._transport.write(wire.encode_control(wire.CANCEL, {"ids": [id]}))
 
@@ -818,7 +818,7 @@ def begins_in_s(work_s: float, rests: list[float]) -> float:
 
 
 def _tell_of_end(first: asyncio.Future[None], _: asyncio.Task[None]) -> None:
-    """Tell whoever waits for a worker's first start that it was given up before it was ready."""
+    """Notify whoever waits for a worker's first start that it was given up before it was ready."""
     if not first.done():
         first.set_exception(Draining("the model is being removed"))
 

@@ -65,7 +65,7 @@ UNREAD = 4
 
 
 class WireError(Exception):
-    """The peer sent bytes that are no frame; the connection cannot be used any further."""
+    """The peer sent bytes that are not a frame; the connection cannot be used any further."""
 
 
 class Item(NamedTuple):
@@ -112,7 +112,7 @@ def decode_control(item: Item) -> dict[str, Any]:
     """Return a control item's JSON object.
 
     Raises:
-        WireError: it is no JSON object.
+        WireError: it is not a JSON object.
     """
     try:
         message = json.loads(item.body)
@@ -149,7 +149,7 @@ class Decoder:
         """Return the frames that `data` completes, in order.
 
         Raises:
-            WireError: the bytes are no frame or exceed a limit.
+            WireError: the bytes are not a frame or exceed a limit.
         """
         source: bytes | bytearray = data
         if self._pending:

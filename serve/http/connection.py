@@ -89,7 +89,7 @@ class WholeRequest(Protocol):
         """Return the body, in the parts in which it came; ASGI's `receive` has none of it then."""
 
     def is_left(self) -> bool:
-        """Tell whether nobody waits for the answer any more."""
+        """Return whether nobody waits for the answer any more."""
 
     def send_at_once(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> bool:
         """Send a whole answer; return False where only ASGI's way will do."""
@@ -231,7 +231,7 @@ class Exchange:
             self._news.set()
 
     def is_left(self) -> bool:
-        """Tell whether nobody waits for the answer any more."""
+        """Return whether nobody waits for the answer any more."""
         return self.has_left
 
     def leave(self) -> None:
@@ -431,7 +431,7 @@ class Connection(asyncio.Protocol):
         self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Tell who waits for this client."""
+        """Notify who waits for this client."""
         self._connections.discard(self)
         self.parser = None
         for exchange in (self.answering, self.reading, *self._queue):
@@ -631,7 +631,7 @@ class Connection(asyncio.Protocol):
             try:
                 parsed = httptools.parse_url(url)
             except httptools.HttpParserError:
-                raise BadMessage("the target of the request is no path and no URL") from None
+                raise BadMessage("the target of the request is neither a path nor a URL") from None
             path = parsed.path or b"/"
             return (path if path.startswith(b"/") else b"/"), parsed.query or b""
         path, _, query = url.partition(b"?")
@@ -658,7 +658,7 @@ class Connection(asyncio.Protocol):
             self.resume_reading()
 
     def refuse(self, error: Exception) -> None:
-        """Answer what is no request, after the requests before it, and close."""
+        """Answer what is not a request, after the requests before it, and close."""
         reading = self.reading
         self.parser = self.reading = None
         self.phase = ENDING
@@ -742,7 +742,7 @@ class Connection(asyncio.Protocol):
             transport.close()
 
     def _is_slow(self, what: object, now: float, progress: int) -> bool:
-        """Tell whether less than the rate has come, or gone, in the time that ends now."""
+        """Return whether less than the rate has come, or gone, in the time that ends now."""
         measured, since, then = self._window
         timeout_s = self.limits.transfer_timeout_s
         if measured is not what:

@@ -195,7 +195,7 @@ class Listener:
     # -- the end ---------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Give the address back without having accepted anything."""
+        """Release the address without having accepted anything."""
         self._close_socket()
 
     def _close_socket(self) -> None:

@@ -170,7 +170,7 @@ class _Client(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserError as error:
-            self._break(f"the server's answer is no HTTP: {error}")
+            self._break(f"the server's answer is not HTTP: {error}")
 
     def on_body(self, body: bytes) -> None:
         """Keep the start of what an error says."""
@@ -192,7 +192,7 @@ class _Client(asyncio.Protocol):
             self._send()
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Tell that nothing more can be measured."""
+        """Report that nothing more can be measured."""
         if not self._is_closing:
             self._break(f"the server closed a connection {self.first_failure}".rstrip())
 

@@ -252,13 +252,13 @@ def check_compiler() -> Check:
 
 
 def check_cores() -> Check:
-    """Say how many cores workers share, and what limits them."""
+    """Return how many cores workers share, and what limits them."""
     machine = this_machine()
     return Check("cores", OK, f"{machine.cores}, {machine.limit}")
 
 
 def check_memory() -> Check:
-    """Say how much memory workers may still take, by the machine and the control group."""
+    """Return how much memory workers may still take, by the machine and the control group."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
     fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines}
     available = fields["MemAvailable"]

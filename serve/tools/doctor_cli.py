@@ -22,7 +22,7 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
-_HELP = """Say what is installed, what works here, and what to do about what does not.
+_HELP = """Report what is installed, what works here, and what to do about what does not.
 
 Packages are imported and tried, not only looked up. --deep also exports a small network to every
 format, archives it, serves it and asks for a prediction, in a temporary folder.

@@ -39,7 +39,7 @@ def explain(plan: StartPlan) -> dict[str, Any]:
 
 
 def plan_table(plan: StartPlan) -> Iterator[Table | Text]:
-    """Give the same as lines and tables for a terminal."""
+    """Yield the same as lines and tables for a terminal."""
     machine = plan.machine
     devices = f"{machine.gpus} CUDA devices" if machine.gpus else "no CUDA device"
     yield Text(f"cores: {machine.cores} ({machine.limit}); {devices}")

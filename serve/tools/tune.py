@@ -139,7 +139,7 @@ class Result:
         return median(turn.quantiles_s[name] for turn in self.turns)
 
     def meets(self, slo: Slo | None, slack: float = 1.0) -> bool:
-        """Tell whether its answers are fast enough."""
+        """Return whether its answers are fast enough."""
         if self.failure:
             return False
         return slo is None or self.quantile_s(slo.quantile) <= slo.limit_s * slack
@@ -304,7 +304,7 @@ class Trial:
 
     @contextmanager
     def _server(self, setting: Setting) -> Iterator[str]:
-        """Give the base URL of a server that runs for the block."""
+        """Yield the base URL of a server that runs for the block."""
         own = {
             **self.settings.model_settings.get(self.name, {}),
             "minWorkers": setting.workers,

@@ -390,7 +390,7 @@ def _typed(values: Mapping[str, str], notices: list[str]) -> Iterator[tuple[str,
         else:
             near = difflib.get_close_matches(key, KEYS, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            notices.append(f"{key} is no key of config.properties and has no effect{hint}")
+            notices.append(f"{key} is not a key of config.properties and has no effect{hint}")
 
 
 def _split(text: str) -> tuple[str, ...]:
@@ -424,7 +424,7 @@ def _check_patterns(key: str, patterns: str | tuple[str, ...]) -> None:
         try:
             re.compile(pattern)
         except re.error as error:
-            raise StartError(f"{key}: {pattern!r} is no regular expression: {error}") from error
+            raise StartError(f"{key}: {pattern!r} is not a regular expression: {error}") from error
 
 
 def _check_tls(typed: Mapping[str, Any], own: Mapping[str, Any]) -> None:

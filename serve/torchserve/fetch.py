@@ -120,7 +120,7 @@ class UrlRules:
 
 
 def is_url(location: str) -> bool:
-    """Tell whether a location is to be fetched."""
+    """Return whether a location is to be fetched."""
     scheme, separator, _ = location.partition("://")
     return bool(separator) and scheme.lower() in SCHEMES
 
@@ -171,7 +171,7 @@ def fetch_archive(
     rules.check(url)
     name = url.path.rpartition("/")[2]
     if name.startswith(".") or file_name_problem(name):
-        raise UrlRefused(location, "its last part is no name for a file")
+        raise UrlRefused(location, "its last part is not a name for a file")
     target = store / name
     if target.exists():
         raise FileExists(name)
@@ -249,7 +249,7 @@ def _copy_file(url: Url, out: IO[bytes], rules: UrlRules, limits: Limits) -> Non
     fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as source:
         if not real.is_file():
-            raise _GivenUp("it is no file")
+            raise _GivenUp("it is not a file")
         size = 0
         while chunk := source.read(CHUNK_BYTES):
             size += len(chunk)
@@ -318,7 +318,7 @@ def _resolve(url: Url) -> list[str]:
 
 
 def _is_public(address: str) -> bool:
-    """Tell whether an address, and any that it carries inside, belongs to the public network."""
+    """Return whether an address, and any that it carries inside, belongs to the public network."""
     ip = ipaddress.ip_address(address.partition("%")[0])
     return all(each.is_global and not each.is_multicast for each in (ip, *_inner(ip)))
 
@@ -334,7 +334,7 @@ def _inner(
 
 
 def _names(pattern: str, url: Url) -> bool:
-    """Tell whether a pattern begins with this host, letter by letter."""
+    """Return whether a pattern begins with this host, letter by letter."""
     plain = pattern.replace("\\", "").lower()
     start = re.match(r"\^?(?:https?|http\(s\)\?|https\?)://", plain)
     if start is None:

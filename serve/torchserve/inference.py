@@ -119,7 +119,7 @@ class TorchServeInference(Dialect, Answering):
         return names.pop() if len(names) == 1 else None
 
     def word(self, error: Exception, path: list[str]) -> Exception:
-        """Say of a request that no worker takes what TorchServe says; the reason is kept."""
+        """Return of a request that no worker takes what TorchServe says; the reason is kept."""
         if not isinstance(error, Unavailable):
             return error
         version = f" Version {path[1]}" if len(path) > 1 and path[1] else ""
@@ -133,7 +133,7 @@ class TorchServeInference(Dialect, Answering):
         return answer
 
     async def route(self, scope: Scope, path: list[str], body: bytes, id: str) -> Answer:
-        """Answer what is no prediction."""
+        """Answer what is not a prediction."""
         if scope["method"] == "OPTIONS" and (target := self._aim(path)) is not None:
             name, version = (*target.path, "")[:2]
             return json_answer(openapi.model(self._registry.get(name, version or None).name))

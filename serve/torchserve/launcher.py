@@ -45,7 +45,7 @@ def remove_pid() -> None:
 
 
 def is_server(pid: int) -> bool:
-    """Tell whether a process is a server of ours that has not ended."""
+    """Return whether a process is a server of ours that has not ended."""
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError:
@@ -54,7 +54,7 @@ def is_server(pid: int) -> bool:
 
 
 def exists(pid: int) -> bool:
-    """Tell whether there is any process of this number."""
+    """Return whether there is any process of this number."""
     return pid > 0 and Path(f"/proc/{pid}").exists()
 
 

@@ -186,7 +186,7 @@ class _DailyFile(RotatingFileHandler):
         self._day = self._written_on(file)
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802 - logging's name
-        """Tell whether the next line belongs into a new file."""
+        """Return whether the next line belongs into a new file."""
         day = _day(int(record.created) // 900)
         if day != self._day:
             self._day = day

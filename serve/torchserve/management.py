@@ -207,7 +207,7 @@ class TorchServeManagement(Dialect):
         return json_answer([describe(self._get(name, version))])
 
     async def _describe_customized(self, scope: Scope, model: ModelVersion, id: str) -> Answer:
-        """Ask the handler too; an answer that is no object counts as none."""
+        """Ask the handler too; an answer that is not an object counts as none."""
         timeout_s = model.config.request_timeout_s
         try:
             head = pack_head(scope, "", id)
@@ -235,9 +235,9 @@ def _body_or_query(scope: Scope, body: bytes, query: Mapping[str, str]) -> Mappi
     try:
         given = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise BadRequest(f"the body is no JSON: {error}") from error
+        raise BadRequest(f"the body is not valid JSON: {error}") from error
     if not isinstance(given, dict):
-        raise BadRequest(f"the body is no JSON object but {type(given).__name__}")
+        raise BadRequest(f"the body is not a JSON object but {type(given).__name__}")
     return given
 
 
@@ -336,7 +336,7 @@ def _describe_worker(seat: Seat, config: ModelConfig) -> dict[str, Any]:
 
 
 def is_management(path: str) -> bool:
-    """Tell whether a path is this API's, where one port carries several."""
+    """Return whether a path is this API's, where one port carries several."""
     match segments(path):
         case ["models", _, "invoke"]:
             return False

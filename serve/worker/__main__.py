@@ -57,7 +57,7 @@ def main(fd: int) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell whether a load failed for memory; CUDA's own errors are RuntimeErrors that name it."""
+    """Return whether a load failed for memory; CUDA's own errors are RuntimeErrors that name it."""
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError) and "CUDA" in str(error)
     )

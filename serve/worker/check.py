@@ -126,7 +126,7 @@ def max_abs(got: Tensor, expected: Tensor) -> float:
 
 
 def _cases(signature: dict[str, Any]) -> Iterator[tuple[str, Sequence[Tensor]]]:
-    """Give inputs for every batch size with both ends of the other dynamic dimensions."""
+    """Yield inputs for every batch size with both ends of the other dynamic dimensions."""
     generator = torch.Generator().manual_seed(SEED)
     for sizes in _sizes(signature):
         for kind in KINDS:

@@ -28,7 +28,7 @@ class Pending(Protocol):
     """A batch that was launched; `result` is called once."""
 
     def is_done(self) -> bool:
-        """Say whether `result` would not wait."""
+        """Return whether `result` would not wait."""
 
     def result(self) -> list[Any]:
         """Wait for the batch and give what the handler answers."""
@@ -148,14 +148,14 @@ def read_config(folder: Path, config_file: str | None) -> dict[str, Any]:
 
 
 def _launch_entry(target: Any, context: Context, device: torch.device) -> Launch | None:
-    """Give predictions in two halves, where the device works while the handler does not wait."""
+    """Return predictions in two halves, where the device works while the handler does not wait."""
     if device.type == "cpu" or not cuda.can_overlap(target, BUILT_IN.values()):
         return None
     return cuda.open_overlap(target, context, cuda.Cuda(device)).launch
 
 
 def _explain_entry(found: FoundHandler, sealed: bool) -> Entry:
-    """Give what answers explanations.
+    """Return what answers explanations.
 
     TorchServe calls `handle` for them too, with a header that says so, and its handlers may have
     any attribute of the name `explain`.

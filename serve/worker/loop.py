@@ -225,7 +225,7 @@ class Chunks:
             raise ClientsLeft
 
     def has_left(self, request: Request) -> bool:
-        """Tell whether nobody waits for the answer to this request any more."""
+        """Return whether nobody waits for the answer to this request any more."""
         return request.id in self._reader.cancelled
 
     def __call__(self, values: Sequence[Any]) -> None:
@@ -485,7 +485,7 @@ def check_outputs(outputs: object, count: int) -> list[Any]:
     """Return the answers as a plain list: an author's class may lie about its length.
 
     Raises:
-        WrongAnswer: they are no list, or not as many as the requests.
+        WrongAnswer: they are not a list, or not as many as the requests.
     """
     if not isinstance(outputs, list):
         raise WrongAnswer(
@@ -558,7 +558,7 @@ def _to_json(value: object) -> bytes:
     """
     try:
         text = orjson.dumps(value, option=AS_JSON)
-    except TypeError:  # keys that are no text, long integers, lone surrogates; or no JSON at all
+    except TypeError:  # keys that are not text, long integers, lone surrogates; or no JSON at all
         text = b""
     if not text or b"null" in text:  # which is what orjson makes of NaN, too
         return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
@@ -566,7 +566,7 @@ def _to_json(value: object) -> bytes:
 
 
 def _is_status(code: object) -> bool:
-    """Tell whether an answer may have this HTTP status."""
+    """Return whether an answer may have this HTTP status."""
     return isinstance(code, int) and 200 <= code <= 599
 
 
@@ -648,7 +648,7 @@ def answer_golden(service: Service, example: dict[str, Any], number: int) -> Ans
 
 
 def compare_golden(answer: Answer, expected: dict[str, Any], tolerance: float) -> str | None:
-    """Say how an answer differs from {"label": …} or {"answer": …}, or None when it agrees."""
+    """Return how an answer differs from {"label": …} or {"answer": …}, or None when it agrees."""
     if answer.status != 200:
         text = answer.body.decode("utf-8", "replace")
         return f"expected an answer, got status {answer.status}: {text}"

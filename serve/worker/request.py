@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 Row = dict[str, Any]
 ReadJson = Callable[[bytes | bytearray], Any]
-"""Raises ValueError or RecursionError for what is no JSON, BadInput to refuse it."""
+"""Raises ValueError or RecursionError for what is not valid JSON, BadInput to refuse it."""
 
 MULTIPART, FORM = "multipart/form-data", "application/x-www-form-urlencoded"
 FILE = "application/octet-stream"
@@ -232,7 +232,7 @@ def _decode_value(media_type: str, body: bytes | bytearray, read_json: ReadJson 
 
 
 def is_json(body: bytes) -> bool:
-    """Tell whether bytes are a JSON text."""
+    """Return whether bytes are a JSON text."""
     try:
         json.loads(body)
     except (ValueError, RecursionError):

@@ -332,14 +332,14 @@ def test_a_link_in_a_folder_is_refused_wherever_it_leads(folder: Path) -> None:
 def test_a_pipe_in_a_folder_is_refused_instead_of_waited_for(folder: Path) -> None:
     os.mkfifo(folder / "pipe")
 
-    assert problems(folder) == ('"pipe": it is no file and no folder',)
+    assert problems(folder) == ('"pipe": it is neither a file nor a folder',)
 
 
 def test_a_folder_without_a_manifest_is_no_archive(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
 
     assert problems(tmp_path / "a") == (
-        "MAR-INF/MANIFEST.json is missing: this folder is no model archive",
+        "MAR-INF/MANIFEST.json is missing: this folder is not a model archive",
     )
 
 
@@ -376,7 +376,7 @@ def test_a_folder_that_is_no_archive_is_not_replaced(inputs: Path, tmp_path: Pat
     (tmp_path / "store" / "digits").mkdir(parents=True)
     (tmp_path / "store" / "digits" / "thesis.tex").write_text("precious")
 
-    with pytest.raises(CannotArchive, match="is no archive; it is not replaced"):
+    with pytest.raises(CannotArchive, match="is not an archive; it is not replaced"):
         write(inputs, tmp_path / "store", "no-archive", force=True)
 
     assert (tmp_path / "store" / "digits" / "thesis.tex").read_text() == "precious"

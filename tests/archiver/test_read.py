@@ -233,7 +233,7 @@ def test_zip_without_manifest_is_refused(tmp_path: Path) -> None:
     write_zip(tmp_path / "a.mar", {"noop.py": b""})
 
     assert problems(tmp_path / "a.mar") == (
-        "MAR-INF/MANIFEST.json is missing: this zip is no model archive",
+        "MAR-INF/MANIFEST.json is missing: this zip is not a model archive",
     )
 
 
@@ -247,11 +247,13 @@ def test_manifest_over_the_limit_is_not_read(tmp_path: Path) -> None:
     assert problem.endswith("at most 1048576 are read")
 
 
-@pytest.mark.parametrize("data", [b"", b"PK", b"hello, this is no zip at all" * 10, b"\0" * 5000])
+@pytest.mark.parametrize(
+    "data", [b"", b"PK", b"hello, this is not a zip at all" * 10, b"\0" * 5000]
+)
 def test_what_is_no_zip_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "a.mar").write_bytes(data)
 
-    assert problems(tmp_path / "a.mar")[0].startswith(("it has ", "it is no zip"))
+    assert problems(tmp_path / "a.mar")[0].startswith(("it has ", "it is not a zip"))
 
 
 @pytest.mark.parametrize("share", [0.01, 0.3, 0.5, 0.9, 0.99, 0.9999])

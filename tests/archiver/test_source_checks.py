@@ -25,7 +25,7 @@ def warnings(code: str, *names: str, pins: tuple[Pin, ...] = ()) -> list[str]:
         "import six\n",
         "try:\n    import not_there\nexcept ImportError:\n    pass\n",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import not_there\n",
-        "this is no Python",
+        "this is not Python",
     ],
     ids=["stdlib", "ours", "names", "archive", "pin", "try", "types", "broken"],
 )

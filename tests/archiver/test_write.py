@@ -295,8 +295,8 @@ def test_handler_file_is_packed_and_recorded(
         ("image_clasifier", "expected FILE.py, FILE.py:Class, or one of base_handler, image_c"),
         ("{inputs}/lost.py", "lost.py: there is no such file"),
         ("{inputs}/handler.py:Lost", "handler.py has no class Lost; it has: DigitsHandler"),
-        ("{inputs}/handler.py:1x", '"1x" is no class name'),
-        ("{inputs}/handler.py:", '"" is no class name'),
+        ("{inputs}/handler.py:1x", '"1x" is not a class name'),
+        ("{inputs}/handler.py:", '"" is not a class name'),
         ("{inputs}/broken.py", "broken.py, line 2: "),
         ("{inputs}", "expected FILE.py, FILE.py:Class, or one of base_handler, image_c"),
     ],
@@ -422,7 +422,7 @@ def test_pipe_is_refused_instead_of_waited_for(inputs: Path, tmp_path: Path) -> 
 
     (problem,) = problems(inputs, tmp_path, extra_files=[inputs / "pipe"])
 
-    assert problem.endswith("pipe is no regular file")
+    assert problem.endswith("pipe is not a regular file")
 
 
 @pytest.mark.parametrize("name", ["..", "a/b", ""])

@@ -252,9 +252,9 @@ def test_the_command_prints_json_and_writes_the_page(folder: Path, tmp_path: Pat
     [
         ([], "nothing to measure"),
         (["absent.onnx"], "absent.onnx"),
-        (["net.onnx", "--batch", "0"], '--batch "0" is no list of numbers'),
-        (["net.onnx", "--size", "length"], '--size "length" is no size of a dim'),
-        (["net.onnx", "--model-args", "[1]"], "--model-args [1] is no JSON object"),
+        (["net.onnx", "--batch", "0"], '--batch "0" is not a list of numbers'),
+        (["net.onnx", "--size", "length"], '--size "length" is not a size of a dim'),
+        (["net.onnx", "--model-args", "[1]"], "--model-args [1] is not a JSON object"),
     ],
     ids=["nothing", "absent file", "batch", "size", "model args"],
 )

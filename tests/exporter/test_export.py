@@ -225,9 +225,9 @@ def test_one_format_that_fails_keeps_all_others_from_being_written(
     [
         pytest.param({"formats": ["tflite"]}, '--format "tflite" is unknown', id="format"),
         pytest.param({"formats": []}, "no --format given", id="no format"),
-        pytest.param({"name": "a/b"}, '--name "a/b" is no file name', id="name"),
+        pytest.param({"name": "a/b"}, '--name "a/b" is not a file name', id="name"),
         pytest.param({"output_names": ["x"]}, '--output "x" is also an input', id="output"),
-        pytest.param({"output_names": ["1"]}, '--output "1" is no name', id="output name"),
+        pytest.param({"output_names": ["1"]}, '--output "1" is not a name', id="output name"),
         pytest.param({"device": "tpu"}, '--device "tpu" is unknown', id="device"),
         pytest.param({"device": "meta"}, '--device "meta" is not supported', id="other device"),
         pytest.param({"tolerance": -1.0}, "--tolerance -1.0 is no difference", id="tolerance"),

@@ -130,7 +130,7 @@ def _write(format: str, model: nn.Module, reference: Reference, path: Path) -> N
 
 
 def _cases() -> Iterator[Any]:
-    """Give every fault in every format that can hold it; pt2 and the first fault are quick."""
+    """Yield every fault in every format that can hold it; pt2 and the first fault are quick."""
     for fault in FAULTS:
         for format in FORMATS:
             if format != "pt2" and fault in NOT_HELD:

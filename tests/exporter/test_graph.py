@@ -74,7 +74,7 @@ def read(artifact: Path) -> Graph:
 
 
 def find(graph: Graph, module: str) -> Node:
-    """Give the node of a module that does its arithmetic."""
+    """Return the node of a module that does its arithmetic."""
     (found,) = (node for node in graph.nodes if node.module == module and node.flops)
     return found
 
@@ -207,7 +207,7 @@ def test_torchscript_is_refused_with_advice(tmp_path: Path) -> None:
 def test_a_damaged_onnx_is_refused(folder: Path, tmp_path: Path) -> None:
     path = tmp_path / "cut.onnx"
     path.write_bytes((folder / "net.onnx").read_bytes()[:200])
-    with pytest.raises(LoadError, match=r"cut\.onnx is no ONNX model"):
+    with pytest.raises(LoadError, match=r"cut\.onnx is not an ONNX model"):
         read(path)
 
 

@@ -135,7 +135,7 @@ def test_refused_names_of_a_hostile_file_are_printed(name: str, tmp_path: Path) 
     ("content", "seen"),
     [
         pytest.param(b"", "is empty", id="empty"),
-        pytest.param(b"hello", "is no checkpoint that can be read", id="text"),
+        pytest.param(b"hello", "is not a checkpoint that can be read", id="text"),
         pytest.param(b"PK\x03\x04 broken", "cut short", id="cut zip"),
         pytest.param(b"GGUF" + bytes(40), "a file of llama.cpp", id="GGUF"),
         pytest.param(b"\x89HDF\r\n\x1a\n" + bytes(40), "a file of Keras", id="HDF5"),

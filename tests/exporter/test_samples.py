@@ -80,7 +80,7 @@ def test_a_picture_gives_its_pixels(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "value", "signature", "seen"),
     [
-        pytest.param("a.csv", [1], ROW, '".csv" is no known suffix', id="suffix"),
+        pytest.param("a.csv", [1], ROW, '".csv" is not a known suffix', id="suffix"),
         pytest.param("a.json", [[1, 2, 3]], ROW, "has the shape [1, 3]", id="shape"),
         pytest.param("a.json", [[1, 2]] * 9, ROW, "with batch=1..8", id="out of the range"),
         pytest.param("a.json", {"y": [[1, 2]]}, ROW, "holds y; expected exactly", id="name"),

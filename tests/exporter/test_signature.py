@@ -23,12 +23,12 @@ def test_a_spec_prints_as_it_is_written() -> None:
 @pytest.mark.parametrize(
     ("text", "seen"),
     [
-        pytest.param("", '"" is no name', id="empty"),
+        pytest.param("", '"" is not a name', id="empty"),
         pytest.param("image", 'nothing follows the name "image"', id="name alone"),
-        pytest.param("1mage:float32[8]", '"1mage" is no name', id="name"),
-        pytest.param(":float32[8]", '"" is no name', id="no name"),
-        pytest.param("image:float33[8]", '"float33" is no dtype', id="dtype"),
-        pytest.param("image:[8]", '"" is no dtype', id="no dtype"),
+        pytest.param("1mage:float32[8]", '"1mage" is not a name', id="name"),
+        pytest.param(":float32[8]", '"" is not a name', id="no name"),
+        pytest.param("image:float33[8]", '"float33" is not a dtype', id="dtype"),
+        pytest.param("image:[8]", '"" is not a dtype', id="no dtype"),
         pytest.param("image:float32", '"" after the dtype', id="no dims"),
         pytest.param("image:float32[8", '"[8" after the dtype', id="bracket left open"),
         pytest.param("image:float32[8]x", '"[8]x" after the dtype', id="text behind"),
@@ -73,7 +73,7 @@ def test_a_tensor_inside_an_argument_is_named_by_the_way_to_it() -> None:
 
 @pytest.mark.parametrize("text", ["batch.:float32[2]", ".x:float32[2]", "class:float32[2]"])
 def test_a_way_that_leads_nowhere_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no name of letters"):
+    with pytest.raises(UsageError, match="is not a name of letters"):
         parse_inputs([text])
 
 

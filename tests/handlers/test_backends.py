@@ -143,7 +143,7 @@ def test_checkpoint_is_named_as_such(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", [b"", b"GIF89a", b"\x08"], ids=["empty", "image", "short"])
 def test_other_file_is_no_artifact(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "x.onnx").write_bytes(content)
-    with pytest.raises(LoadError, match=r"x\.onnx is no artifact"):
+    with pytest.raises(LoadError, match=r"x\.onnx is not an artifact"):
         detect_format(tmp_path / "x.onnx")
 
 

@@ -164,7 +164,7 @@ def test_body_without_options_is_left_alone() -> None:
     ("row", "message"),
     [
         ({"explain": b"{"}, 'the part "explain" is not JSON'),
-        ({"explain": b"[]"}, 'the part "explain" is no JSON object'),
+        ({"explain": b"[]"}, 'the part "explain" is not a JSON object'),
         ({"body": {"explain": {}, "left": 1, "data": 2}}, 'expected one entry "data"'),
         ({"explain": b'{"target": null}'}, "target is null; expected a text"),
         ({"explain": b'{"n_steps": 3}'}, "n_steps is given in the query and in the body"),

@@ -394,12 +394,12 @@ def _input_text(entries: dict[str, bytes], marker: str) -> None:
     _edit(entries, MODEL, lambda d: _graph(d)["inputs"][1].update(as_string=text))
 
 
-@attack("code as the name of an input", "is no plain name", fires=True)
+@attack("code as the name of an input", "is not a plain name", fires=True)
 def _input_name(entries: dict[str, bytes], marker: str) -> None:
     _rename(entries, "x", f"x={_touch(marker)}")
 
 
-@attack("code as the name of a node", "is no plain name")
+@attack("code as the name of a node", "is not a plain name")
 def _node_name(entries: dict[str, bytes], marker: str) -> None:
     _rename(entries, "linear", f"y={_touch(marker)};linear")
 
@@ -428,7 +428,7 @@ def _keyword_name(entries: dict[str, bytes], marker: str) -> None:
     _edit(entries, MODEL, lambda d: _call(d).update(change))
 
 
-@attack("code as the name of a parameter", "is no path of a parameter", fires=True)
+@attack("code as the name of a parameter", "is not a path of a parameter", fires=True)
 def _parameter_name(entries: dict[str, bytes], marker: str) -> None:
     call = f"getattr(__import__('os'), 'mknod')('{marker}')"  # without a dot
     new = f'a", 0) or {call} or ("'
@@ -514,7 +514,7 @@ def _long(entries: dict[str, bytes], marker: str) -> None:
     _edit(entries, MODEL, lambda d: d.update(guards_code=[guard]))
 
 
-@attack("a graph that is no JSON", "models/model.json: it is no JSON")
+@attack("a graph that is not valid JSON", "models/model.json: it is not valid JSON")
 def _no_json(entries: dict[str, bytes], marker: str) -> None:
     entries[MODEL] = b"{"
 

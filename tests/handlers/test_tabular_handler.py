@@ -105,7 +105,7 @@ def test_rows_of_the_archive_are_a_baseline_set(initialized: Initialized, tmp_pa
         ({"age": 1, "smoker": "no", "sex": 0}, "income is missing, sex is unknown; expected"),
         ([1, 2], "the row has 2 values; expected 3: age, income, smoker"),
         ("[", "the body is not JSON"),
-        ("3", "the body is no JSON object"),
+        ("3", "the body is not a JSON object"),
         ({**ROW, "smoker": "maybe"}, 'smoker is "maybe"; expected one of no, yes'),
         ({**ROW, "age": None}, "age is null; expected a finite number"),
         ({**ROW, "age": "old"}, 'age is "old"; expected a finite number'),

@@ -75,7 +75,7 @@ class Tokens(torch.nn.Module):
     def forward(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give a second output too, as a BertModel with its pooler does."""
+        """Return a second output too, as a BertModel with its pooler does."""
         vectors = self.bert(input_ids, attention_mask).last_hidden_state
         return vectors, vectors[:, 0]
 

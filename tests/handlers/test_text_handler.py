@@ -283,7 +283,7 @@ def test_long_text_is_cut_off(initialized: Initialized) -> None:
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        (b"\xff\xfe", "the body is no text in UTF-8"),
+        (b"\xff\xfe", "the body is not text in UTF-8"),
         ({"a": 1}, "the body is a dict; expected text"),
     ],
 )

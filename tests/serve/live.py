@@ -92,7 +92,7 @@ def poll(condition: Callable[[], Any], what: str, timeout_s: float = 20) -> Any:
 
 
 def is_alive(pid: int) -> bool:
-    """Tell whether a process runs; one that has ended and waits to be reaped does not."""
+    """Return whether a process runs; one that has ended and waits to be reaped does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):

@@ -91,7 +91,7 @@ class Load:
         assert self.outcomes[NO_ANSWER] == self.outcomes[WRONG_ANSWER] == 0, self
 
     def __repr__(self) -> str:
-        """Say what became of the requests."""
+        """Return what became of the requests."""
         return (
             f"{self.sent} sent: {dict(self.outcomes)}, slowest {self.slowest_s:.2f} s"
             f"{''.join(f'; {error}' for error in self.errors[:5])}"

@@ -75,7 +75,7 @@ def png(pixels: np.ndarray) -> bytes:
 
 
 def requests() -> list[bytes]:
-    """Return digits, extremes, noise, and a body that is no image."""
+    """Return digits, extremes, noise, and a body that is not an image."""
     chosen = np.random.default_rng(0)
     return [
         *(file.read_bytes() for file in sorted((DIGITS / "scans").glob("*.png"))),

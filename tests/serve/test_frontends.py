@@ -189,7 +189,7 @@ CASES = {
 @needs_two_cores
 @pytest.mark.parametrize("sent", CASES.values(), ids=CASES.keys())
 def test_answers_are_the_same_bytes(pair: Pair, sent: bytes) -> None:
-    # What is no request has no id of its own.
+    # What is not a request has no id of its own.
     one, two = (re.sub(rb"[0-9a-f]{8}(-[0-9a-f]{4,12}){4}", b"ID", exchange(s, sent)) for s in pair)
     assert one
     assert two == one
@@ -385,7 +385,7 @@ def test_a_connection_without_any_frontend_gets_the_next_one(two: LiveServer) ->
 
 
 def is_closed(client: socket.socket) -> bool:
-    """Tell whether the peer has gone, of a connection without a request."""
+    """Return whether the peer has gone, of a connection without a request."""
     client.setblocking(False)
     try:
         return client.recv(1) == b""

@@ -251,7 +251,7 @@ BROKEN = {
     "lower-case method": b"post / HTTP/1.1\r\nHost: x\r\n\r\n",
     "space in the target": b"GET /a b HTTP/1.1\r\nHost: x\r\n\r\n",
     "target is not ASCII": b"GET /\xc3\xa9 HTTP/1.1\r\nHost: x\r\n\r\n",
-    "target is no path": b"GET a:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "target is not a path": b"GET a:80 HTTP/1.1\r\nHost: x\r\n\r\n",
 }
 
 
@@ -265,7 +265,7 @@ def test_what_is_no_http_gets_one_400_and_hides_nothing(server: LiveServer, data
                     client.sendall(whole[at : at + step])
             error = refusal(read_all(client), 400)
         assert error["type"] == "BadRequestException"
-        assert error["message"].startswith("this is no HTTP/1.1 request: ")
+        assert error["message"].startswith("this is not HTTP/1.1 request: ")
 
 
 GOOD = POST + b"Content-Length: 4\r\n\r\nwell"
@@ -589,7 +589,7 @@ def test_a_client_that_leaves_frees_its_place(
     [(b"[" * 100_000, 400), (b'{"a":' * 100_000, 400), (b"1" * 1_000_000, 400),
      (b"[" + b"9" * 1_000_000 + b"]", 400), (b"[1e400]", 400), (b"NaN", 400),
      (b'{"a": Infinity}', 400), (b'{"a": 1, "a": 2}', 400), (b'"\\ud800"', 400),
-     # `echo` takes everything; what is no JSON comes as bytes.
+     # `echo` takes everything; what is not valid JSON comes as bytes.
      (b'"\xff"', 200), (b"\0", 200), (b"\xef\xbb\xbf{}", 200)],
     ids=["deep list", "deep object", "long number", "long number in a list", "infinite number",
          "NaN", "Infinity", "duplicate keys", "lone surrogate", "not UTF-8", "NUL", "BOM"],

@@ -71,7 +71,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     build_archive(store, "picky", name="wrong", examples=[f'{request}="fine: goodbye"'])
     damage(build_archive(store, "picky", name="damaged"))
     escape(store / "escapes.mar")
-    (store / "no_zip.mar").write_bytes(b"this is no zip")
+    (store / "no_zip.mar").write_bytes(b"this is not a zip")
     build_archive(store, "picky", name="odd", config="batchSize: many\n")
     with running(folder / "state", store, "--workers=1", "--models=echo") as server:
         yield server

@@ -91,7 +91,7 @@ def check_error(answer: Answer, status: int, message: str) -> None:
 
 
 def mates_are_answered(answers: list[Answer]) -> bool:
-    """Tell whether the first and the last request of a batch of three got their own answers."""
+    """Return whether the first and the last request of a batch of three got their own answers."""
     return [(answer.status, json.loads(answer.body)) for answer in (answers[0], answers[2])] == [
         (200, {"body": "one"}),
         (200, {"body": "three"}),

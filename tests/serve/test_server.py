@@ -37,7 +37,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for behaviour in ("echo", "picky", "breaks_on_import"):
         build_archive(store, behaviour)
     build_archive(store, "picky", name="wrong", examples=[f'{request}="fine: goodbye"'])
-    (store / "no_zip.mar").write_bytes(b"this is no zip")
+    (store / "no_zip.mar").write_bytes(b"this is not a zip")
     return store
 
 

@@ -493,7 +493,7 @@ def test_a_worker_looks_only_after_a_short_wait(monkeypatch: pytest.MonkeyPatch)
     control = wire.encode_control(wire.METRICS, {})
 
     def looked_before(wait_s: float) -> bool:
-        """Tell whether the reader looks while it waits so long for a frame."""
+        """Return whether the reader looks while it waits so long for a frame."""
         looks.clear()
         sender = threading.Timer(wait_s, ours.sendall, (control,))
         sender.start()

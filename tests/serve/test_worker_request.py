@@ -66,7 +66,7 @@ AS_JSON = (b"content-type", b"application/json")
 @pytest.mark.parametrize(
     ("body", "why"),
     [
-        (b'{"a": NaN}', "NaN, which is no number in JSON"),
+        (b'{"a": NaN}', "NaN, which is not a number in JSON"),
         (b"[-Infinity]", "-Infinity, which"),
         (b'{"a": [1e400]}', "infinity"),
         (b'{"a": {"b": 1e400}}', "infinity"),

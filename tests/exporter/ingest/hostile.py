@@ -232,7 +232,7 @@ def _save_dcp(folder: Path) -> None:
 
 @contextmanager
 def _changed_index(folder: Path) -> Iterator[Any]:
-    """Give the index of an honest checkpoint, and write it again with what was changed in it."""
+    """Yield the index of an honest checkpoint, and write it again with what was changed in it."""
     _save_dcp(folder)
     file = folder / ".metadata"
     index = pickle.loads(file.read_bytes())  # harmless: it has just been written

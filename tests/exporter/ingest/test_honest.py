@@ -11,7 +11,7 @@ from tests.exporter.ingest.honest import WRITERS
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Give the bytes of the values, so that NaN and -0.0 count too."""
+    """Return the bytes of the values, so that NaN and -0.0 count too."""
     if tensor.layout is not torch.strided:
         tensor = tensor.to_dense()
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)

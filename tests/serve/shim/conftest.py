@@ -19,7 +19,7 @@ MakeContext = Callable[..., Context]
 
 @pytest.fixture
 def make_context(tmp_path: Path) -> MakeContext:
-    """Give a context for the files in `tmp_path`; keywords are the manifest's model entries."""
+    """Return a context for the files in `tmp_path`; keywords are the manifest's model entries."""
 
     def make(
         config: dict[str, Any] | None = None,

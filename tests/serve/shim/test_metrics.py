@@ -102,7 +102,7 @@ def test_the_servers_metrics_are_declared(make_context: MakeContext) -> None:
     [
         (1, ["a", "b"], r"its dimensions are \['Route'\], the values \['a', 'b'\]"),
         (-1, ["a"], "a counter cannot go down"),
-        ("much", ["a"], "the value is no number"),
+        ("much", ["a"], "the value is not a number"),
     ],
     ids=["dimensions", "negative", "text"],
 )

@@ -116,7 +116,7 @@ def test_an_allowed_archive_is_fetched_under_its_last_part(store: Path) -> None:
 @pytest.mark.parametrize(
     "answer",
     [
-        sends(b"this is no archive"),
+        sends(b"this is not an archive"),
         sends(archive()[:-30]),
         sends(archive(), length=str(len(archive()) + 10)),
         sends(b"0" * 200_000),

@@ -59,7 +59,7 @@ ENVELOPES: Mapping[str, type[BaseEnvelope]] = {
 
 
 def find_envelope(name: str) -> type[BaseEnvelope]:
-    """Give an envelope by the name that `service_envelope` has.
+    """Return an envelope by the name that `service_envelope` has.
 
     Raises:
         LoadError: there is none.
@@ -125,5 +125,5 @@ class ModelLoaderFactory:
 
     @staticmethod
     def get_model_loader() -> TsModelLoader:
-        """Give a loader of handlers."""
+        """Return a loader of handlers."""
         return TsModelLoader()

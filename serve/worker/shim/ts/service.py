@@ -50,7 +50,7 @@ class Service:
     def retrieve_data_for_inference(
         batch: Sequence[Mapping[str, Any]] | None,
     ) -> tuple[list[RequestProcessor], list[dict[str, Any]], dict[int, str]]:
-        """Give the headers, the rows and the request ids of a batch.
+        """Return the headers, the rows and the request ids of a batch.
 
         Raises:
             ValueError: there is no batch.
@@ -71,7 +71,7 @@ class Service:
         return headers, rows, ids
 
     def predict(self, batch: Sequence[Mapping[str, Any]]) -> Any:
-        """Give the handler's answers to a batch; what it raises is raised.
+        """Return the handler's answers to a batch; what it raises is raised.
 
         Args:
             batch: per request {"requestId": bytes, "parameters": [{"name", "value",

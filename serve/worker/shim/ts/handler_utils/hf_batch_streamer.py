@@ -48,7 +48,7 @@ class TextIteratorStreamerBatch:
             streamer.put(value[index : index + 1])
 
     def end(self) -> None:
-        """Say that there are no more tokens."""
+        """Report that there are no more tokens."""
         for streamer in self.streamers:
             streamer.end()
 

@@ -79,7 +79,7 @@ class MicroBatching:
                 thread.join()
 
     def get_micro_batch_idx(self) -> int | None:
-        """Tell a step which micro-batch it is at; None outside of a step."""
+        """Return to a step which micro-batch it is at; None outside of a step."""
         return getattr(self._local, "micro_batch_idx", None)
 
     def handle(self, data: Sequence[Any]) -> list[Any]:

@@ -23,7 +23,7 @@ _BASIC_ENGLISH = str.maketrans(
 
 
 def get_tokenizer(tokenizer: str | Tokenizer | None, language: str = "en") -> Tokenizer:
-    """Give a function text → tokens.
+    """Return a function text → tokens.
 
     Args:
         tokenizer: "basic_english" (lower case, punctuation apart), None (split at spaces), or a
@@ -45,7 +45,7 @@ def get_tokenizer(tokenizer: str | Tokenizer | None, language: str = "en") -> To
 
 
 def ngrams_iterator(token_list: Sequence[str], ngrams: int) -> Iterator[str]:
-    """Give the tokens, then their 2-grams, and so on up to `ngrams`, each joined by spaces."""
+    """Yield the tokens, then their 2-grams, and so on up to `ngrams`, each joined by spaces."""
     for size in range(1, ngrams + 1):
         for begin in range(len(token_list) - size + 1):
             yield " ".join(token_list[begin : begin + size])

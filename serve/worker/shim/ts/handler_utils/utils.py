@@ -11,7 +11,7 @@ from modelyard.handlers.context import Context
 
 
 def import_class(class_name: str, module_prefix: str | None = None) -> Any:
-    """Give the class of a dotted name, as `package.module.Class`.
+    """Return the class of a dotted name, as `package.module.Class`.
 
     Args:
         class_name: the name; without a module only where `module_prefix` names one.

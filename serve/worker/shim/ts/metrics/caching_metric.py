@@ -88,7 +88,7 @@ class CachingMetric(MetricAbstract):
         try:
             number = float(value)
         except (TypeError, ValueError):
-            return "the value is no number"
+            return "the value is not a number"
         if self.metric_type is MetricTypes.COUNTER and number < 0:
             return "a counter cannot go down"
         return None

@@ -16,5 +16,5 @@ class Dimension:
         return f"{self.name}:{self.value}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the two as a dict."""
+        """Return the two as a dict."""
         return {"Name": self.name, "Value": self.value}

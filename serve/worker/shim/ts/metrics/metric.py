@@ -48,7 +48,7 @@ class Metric:
         return f"{line},{self.request_id}" if self.request_id else line
 
     def to_dict(self) -> dict[str, Any]:
-        """Give all of it."""
+        """Return all of it."""
         return {
             "MetricName": self.name,
             "Value": self.value,

@@ -52,14 +52,14 @@ class MetricCacheAbstract(ABC):
     def get_metric(
         self, metric_name: str, metric_type: MetricTypes = MetricTypes.COUNTER
     ) -> CachingMetric:
-        """Give a declared metric.
+        """Return a declared metric.
 
         Raises:
             MetricsCacheKeyError: there is none of that type and name.
         """
 
     def set_request_ids(self, request_ids: Requests) -> None:
-        """Say which requests the next values are about."""
+        """Report which requests the next values are about."""
         self.request_ids = request_ids
 
     def add_metric(
@@ -132,7 +132,7 @@ class MetricCacheAbstract(ABC):
         self._report(name, value, "", None, dimensions, MetricTypes.COUNTER)
 
     def _request(self, idx: int | None) -> str | None:
-        """Give the id of request `idx`, or all ids of the batch; None where nothing was said."""
+        """Return the id of request `idx`, or all ids of the batch; None where nothing was said."""
         requests = self.request_ids
         if not isinstance(requests, Mapping):
             return requests

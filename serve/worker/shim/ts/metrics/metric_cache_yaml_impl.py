@@ -79,7 +79,7 @@ class MetricsCacheYamlImpl(MetricCacheAbstract):
                 metric_type = MetricTypes(kind)
             except ValueError as error:
                 known = ", ".join(known.value for known in MetricTypes)
-                raise MetricsCacheKeyError(f"{kind!r} is no type; known are {known}") from error
+                raise MetricsCacheKeyError(f"{kind!r} is not a type; known are {known}") from error
             for metric in metrics or ():
                 try:
                     name, unit, dimensions = metric["name"], metric["unit"], metric["dimensions"]
@@ -114,7 +114,7 @@ class MetricsCacheYamlImpl(MetricCacheAbstract):
     def get_metric(
         self, metric_name: str, metric_type: MetricTypes = MetricTypes.COUNTER
     ) -> CachingMetric:
-        """Give a declared metric.
+        """Return a declared metric.
 
         Raises:
             MetricsCacheKeyError: there is none of that type and name.

@@ -13,5 +13,5 @@ class MetricEncoder(json.JSONEncoder):
     """Writes `Metric` and `Dimension` as objects."""
 
     def default(self, o: Any) -> Any:
-        """Give the dict of a metric or a dimension."""
+        """Return the dict of a metric or a dimension."""
         return o.to_dict() if isinstance(o, Metric | Dimension) else super().default(o)

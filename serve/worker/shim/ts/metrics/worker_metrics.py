@@ -46,7 +46,7 @@ class WorkerMetrics(MetricsCacheYamlImpl):
         self._records.append(record)
 
     def drain(self) -> list[Record]:
-        """Give what was reported since the last call, in order, and forget it."""
+        """Return what was reported since the last call, in order, and forget it."""
         records = list(self._records)
         self._records.clear()
         return records

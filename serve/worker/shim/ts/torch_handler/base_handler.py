@@ -137,11 +137,11 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
         return cast(Any, self).get_insights(data_preprocess, inputs, target)
 
     def describe_handle(self) -> Any:
-        """Give what `GET /models/{name}?customized=true` adds to the model's description."""
+        """Return what `GET /models/{name}?customized=true` adds to the model's description."""
         return None
 
     def get_device(self) -> Any:
-        """Give the device of the model."""
+        """Return the device of the model."""
         return self.device
 
     def _is_explain(self) -> bool:
@@ -272,7 +272,7 @@ def load_weights(path: Path, device: Any = "cpu") -> Any:
 
 
 def _choose_device(gpu_id: Any) -> tuple[str | None, Any]:
-    """Give what weights are mapped to, and the device; `gpu_id` is the server's choice."""
+    """Return what weights are mapped to, and the device; `gpu_id` is the server's choice."""
     wanted = gpu_id is not None
     if wanted and torch.cuda.is_available():
         if torch.cuda.get_device_capability(int(gpu_id)) >= (8, 0):

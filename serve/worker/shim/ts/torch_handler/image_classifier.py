@@ -25,7 +25,7 @@ class ImageClassifier(VisionHandler):
         self.topk = topk
 
     def get_max_result_classes(self) -> int:
-        """Give how many labels an answer has at most."""
+        """Return how many labels an answer has at most."""
         return self.topk
 
     @timed

@@ -26,7 +26,7 @@ class ImageProcessing:
         self._table = colour_table(settings)
 
     def __call__(self, image: Image.Image) -> Tensor:
-        """Give the values (3, H, W) of a picture."""
+        """Return the values (3, H, W) of a picture."""
         pixels = np.asarray(to_size(image.convert("RGB"), self.settings))
         channels = [table[pixels[:, :, c]] for c, table in enumerate(self._table)]
         return torch.from_numpy(np.stack(channels))

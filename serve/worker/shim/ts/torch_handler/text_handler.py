@@ -83,7 +83,7 @@ class TextHandler(BaseHandler):
         """Load the archive and its vocabulary.
 
         Raises:
-            LoadError: there is no vocabulary, or it is no dict of numbers.
+            LoadError: there is no vocabulary, or it is not a dict of numbers.
         """
         super().initialize(context)
         named = self.manifest["model"].get("sourceVocab")  # of archives made before 0.2
@@ -92,7 +92,7 @@ class TextHandler(BaseHandler):
             vocabulary = load_weights(path)
         except LoadError as error:
             raise LoadError(
-                f"the vocabulary is no dict, which is what can be read here; save it as one, as in "
+                f"the vocabulary is not a dict, which is what can be read here; save it as "
                 f"torch.save(dict(vocab.get_stoi()), {path.name!r}): {error}"
             ) from error
         if not isinstance(vocabulary, Mapping):
@@ -100,7 +100,7 @@ class TextHandler(BaseHandler):
         self.source_vocab = Vocabulary(vocabulary)
 
     def get_source_vocab_path(self, ctx: Context) -> str:
-        """Give the path of the vocabulary.
+        """Return the path of the vocabulary.
 
         Raises:
             LoadError: there is none.
@@ -113,11 +113,11 @@ class TextHandler(BaseHandler):
         return str(path)
 
     def get_word_token(self, input_tokens: Sequence[str]) -> list[str]:
-        """Give tokens without the mark that byte-pair encoding puts for a space."""
+        """Return tokens without the mark that byte-pair encoding puts for a space."""
         return [token.replace("\u0120", "") for token in input_tokens]
 
     def summarize_attributions(self, attributions: Tensor) -> Tensor:
-        """Give the softmax of attributions (N, E), over the norm of its row sums."""
+        """Return the softmax of attributions (N, E), over the norm of its row sums."""
         shares = torch.softmax(attributions, dim=0 if attributions.dim() in (0, 1, 3) else 1)
         norm: Tensor = torch.linalg.vector_norm(shares.sum(dim=-1))
         return shares / norm

@@ -44,7 +44,7 @@ class PT2Backend(enum.StrEnum):
 
 
 def check_valid_pt2_backend(backend: str) -> bool:
-    """Tell whether a backend is one of `PT2Backend`; one that is not is logged."""
+    """Return whether a backend is one of `PT2Backend`; one that is not is logged."""
     known = [member.value for member in PT2Backend]
     if backend not in known:
         _log.warning("pt2 names the backend %r; known are %s", backend, ", ".join(known))
@@ -106,7 +106,7 @@ def map_class_to_label(
         lbl_classes: the class index of each value; without, the values are those of classes 0, 1, …
 
     Raises:
-        TypeError: `probs` is no list, or `mapping` no dict.
+        TypeError: `probs` is not a list, or `mapping` no dict.
         KeyError: a class that `mapping` does not have.
     """
     if not isinstance(probs, list):

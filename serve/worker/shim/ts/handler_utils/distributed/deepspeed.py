@@ -13,7 +13,7 @@ from modelyard.handlers.errors import LoadError
 
 
 def get_ds_engine(model: torch.nn.Module, ctx: Context) -> Any:
-    """Give DeepSpeed's inference engine for a model, by `deepspeed` of model-config.yaml.
+    """Return DeepSpeed's inference engine for a model, by `deepspeed` of model-config.yaml.
 
     Its keys: `config`, DeepSpeed's own JSON file in the archive; `checkpoint`, the name of a file
     that is written to list the weights below `handler.model_path`.

@@ -29,18 +29,18 @@ class BaseEnvelope(ABC):
 
     @abstractmethod
     def parse_input(self, data: Any) -> Any:
-        """Give the handler's rows for these requests."""
+        """Return the handler's rows for these requests."""
 
     @abstractmethod
     def format_output(self, data: Any) -> Any:
-        """Give one answer per request for what the handler gave."""
+        """Return one answer per request for what the handler gave."""
 
 
 def document(row: Mapping[str, Any]) -> Any:
-    """Give a request's JSON, parsed; a row that has neither data nor body is the document itself.
+    """Return a request's JSON, parsed; a row that has neither data nor body is the document itself.
 
     Raises:
-        ValueError: the body is no JSON.
+        ValueError: the body is not valid JSON.
     """
     value = row.get("data") or row.get("body") or row
     return json.loads(value) if isinstance(value, bytes | bytearray | str) else value

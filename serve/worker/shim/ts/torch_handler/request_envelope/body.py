@@ -12,9 +12,9 @@ class BodyEnvelope(BaseEnvelope):
     """The handler gets each request's data or body itself; its answers stay as they are."""
 
     def parse_input(self, data: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Give the bodies."""
+        """Return the bodies."""
         return [row.get("data") or row.get("body") for row in data]
 
     def format_output(self, data: Any) -> Any:
-        """Give the answers as they are."""
+        """Return the answers as they are."""
         return data

@@ -16,13 +16,13 @@ class JSONEnvelope(BaseEnvelope):
     _lengths: Sequence[int] = ()
 
     def parse_input(self, data: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Give all instances in one list."""
+        """Return all instances in one list."""
         instances = [document(row)["instances"] for row in data]
         self._lengths = [len(rows) for rows in instances]
         return [_decoded(row) for rows in instances for row in rows]
 
     def format_output(self, data: Sequence[Any]) -> list[str]:
-        """Give each request the JSON text of its predictions."""
+        """Return each request the JSON text of its predictions."""
         return [json.dumps({"predictions": rows}) for rows in split(data, self._lengths)]
 
 

@@ -18,7 +18,7 @@ class KServeEnvelope(BaseEnvelope):
     _lengths: Sequence[int] = ()
 
     def parse_input(self, data: Sequence[Mapping[str, Any]]) -> Any:
-        """Give the instances of all requests in one list."""
+        """Return the instances of all requests in one list."""
         instances = [document(row).get("instances") for row in data]
         if len(instances) == 1:
             return instances[0]
@@ -26,7 +26,7 @@ class KServeEnvelope(BaseEnvelope):
         return [row for rows in instances for row in rows]
 
     def format_output(self, data: Any) -> list[dict[str, Any]]:
-        """Give each request its own."""
+        """Return each request its own."""
         key = "explanations" if self._is_explain() else "predictions"
         if len(self.context.request_ids or ()) > 1:
             return [{key: rows} for rows in split(data, self._lengths)]

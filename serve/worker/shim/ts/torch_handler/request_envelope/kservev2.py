@@ -36,14 +36,14 @@ class KServev2Envelope(BaseEnvelope):
     _requests: Sequence[Mapping[str, Any]] = ()
 
     def parse_input(self, data: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """Give the inputs of all requests in one list."""
+        """Return the inputs of all requests in one list."""
         self._requests = [document(row) for row in data]
         inputs = [_shaped(one) for request in self._requests for one in request["inputs"]]
         self.context.input_names = [one["name"] for one in inputs]
         return inputs
 
     def format_output(self, data: Sequence[Any]) -> list[dict[str, Any]]:
-        """Give each request its outputs."""
+        """Return each request its outputs."""
         model = (self.context.manifest or {}).get("model", {})
         lengths = [len(request["inputs"]) for request in self._requests]
         return [

@@ -46,9 +46,9 @@ class MockContext:
             self.model_yaml_config = get_yaml_config(str(Path(model_dir) / model_yaml_config_file))
 
     def get_request_header(self, idx: int, exp: str) -> bool:
-        """Tell whether `explain` is set, for every request but the first, as TorchServe's does."""
+        """Return whether `explain` is set, for all requests but the first, as TorchServe's does."""
         return bool(idx and exp and self.explain)
 
     def get_request_id(self, idx: int = 0) -> str | None:
-        """Give no id: there is no request."""
+        """Return no id: there is no request."""
         return None
