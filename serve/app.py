@@ -17,7 +17,6 @@ from modelyard.serve.api.oip import oip_routes
 from modelyard.serve.control.lifecycle import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.state import StateDir
-from modelyard.serve.dataplane.frontends import Frontends
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.http.auth import TokenCheck, make_keys
 from modelyard.serve.http.connection import Access, Limits
@@ -43,21 +42,16 @@ class Server:
     lifecycle: Lifecycle
     registry: Registry
     phase: Phase
-    inference: Listener | Frontends
+    inference: Listener
     management: Listener
     metrics: Listener | None
     """None where nobody wants it."""
 
     @property
-    def listeners(self) -> list[Listener | Frontends]:
+    def listeners(self) -> list[Listener]:
         """Each of them once, the inference API's first; APIs may share one."""
         all_three = (self.inference, self.management, self.metrics)
         return list(dict.fromkeys(listener for listener in all_three if listener))
-
-    @property
-    def frontends(self) -> Frontends | None:
-        """The processes of the inference API's address; None where this process serves it."""
-        return self.inference if isinstance(self.inference, Frontends) else None
 
 
 def create_server(settings: Settings) -> Server:
@@ -70,7 +64,6 @@ def create_server(settings: Settings) -> Server:
     registry = Registry()
     lifecycle = Lifecycle(settings, registry, metrics)
     phase = Phase()
-    inference: Listener | Frontends
     if settings.torchserve is not None:
         inference, management, scraped = _torchserves_listeners(
             settings, settings.torchserve, metrics, registry, lifecycle, phase
@@ -84,7 +77,7 @@ def create_server(settings: Settings) -> Server:
 
 def _our_listeners(
     settings: Settings, metrics: Metrics, registry: Registry, lifecycle: Lifecycle, phase: Phase
-) -> tuple[Listener | Frontends, Listener, Listener]:
+) -> tuple[Listener, Listener, Listener]:
     keys = make_keys(StateDir(settings.state_dir).key_file)
     is_open = settings.auth == "never" or (settings.auth == "auto" and settings.is_loopback)
     client_key = None if is_open else keys["inference"]
@@ -101,26 +94,9 @@ def _our_listeners(
     management_api = create_management(registry, lifecycle, TokenCheck(operator_key), phase)
     metrics_api = create_metrics(metrics, TokenCheck(client_key), phase)
     apis = (inference_api, management_api, metrics_api)
-    limits = _limits(settings)
-    inference: Listener | Frontends
-    if settings.frontends == 1:
-        inference, management, scraped = _listen(zip(apis, settings.addresses, strict=True), limits)
-    else:
-        inference = Frontends(
-            inference_api,
-            settings.addresses[0],
-            settings.frontends,
-            limits,
-            settings.max_request_bytes,
-            metrics,
-        )
-        try:
-            management, scraped = _listen(
-                zip(apis[1:], settings.addresses[1:], strict=True), limits
-            )
-        except BaseException:
-            inference.abandon()
-            raise
+    inference, management, scraped = _listen(
+        zip(apis, settings.addresses, strict=True), _limits(settings)
+    )
     add_docs(
         inference_api,
         {management.url: management_api, scraped.url: metrics_api},

@@ -84,9 +84,6 @@ def start(
     metrics_port: Annotated[int | None, typer.Option(help="Metrics; default 8082.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda[:N].")] = None,
     workers: Annotated[int | None, typer.Option(help="Per model; default by cores.")] = None,
-    frontends: Annotated[
-        int | None, typer.Option(help="Processes for HTTP at the inference API; default 1.")
-    ] = None,
     auth: Annotated[
         str | None, typer.Option(help="Tokens: auto (off on loopback), always, never.")
     ] = None,
@@ -129,7 +126,6 @@ def start(
                 "metrics_port": metrics_port,
                 "device": device,
                 "workers": workers,
-                "frontends": frontends,
                 "auth": auth,
                 "trusted_keys": trusted_keys,
                 "require_signature": require_signature,
@@ -248,8 +244,6 @@ def status(state_dir: StateDirOption = None, json_output: JsonOption = False) ->
         out.print_json(json.dumps({"running": True, **running, "models": models}))
         return
     out.print(f"running, pid {running['pid']}, since {running['started']}")
-    if frontends := running.get("frontends"):
-        out.print(f"frontends, pids {' '.join(map(str, frontends))}")
     _print_addresses(running)
     table = Table("model", "version", "file", "workers", "pids", "restarts", "memory", "queue")
     for model in models:

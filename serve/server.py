@@ -68,16 +68,10 @@ async def _serve(settings: Settings, state: StateDir, report: Report) -> None:
     stop = _watch_signals()
     about = _describe(server, state, settings)
 
-    def write_about() -> None:
-        about["frontends"] = server.frontends.pids if server.frontends else []
-        write_json(state.server_file, about)
-
     async def open_ports() -> None:
         for listener in server.listeners:
             await listener.start()
-        if server.frontends is not None:
-            server.frontends.on_change = write_about
-        write_about()
+        write_json(state.server_file, about)
         report({"event": "started", **about})
 
     try:
@@ -183,8 +177,6 @@ async def _end(server: Server, state: StateDir) -> None:
     for listener in server.listeners:
         await listener.stop_accepting()
         listener.close_idle(0)
-    if server.frontends is not None:
-        await server.frontends.ended()
     state.server_file.unlink(missing_ok=True)
     logger.info("stopped")
 

@@ -57,8 +57,6 @@ class Settings(BaseModel):
     """Workers of each model; 0 chooses by cores and number of models."""
     worker_poll_us: int = Field(default=300, ge=0, le=10_000)
     """How long an idle worker looks for requests before it sleeps, while they come that often."""
-    frontends: int = Field(default=1, ge=1)
-    """Processes that speak HTTP at the inference API; 1 leaves that to the server process."""
     queue_size: int = Field(default=100, ge=1)
     """Requests that may wait per model version and kind."""
     request_timeout_s: float = Field(default=60, gt=0)
@@ -112,14 +110,6 @@ class Settings(BaseModel):
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return value.expanduser().absolute() if value else None
-
-    @field_validator("frontends")
-    @classmethod
-    def _has_cores(cls, value: int) -> int:
-        cores = len(os.sched_getaffinity(0))
-        if value > cores:
-            raise ValueError(f"a frontend takes a core, and there are {cores}")
-        return value
 
     @field_validator("require_signature")
     @classmethod

@@ -98,11 +98,6 @@ class Metrics:
         self.ready_workers = Gauge(
             "modelyard_ready_workers", "Workers that can take work.", model, registry=self.registry
         )
-        self.frontend_restarts = Counter(
-            "modelyard_frontend_restarts",
-            "Frontend processes that ended unasked and were replaced.",
-            registry=self.registry,
-        )
         self.unrouted = Counter(
             "modelyard_unrouted_requests",
             "Requests for no registered model, or without the right to it, by HTTP status.",

@@ -21,8 +21,6 @@ from modelyard.archiver import write_archive
 
 SOURCES = Path(__file__).parent.parent / "archives"
 PR_SET_CHILD_SUBREAPER = 36
-FRONTENDS = (1, 2) if len(os.sched_getaffinity(0)) > 1 else (1,)
-"""With which numbers of frontend processes a server is tried; each takes a core."""
 TIMEOUT_S = 60.0
 
 

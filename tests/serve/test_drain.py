@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.serve.live import (
-    FRONTENDS,
     LiveServer,
     build_archive,
     descendants,
@@ -31,9 +30,9 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store
 
 
-@pytest.fixture(params=FRONTENDS, ids=lambda count: f"frontends={count}")
-def options(request: pytest.FixtureRequest) -> tuple[str, ...]:
-    return "--workers=1", "--models=mortal", f"--frontends={request.param}"
+@pytest.fixture
+def options() -> tuple[str, ...]:
+    return "--workers=1", "--models=mortal"
 
 
 def request(body: bytes, *, keep_alive: bool) -> bytes:

@@ -10,18 +10,16 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.live import FRONTENDS, LiveServer, build_archive, poll, running, start_server
+from tests.serve.live import LiveServer, build_archive, poll, running, start_server
 
 
-@pytest.fixture(scope="module", params=FRONTENDS, ids=lambda count: f"frontends={count}")
-def server(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[LiveServer]:
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("streaming")
     store = folder / "store"
     build_archive(store, "streamer", config="batchSize: 1\n")
     build_archive(store, "streamer", name="pair", config="batchSize: 2\nmaxBatchDelay: 5000\n")
-    options = "--models=streamer,pair", "--workers=1", f"--frontends={request.param}"
+    options = "--models=streamer,pair", "--workers=1"
     with running(folder / "state", store, *options) as it:
         yield it
 
