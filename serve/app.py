@@ -16,9 +16,9 @@ from modelyard.serve.api.metrics import create_metrics
 from modelyard.serve.api.oip import oip_routes
 from modelyard.serve.control.lifecycle import Lifecycle
 from modelyard.serve.control.registry import Registry
-from modelyard.serve.control.state import StateDir
+from modelyard.serve.control.state import StateDir, make_keys
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.http.auth import TokenCheck, make_keys
+from modelyard.serve.http.auth import TokenCheck
 from modelyard.serve.http.connection import Access, Limits
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.http.tls import tls_context
@@ -139,7 +139,18 @@ def _torchserves_listeners(
         (Combined(group) if len(group) > 1 else group[0], address)
         for address, group in groups.items()
     ]
-    tls = tls_context(dialect) if any(address.is_tls for address in groups) else None
+    hosts = [address.host for address in groups if address.is_tls]
+    tls = (
+        tls_context(
+            hosts,
+            dialect.certificate_file,
+            dialect.private_key_file,
+            dialect.keystore,
+            dialect.keystore_pass,
+        )
+        if hosts
+        else None
+    )
     listeners = dict(zip(groups, _listen(ports, _limits(settings), tls, log_access), strict=True))
     found = [listeners[address] for address in addresses]
     return found[0], found[1], found[2] if len(found) > 2 else None

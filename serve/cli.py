@@ -20,9 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from modelyard.archiver import ArchiveError
-from modelyard.serve.control.state import StateDir, describe_running
+from modelyard.serve.control.state import StateDir, describe_running, read_key
 from modelyard.serve.errors import ServeError, StartError
-from modelyard.serve.http.auth import read_key
 from modelyard.serve.log import log_to_stderr
 from modelyard.serve.settings import Settings, load_settings
 from modelyard.serve.start import start_detached

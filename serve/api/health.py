@@ -52,5 +52,5 @@ def without_worker(registry: Registry) -> list[str]:
     return [
         model.name
         for model in registry
-        if registry.is_default(model) and model.pool.seats and not model.pool.ready_count
+        if registry.is_default(model) and model.pool.slots and not model.pool.ready_count
     ]

@@ -12,7 +12,7 @@ from modelyard.serve.api.inference import ModelName, Version, error_responses
 from modelyard.serve.control.lifecycle import Lifecycle
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.batcher import EXPLAIN, PREDICT
-from modelyard.serve.dataplane.pool import Seat
+from modelyard.serve.dataplane.pool import ReplicaSlot
 from modelyard.serve.errors import BadRequest
 from modelyard.serve.http.auth import TokenCheck
 
@@ -73,7 +73,7 @@ def _routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
     ) -> dict[str, str]:
         """Check an archive and start serving it; answers when its workers are ready."""
         model = await lifecycle.register(url, model_name, initial_workers)
-        count = len(model.pool.seats)
+        count = len(model.pool.slots)
         return _status(
             f'Model "{model.name}" Version: {model.version} registered with {count} initial workers'
         )
@@ -149,10 +149,10 @@ def describe_model(model: ModelVersion, is_default: bool) -> dict[str, Any]:
         "clientTimeoutInMills": int(config.request_timeout_s * 1000),
         "isDefault": is_default,
         "digest": model.digest,
-        "workers": [_describe_seat(model, seat) for seat in pool.seats],
+        "workers": [_describe_slot(model, slot) for slot in pool.slots],
         "explainWorkers": [
-            _describe_seat(model, seat)
-            for seat in (model.explainers.seats if model.explainers is not None else ())
+            _describe_slot(model, slot)
+            for slot in (model.explainers.slots if model.explainers is not None else ())
         ],
         "jobQueueStatus": {
             "remainingCapacity": model.batchers[PREDICT].room,
@@ -162,15 +162,15 @@ def describe_model(model: ModelVersion, is_default: bool) -> dict[str, Any]:
     }
 
 
-def _describe_seat(model: ModelVersion, seat: Seat) -> dict[str, Any]:
+def _describe_slot(model: ModelVersion, slot: ReplicaSlot) -> dict[str, Any]:
     return {
-        "id": str(seat.number),
+        "id": str(slot.number),
         "startTime": model.started_at.strftime("%Y-%m-%dT%H:%M:%S.000Z"),
-        "status": "READY" if seat.is_ready else "UNLOADING",
-        "memoryUsage": memory_bytes(seat.worker.pid) if seat.worker else 0,
-        "pid": seat.worker.pid if seat.worker else -1,
+        "status": "READY" if slot.is_ready else "UNLOADING",
+        "memoryUsage": memory_bytes(slot.worker.pid) if slot.worker else 0,
+        "pid": slot.worker.pid if slot.worker else -1,
         "gpu": model.config.device.startswith("cuda"),
-        "restarts": seat.restarts,
+        "restarts": slot.restarts,
     }
 
 

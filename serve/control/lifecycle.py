@@ -26,9 +26,9 @@ from modelyard.serve.control.environment import interpreter_for
 from modelyard.serve.control.model_config import ModelConfig, Options, load_model_config
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.control.sizing import (
-    Demand,
+    Allocation,
     Machine,
-    Size,
+    ResourceRequest,
     choose,
     describe_excess,
     this_machine,
@@ -76,7 +76,7 @@ Report = Callable[[str, str], None]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ModelSpec:
     """A model version that is to be served: a call of the register API, or a line of the state."""
 
     location: str
@@ -95,14 +95,14 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedModel:
     """One model version of a start that has not happened."""
 
     name: str
     version: str
     file: str
     config: ModelConfig
-    size: Size
+    allocation: Allocation
 
 
 @dataclass(frozen=True)
@@ -110,31 +110,33 @@ class StartPlan:
     """What a start would start."""
 
     machine: Machine
-    models: Sequence[Planned]
+    models: Sequence[PlannedModel]
     warning: str | None
 
 
-class _Together:
-    """The models of one start: cores are shared out once each has said what it asks for."""
+class StartupAllocator:
+    """Shares the cores out among the models of one start, once each has asked for its part."""
 
     def __init__(self, machine: Machine, count: int) -> None:
         self._machine = machine
         self._count = count
-        self._demands: list[Demand] = []
+        self._requests: list[ResourceRequest] = []
         self._complete = asyncio.Event()
 
-    async def size(self, demand: Demand) -> Size:
-        at = len(self._demands)
-        self._demands.append(demand)
-        if len(self._demands) == self._count:
+    async def allocate(self, request: ResourceRequest) -> Allocation:
+        """Return what one model gets; where nobody said how many workers, after all have asked."""
+        at = len(self._requests)
+        self._requests.append(request)
+        if len(self._requests) == self._count:
             self._complete.set()
-        if demand.workers is None:
+        if request.workers is None:
             await self._complete.wait()
-        return choose(self._machine, self._demands)[at]
+        return choose(self._machine, self._requests)[at]
 
     @property
     def warning(self) -> str | None:
-        return describe_excess(self._machine, choose(self._machine, self._demands))
+        """Why it is too much, or None."""
+        return describe_excess(self._machine, choose(self._machine, self._requests))
 
 
 class Lifecycle:
@@ -168,9 +170,9 @@ class Lifecycle:
             ServeError, ArchiveError: the first model that cannot be served.
         """
         clear_leftovers(self._settings.model_store)
-        wanted = self._wanted()
-        together = _Together(self._machine, len(wanted))
-        starts = [self._start_one(each, together, report) for each in wanted]
+        spec = self._specs()
+        allocator = StartupAllocator(self._machine, len(spec))
+        starts = [self._start_one(each, allocator, report) for each in spec]
         tasks = [asyncio.ensure_future(start) for start in starts]
         try:
             models = await asyncio.gather(*tasks)
@@ -180,14 +182,14 @@ class Lifecycle:
             await asyncio.gather(*tasks, return_exceptions=True)
             raise
         defaults: dict[str, str] = {}
-        for each, model in zip(wanted, models, strict=True):
+        for each, model in zip(spec, models, strict=True):
             if model is not None and (each.is_default or model.name not in defaults):
                 defaults[model.name] = model.version
         self._registry.arrange(model for model in models if model is not None)
         for name, version in defaults.items():
             self._registry.set_default(name, version)
         self._save("startup")
-        if (warning := together.warning) is not None:
+        if (warning := allocator.warning) is not None:
             logger.warning("%s", warning)
             self.warnings.append(warning)
 
@@ -198,36 +200,38 @@ class Lifecycle:
             ServeError, ArchiveError: the first model that could not be served.
         """
         read: list[tuple[str, Archive, ModelConfig]] = []
-        demands: list[Demand] = []
-        for wanted in self._wanted(is_trial=True):
-            with open_archive(find_archive(self._settings.model_store, wanted.location)) as archive:
+        requests: list[ResourceRequest] = []
+        for spec in self._specs(is_trial=True):
+            with open_archive(find_archive(self._settings.model_store, spec.location)) as archive:
                 self._check_signature(archive)
-                name = self._choose_name(archive, wanted)
-                config = load_model_config(archive, self._settings, wanted.options, name)
+                name = self._choose_name(archive, spec)
+                config = load_model_config(archive, self._settings, spec.options, name)
             read.append((name, archive, config))
-            demands.append(self._demand(wanted, config, name))
-        sizes = choose(self._machine, demands)
+            requests.append(self._request(spec, config, name))
+        allocations = choose(self._machine, requests)
         models = [
-            Planned(name, archive.manifest.model_version, archive.path.name, config, size)
-            for (name, archive, config), size in zip(read, sizes, strict=True)
+            PlannedModel(
+                name, archive.manifest.model_version, archive.path.name, config, allocation
+            )
+            for (name, archive, config), allocation in zip(read, allocations, strict=True)
         ]
-        return StartPlan(self._machine, models, describe_excess(self._machine, sizes))
+        return StartPlan(self._machine, models, describe_excess(self._machine, allocations))
 
     async def _start_one(
-        self, wanted: Wanted, together: _Together, report: Report
+        self, spec: ModelSpec, allocator: StartupAllocator, report: Report
     ) -> ModelVersion | None:
-        report(wanted.name or wanted.location, "loading")
+        report(spec.name or spec.location, "loading")
         try:
-            model = await self._locate_and_register(wanted, together, waits=self._dialect is None)
+            model = await self._locate_and_register(spec, allocator, waits=self._dialect is None)
         except (ServeError, ArchiveError) as error:
             if self._dialect is None:
                 raise
-            logger.error("Failed to load model: %s: %s", wanted.location, error)
+            logger.error("Failed to load model: %s: %s", spec.location, error)
             return None
         report(model.name, f"version {model.version}, {model.pool.ready_count} workers ready")
         return model
 
-    def _wanted(self, is_trial: bool = False) -> list[Wanted]:
+    def _specs(self, is_trial: bool = False) -> list[ModelSpec]:
         """Return what the start is to serve; on trial, files stay as they are."""
         dialect, store = self._dialect, self._settings.model_store
         if dialect and dialect.model_snapshot is not None:
@@ -243,9 +247,9 @@ class Lifecycle:
         else:
             parts = [option.partition("=") for option in options]
             pairs = [(name, rest) if equals else (None, name) for name, equals, rest in parts]
-        return [Wanted(location, name, at_start=True) for name, location in pairs]
+        return [ModelSpec(location, name, at_start=True) for name, location in pairs]
 
-    def _last_served(self, is_trial: bool) -> list[Wanted]:
+    def _last_served(self, is_trial: bool) -> list[ModelSpec]:
         """Return what the last change left; before it, where that file is damaged."""
         for file in (self._state.models_file, self._state.previous_models_file):
             try:
@@ -285,55 +289,60 @@ class Lifecycle:
         Raises:
             ArchiveError, ServeError: nothing was changed.
         """
-        wanted = Wanted(location, name, workers, options=options or Options())
-        return await self._locate_and_register(wanted, None, waits=synchronous, saves=True)
+        spec = ModelSpec(location, name, workers, options=options or Options())
+        return await self._locate_and_register(spec, None, waits=synchronous, saves=True)
 
     async def _locate_and_register(
-        self, wanted: Wanted, together: _Together | None, waits: bool, saves: bool = False
+        self, spec: ModelSpec, allocator: StartupAllocator | None, waits: bool, saves: bool = False
     ) -> ModelVersion:
         """Fetch what must be fetched; the store is as before when that or the rest fails."""
         store = self._settings.model_store
         if self._dialect is None:
-            file = find_archive(store, wanted.location)
-        elif is_url(wanted.location):
-            refuse_relative(wanted.location)
+            file = find_archive(store, spec.location)
+        elif is_url(spec.location):
+            refuse_relative(spec.location)
             rules = UrlRules(self._dialect.allowed_urls)
-            file = await _in_daemon(partial(fetch_archive, wanted.location, store, rules))
-            wanted = replace(wanted, url=wanted.location)
+            file = await _in_daemon(partial(fetch_archive, spec.location, store, rules))
+            spec = replace(spec, url=spec.location)
             try:
-                return await self._register(file, wanted, together, waits, saves)
+                return await self._register(file, spec, allocator, waits, saves)
             except BaseException:
                 file.unlink(missing_ok=True)
                 raise
         else:
-            file = find_as_torchserve(store, wanted.location)
-        return await self._register(file, wanted, together, waits, saves)
+            file = find_as_torchserve(store, spec.location)
+        return await self._register(file, spec, allocator, waits, saves)
 
     async def _register(
-        self, file: Path, wanted: Wanted, together: _Together | None, waits: bool, saves: bool
+        self,
+        file: Path,
+        spec: ModelSpec,
+        allocator: StartupAllocator | None,
+        waits: bool,
+        saves: bool,
     ) -> ModelVersion:
         """Register a file of the store, at a start beside the others of that start."""
         archive = await asyncio.to_thread(open_archive, file, needs_manifest=self._dialect is None)
         with archive:
             self._check_signature(archive)
-            name = self._choose_name(archive, wanted)
-            config = load_model_config(
-                archive, self._settings, wanted.options, name, wanted.at_start
-            )
+            name = self._choose_name(archive, spec)
+            config = load_model_config(archive, self._settings, spec.options, name, spec.at_start)
             if self._dialect is not None:
-                workers, most = self._count_workers(wanted, config)
+                workers, most = self._count_workers(spec, config)
                 threads = config.threads or 1
             else:
-                demand = self._demand(wanted, config, name)
-                size = await together.size(demand) if together else self._beside(name, demand)
-                workers, threads = size.workers, size.threads
+                request = self._request(spec, config, name)
+                allocation = (
+                    await allocator.allocate(request) if allocator else self._beside(name, request)
+                )
+                workers, threads = allocation.workers, allocation.threads
                 most = workers
             config = replace(config, threads=threads)
             async with self._counted(name, workers * threads), self._locks[name]:
                 self._registry.refuse_duplicate(name, archive.manifest.model_version)
                 async with self._unpacked(archive, name) as folder:
                     interpreter = await self._interpreter(archive, folder, name)
-                    model = self._build(archive, name, wanted, config, folder, interpreter)
+                    model = self._build(archive, name, spec, config, folder, interpreter)
                     self._unlisted.add(model.pool)
                     try:
                         await model.pool.scale(workers, 0, most=most, wait=waits)
@@ -352,13 +361,13 @@ class Lifecycle:
         logger.info("%s registered, archive %s", model.pool.plan.label, model.digest)
         return model
 
-    def _choose_name(self, archive: Archive, wanted: Wanted) -> str:
-        name = wanted.name or archive.manifest.model_name
+    def _choose_name(self, archive: Archive, spec: ModelSpec) -> str:
+        name = spec.name or archive.manifest.model_name
         if self._dialect is None:
             name = name or archive.path.stem
             check_name(name)
         elif name is None:
-            if not wanted.at_start:
+            if not spec.at_start:
                 raise ArchiveError("Model name is not defined.")
             name = name_of_file(archive.path.name)
         if self._dialect is not None:
@@ -366,16 +375,16 @@ class Lifecycle:
         check_version(archive.manifest.model_version)
         return name
 
-    def _demand(self, wanted: Wanted, config: ModelConfig, name: str) -> Demand:
+    def _request(self, spec: ModelSpec, config: ModelConfig, name: str) -> ResourceRequest:
         """Return what is said of a version: by the caller, the settings, the archive."""
-        workers, said_by = wanted.workers, "asked for at its registration"
+        workers, said_by = spec.workers, "asked for at its registration"
         if workers is None and "minWorkers" in self._settings.model_settings.get(name, {}):
             workers, said_by = config.workers or None, config.origins["minWorkers"]
         elif workers is None and self._settings.workers:
             workers, said_by = self._settings.workers, "the setting workers"
         elif workers is None and config.workers:
             workers, said_by = config.workers, config.origins["minWorkers"]
-        return Demand(
+        return ResourceRequest(
             config.device,
             workers,
             said_by,
@@ -383,8 +392,8 @@ class Lifecycle:
             config.origins.get("workerThreads", ""),
         )
 
-    def _beside(self, name: str, demand: Demand) -> Size:
-        """Return the size of a model that is registered while others are served.
+    def _beside(self, name: str, request: ResourceRequest) -> Allocation:
+        """Return the allocation of a model that is registered while others are served.
 
         Versions of one model do not count against each other: a new one that got only what the old
         one leaves would be too small on the day that it takes over.
@@ -395,10 +404,10 @@ class Lifecycle:
             for model in self._registry
             if model.name != name
         )
-        (size,) = choose(self._machine, [demand], taken)
-        if (warning := describe_excess(self._machine, [size], taken)) is not None:
+        (allocation,) = choose(self._machine, [request], taken)
+        if (warning := describe_excess(self._machine, [allocation], taken)) is not None:
             logger.warning("%s: %s", name, warning)
-        return size
+        return allocation
 
     @asynccontextmanager
     async def _counted(self, name: str, threads: int) -> AsyncIterator[None]:
@@ -409,21 +418,21 @@ class Lifecycle:
         finally:
             self._loading[name] -= threads
 
-    def _count_workers(self, wanted: Wanted, config: ModelConfig) -> tuple[int, int]:
+    def _count_workers(self, spec: ModelSpec, config: ModelConfig) -> tuple[int, int]:
         """Return the least and the most workers of a version in TorchServe's dialect.
 
         What the caller says comes first, then the archive, then the server: over the register API
         none where nobody says anything.
         """
         assert self._dialect is not None
-        if wanted.workers is not None:
-            return wanted.workers, max(wanted.workers, wanted.most or 0)
+        if spec.workers is not None:
+            return spec.workers, max(spec.workers, spec.most or 0)
         if config.workers:
             return config.workers, config.most_workers
         workers = self._dialect.default_workers_per_model
-        if not workers and wanted.at_start:
-            (size,) = choose(self._machine, [Demand(config.device)])
-            workers = size.workers
+        if not workers and spec.at_start:
+            (allocation,) = choose(self._machine, [ResourceRequest(config.device)])
+            workers = allocation.workers
         return workers, workers
 
     async def scale(
@@ -524,14 +533,14 @@ class Lifecycle:
         self,
         archive: Archive,
         name: str,
-        wanted: Wanted,
+        spec: ModelSpec,
         config: ModelConfig,
         folder: Path,
         interpreter: str,
     ) -> ModelVersion:
         """Connect the objects of one model version; nothing is started yet."""
         manifest, file = archive.manifest, archive.path.name
-        handler = wanted.options.handler or manifest.handler
+        handler = spec.options.handler or manifest.handler
         if self._dialect is not None:
             handler = handler or self._dialect.default_service_handler
         if not handler:
@@ -599,19 +608,19 @@ class Lifecycle:
             name=name,
             version=manifest.model_version,
             file=file,
-            url=wanted.url or file,
+            url=spec.url or file,
             digest=archive.digest,
             manifest=raw_manifest,
-            runtime=wanted.options.runtime or manifest.runtime,
-            options=wanted.options,
+            runtime=spec.options.runtime or manifest.runtime,
+            options=spec.options,
             config=config,
             folder=folder,
             pool=pool,
             explainers=explainers,
             batchers=(predictions, explanations),
             metrics=metrics,
-            at_start=wanted.at_start,
-            is_downloaded=wanted.url is not None,
+            at_start=spec.at_start,
+            is_downloaded=spec.url is not None,
         )
 
     def _dialect_keys(self) -> dict[str, Any]:
@@ -699,9 +708,9 @@ async def _in_daemon(fetch: Callable[[], Path]) -> Path:
     return await done
 
 
-def _from_entry(entry: dict[str, Any]) -> Wanted:
+def _from_entry(entry: dict[str, Any]) -> ModelSpec:
     """Return what a line of the saved state asks for."""
-    return Wanted(
+    return ModelSpec(
         entry["file"],
         entry.get("name"),
         entry.get("workers"),
@@ -709,7 +718,7 @@ def _from_entry(entry: dict[str, Any]) -> Wanted:
     )
 
 
-def _from_snapshot(store: Path, name: str, version: str, entry: dict[str, Any]) -> Wanted:
+def _from_snapshot(store: Path, name: str, version: str, entry: dict[str, Any]) -> ModelSpec:
     """Return what a snapshot asks for; it comes before the archive's own configuration.
 
     Raises:
@@ -721,7 +730,7 @@ def _from_snapshot(store: Path, name: str, version: str, entry: dict[str, Any]) 
         raise StartError(
             f"Model archive file for model :{name}, version :{version} not found in model store"
         ) from error
-    return Wanted(
+    return ModelSpec(
         file.name,
         name,
         entry["minWorkers"],

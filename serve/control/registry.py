@@ -53,7 +53,7 @@ class ModelVersion:
 
         It does not wait until they are ready; what is queued meanwhile waits for them.
         """
-        if self.explainers is not None and not self.explainers.seats and self.pool.seats:
+        if self.explainers is not None and not self.explainers.slots and self.pool.slots:
             await self.explainers.scale(self.config.explain_workers, 0, wait=False)
 
 

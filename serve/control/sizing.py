@@ -31,7 +31,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Demand:
+class ResourceRequest:
     """What is said of one model version; where nothing is said the chooser decides."""
 
     device: str
@@ -44,7 +44,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Size:
+class Allocation:
     """What one model version is given; `why_…` are for people."""
 
     workers: int
@@ -61,7 +61,9 @@ class Size:
         return self.workers * self.threads
 
 
-def choose(machine: Machine, demands: Sequence[Demand], taken: int = 0) -> list[Size]:
+def choose(
+    machine: Machine, requests: Sequence[ResourceRequest], taken: int = 0
+) -> list[Allocation]:
     """Return every model version its workers and threads.
 
     What was said stands. A model on CUDA gets one worker per device. The other models share in
@@ -71,17 +73,19 @@ def choose(machine: Machine, demands: Sequence[Demand], taken: int = 0) -> list[
     Args:
         taken: threads of models that run already.
     """
-    sizes = {at: size for at, each in enumerate(demands) if (size := _fixed(machine, each))}
-    open_ = [at for at in range(len(demands)) if at not in sizes]
+    allocations = {
+        at: allocation for at, each in enumerate(requests) if (allocation := _fixed(machine, each))
+    }
+    open_ = [at for at in range(len(requests)) if at not in allocations]
     while open_:
-        used = taken + sum(size.total_threads for size in sizes.values())
+        used = taken + sum(allocation.total_threads for allocation in allocations.values())
         share = max(1, (machine.cores - used) // len(open_))
         # A team larger than its share leaves less to the others: they share once more.
-        settled = [at for at in open_ if demands[at].threads > share] or open_
+        settled = [at for at in open_ if requests[at].threads > share] or open_
         for at in settled:
-            sizes[at] = _shared(machine, demands[at], share, len(open_), used)
-        open_ = [at for at in open_ if at not in sizes]
-    return [sizes[at] for at in range(len(demands))]
+            allocations[at] = _shared(machine, requests[at], share, len(open_), used)
+        open_ = [at for at in open_ if at not in allocations]
+    return [allocations[at] for at in range(len(requests))]
 
 
 def is_on_gpu(machine: Machine, device: str) -> bool:
@@ -89,11 +93,13 @@ def is_on_gpu(machine: Machine, device: str) -> bool:
     return device != "cpu" and machine.gpus > 0
 
 
-def describe_excess(machine: Machine, sizes: Sequence[Size], taken: int = 0) -> str | None:
+def describe_excess(
+    machine: Machine, allocations: Sequence[Allocation], taken: int = 0
+) -> str | None:
     """Return a warning where what was said makes more threads than cores, else None."""
-    total = taken + sum(size.total_threads for size in sizes)
-    said = [size for size in sizes if size.is_said]
-    if total <= machine.cores or not said or total <= len(sizes):
+    total = taken + sum(allocation.total_threads for allocation in allocations)
+    said = [allocation for allocation in allocations if allocation.is_said]
+    if total <= machine.cores or not said or total <= len(allocations):
         return None
     return (
         f"{total} threads of workers on {machine.cores} "
@@ -102,22 +108,24 @@ def describe_excess(machine: Machine, sizes: Sequence[Size], taken: int = 0) -> 
     )
 
 
-def _fixed(machine: Machine, demand: Demand) -> Size | None:
-    """Return the size of a model that takes no part in sharing."""
-    threads, why_threads = _threads(demand)
-    is_said = demand.workers is not None or bool(demand.threads)
-    if demand.workers is not None:
-        return Size(demand.workers, threads, demand.workers_said_by, why_threads, is_said)
-    if not is_on_gpu(machine, demand.device):
+def _fixed(machine: Machine, request: ResourceRequest) -> Allocation | None:
+    """Return the allocation of a model that takes no part in sharing."""
+    threads, why_threads = _threads(request)
+    is_said = request.workers is not None or bool(request.threads)
+    if request.workers is not None:
+        return Allocation(request.workers, threads, request.workers_said_by, why_threads, is_said)
+    if not is_on_gpu(machine, request.device):
         return None
-    if demand.device in ("auto", "cuda"):
+    if request.device in ("auto", "cuda"):
         why = f"one for each of {machine.gpus} CUDA devices" if machine.gpus > 1 else "one device"
-        return Size(machine.gpus, threads, why, why_threads, is_said)
-    return Size(1, threads, f"one for {demand.device}", why_threads, is_said)
+        return Allocation(machine.gpus, threads, why, why_threads, is_said)
+    return Allocation(1, threads, f"one for {request.device}", why_threads, is_said)
 
 
-def _shared(machine: Machine, demand: Demand, share: int, others: int, used: int) -> Size:
-    threads, why_threads = _threads(demand)
+def _shared(
+    machine: Machine, request: ResourceRequest, share: int, others: int, used: int
+) -> Allocation:
+    threads, why_threads = _threads(request)
     workers = max(1, share // threads)
     left = machine.cores - used
     if left < others:
@@ -127,12 +135,12 @@ def _shared(machine: Machine, demand: Demand, share: int, others: int, used: int
         why = f"{_cores(left)}{rest} for {_models(others)}"
         if threads > 1:
             why += f", {threads} threads each"
-    return Size(workers, threads, why, why_threads, bool(demand.threads))
+    return Allocation(workers, threads, why, why_threads, bool(request.threads))
 
 
-def _threads(demand: Demand) -> tuple[int, str]:
-    if demand.threads:
-        return demand.threads, demand.threads_said_by
+def _threads(request: ResourceRequest) -> tuple[int, str]:
+    if request.threads:
+        return request.threads, request.threads_said_by
     return 1, "workers of one thread answer more than a team"
 
 

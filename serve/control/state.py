@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
+import secrets
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -139,3 +140,27 @@ def write_text(file: Path, text: str, mode: int = 0o600) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
+
+
+APIS = ("management", "inference")
+
+
+def make_keys(file: Path) -> dict[str, str]:
+    """Write a new key per API (256 random bits) to `file`, mode 0600, and return them."""
+    keys = {api: secrets.token_urlsafe(32) for api in APIS}
+    write_json(file, keys)
+    return keys
+
+
+def read_key(file: Path, api: str) -> str:
+    """Return the key of one API from the key file.
+
+    Raises:
+        StartError: there is no such file or key, or it belongs to somebody else.
+    """
+    try:
+        return str(json.loads(file.read_text(encoding="utf-8"))[api])
+    except (OSError, ValueError, KeyError) as error:
+        raise StartError(
+            f"no {api} key in {file} ({type(error).__name__}); a server writes it when it starts"
+        ) from error

@@ -438,13 +438,13 @@ _ids = itertools.count(9000)
 
 
 @dataclass
-class Seat:
+class ReplicaSlot:
     """A place for one worker, refilled when the worker dies."""
 
     number: int
     """From 1 up within its model version."""
     id: int = field(default_factory=_ids.__next__)
-    """Unique in this server and the same for every worker in this seat; TorchServe's is a port."""
+    """Unique in this server and the same for every worker in this slot; TorchServe's is a port."""
     task: asyncio.Task[None] | None = None
     worker: Worker | None = None
     restarts: int = 0
@@ -477,7 +477,7 @@ class Pool:
         self._is_stopping = False
         self._counts_handed_over = plan.is_torchserve
         self._closing: set[asyncio.Task[None]] = set()
-        self.seats: list[Seat] = []
+        self.slots: list[ReplicaSlot] = []
         self.least = self.most = 0
         """How many workers were asked for, last."""
 
@@ -504,24 +504,24 @@ class Pool:
         if self._sweeper is None:
             self._sweeper = self._loop.call_later(SWEEP_EVERY_S, self._sweep)
         self.least, self.most = least, max(least, most if most is not None else least)
-        new: list[tuple[Seat, asyncio.Future[None]]] = []
-        while len(self._open_seats) < least:
-            number = max((seat.number for seat in self.seats), default=0) + 1
-            seat, first = Seat(number), self._loop.create_future()
+        new: list[tuple[ReplicaSlot, asyncio.Future[None]]] = []
+        while len(self._open_slots) < least:
+            number = max((slot.number for slot in self.slots), default=0) + 1
+            slot, first = ReplicaSlot(number), self._loop.create_future()
             if not wait:
                 first.set_result(None)
-            seat.task = self._loop.create_task(self._keep(seat, first))
-            seat.task.add_done_callback(partial(_tell_of_end, first))
-            self.seats.append(seat)
-            new.append((seat, first))
+            slot.task = self._loop.create_task(self._keep(slot, first))
+            slot.task.add_done_callback(partial(_tell_of_end, first))
+            self.slots.append(slot)
+            new.append((slot, first))
         outcomes = await asyncio.gather(*(first for _, first in new), return_exceptions=True)
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
-            await self._close([seat for seat, _ in new], 0)
+            await self._close([slot for slot, _ in new], 0)
             raise failures[0]
-        surplus = self._open_seats[self.most :]
-        for seat in surplus:
-            seat.is_closing = True
+        surplus = self._open_slots[self.most :]
+        for slot in surplus:
+            slot.is_closing = True
         closing = self._loop.create_task(self._shrink(surplus, drain_timeout_s))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -529,12 +529,12 @@ class Pool:
             await closing
 
     @property
-    def _open_seats(self) -> list[Seat]:
-        return [seat for seat in self.seats if not seat.is_closing]
+    def _open_slots(self) -> list[ReplicaSlot]:
+        return [slot for slot in self.slots if not slot.is_closing]
 
-    async def _shrink(self, seats: Sequence[Seat], drain_timeout_s: float) -> None:
-        """End these seats; when none are left, nobody serves what still waits."""
-        await self._close(seats, drain_timeout_s)
+    async def _shrink(self, slots: Sequence[ReplicaSlot], drain_timeout_s: float) -> None:
+        """End these slots; when none are left, nobody serves what still waits."""
+        await self._close(slots, drain_timeout_s)
         if (reason := self.why_none) is not None:
             self._refuse(Unavailable(reason, retry_after_s=5))
 
@@ -546,7 +546,7 @@ class Pool:
             await asyncio.sleep(0.02)
         self._is_stopping = True
         self._refuse(Draining("the model is being removed"))
-        await self._close(list(self.seats), max(0.0, deadline - self._loop.time()))
+        await self._close(list(self.slots), max(0.0, deadline - self._loop.time()))
         if self._sweeper is not None:
             self._sweeper.cancel()
         self._refuse(Draining("the model is being removed"))
@@ -563,31 +563,31 @@ class Pool:
         return (
             any(batcher.waiting for batcher in self._batchers)
             or bool(self._retries)
-            or any(seat.worker and seat.worker.flight for seat in self.seats)
+            or any(slot.worker and slot.worker.flight for slot in self.slots)
         )
 
-    async def _close(self, seats: Sequence[Seat], drain_timeout_s: float) -> None:
-        """End these seats' workers, each after it has answered what it holds."""
-        for seat in seats:
-            seat.is_closing = True
-            if seat.worker is not None:
-                seat.worker.is_closing = True
+    async def _close(self, slots: Sequence[ReplicaSlot], drain_timeout_s: float) -> None:
+        """End these slots' workers, each after it has answered what it holds."""
+        for slot in slots:
+            slot.is_closing = True
+            if slot.worker is not None:
+                slot.worker.is_closing = True
         deadline = self._loop.time() + drain_timeout_s
-        while self._loop.time() < deadline and any(s.worker and s.worker.flight for s in seats):
+        while self._loop.time() < deadline and any(s.worker and s.worker.flight for s in slots):
             await asyncio.sleep(0.02)
-        for seat in seats:
-            if seat.task is not None:
-                seat.task.cancel()
-        await asyncio.gather(*(s.worker.stop() for s in seats if s.worker is not None))
-        self.seats = [seat for seat in self.seats if seat not in seats]
+        for slot in slots:
+            if slot.task is not None:
+                slot.task.cancel()
+        await asyncio.gather(*(s.worker.stop() for s in slots if s.worker is not None))
+        self.slots = [slot for slot in self.slots if slot not in slots]
 
-    async def _keep(self, seat: Seat, first: asyncio.Future[None]) -> None:
-        """Keep one worker alive in this seat; `first` tells how the first start went."""
+    async def _keep(self, slot: ReplicaSlot, first: asyncio.Future[None]) -> None:
+        """Keep one worker alive in this slot; `first` tells how the first start went."""
         backoff_s = FIRST_BACKOFF_S
         failing_since: float | None = None
         while True:
             began = self._loop.time()
-            worker = seat.worker = Worker(self, seat.number, seat.id)
+            worker = slot.worker = Worker(self, slot.number, slot.id)
             try:
                 await worker.start()
             except (LoadFailed, OSError) as error:
@@ -598,42 +598,42 @@ class Pool:
             else:
                 self._failures = 0
                 failing_since = None
-                self.metrics.worker_loaded(seat.id, self._loop.time() - began)
-                logger.info("%s worker %d ready, pid %d", self.plan.label, seat.number, worker.pid)
-                self._tell(seat, "State change WORKER_STARTED -> WORKER_MODEL_LOADED")
+                self.metrics.worker_loaded(slot.id, self._loop.time() - began)
+                logger.info("%s worker %d ready, pid %d", self.plan.label, slot.number, worker.pid)
+                self._tell(slot, "State change WORKER_STARTED -> WORKER_MODEL_LOADED")
                 if not first.done():
                     first.set_result(None)
                 self.pump()
                 await asyncio.shield(worker.ended)
                 if worker.answered:
                     backoff_s = FIRST_BACKOFF_S
-            if seat.is_closing:
+            if slot.is_closing:
                 return
-            self._tell(seat, "Backend worker process died.")
+            self._tell(slot, "Backend worker process died.")
             now = self._loop.time()
             if failing_since is None:
                 failing_since = now
             elif now - failing_since >= self.plan.retry_window_s:
-                self._give_up(seat)
+                self._give_up(slot)
                 return
-            seat.restarts += 1
+            slot.restarts += 1
             self.metrics.restarts.inc()
             logger.warning(
-                "%s worker %d ended; replacing it in %g s", self.plan.label, seat.number, backoff_s
+                "%s worker %d ended; replacing it in %g s", self.plan.label, slot.number, backoff_s
             )
-            self._tell(seat, f"Retry worker: {seat.id} in {backoff_s:g} seconds.")
+            self._tell(slot, f"Retry worker: {slot.id} in {backoff_s:g} seconds.")
             await asyncio.sleep(backoff_s)
             backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
 
-    def _tell(self, seat: Seat, text: str) -> None:
+    def _tell(self, slot: ReplicaSlot, text: str) -> None:
         """Log a line that TorchServe's users search their logs for."""
         if self.plan.is_torchserve:
-            logger.info("W-%d-%s %s", seat.id, self.plan.label.replace(" ", "_"), text)
+            logger.info("W-%d-%s %s", slot.id, self.plan.label.replace(" ", "_"), text)
 
-    def _give_up(self, seat: Seat) -> None:
-        seat.has_given_up = True
+    def _give_up(self, slot: ReplicaSlot) -> None:
+        slot.has_given_up = True
         logger.error("%s worker %d: no start succeeded for %g s; not tried again",
-                     self.plan.label, seat.number, self.plan.retry_window_s)  # fmt: skip
+                     self.plan.label, slot.number, self.plan.retry_window_s)  # fmt: skip
         if (reason := self.why_none) is not None:
             self._refuse(Unavailable(reason, retry_after_s=5))
 
@@ -649,7 +649,7 @@ class Pool:
     @property
     def workers(self) -> list[Worker]:
         """The workers that have a process, loading ones included."""
-        return [seat.worker for seat in self.seats if seat.worker is not None]
+        return [slot.worker for slot in self.slots if slot.worker is not None]
 
     @property
     def ready_count(self) -> int:
@@ -659,17 +659,17 @@ class Pool:
     @property
     def healthy_count(self) -> int:
         """How many workers are ready, or started again and again within the retry window."""
-        return sum(not seat.has_given_up for seat in self.seats)
+        return sum(not slot.has_given_up for slot in self.slots)
 
     @property
     def why_none(self) -> str | None:
         """Why no worker will come up soon, or None."""
         if self._is_stopping:
             return f"{self.plan.label} is being removed"
-        if not self.seats:
+        if not self.slots:
             return f"{self.plan.label} has no workers; scale it up"
-        # Asked for every request: no generator where the first seat has the answer.
-        is_hopeless = self.seats[0].has_given_up and not self.healthy_count
+        # Asked for every request: no generator where the first slot has the answer.
+        is_hopeless = self.slots[0].has_given_up and not self.healthy_count
         if is_hopeless or (self._failures >= GIVE_UP_AFTER and not self.ready_count):
             return f"no worker of {self.plan.label} can be started any more: {self._last_failure}"
         return None
@@ -707,8 +707,8 @@ class Pool:
             return 0.0
         now = monotonic()
         rests: list[float] = []
-        for seat in self.seats:
-            worker = seat.worker
+        for slot in self.slots:
+            worker = slot.worker
             if worker is not None and worker.is_ready and not worker.is_closing:
                 rests.append(worker.rest_s(now))
         if rests.count(0.0) > queued:

@@ -1,37 +1,11 @@
-"""Bearer tokens: made at the start, kept in a file for their owner, checked before any route."""
+"""Bearer tokens, checked before any route."""
 
 from __future__ import annotations
 
-import json
 import secrets
 from collections.abc import Iterable
-from pathlib import Path
 
-from modelyard.serve.control.state import write_json
-from modelyard.serve.errors import StartError, Unauthorized
-
-APIS = ("management", "inference")
-
-
-def make_keys(file: Path) -> dict[str, str]:
-    """Write a new key per API (256 random bits) to `file`, mode 0600, and return them."""
-    keys = {api: secrets.token_urlsafe(32) for api in APIS}
-    write_json(file, keys)
-    return keys
-
-
-def read_key(file: Path, api: str) -> str:
-    """Return the key of one API from the key file.
-
-    Raises:
-        StartError: there is no such file or key, or it belongs to somebody else.
-    """
-    try:
-        return str(json.loads(file.read_text(encoding="utf-8"))[api])
-    except (OSError, ValueError, KeyError) as error:
-        raise StartError(
-            f"no {api} key in {file} ({type(error).__name__}); a server writes it when it starts"
-        ) from error
+from modelyard.serve.errors import Unauthorized
 
 
 class TokenCheck:

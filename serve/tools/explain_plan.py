@@ -8,7 +8,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from modelyard.serve.control.lifecycle import Planned, StartPlan
+from modelyard.serve.control.lifecycle import PlannedModel, StartPlan
 from modelyard.serve.control.model_config import ModelConfig
 from modelyard.serve.control.sizing import Machine, is_on_gpu
 
@@ -58,14 +58,14 @@ def plan_table(plan: StartPlan) -> Iterator[Table | Text]:
 
 
 def _threads(plan: StartPlan) -> int:
-    return sum(model.size.total_threads for model in plan.models)
+    return sum(model.allocation.total_threads for model in plan.models)
 
 
-def _rows(model: Planned, machine: Machine) -> Iterator[tuple[str, str | int, str]]:
-    config, size = model.config, model.size
+def _rows(model: PlannedModel, machine: Machine) -> Iterator[tuple[str, str | int, str]]:
+    config, allocation = model.config, model.allocation
     yield "device", *_device(config, machine)
-    yield "workers", size.workers, size.why_workers
-    yield "threads", size.threads, size.why_threads
+    yield "workers", allocation.workers, allocation.why_workers
+    yield "threads", allocation.threads, allocation.why_threads
     yield "batch_size", config.batch_size, _why_batch(config)
     origin = config.origins.get
     why = origin("maxBatchDelay", "default: a free worker takes what waits at once")

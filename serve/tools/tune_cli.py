@@ -163,7 +163,9 @@ def _measure(
     gpus = 0
     if is_on_gpu(plan.machine, planned.config.device):
         gpus = plan.machine.gpus if planned.config.device in ("auto", "cuda") else 1
-    start = Setting(planned.size.workers, planned.size.threads, planned.config.batch_size)
+    start = Setting(
+        planned.allocation.workers, planned.allocation.threads, planned.config.batch_size
+    )
     with _progress() as on_turn:
         outcome = search(
             start,

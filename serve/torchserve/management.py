@@ -13,7 +13,7 @@ from modelyard.serve.control.lifecycle import Lifecycle
 from modelyard.serve.control.model_config import ModelConfig, Options
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.batcher import PREDICT
-from modelyard.serve.dataplane.pool import Seat
+from modelyard.serve.dataplane.pool import ReplicaSlot
 from modelyard.serve.dataplane.wire import unpack_meta
 from modelyard.serve.errors import (
     BadRequest,
@@ -93,7 +93,7 @@ class TorchServeManagement(Dialect):
             case ["v1", "models", name]:
                 if method == "GET":
                     model = self._registry.get(name)
-                    return json_answer({"name": model.name, "ready": bool(model.pool.seats)})
+                    return json_answer({"name": model.name, "ready": bool(model.pool.slots)})
             case ["token"] if self._tokens is not None:
                 self._tokens.replace(query.get("type", ""), scope["headers"])
                 return 200, list(JSON), b"\n"
@@ -312,7 +312,7 @@ def describe(model: ModelVersion) -> dict[str, Any]:
         "maxNumSequence": 0,
         "maxSequenceJobQueueSize": 0,
         "loadedAtStartup": model.at_start,
-        "workers": [_describe_worker(seat, config) for seat in pool.seats],
+        "workers": [_describe_worker(slot, config) for slot in pool.slots],
         "jobQueueStatus": {
             "remainingCapacity": model.batchers[PREDICT].room,
             "pendingRequests": model.batchers[PREDICT].waiting,
@@ -320,14 +320,14 @@ def describe(model: ModelVersion) -> dict[str, Any]:
     }
 
 
-def _describe_worker(seat: Seat, config: ModelConfig) -> dict[str, Any]:
-    worker = seat.worker
+def _describe_worker(slot: ReplicaSlot, config: ModelConfig) -> dict[str, Any]:
+    worker = slot.worker
     return {
-        "id": str(seat.id),
+        "id": str(slot.id),
         "startTime": worker.started_at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
         if worker
         else "",
-        "status": "READY" if seat.is_ready else "UNLOADING",
+        "status": "READY" if slot.is_ready else "UNLOADING",
         "memoryUsage": memory_bytes(worker.pid) if worker else 0,
         "pid": worker.pid if worker else -1,
         "gpu": config.uses_gpu,

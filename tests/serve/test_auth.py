@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from modelyard.serve.control.state import make_keys, read_key
 from modelyard.serve.errors import StartError, Unauthorized
-from modelyard.serve.http.auth import TokenCheck, make_keys, read_key
+from modelyard.serve.http.auth import TokenCheck
 
 KEY = "a-token-of-this-test"
 CHECK = TokenCheck(KEY, ("/ping",))

@@ -13,7 +13,7 @@ import pytest
 from modelyard.serve.api.inference import parse_timeout, read_timeout
 from modelyard.serve.dataplane.batcher import EXPLAIN, PREDICT, Job
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
-from modelyard.serve.dataplane.pool import Plan, Pool, Seat, Worker, begins_in_s
+from modelyard.serve.dataplane.pool import Plan, Pool, ReplicaSlot, Worker, begins_in_s
 from modelyard.serve.errors import BadRequest
 
 
@@ -38,7 +38,7 @@ def test_work_goes_to_whoever_is_idle_first(
     assert begins_in_s(work_s, rests) == begins_s
 
 
-class Seats:
+class Slots:
     """A pool whose workers hold what a test says, without processes."""
 
     def __init__(self, workers: int) -> None:
@@ -46,10 +46,10 @@ class Seats:
         plan = Plan("m 1", {}, Path("unused"), 1, 8, 60, 60, True, 1 << 20)
         self.pool = Pool(plan, metrics)
         for number in range(workers):
-            seat = Seat(number, worker=Worker(self.pool, number, number))
-            assert seat.worker is not None
-            seat.worker.is_ready = True
-            self.pool.seats.append(seat)
+            slot = ReplicaSlot(number, worker=Worker(self.pool, number, number))
+            assert slot.worker is not None
+            slot.worker.is_ready = True
+            self.pool.slots.append(slot)
 
     def hold(self, at: int, jobs: int, for_s: float, kind: int = PREDICT, running: int = 8) -> None:
         """Let a worker have held jobs for some time."""
@@ -80,81 +80,81 @@ def near(seconds: float) -> object:
 
 @in_loop
 async def test_nothing_is_expected_before_anything_was_measured() -> None:
-    seats = Seats(1)
-    seats.hold(0, 16, 0)
-    assert seats.pool.expected_s(PREDICT, 100) == 0
-    assert seats.pool.batch_s(PREDICT) == seats.pool.job_s(PREDICT) == 0
+    slots = Slots(1)
+    slots.hold(0, 16, 0)
+    assert slots.pool.expected_s(PREDICT, 100) == 0
+    assert slots.pool.batch_s(PREDICT) == slots.pool.job_s(PREDICT) == 0
 
 
 @in_loop
 async def test_a_job_waits_for_what_is_held_and_queued_and_for_its_own_batch() -> None:
-    seats = Seats(1)
-    seats.pool.measured(PREDICT, 8, 0.8)
-    seats.hold(0, 16, for_s=0.3)
-    assert seats.pool.expected_s(PREDICT, 0) == near(0.5 + 0.8 + 0.8)
-    assert seats.pool.expected_s(PREDICT, 10) == near(0.5 + 0.8 + 1.0 + 0.8)
+    slots = Slots(1)
+    slots.pool.measured(PREDICT, 8, 0.8)
+    slots.hold(0, 16, for_s=0.3)
+    assert slots.pool.expected_s(PREDICT, 0) == near(0.5 + 0.8 + 0.8)
+    assert slots.pool.expected_s(PREDICT, 10) == near(0.5 + 0.8 + 1.0 + 0.8)
 
 
 @in_loop
 async def test_an_idle_worker_waits_for_a_job_whatever_was_measured() -> None:
-    seats = Seats(2)
-    seats.pool.measured(PREDICT, 1, 100.0)
-    seats.hold(0, 1, for_s=0)
-    assert seats.pool.expected_s(PREDICT, 0) == 0
-    assert seats.pool.expected_s(PREDICT, 1) == near(200)
+    slots = Slots(2)
+    slots.pool.measured(PREDICT, 1, 100.0)
+    slots.hold(0, 1, for_s=0)
+    assert slots.pool.expected_s(PREDICT, 0) == 0
+    assert slots.pool.expected_s(PREDICT, 1) == near(200)
 
 
 @in_loop
 async def test_a_worker_that_hangs_holds_up_only_what_it_holds() -> None:
-    seats = Seats(2)
-    seats.pool.measured(PREDICT, 1, 0.1)
-    seats.hold(0, 1, for_s=50)
-    seats.hold(1, 1, for_s=0)
-    assert seats.pool.expected_s(PREDICT, 3) == near(0.1 + 0.3 + 0.1)
+    slots = Slots(2)
+    slots.pool.measured(PREDICT, 1, 0.1)
+    slots.hold(0, 1, for_s=50)
+    slots.hold(1, 1, for_s=0)
+    assert slots.pool.expected_s(PREDICT, 3) == near(0.1 + 0.3 + 0.1)
 
 
 @in_loop
 async def test_a_batch_that_overruns_is_expected_to_overrun_by_as_much_again() -> None:
-    seats = Seats(1)
-    seats.pool.measured(PREDICT, 1, 0.1)
-    seats.hold(0, 1, for_s=2.1)
-    assert seats.pool.expected_s(PREDICT, 0) == near(2.0 + 0.1)
+    slots = Slots(1)
+    slots.pool.measured(PREDICT, 1, 0.1)
+    slots.hold(0, 1, for_s=2.1)
+    assert slots.pool.expected_s(PREDICT, 0) == near(2.0 + 0.1)
 
 
 @in_loop
 async def test_of_a_time_in_which_the_server_stood_still_half_a_second_counts() -> None:
-    seats = Seats(1)
-    await seats.pool.scale(1, 0)  # it sweeps from now on
-    seats.pool.measured(PREDICT, 1, 0.1)
-    seats.hold(0, 1, for_s=0)
+    slots = Slots(1)
+    await slots.pool.scale(1, 0)  # it sweeps from now on
+    slots.pool.measured(PREDICT, 1, 0.1)
+    slots.hold(0, 1, for_s=0)
     sleep(2)
-    assert 0.4 < seats.pool.expected_s(PREDICT, 0) < 1
+    assert 0.4 < slots.pool.expected_s(PREDICT, 0) < 1
     await asyncio.sleep(0.01)  # it has swept
-    assert 0.4 < seats.pool.expected_s(PREDICT, 0) < 1
+    assert 0.4 < slots.pool.expected_s(PREDICT, 0) < 1
     await asyncio.sleep(0.3)
-    assert 0.7 < seats.pool.expected_s(PREDICT, 0) < 1.3
+    assert 0.7 < slots.pool.expected_s(PREDICT, 0) < 1.3
 
 
 @in_loop
 async def test_explanations_before_a_prediction_count_what_they_cost() -> None:
-    seats = Seats(1)
-    seats.pool.measured(PREDICT, 1, 0.1)
-    seats.pool.measured(EXPLAIN, 2, 4.0)
-    seats.hold(0, 3, for_s=0, kind=EXPLAIN, running=3)
-    assert seats.pool.expected_s(PREDICT, 0) == near(6.1)
+    slots = Slots(1)
+    slots.pool.measured(PREDICT, 1, 0.1)
+    slots.pool.measured(EXPLAIN, 2, 4.0)
+    slots.hold(0, 3, for_s=0, kind=EXPLAIN, running=3)
+    assert slots.pool.expected_s(PREDICT, 0) == near(6.1)
 
 
 @in_loop
 async def test_while_no_worker_is_ready_the_queue_counts_as_one_workers() -> None:
-    seats = Seats(1)
-    seats.pool.measured(PREDICT, 2, 1.0)
-    seats.pool.workers[0].is_ready = False
-    assert seats.pool.expected_s(PREDICT, 4) == near(3.0)
+    slots = Slots(1)
+    slots.pool.measured(PREDICT, 2, 1.0)
+    slots.pool.workers[0].is_ready = False
+    assert slots.pool.expected_s(PREDICT, 4) == near(3.0)
 
 
 @in_loop
 async def test_an_old_cost_is_forgotten_within_tens_of_batches() -> None:
-    pool = Seats(1).pool
+    pool = Slots(1).pool
     pool.measured(PREDICT, 1, 100.0)
     for _ in range(120):
         pool.measured(PREDICT, 4, 0.004)

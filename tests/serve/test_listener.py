@@ -18,7 +18,6 @@ from modelyard.serve.errors import StartError
 from modelyard.serve.http.connection import Limits
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.http.tls import tls_context
-from modelyard.serve.torchserve.settings import TorchServeSettings
 
 
 class App:
@@ -106,7 +105,7 @@ async def closed_after_s(address: Address, data: bytes = b"") -> float:
 
 def test_a_tls_handshake_that_does_not_end_is_closed() -> None:
     async def scenario() -> None:
-        context = tls_context(TorchServeSettings(directory=Path("/")))
+        context = tls_context(())
         address = Address("127.0.0.1", 0, is_tls=True)
         listener = Listener(app, address, Limits(head_timeout_s=0.2), context)
         await listener.start()

@@ -9,8 +9,8 @@ import pytest
 
 from modelyard.serve.control import sizing
 from modelyard.serve.control.sizing import (
-    Demand,
     Machine,
+    ResourceRequest,
     choose,
     count_gpus,
     cpu_quota,
@@ -18,16 +18,18 @@ from modelyard.serve.control.sizing import (
 )
 from tests.serve.live import build_archive, modelyard, running
 
-CPU = Demand("cpu")
+CPU = ResourceRequest("cpu")
 
 
-def said(workers: int | None = None, threads: int = 0, device: str = "cpu") -> Demand:
-    return Demand(device, workers, "said", threads, "said")
+def said(workers: int | None = None, threads: int = 0, device: str = "cpu") -> ResourceRequest:
+    return ResourceRequest(device, workers, "said", threads, "said")
 
 
-def pairs(machine: Machine, *demands: Demand, taken: int = 0) -> list[tuple[int, int]]:
+def pairs(machine: Machine, *requests: ResourceRequest, taken: int = 0) -> list[tuple[int, int]]:
     """Return workers and threads of each."""
-    return [(size.workers, size.threads) for size in choose(machine, demands, taken)]
+    return [
+        (allocation.workers, allocation.threads) for allocation in choose(machine, requests, taken)
+    ]
 
 
 def test_two_cores_never_get_a_team_of_two_threads() -> None:
@@ -41,18 +43,20 @@ def test_two_cores_never_get_a_team_of_two_threads() -> None:
 def test_nothing_said_makes_no_more_threads_than_cores() -> None:
     for cores, models, gpus in itertools.product(range(1, 65), range(1, 9), (0, 1, 4)):
         machine = Machine(cores, gpus)
-        sizes = choose(machine, [CPU] * models)
-        assert all(size.threads == 1 and size.workers >= 1 for size in sizes)
-        assert sum(size.total_threads for size in sizes) <= max(cores, models)
-        assert len({size.workers for size in sizes}) == 1
-        assert describe_excess(machine, sizes) is None
+        allocations = choose(machine, [CPU] * models)
+        assert all(
+            allocation.threads == 1 and allocation.workers >= 1 for allocation in allocations
+        )
+        assert sum(allocation.total_threads for allocation in allocations) <= max(cores, models)
+        assert len({allocation.workers for allocation in allocations}) == 1
+        assert describe_excess(machine, allocations) is None
 
 
 def test_what_others_say_leaves_the_rest_no_more_than_the_cores_that_are_left() -> None:
     random_ = random.Random(29)
     for cores, models in itertools.product(range(1, 65), range(1, 9)):
         machine = Machine(cores, random_.choice((0, 0, 2)))
-        demands = [
+        requests = [
             said(
                 random_.choice((None, None, 0, 1, 2, 7)),
                 random_.choice((0, 0, 1, 2, 5)),
@@ -61,34 +65,38 @@ def test_what_others_say_leaves_the_rest_no_more_than_the_cores_that_are_left() 
             for _ in range(models)
         ]
         taken = random_.choice((0, 0, 3))
-        sizes = choose(machine, demands, taken)
-        on_gpu = [machine.gpus > 0 and each.device != "cpu" for each in demands]
+        allocations = choose(machine, requests, taken)
+        on_gpu = [machine.gpus > 0 and each.device != "cpu" for each in requests]
         open_ = [
-            each.workers is None and not gpu for each, gpu in zip(demands, on_gpu, strict=True)
+            each.workers is None and not gpu for each, gpu in zip(requests, on_gpu, strict=True)
         ]
         fixed = taken + sum(
-            size.total_threads for size, is_open in zip(sizes, open_, strict=True) if not is_open
+            allocation.total_threads
+            for allocation, is_open in zip(allocations, open_, strict=True)
+            if not is_open
         )
         rest = sum(
-            size.total_threads for size, is_open in zip(sizes, open_, strict=True) if is_open
+            allocation.total_threads
+            for allocation, is_open in zip(allocations, open_, strict=True)
+            if is_open
         )
         # Never more than what is left, but for the one worker that every model has at least.
         least = sum(
-            each.threads or 1 for each, is_open in zip(demands, open_, strict=True) if is_open
+            each.threads or 1 for each, is_open in zip(requests, open_, strict=True) if is_open
         )
         assert rest <= max(cores - fixed, least)
-        for demand, size, gpu in zip(demands, sizes, on_gpu, strict=True):
-            assert size.threads == (demand.threads or 1)
-            if demand.workers is not None:
-                assert size.workers == demand.workers
+        for request, allocation, gpu in zip(requests, allocations, on_gpu, strict=True):
+            assert allocation.threads == (request.threads or 1)
+            if request.workers is not None:
+                assert allocation.workers == request.workers
             elif gpu:
-                assert size.workers == (1 if demand.device == "cuda:1" else machine.gpus)
+                assert allocation.workers == (1 if request.device == "cuda:1" else machine.gpus)
             else:
-                assert size.workers >= 1
+                assert allocation.workers >= 1
 
 
 @pytest.mark.parametrize(
-    ("machine", "demands", "expected"),
+    ("machine", "requests", "expected"),
     [
         pytest.param(Machine(8, 0), [said(3), CPU, CPU], [(3, 1), (2, 1), (2, 1)], id="minWorkers"),
         pytest.param(Machine(8, 0), [said(None, 4)], [(2, 4)], id="teams as wished"),
@@ -104,9 +112,9 @@ def test_what_others_say_leaves_the_rest_no_more_than_the_cores_that_are_left() 
     ],
 )
 def test_what_is_said_stands_and_the_rest_is_shared(
-    machine: Machine, demands: list[Demand], expected: list[tuple[int, int]]
+    machine: Machine, requests: list[ResourceRequest], expected: list[tuple[int, int]]
 ) -> None:
-    assert pairs(machine, *demands) == expected
+    assert pairs(machine, *requests) == expected
 
 
 def test_a_model_that_comes_later_gets_what_is_left() -> None:
@@ -125,9 +133,9 @@ def test_more_threads_than_cores_are_warned_of_where_somebody_said_so() -> None:
 
 def test_every_size_says_why() -> None:
     reasons = {
-        size.why_workers
+        allocation.why_workers
         for machine in (Machine(2, 0), Machine(8, 2))
-        for size in choose(machine, [CPU, CPU, CPU, said(2), said(device="cuda")])
+        for allocation in choose(machine, [CPU, CPU, CPU, said(2), said(device="cuda")])
     }
     assert reasons == {
         "each model has at least one; 0 cores left for 4 models",

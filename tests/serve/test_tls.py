@@ -6,7 +6,6 @@ import ssl
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any
 
 import pytest
 from cryptography import x509
@@ -21,10 +20,8 @@ from cryptography.hazmat.primitives.serialization import (
 )
 from cryptography.x509.oid import NameOID
 
-from modelyard.serve.address import Address
 from modelyard.serve.errors import StartError
 from modelyard.serve.http.tls import tls_context
-from modelyard.serve.torchserve.settings import TorchServeSettings
 
 
 def make_pair() -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
@@ -67,10 +64,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def settings(**options: Any) -> TorchServeSettings:
-    return TorchServeSettings(directory=Path("/"), **options)
-
-
 def certificate_of(context: ssl.SSLContext) -> x509.Certificate:
     """Shake hands in memory and return what the server shows."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -92,15 +85,15 @@ def certificate_of(context: ssl.SSLContext) -> x509.Certificate:
 def test_the_named_certificate_is_shown(folder: Path, names: tuple[str, ...]) -> None:
     files = [folder / name for name in names]
     keys = ("certificate_file", "private_key_file") if len(files) == 2 else ("keystore",)
-    context = tls_context(settings(**dict(zip(keys, files, strict=True))))
+    named = dict(zip(keys, files, strict=True))
+    context = tls_context((), **named, keystore_pass="changeit")
     shown = certificate_of(context)
     assert shown.public_bytes(Encoding.PEM) == (folder / "cert.pem").read_bytes()
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
 
 
 def test_without_any_a_certificate_for_the_addresses_is_made() -> None:
-    address = Address("10.0.0.1", 443, is_tls=True)
-    shown = certificate_of(tls_context(settings(inference_address=address)))
+    shown = certificate_of(tls_context(["10.0.0.1"]))
     names = shown.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     assert names.get_values_for_type(x509.IPAddress) == [ip_address("10.0.0.1")]
     assert names.get_values_for_type(x509.DNSName) == ["localhost"]
@@ -119,9 +112,9 @@ def test_without_any_a_certificate_for_the_addresses_is_made() -> None:
 )
 def test_what_cannot_be_used_is_named(folder: Path, names: dict[str, str]) -> None:
     with pytest.raises(StartError, match="cannot use the TLS key or certificate"):
-        tls_context(settings(**{key: folder / name for key, name in names.items()}))
+        tls_context((), **{key: folder / name for key, name in names.items()})  # type: ignore[arg-type]
 
 
 def test_a_wrong_password_is_an_error(folder: Path) -> None:
     with pytest.raises(StartError, match="password"):
-        tls_context(settings(keystore=folder / "store.p12", keystore_pass="wrong"))
+        tls_context((), keystore=folder / "store.p12", keystore_pass="wrong")
