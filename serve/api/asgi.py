@@ -14,7 +14,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from modelyard.archiver import ArchiveError
-from modelyard.serve.dataplane.batcher import Stream
+from modelyard.serve.dataplane.call import Stream
 from modelyard.serve.errors import (
     BadRequest,
     MethodNotAllowed,

@@ -20,15 +20,14 @@ from fastapi.responses import Response
 from modelyard.serve.api.asgi import Api, Check, Front, Phase, Receive, Scope, Send, send_stream
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
-from modelyard.serve.dataplane.batcher import (
+from modelyard.serve.dataplane.call import (
     EXPLAIN,
     PREDICT,
+    Call,
     HasLeft,
-    Job,
-    Promise,
     Reply,
+    ReplySink,
     Stream,
-    client_left,
 )
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import (
@@ -77,6 +76,21 @@ class Target(NamedTuple):
     def version(self) -> str | None:
         """The version, None for the default one."""
         return self.path[1] if len(self.path) > 1 and self.path[1] else None
+
+
+def client_left(receive: Receive) -> bool:
+    """Return whether the client has hung up, in one synchronous step of ASGI's `receive`.
+
+    The whole body must have been read: then the only message left is the disconnect. Costs 2 µs,
+    a twentieth of `Request.is_disconnected`, and leaves no task behind.
+    """
+    step: Any = receive()
+    try:
+        step.send(None)
+    except StopIteration as stop:
+        return bool(stop.value["type"] == "http.disconnect")
+    step.close()
+    return False
 
 
 class Answering(Front):
@@ -209,7 +223,7 @@ class Answering(Front):
 class Asked:
     """One request for a model's answer, from the body read to the answer ready."""
 
-    __slots__ = ("_began", "_job", "_metrics", "_model", "_scope", "_target", "api", "id")
+    __slots__ = ("_began", "_call", "_metrics", "_model", "_scope", "_target", "api", "id")
 
     def __init__(
         self, api: Answering, model: ModelVersion, scope: Scope, target: Target, id: str
@@ -222,40 +236,37 @@ class Asked:
         self._metrics = model.metrics.kinds[target.kind]
         self._began = monotonic()
 
-    def submit(self, parts: list[bytes], has_left: HasLeft, promise: Promise) -> None:
+    def submit(self, parts: list[bytes], has_left: HasLeft, promise: ReplySink) -> None:
         """Queue it.
 
         Raises:
             ServeError: it is refused.
         """
         scope, (kind, path, flags), model = self._scope, self._target, self._model
+        asked_s = read_timeout(scope["headers"])
         torchserve = self.api.torchserve_metrics
         if torchserve is not None:
             torchserve.accepted(model.name, self._target.version)
-        timeout_s = asked_s = read_timeout(scope["headers"])
-        if timeout_s > model.config.request_timeout_s:
-            timeout_s = model.config.request_timeout_s
-        self._job = Job(
+        self._call = Call(
+            model,
             kind,
             pack_head(scope, "/".join(path[2:]), self.id),
-            parts,
-            has_left,
-            self._began,
-            timeout_s,
             promise,
+            asked_s,
+            has_left,
             flags,
             # TorchServe lets everybody wait until the end, and so does its dialect, unless a
             # client asks for more.
             torchserve is None or asked_s < math.inf,
         )
-        model.batchers[kind].submit(self._job)
+        self._call.submit(parts)
 
     def answered(self, reply: Reply) -> tuple[int, Headers, bytes | Stream]:
         """Count an answer and return its status, headers and body."""
         took_s = monotonic() - self._began
         self._metrics.answered(reply.status, took_s)
         if (torchserve := self.api.torchserve_metrics) is not None:
-            waited_s = self._job.taken_at - self._began
+            waited_s = self._call.taken_at - self._began
             torchserve.inferred(self._model.name, self._target.version, waited_s, took_s)
         return reply.status, unpack_headers(reply.headers), reply.body
 

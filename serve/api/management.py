@@ -11,7 +11,7 @@ from modelyard.serve.api.asgi import Api, Phase
 from modelyard.serve.api.inference import ModelName, Version, error_responses
 from modelyard.serve.control.lifecycle import Lifecycle
 from modelyard.serve.control.registry import ModelVersion, Registry
-from modelyard.serve.dataplane.batcher import EXPLAIN, PREDICT
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
 from modelyard.serve.dataplane.pool import ReplicaSlot
 from modelyard.serve.errors import BadRequest
 from modelyard.serve.http.auth import TokenCheck

@@ -46,7 +46,8 @@ from modelyard.serve.control.store import (
     parse_model_option,
     refuse_relative,
 )
-from modelyard.serve.dataplane.batcher import EXPLAIN, PREDICT, Batcher
+from modelyard.serve.dataplane.batcher import Batcher
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Plan, Pool
 from modelyard.serve.errors import (

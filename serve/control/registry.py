@@ -48,6 +48,11 @@ class ModelVersion:
     """Whether its file was fetched, and goes when it is unregistered."""
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
 
+    @property
+    def request_timeout_s(self) -> float:
+        """The longest that a call may take."""
+        return self.config.request_timeout_s
+
     async def start_explainers(self) -> None:
         """Start the workers that only explain, unless they are there or the model has none.
 

@@ -28,7 +28,8 @@ from time import monotonic
 from typing import Any, cast
 
 from modelyard.serve.dataplane import wire
-from modelyard.serve.dataplane.batcher import EXPLAIN, PREDICT, Batcher, Job, Reply, Stream
+from modelyard.serve.dataplane.batcher import Batcher
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, Stream
 from modelyard.serve.dataplane.clock import Clock
 from modelyard.serve.dataplane.metrics import VersionMetrics
 from modelyard.serve.errors import (
@@ -122,7 +123,7 @@ class Worker(asyncio.Protocol):
         """It takes nothing new any more."""
         self.is_condemned = False
         """The server itself is about to kill it."""
-        self.flight: dict[int, Job] = {}
+        self.flight: dict[int, Call] = {}
         self.held = [0, 0]
         self.running = 0
         """Jobs of its current batch, as far as the server can know."""
@@ -352,8 +353,8 @@ class Worker(asyncio.Protocol):
                     job.fail(StreamBroken(body.decode("utf-8", "replace")))
                 else:
                     job.stream.put(body, is_last=True)
-            elif not job.future.done():
-                job.future.set_result(Reply(status, headers, body))
+            elif not job.sink.done():
+                job.sink.set_result(Reply(status, headers, body))
         if len(self.flight) < before:
             if count:
                 self.answered += count
@@ -367,14 +368,14 @@ class Worker(asyncio.Protocol):
         if not self.flight:
             self.is_alone = self.is_reserved = False
 
-    def _chunk(self, id: int, job: Job, status: int, headers: bytes, body: bytes) -> None:
+    def _chunk(self, id: int, job: Call, status: int, headers: bytes, body: bytes) -> None:
         """Pass on a chunk; status and headers go with the first one."""
         if job.stream is None:
             job.stream = Stream(job.has_left, partial(self.cancel, id))
-            if job.future.done():  # its deadline has passed
+            if job.sink.done():  # its deadline has passed
                 job.stream.close()
             else:
-                job.future.set_result(Reply(status, headers, job.stream))
+                job.sink.set_result(Reply(status, headers, job.stream))
         job.stream.put(body)
 
     def cancel(self, id: int) -> None:
@@ -399,7 +400,7 @@ class Worker(asyncio.Protocol):
         depth = 1 if kind == EXPLAIN else 2
         return depth * self._pool.plan.batch_size - self.held[kind]
 
-    def run(self, jobs: list[Job]) -> None:
+    def run(self, jobs: list[Call]) -> None:
         """Send the jobs in one frame; `_replies` answers them, or the pool if it dies."""
         assert self._transport is not None
         if not self.flight:
@@ -413,7 +414,7 @@ class Worker(asyncio.Protocol):
             flags = job.flags
             flags |= wire.EXPLAIN if job.kind == EXPLAIN else 0
             flags |= wire.ALONE if job.retried else 0
-            frame.add(self._next_id, 0, flags, job.meta, job.parts)
+            frame.add(self._next_id, 0, flags, job.head, job.parts)
         self._transport.writelines(frame.buffers())
 
     def rest_s(self, now: float) -> float:
@@ -466,7 +467,7 @@ class Pool:
         self.metrics = metrics
         self._loop = asyncio.get_running_loop()
         self._batchers: Sequence[Batcher] = ()
-        self._retries: deque[Job] = deque()
+        self._retries: deque[Call] = deque()
         self._batch_s = [0.0, 0.0]
         self._batch_jobs = [1.0, 1.0]
         self._failures = 0
@@ -738,7 +739,7 @@ class Pool:
         for job in worker.flight.values():
             if job.stream is not None or job.retried or not self.plan.retry:
                 job.fail(worker.death)
-            elif not job.future.done():
+            elif not job.sink.done():
                 job.retried = True
                 self._retries.append(job)
         worker.flight.clear()
@@ -746,7 +747,7 @@ class Pool:
 
     def _serve_retries(self) -> None:
         while self._retries:
-            if self._retries[0].future.done():
+            if self._retries[0].sink.done():
                 self._retries.popleft()
                 continue
             able = (w for w in self.workers if w.is_ready and not (w.is_alone or w.is_closing))
@@ -773,7 +774,7 @@ class Pool:
         late: ServeError = DeadlinePassed("the answer took longer than the request's time")
         for worker in self.workers:
             for id, job in worker.flight.items():
-                if job.future.done():  # answered by an error, or by a stream's first chunk
+                if job.sink.done():  # answered by an error, or by a stream's first chunk
                     continue
                 if job.deadline <= now:
                     job.fail(late)

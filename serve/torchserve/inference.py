@@ -17,7 +17,7 @@ from modelyard.serve.api.inference import KINDS, Answering, Target, refuse_body
 from modelyard.serve.api.oip import describe_signature, readiness
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
-from modelyard.serve.dataplane.batcher import EXPLAIN, PREDICT
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import BadRequest, BodyTooLarge, NoSuchRoute, ServeError, Unavailable
 from modelyard.serve.http.answers import Answer

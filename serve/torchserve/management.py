@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +13,9 @@ from modelyard.serve.api.management import memory_bytes
 from modelyard.serve.control.lifecycle import Lifecycle
 from modelyard.serve.control.model_config import ModelConfig, Options
 from modelyard.serve.control.registry import ModelVersion, Registry
-from modelyard.serve.dataplane.batcher import PREDICT
+from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.call import PREDICT, Call, Reply
 from modelyard.serve.dataplane.pool import ReplicaSlot
-from modelyard.serve.dataplane.wire import unpack_meta
 from modelyard.serve.errors import (
     BadRequest,
     LoadFailed,
@@ -208,15 +209,16 @@ class TorchServeManagement(Dialect):
 
     async def _describe_customized(self, scope: Scope, model: ModelVersion, id: str) -> Answer:
         """Ask the handler too; an answer that is not an object counts as none."""
-        timeout_s = model.config.request_timeout_s
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        head = pack_head(scope, "", id)
+        Call(model, PREDICT, head, future, flags=wire.DESCRIBE, must_fit=False).submit([b""])
         try:
-            head = pack_head(scope, "", id)
-            reply = await model.batchers[PREDICT].describe(head, timeout_s)
+            reply = await future
         except Unavailable as error:
             raise Unavailable(NO_WORKER.format(model.name), error.retry_after_s) from error
         body = reply.body if isinstance(reply.body, bytes) else b""
         if reply.status != 200:
-            fields = unpack_meta(reply.headers)
+            fields = wire.unpack_meta(reply.headers)
             return reply.status, list(zip(fields[::2], fields[1::2], strict=True)), body
         try:
             said = json.loads(body)

@@ -11,7 +11,7 @@ from time import monotonic, sleep
 import pytest
 
 from modelyard.serve.api.inference import parse_timeout, read_timeout
-from modelyard.serve.dataplane.batcher import EXPLAIN, PREDICT, Job
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Queue
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Plan, Pool, ReplicaSlot, Worker, begins_in_s
 from modelyard.serve.errors import BadRequest
@@ -38,6 +38,13 @@ def test_work_goes_to_whoever_is_idle_first(
     assert begins_in_s(work_s, rests) == begins_s
 
 
+class Model:
+    """A model version, as far as a call looks at it."""
+
+    batchers: tuple[Queue, ...] = ()
+    request_timeout_s = 60.0
+
+
 class Slots:
     """A pool whose workers hold what a test says, without processes."""
 
@@ -55,7 +62,7 @@ class Slots:
         """Let a worker have held jobs for some time."""
         worker = self.pool.workers[at]
         future = asyncio.get_running_loop().create_future()
-        job = Job(kind, b"", [b""], None, monotonic(), 60, future)
+        job = Call(Model(), kind, b"", future)
         for _ in range(jobs):
             worker.flight[len(worker.flight) + 1] = job
         worker.held[kind] += jobs

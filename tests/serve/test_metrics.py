@@ -1,6 +1,6 @@
 from prometheus_client.exposition import generate_latest
 
-from modelyard.serve.dataplane.batcher import EXPLAIN, PREDICT
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
 from modelyard.serve.dataplane.metrics import KINDS, Metrics, VersionMetrics
 
 ONE = {"model": "digits", "version": "1.0", "kind": "predict"}

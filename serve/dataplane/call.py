@@ -1,0 +1,226 @@
+"""A call: a request for a model's answer that knows no protocol, and where its reply goes.
+
+A face (HTTP's routes, TorchServe's dialect) makes a `Call` when the head of a request has come, and
+submits it with the body; from there on it is a job in the queue of its model version. The reply, or
+the error, goes to the call's sink.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from time import monotonic
+from typing import NamedTuple, Protocol
+
+from modelyard.serve.errors import StreamBroken
+
+PREDICT, EXPLAIN = 0, 1
+"""Kinds of call; a batch has one."""
+
+HasLeft = Callable[[], bool]
+
+MOST_UNREAD_BYTES = 64 << 20
+"""Chunks that a client may leave unread before its stream is broken."""
+
+
+class Stream:
+    """The chunks of a streamed answer, on their way from a worker to one client.
+
+    Args:
+        has_left: tells whether the client has left.
+        cancel: called once when nobody reads the rest.
+    """
+
+    def __init__(self, has_left: HasLeft | None, cancel: Callable[[], None]) -> None:
+        self._has_left = has_left
+        self._cancel = cancel
+        self._chunks: deque[bytes] = deque()
+        self._size = 0
+        self._arrived = asyncio.Event()
+        self._is_complete = False
+        self._is_closed = False
+        self._error: Exception | None = None
+
+    def put(self, chunk: bytes, is_last: bool = False) -> None:
+        """Add what the worker sent."""
+        self._is_complete |= is_last
+        if not self._is_closed:
+            self._chunks.append(chunk)
+            self._size += len(chunk)
+            if self._size > MOST_UNREAD_BYTES:
+                self._chunks.clear()
+                self.fail(StreamBroken(f"the client leaves {self._size} bytes unread"))
+        self._arrived.set()
+
+    def fail(self, error: Exception) -> None:
+        """End the stream early; the client must not take what it has for the whole answer."""
+        if not self._is_complete and self._error is None:
+            self._error = error
+        self._arrived.set()
+
+    def close(self) -> None:
+        """Drop what is left, and tell the worker when it still sends."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._chunks.clear()
+            if not self._is_complete:
+                self._cancel()
+
+    async def read(self) -> AsyncIterator[bytes]:
+        """Yield the chunks as they come, until the last one or until the client has left.
+
+        Raises:
+            StreamBroken, WorkerDied: the rest will not come.
+        """
+        while True:
+            while self._chunks:
+                if self._has_left is not None and self._has_left():
+                    return
+                chunk = self._chunks.popleft()
+                self._size -= len(chunk)
+                yield chunk
+            if self._error is not None:
+                raise self._error
+            if self._is_complete:
+                return
+            self._arrived.clear()
+            await self._arrived.wait()
+
+
+class Reply(NamedTuple):
+    """A worker's answer to one call: HTTP status, packed headers (`wire.pack_meta`), body."""
+
+    status: int
+    headers: bytes
+    body: bytes | Stream
+
+
+class ReplySink(Protocol):
+    """Where a reply goes: a future that a task awaits, or what sends it on at once."""
+
+    def done(self) -> bool:
+        """Return whether it has its reply, or nobody waits for it any more."""
+
+    def set_result(self, reply: Reply, /) -> None:
+        """Take the reply."""
+
+    def set_exception(self, error: Exception, /) -> None:
+        """Take the error that there is instead."""
+
+    def cancel(self) -> bool:
+        """Note that nobody waits for it any more."""
+
+
+class Queue(Protocol):
+    """What takes calls of one kind."""
+
+    def submit(self, job: Call) -> None:
+        """Queue a call.
+
+        Raises:
+            ServeError: it is refused.
+        """
+
+
+class Model(Protocol):
+    """The model version that a call is for."""
+
+    @property
+    def batchers(self) -> Sequence[Queue]:
+        """By kind."""
+
+    @property
+    def request_timeout_s(self) -> float:
+        """The longest that a call may take."""
+
+
+class Call:
+    """One request for a model's answer.
+
+    Args:
+        model: what answers.
+        kind: PREDICT or EXPLAIN.
+        head: of the request, packed as `worker.request` reads it.
+        sink: where the reply goes.
+        timeout_s: how long the client waits; the model's own limit holds too.
+        has_left: returns whether the client has left; None where there is none.
+        flags: of `wire`, beside what the kind says.
+        must_fit: whether it is refused as soon as its answer cannot be expected by the deadline.
+    """
+
+    __slots__ = (
+        "deadline",
+        "flags",
+        "has_left",
+        "head",
+        "kind",
+        "model",
+        "must_fit",
+        "parts",
+        "queued_at",
+        "retried",
+        "sink",
+        "stream",
+        "taken_at",
+        "timeout_s",
+    )
+    parts: list[bytes]
+    """The body as it arrived."""
+    queued_at: float
+    """When the body was whole, by `time.monotonic()`; the loop's clock counts milliseconds."""
+    deadline: float
+    taken_at: float
+    """When a worker got it, last."""
+
+    def __init__(
+        self,
+        model: Model,
+        kind: int,
+        head: bytes,
+        sink: ReplySink,
+        timeout_s: float = math.inf,
+        has_left: HasLeft | None = None,
+        flags: int = 0,
+        must_fit: bool = True,
+    ) -> None:
+        self.model = model
+        self.kind = kind
+        self.head = head
+        self.sink = sink
+        self.timeout_s = min(timeout_s, model.request_timeout_s)
+        self.has_left = has_left
+        self.flags = flags
+        self.must_fit = must_fit
+        self.retried = False
+        self.stream: Stream | None = None
+        """Once the first chunk of its answer has come."""
+
+    def submit(self, parts: list[bytes]) -> None:
+        """Queue it with its body; a refusal is its reply."""
+        self.arrived(parts, monotonic())
+        try:
+            self.model.batchers[self.kind].submit(self)
+        except Exception as error:
+            self.sink.set_exception(error)
+
+    def arrived(self, parts: list[bytes], now: float) -> None:
+        """Take the body; the time that the client gives begins."""
+        self.parts = parts
+        self.queued_at = self.taken_at = now
+        self.deadline = now + self.timeout_s
+
+    def fail(self, error: Exception) -> None:
+        """Answer with an error, or break the answer whose first chunk has been given out."""
+        if self.stream is not None:
+            self.stream.fail(error)
+        elif not self.sink.done():
+            self.sink.set_exception(error)
+
+    def drop_if_left(self) -> bool:
+        """Return whether nobody waits for it any more, its client having left."""
+        if self.has_left is None or not self.has_left():
+            return False
+        self.sink.cancel()
+        return True
