@@ -11,9 +11,10 @@ from typing import TypeVar
 from modelyard.archiver.entry_point import EntryPoint, parse_handler
 from modelyard.archiver.errors import CannotArchive
 from modelyard.archiver.example import TOLERANCE, parse_example
-from modelyard.archiver.manifest import ARCHIVER_VERSION, Explain, Golden, Manifest, Seal, Tensor
+from modelyard.archiver.manifest import ARCHIVER_VERSION, Explain, Golden, Manifest, Seal
 from modelyard.archiver.report import Report, read_report
 from modelyard.archiver.requirements import Resolved, resolve
+from modelyard.archiver.signature import TensorSpec
 from modelyard.archiver.source_checks import Source, source_warnings
 from modelyard.archiver.untrusted.names import (
     LOCK_NAME,
@@ -299,10 +300,10 @@ def _twin_problem(report: Report, twin: Report) -> str | None:
     return None
 
 
-def _static(tensors: Iterable[Tensor]) -> str:
+def _static(tensors: Iterable[TensorSpec]) -> str:
     """Write dtypes and shapes without the names, in which two exports may differ."""
     return ", ".join(
-        f"{tensor.dtype}[{','.join('*' if isinstance(n, str) else str(n) for n in tensor.shape)}]"
+        f"{tensor.dtype}[{','.join(str(n) if isinstance(n, int) else '*' for n in tensor.shape)}]"
         for tensor in tensors
     )
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelyard.archiver.errors import BadManifest, BadName
+from modelyard.archiver.signature import Signature, read_signature
 from modelyard.archiver.untrusted.json import Fields, parse_json
 from modelyard.archiver.untrusted.names import (
     MANIFEST_NAME,
@@ -18,20 +19,14 @@ from modelyard.archiver.untrusted.names import (
 
 __all__ = [
     "MANIFEST_NAME",
-    "Batching",
-    "Dim",
     "Explain",
     "Golden",
     "Manifest",
     "Seal",
-    "Signature",
-    "Tensor",
     "check_name",
     "check_version",
     "format_manifest",
     "parse_manifest",
-    "parse_signature",
-    "signature_to_json",
 ]
 
 SCHEMA = 1
@@ -47,43 +42,6 @@ PIN = re.compile(
 """A pinned requirement, as pip's requirements files have it."""
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """One input or output of an artifact."""
-
-    name: str
-    dtype: str
-    shape: tuple[int | str, ...]
-    """Sizes; a string names a dynamic dimension."""
-
-
-@dataclass(frozen=True)
-class Dim:
-    """The sizes of a dynamic dimension that were compared with the checkpoint."""
-
-    min: int
-    max: int
-
-
-@dataclass(frozen=True)
-class Batching:
-    """Whether requests may share a call, as the export found it."""
-
-    batchable: bool
-    reason: str
-
-
-@dataclass(frozen=True)
-class Signature:
-    """An artifact's inputs and outputs, as its report states them."""
-
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-    dims: Mapping[str, Dim]
-    batching: Batching | None = None
-    """None in reports of versions that did not look."""
 
 
 @dataclass(frozen=True)
@@ -177,21 +135,6 @@ def format_manifest(manifest: Manifest) -> bytes:
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
-def parse_signature(fields: Fields) -> Signature:
-    """Read a signature as reports and manifests hold it."""
-    dims = fields.object("dims")
-    signature = Signature(
-        inputs=tuple(_tensor(item) for item in fields.objects("inputs")),
-        outputs=tuple(_tensor(item) for item in fields.objects("outputs")),
-        dims={name: _dim(dims.object(name)) for name in dims.values},
-        batching=_optional(fields, "batching", _batching),
-    )
-    named = {size for tensor in signature.inputs for size in tensor.shape if isinstance(size, str)}
-    for name in sorted(named - set(signature.dims)):
-        fields.problems.append(f"{dims.at(name)}: an input names it, its range is missing")
-    return signature
-
-
 def _manifest(fields: Fields) -> Manifest:
     model = fields.object("model")
     runtime = fields.text("runtime")
@@ -255,7 +198,7 @@ def _seal(fields: Fields) -> Seal:
     seal = Seal(
         digests=_digests(fields.object("digests")),
         report=_file(fields, "report"),
-        signature=_optional(fields, "signature", parse_signature),
+        signature=_optional(fields, "signature", read_signature),
         explain=_optional(fields, "explain", _explain),
         golden=tuple(_golden(item) for item in fields.objects("golden")),
         requirements=_requirements(fields),
@@ -313,28 +256,6 @@ def _requirements(fields: Fields) -> tuple[str, ...]:
     return tuple(items)
 
 
-def _tensor(fields: Fields) -> Tensor:
-    shape = fields.items("shape")
-    for i, size in enumerate(shape):
-        is_size = isinstance(size, int) and not isinstance(size, bool) and size >= 0
-        if not is_size and not (isinstance(size, str) and size):
-            fields.wrong(f"shape[{i}]", "a size of at least 0 or a dimension's name", size)
-    return Tensor(fields.text("name"), fields.text("dtype"), tuple(shape))
-
-
-def _dim(fields: Fields) -> Dim:
-    dim = Dim(fields.integer("min"), fields.integer("max"))
-    if not 0 <= dim.min <= dim.max:
-        fields.problems.append(
-            f"{fields.path}: expected 0 <= min <= max, found {dim.min} and {dim.max}"
-        )
-    return dim
-
-
-def _batching(fields: Fields) -> Batching:
-    return Batching(fields.boolean("batchable"), fields.text("reason"))
-
-
 def _seal_to_json(seal: Seal | None) -> dict[str, Any] | None:
     if seal is None:
         return None
@@ -342,22 +263,8 @@ def _seal_to_json(seal: Seal | None) -> dict[str, Any] | None:
         "schema": SCHEMA,
         "digests": dict(seal.digests),
         "report": seal.report,
-        "signature": signature_to_json(seal.signature),
+        "signature": seal.signature.to_json() if seal.signature else None,
         "explain": vars(seal.explain) if seal.explain else None,
         "golden": [vars(golden) for golden in seal.golden],
         "requirements": list(seal.requirements),
     }
-
-
-def signature_to_json(signature: Signature | None) -> dict[str, Any] | None:
-    """Write a signature as reports and manifests hold it."""
-    if signature is None:
-        return None
-    document: dict[str, Any] = {
-        "inputs": [vars(tensor) for tensor in signature.inputs],
-        "outputs": [vars(tensor) for tensor in signature.outputs],
-        "dims": {name: vars(dim) for name, dim in signature.dims.items()},
-    }
-    if signature.batching:
-        document["batching"] = vars(signature.batching)
-    return document

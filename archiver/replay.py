@@ -17,13 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver.errors import ArchiveError, DoesNotRun
-from modelyard.archiver.manifest import (
-    MANIFEST_NAME,
-    Golden,
-    Manifest,
-    Signature,
-    signature_to_json,
-)
+from modelyard.archiver.manifest import MANIFEST_NAME, Golden, Manifest
+from modelyard.archiver.signature import Signature
 
 TIMEOUT_S = 600.0
 """For loading the model and answering everything."""
@@ -108,9 +103,10 @@ def replay(
         DoesNotRun: the archive does not load; the message is the worker's own.
     """
     golden = manifest.modelyard.golden if manifest.modelyard else ()
+    signature = manifest.modelyard.signature if manifest.modelyard else None
     task = {
         "load": _load_message(folder, manifest, device),
-        "proven_batch": _proven_batch(manifest),
+        "proven_batch": signature.proven_batch if signature else None,
         "golden": [
             asdict(each) | ({"expected": None} if each in record else {}) for each in golden
         ],
@@ -143,18 +139,10 @@ def _load_message(folder: Path, manifest: Manifest, device: str) -> dict[str, An
     }
 
 
-def _proven_batch(manifest: Manifest) -> int | None:
-    signature = manifest.modelyard.signature if manifest.modelyard else None
-    if signature is None or not signature.inputs or not signature.inputs[0].shape:
-        return None
-    batch = signature.inputs[0].shape[0]
-    return signature.dims[batch].max if isinstance(batch, str) else 1
-
-
 def _pair_to_json(pair: Pair | None) -> dict[str, Any] | None:
     if pair is None:
         return None
-    return {"artifacts": pair.artifacts, "signature": signature_to_json(pair.signature)}
+    return {"artifacts": pair.artifacts, "signature": pair.signature.to_json()}
 
 
 def _parity_result(pair: Pair, found: dict[str, Any]) -> ParityResult:

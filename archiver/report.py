@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelyard.archiver.errors import CannotArchive
-from modelyard.archiver.manifest import Signature, parse_signature
+from modelyard.archiver.signature import Signature, read_signature
 from modelyard.archiver.untrusted.json import Fields, parse_json
 
 _MAX_REPORT_BYTES = 16 * 1024 * 1024
@@ -57,7 +57,7 @@ def parse_report(data: bytes, path: Path) -> Report:
         format=fields.text("format"),
         artifact_sha256=_sha256(fields, "artifact_sha256"),
         checkpoint_sha256=_sha256(fields.object("checkpoint"), "sha256"),
-        signature=parse_signature(fields.object("signature")),
+        signature=read_signature(fields.object("signature")),
         tolerance=_tolerance(fields),
     )
     if problems:

@@ -14,14 +14,26 @@ from typing import Any
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
+from modelyard.archiver.signature import Signature, TensorSpec, parse_inputs
 from modelyard.exporter.errors import ModelError, UsageError
-from modelyard.exporter.signature import Signature, TensorSpec
 
 WRAPPED = "model"
 """The attribute under which the author's model stands inside the call."""
 
 _Tree = dict[str, Any]
 """One argument: a spec, or a tree of them by key."""
+
+
+def read_inputs(texts: Sequence[str]) -> Signature:
+    """Read every `--input` of one model.
+
+    Raises:
+        UsageError: names the input, the part of it that is wrong, and what was expected there.
+    """
+    try:
+        return parse_inputs(texts)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def take_inputs(model: nn.Module, signature: Signature) -> nn.Module:

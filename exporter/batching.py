@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
+from modelyard.archiver.signature import Batching, Dim, Signature, TensorSpec
 from modelyard.exporter.differences import compare
-from modelyard.exporter.probes import Probe, example_sizes, make_inputs
-from modelyard.exporter.signature import Batching, Signature, TensorSpec
 from modelyard.exporter.watch import Run
+from modelyard.handlers.probes import Probe, example_sizes, make_inputs
 
 # As the tolerance of float32: a kernel may add in another order for another batch size.
 _TOLERANCE = 1e-4
@@ -26,8 +26,8 @@ def find_batching(
         below: bounds of integer inputs.
         batch_norm: places that normalise by the batch, which explain why rows mix.
     """
-    batch = signature.batch_dim
-    if isinstance(batch, int):
+    batch = signature.batch
+    if not isinstance(batch, Dim):
         name = signature.inputs[0].name
         return Batching(False, f'the first dim of input "{name}" is fixed to {batch}')
     shape_reason = _shapes_apart(signature, batch)
@@ -45,26 +45,26 @@ def find_batching(
     return Batching(True, "a row gives the same alone and beside any other rows")
 
 
-def _shapes_apart(signature: Signature, batch: str) -> str:
+def _shapes_apart(signature: Signature, batch: Dim) -> str:
     """Return which input or output does not hold one row per request; empty when all do."""
+    lacks = f'has no dim "{batch.name}" in front, so'
     for spec in signature.inputs:
         if spec.shape[0] != batch:
-            return f'input "{spec.name}" has no dim "{batch}" in front, so rows cannot be stacked'
+            return f'input "{spec.name}" {lacks} rows cannot be stacked'
     for spec in signature.outputs:
         if not spec.shape or spec.shape[0] != batch:
-            return f'output "{spec.name}" has no dim "{batch}" in front, so no row per request'
+            return f'output "{spec.name}" {lacks} no row per request'
         if batch in spec.shape[1:]:
             return f'output "{spec.name}" has rows as long as the batch'
     return ""
 
 
 def _row_differences(
-    run: Run, signature: Signature, batch: str, below: Mapping[str, int]
+    run: Run, signature: Signature, batch: Dim, below: Mapping[str, int]
 ) -> list[tuple[str, float, str]]:
     """Measure per output how much one row changes: (output, scaled difference, when)."""
-    dim = signature.dims[batch]
-    size = min(dim.max, max(dim.min, _ROWS))
-    probe = Probe("random", {**example_sizes(signature), batch: size})
+    size = min(batch.max, max(batch.min, _ROWS))
+    probe = Probe("random", {**example_sizes(signature), batch.name: size})
     rows = make_inputs(signature, probe, below, seed=1)
     others = make_inputs(signature, probe, below, seed=2)
     alone = run(rows)
@@ -72,7 +72,7 @@ def _row_differences(
     for row in (0, size - 1):
         mixed = run(tuple(_replace_others(a, b, row) for a, b in zip(rows, others, strict=True)))
         found += _measure(signature.outputs, alone, mixed, row, "with the other rows of its batch")
-    if dim.min == 1:
+    if batch.min == 1:
         single = run(tuple(tensor[:1] for tensor in rows))
         found += _measure(signature.outputs, alone, single, 0, "between alone and in a batch")
     return found

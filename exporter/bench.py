@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
+from modelyard.archiver.signature import Dim, Signature, parse_signature, with_dims
 from modelyard.exporter.differences import compare
 from modelyard.exporter.errors import UsageError
 from modelyard.exporter.machine import Machine, describe_machine
 from modelyard.exporter.report import report_path
-from modelyard.exporter.signature import DimRange, Signature, TensorSpec
 from modelyard.handlers.backends import detect_format
 from modelyard.handlers.errors import LoadError
 
@@ -159,16 +159,6 @@ def read_signature(artifact: Path) -> Signature:
         ) from error
 
 
-def parse_signature(stated: Mapping[str, Any]) -> Signature:
-    """Read the form that a report holds."""
-    dims = stated["dims"].items()
-    return Signature(
-        inputs=tuple(map(_parse_spec, stated["inputs"])),
-        dims={name: DimRange(int(dim["min"]), int(dim["max"])) for name, dim in dims},
-        outputs=tuple(map(_parse_spec, stated["outputs"])),
-    )
-
-
 def choose_subjects(
     artifacts: Sequence[Path],
     checkpoint: Path | None,
@@ -207,9 +197,9 @@ def choose_batches(signature: Signature, wanted: Sequence[int]) -> tuple[int, ..
     Raises:
         UsageError: the batch is one fixed size, and another is wanted.
     """
-    batch = signature.batch_dim
-    if isinstance(batch, str):
-        return tuple(dict.fromkeys(wanted or (1, signature.dims[batch].max)))
+    batch = signature.batch
+    if not isinstance(batch, int):
+        return tuple(dict.fromkeys(wanted or (1, batch.max if batch else 1)))
     if any(size != batch for size in wanted):
         raise UsageError(f"--batch {wanted[0]}: the model takes batches of {batch} only")
     return (batch,)
@@ -221,15 +211,12 @@ def fix_sizes(signature: Signature, sizes: Mapping[str, int]) -> Signature:
     Raises:
         UsageError: no such dim.
     """
-    known = [name for name in signature.dims if name != signature.batch_dim]
+    known = [name for name, dim in signature.dims.items() if dim != signature.batch]
     if unknown := [name for name in sizes if name not in known]:
         rest = ", ".join(known) or "none"
         raise UsageError(f'--size names "{unknown[0]}"; beside the batch the dims are {rest}')
-    dims = {
-        name: DimRange(sizes[name], sizes[name]) if name in sizes else dim
-        for name, dim in signature.dims.items()
-    }
-    return replace(signature, dims=dims)
+    dims = {name: Dim(name, size, size) for name, size in sizes.items()}
+    return replace(signature, inputs=tuple(with_dims(signature.inputs, dims)))
 
 
 def bench(plan: Plan, progress: Progress | None = None) -> BenchReport:
@@ -521,9 +508,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _parse_spec(stated: Mapping[str, Any]) -> TensorSpec:
-    path = {"path": stated["argument"]} if stated.get("argument") else {}
-    shape = tuple(size if isinstance(size, int) else str(size) for size in stated["shape"])
-    return TensorSpec(str(stated["name"]), str(stated["dtype"]), shape, **path)

@@ -18,14 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.signature import Dim, parse_signature
 from modelyard.exporter.arguments import flatten, take_inputs
-from modelyard.exporter.bench import parse_signature
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.errors import cause
 from modelyard.exporter.flops import count_flops
-from modelyard.exporter.probes import Probe, make_inputs
 from modelyard.exporter.reference import full_precision
 from modelyard.handlers.backends import open_artifact
+from modelyard.handlers.probes import Probe, make_inputs
 
 Tensors = tuple[Tensor, ...]
 
@@ -64,10 +64,9 @@ class Session:
     def inputs(self, batch: int) -> Tensors:
         """Make the inputs of a batch size once; every process makes the same."""
         if batch not in self._inputs:
-            dims = self.signature.dims
-            sizes = {name: dim.max for name, dim in dims.items()}
-            if isinstance(self.signature.batch_dim, str):
-                sizes[self.signature.batch_dim] = batch
+            sizes = {name: dim.max for name, dim in self.signature.dims.items()}
+            if isinstance(self.signature.batch, Dim):
+                sizes[self.signature.batch.name] = batch
             made = make_inputs(self.signature, Probe("random", sizes), {}, seed=_SEED)
             self._inputs[batch] = tuple(tensor.to(self.device) for tensor in made)
             self._warm_up(batch)

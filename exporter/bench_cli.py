@@ -133,6 +133,7 @@ def _plan(
     cell_s: float,
     device: str,
 ) -> "Plan":
+    from modelyard.exporter.arguments import read_inputs
     from modelyard.exporter.bench import (
         Plan,
         choose_batches,
@@ -141,12 +142,11 @@ def _plan(
         read_signature,
     )
     from modelyard.exporter.errors import UsageError
-    from modelyard.exporter.signature import parse_inputs
 
     subjects = choose_subjects(artifacts, checkpoint, model, model_args, compiled=compiled)
     if not inputs and not artifacts:
         raise UsageError("--checkpoint alone does not state its inputs; give --input")
-    signature = parse_inputs(inputs) if inputs else read_signature(artifacts[0])
+    signature = read_inputs(inputs) if inputs else read_signature(artifacts[0])
     if profile is not None:
         profile.mkdir(parents=True, exist_ok=True)
     return Plan(

@@ -172,7 +172,7 @@ def _notes(reports: "list[ExportReport]") -> list[str]:
     for report in reports:
         batching = report.signature.batching
         # A fixed batch is what was asked for; rows that mix are not.
-        if batching and not batching.batchable and isinstance(report.signature.batch_dim, str):
+        if batching and not batching.batchable and not isinstance(report.signature.batch, int):
             found.append(f"not batchable, served one request at a time: {batching.reason}")
         if "deprecated" in report.details:
             found.append(str(report.details["deprecated"]))

@@ -16,8 +16,8 @@ from pathlib import Path
 
 import torch
 
+from modelyard.archiver.signature import Signature
 from modelyard.exporter.errors import ConversionError, cause
-from modelyard.exporter.signature import Signature
 
 _OURS = Path(__file__).parent
 _TORCH = Path(torch.__file__).parent
@@ -209,7 +209,6 @@ def _report(error: BaseException, stage: str, signature: Signature, heard: str) 
     yield f"modelyard export: {stage} failed"
     yield f"python {platform.python_version()}, torch {torch.__version__}, onnx {version('onnx')}"
     yield from (f"input {spec}" for spec in signature.inputs)
-    yield from (f"dim {name} = {dim}" for name, dim in signature.dims.items())
     yield ""
     yield "".join(traceback.format_exception(error))
     if heard:

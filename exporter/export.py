@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from modelyard.archiver.signature import Signature
 from modelyard.exporter import to_aoti, to_exported_program, to_onnx, to_torchscript
-from modelyard.exporter.arguments import take_inputs
+from modelyard.exporter.arguments import read_inputs, take_inputs
 from modelyard.exporter.checkpoint import open_model, split_model
 from modelyard.exporter.errors import ExportError, UsageError, cause
 from modelyard.exporter.ingest import Announce, Checkpoint, read_checkpoint
@@ -24,7 +25,6 @@ from modelyard.exporter.parity import Parity, check
 from modelyard.exporter.reference import Reference, observe
 from modelyard.exporter.report import ExportReport, publish, report_path, sha256
 from modelyard.exporter.samples import read_samples
-from modelyard.exporter.signature import Signature, parse_inputs
 
 SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx", "torchscript": ".pt", "aoti": ".aoti.pt2"}
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -88,7 +88,7 @@ def export(
         checkpoint: a file or folder of any kind that `modelyard.exporter.ingest` reads.
         model: `file.py:Class`, `package.module:Class` or `package.module:factory`; None where the
             checkpoint names a class that is installed.
-        inputs: one `name:dtype[dims]` per tensor that forward() takes; see `exporter/signature.py`.
+        inputs: one `name:dtype[dims]` per tensor that forward() takes; see `archiver/signature.py`.
         output_dir: made when it is not there.
         weights_key: dotted path of the weights in a checkpoint that has several.
         ema: take the averaged weights.
@@ -118,7 +118,7 @@ def export(
         announce=announce,
         model_args=model_args or {},
         inputs=inputs,
-        signature=parse_inputs(inputs),
+        signature=read_inputs(inputs),
         output_names=output_names,
         formats=tuple(dict.fromkeys(_formats(formats, quantize))),
         output_dir=output_dir,

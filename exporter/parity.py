@@ -24,11 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelyard.archiver.signature import Dim, Signature, TensorSpec
 from modelyard.exporter.arguments import flatten
 from modelyard.exporter.differences import compare
 from modelyard.exporter.errors import ExportError, ParityError, cause
 from modelyard.exporter.reference import Case, Reference, full_precision
-from modelyard.exporter.signature import Signature, TensorSpec
 
 # Largest allowed scaled difference, by the dtype of the output. Integers must be equal.
 TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
@@ -246,10 +246,10 @@ def _tolerance(dtype: str, wanted: float | None) -> float:
 
 
 def _batches(signature: Signature, cases: Sequence[Case]) -> tuple[int, ...]:
-    batch = signature.batch_dim
-    if isinstance(batch, int):
-        return (batch,)
-    return tuple(sorted({case.probe.sizes[batch] for case in cases}))
+    batch = signature.batch
+    if isinstance(batch, Dim):
+        return tuple(sorted({case.probe.sizes[batch.name] for case in cases}))
+    return (batch or 1,)
 
 
 def _scope(reference: Reference) -> dict[str, Any]:

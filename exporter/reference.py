@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.signature import DTYPES, Dim, Signature, Size, TensorSpec
 from modelyard.exporter.arguments import flatten, give_tensors, is_plain, own_name
 from modelyard.exporter.batching import find_batching
 from modelyard.exporter.errors import ModelError, UsageError, cause
-from modelyard.exporter.probes import Plan, Probe, example_sizes, is_mask, make_inputs, plan
 from modelyard.exporter.samples import Sample
-from modelyard.exporter.signature import DTYPES, Signature, TensorSpec
 from modelyard.exporter.watch import Watched, in_train_mode, plain_tensors, watch
+from modelyard.handlers.backends import dtype_name, torch_dtype
+from modelyard.handlers.probes import Plan, Probe, example_sizes, is_mask, make_inputs, plan
 
 Tensors = tuple[Tensor, ...]
 
@@ -89,7 +90,7 @@ def observe(
     """
     _check_eval_mode(model)
     original = model if dtype is None else model.float()
-    given = inputs.in_precision(dtype)
+    given = inputs if dtype is None else inputs.in_precision(dtype_name(dtype))
     # Integers out of range are an error on the CPU; on CUDA they end the process.
     below = _integer_bounds(original, given, dtype)
     original.to(device)
@@ -116,7 +117,7 @@ def observe(
             )
             for sample in samples
         ]
-        outputs = tuple(_describe(name, axis, cases) for axis, name in enumerate(named))
+        outputs = tuple(_describe(name, axis, cases, given.dims) for axis, name in enumerate(named))
         _check_finite(outputs, cases)
         batching = find_batching(
             lambda tensors: _outputs(original, given, example_probe, tensors, dtype),
@@ -124,7 +125,7 @@ def observe(
             below,
             watched.batch_norm,
         )
-    dtypes = [_dtype_name(value) for value in flatten(output).values()]
+    dtypes = [dtype_name(value.dtype) for value in flatten(output).values()]
     outputs = tuple(replace(a, dtype=b) for a, b in zip(outputs, dtypes, strict=True))
     return Reference(
         signature=replace(given, outputs=outputs, batching=batching),
@@ -174,7 +175,7 @@ def _integer_bounds(
     }
     tried = (*sorted(tables, reverse=True), *_INTEGER_BOUNDS)
     for place, spec in enumerate(signature.inputs):
-        kind = DTYPES[spec.dtype]
+        kind = torch_dtype(spec.dtype)
         if kind.is_floating_point or kind is torch.bool:
             continue
         zeros = make_inputs(signature, Probe("zeros", sizes), below)
@@ -209,7 +210,8 @@ def _row_gflop(model: nn.Module, signature: Signature, watched: Watched) -> floa
     elements = 1
     for size in example_sizes(signature).values():
         elements *= size
-    rows = example_sizes(signature).get(str(signature.batch_dim), 1)
+    batch = signature.batch
+    rows = example_sizes(signature)[batch.name] if isinstance(batch, Dim) else 1
     weights = sum(parameter.numel() for parameter in model.parameters())
     return max(watched.gflop, 2e-9 * weights * rows) / elements
 
@@ -225,14 +227,10 @@ def _lower(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
             found = value[value.isfinite()].abs().max().item() if value.isfinite().any() else 0.0
             if found > largest:
                 raise ModelError(
-                    f'weight "{own_name(name)}" holds {found:.3g}, and {_short(dtype)} ends at '
+                    f'weight "{own_name(name)}" holds {found:.3g}, and {dtype_name(dtype)} ends at '
                     f"{largest:g}: it would overflow to Inf; use --dtype bf16, or keep fp32"
                 )
     return copy.deepcopy(model).to(dtype)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _raised(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
@@ -244,7 +242,7 @@ def _raised(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
 
 def _lowered(sample: Sample, signature: Signature) -> Tensors:
     return tuple(
-        value.to(DTYPES[spec.dtype])
+        value.to(torch_dtype(spec.dtype))
         for value, spec in zip(sample.inputs, signature.inputs, strict=True)
     )
 
@@ -257,7 +255,7 @@ def _call(model: nn.Module, signature: Signature, probe: Probe, inputs: Tensors)
     # The model is the author's code and may fail in any way.
     except Exception as error:
         given = ", ".join(
-            f'"{spec.name}" {_dtype_name(tensor)}[{",".join(map(str, tensor.shape))}]'
+            f'"{spec.name}" {dtype_name(tensor.dtype)}[{",".join(map(str, tensor.shape))}]'
             for spec, tensor in zip(signature.inputs, inputs, strict=True)
         )
         raise ModelError(
@@ -331,28 +329,32 @@ def _unsteady(watched: Watched) -> str:
     )
 
 
-def _describe(name: str, place: int, cases: Sequence[Case]) -> TensorSpec:
+def _describe(name: str, place: int, cases: Sequence[Case], dims: Mapping[str, Dim]) -> TensorSpec:
     """Find an output's dtype and shape, and which input dim each varying size follows."""
     seen = [case.outputs[place] for case in cases]
-    kinds = sorted({f"{_dtype_name(tensor)} with {tensor.ndim} dims" for tensor in seen})
-    dtype = _dtype_name(seen[0])
+    kinds = sorted({f"{dtype_name(tensor.dtype)} with {tensor.ndim} dims" for tensor in seen})
+    dtype = dtype_name(seen[0].dtype)
     if len(kinds) > 1 or dtype not in DTYPES:
         raise ModelError(
             f'output "{name}" is {" or ".join(kinds)}; expected one of {", ".join(DTYPES)} '
             "and the same number of dims for every input"
         )
-    shape = tuple(_describe_axis(name, place, axis, cases) for axis in range(seen[0].ndim))
+    axes = zip(*(tensor.shape for tensor in seen), strict=True)
+    shape = tuple(
+        _describe_axis(f"{name}_{axis}", sizes, cases, dims) for axis, sizes in enumerate(axes)
+    )
     return TensorSpec(name, dtype, shape)
 
 
-def _describe_axis(name: str, place: int, axis: int, cases: Sequence[Case]) -> int | str:
-    sizes = [case.outputs[place].shape[axis] for case in cases]
+def _describe_axis(
+    name: str, sizes: Sequence[int], cases: Sequence[Case], dims: Mapping[str, Dim]
+) -> Size:
     if len(set(sizes)) == 1:
         return sizes[0]
-    for dim in cases[0].probe.sizes:
-        if sizes == [case.probe.sizes[dim] for case in cases]:
+    for dim in dims.values():
+        if list(sizes) == [case.probe.sizes[dim.name] for case in cases]:
             return dim
-    return f"{name}_{axis}"
+    return Dim(name)
 
 
 def _check_finite(outputs: Sequence[TensorSpec], cases: Sequence[Case]) -> None:
@@ -362,10 +364,6 @@ def _check_finite(outputs: Sequence[TensorSpec], cases: Sequence[Case]) -> None:
                 f'output "{spec.name}" has no finite value on any of {len(cases)} inputs, so '
                 "nothing can be compared; look for NaN in the checkpoint's weights"
             )
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _to(tensors: Tensors, device: torch.device) -> Tensors:

@@ -10,8 +10,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from modelyard.archiver.signature import Signature
 from modelyard.exporter.parity import Parity
-from modelyard.exporter.signature import Signature
 
 SCHEMA = 1
 

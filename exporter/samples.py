@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelyard.archiver.signature import Dim, Signature, TensorSpec
 from modelyard.exporter.errors import UsageError, cause
-from modelyard.exporter.signature import DTYPES, Signature, TensorSpec
+from modelyard.handlers.backends import torch_dtype
 
 _FORMS = "expected .npz, .npy, .pt, .json, .png or .jpg"
 
@@ -89,28 +90,26 @@ def _fit(
 ) -> Tensor:
     """Return the value as a tensor of the input's dtype and shape; note its dynamic sizes."""
     tensor = _as_dtype(path, spec, value)
-    batch = signature.batch_dim
-    if tensor.ndim == len(spec.shape) - 1 and isinstance(batch, str) and spec.shape[0] == batch:
+    batch = signature.batch
+    if tensor.ndim == len(spec.shape) - 1 and isinstance(batch, Dim) and spec.shape[0] == batch:
         tensor = tensor.unsqueeze(0)
     fits = tensor.ndim == len(spec.shape)
     for wanted, size in zip(spec.shape, tensor.shape, strict=False):
         if isinstance(wanted, int):
             fits &= size == wanted
         else:
-            dim = signature.dims[wanted]
-            fits &= dim.min <= size <= dim.max and sizes.setdefault(wanted, size) == size
+            fits &= size in wanted and sizes.setdefault(wanted.name, size) == size
     if not fits:
-        ranges = ", ".join(f"{name}={dim}" for name, dim in signature.dims.items())
         raise UsageError(
             f'--sample "{path}": "{spec.name}" has the shape {list(tensor.shape)}; expected '
-            f"{spec}{f' with {ranges}' if ranges else ''}, one size for each name"
+            f"{spec}, one size for each name"
         )
     return tensor.contiguous()
 
 
 def _as_dtype(path: Path, spec: TensorSpec, value: Any) -> Tensor:
     """Convert between widths, never between kinds: a float is not an index and an index no flag."""
-    wanted = DTYPES[spec.dtype]
+    wanted = torch_dtype(spec.dtype)
     tensor = value if isinstance(value, Tensor) else torch.tensor(value)
     same_kind = (
         tensor.dtype is wanted

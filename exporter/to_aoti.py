@@ -12,9 +12,9 @@ from zipfile import ZipFile, ZipInfo
 import torch
 from torch.export import ExportedProgram
 
+from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError
-from modelyard.exporter.signature import Signature
 
 METADATA = "modelyard"
 """The package's metadata key that holds the signature: the code itself checks no input."""

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
+from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError
 from modelyard.exporter.rnn import any_length
-from modelyard.exporter.signature import Signature
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 _FLAT_WEIGHTS = r"The tensor attributes? (self\.\S*_flat_weights\[\d+\](, )?)+ w"
@@ -110,7 +110,7 @@ def _shapes(
     range is set: the report states the proven one, and explaining runs larger batches.
     """
     shapes = tuple(
-        {axis: kind for axis, size in enumerate(spec.shape) if isinstance(size, str)}
+        {axis: kind for axis, size in enumerate(spec.shape) if not isinstance(size, int)}
         for spec in signature.inputs
     )
     parameters = inspect.signature(model.forward).parameters.values()
@@ -156,10 +156,10 @@ def _guard_place(model: nn.Module, said: str) -> str:
 def _fixed_dims(program: ExportedProgram, signature: Signature) -> list[tuple[str, str, int]]:
     """Find the named dims that the program holds as one size: (dim, input, size)."""
     return [
-        (name, spec.name, size)
+        (dim.name, spec.name, size)
         for spec, shape in zip(signature.inputs, _traced_shapes(program), strict=True)
-        for name, size in zip(spec.shape, shape, strict=True)
-        if isinstance(name, str) and _is_one_size(size)
+        for dim, size in zip(spec.shape, shape, strict=True)
+        if not isinstance(dim, int) and _is_one_size(size)
     ]
 
 
@@ -189,17 +189,16 @@ def _narrowed_dims(program: ExportedProgram, signature: Signature) -> list[tuple
     """Find the named dims for which the trace holds in a part of their range: (dim, from, to)."""
     found: dict[str, tuple[str, int, str]] = {}
     for spec, shape in zip(signature.inputs, _traced_shapes(program), strict=True):
-        for name, size in zip(spec.shape, shape, strict=True):
-            if not isinstance(name, str) or isinstance(size, int):
+        for dim, size in zip(spec.shape, shape, strict=True):
+            if isinstance(dim, int) or isinstance(size, int):
                 continue
             limits = program.range_constraints.get(size.node.expr)
             if limits is None:
                 continue
             low, high = int(limits.lower), limits.upper
-            wanted = signature.dims[name]
             # A lower limit of 2 is the tracer's own assumption, not the model's.
-            if low > max(2, wanted.min) or bool(high < wanted.max):
-                found[name] = (name, low, str(high) if high.is_Integer else "…")
+            if low > max(2, dim.min) or bool(high < dim.max):
+                found[dim.name] = (dim.name, low, str(high) if high.is_Integer else "…")
     return list(found.values())
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 from torch.export import ExportedProgram
 
+from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError, cause
 from modelyard.exporter.rnn import any_length
-from modelyard.exporter.signature import Signature
 
 # The largest file that protobuf, and so a single .onnx, can be.
 _MAX_BYTES = 2**31 - 1
@@ -118,7 +118,7 @@ _QUANTIZED = ("MatMulInteger", "ConvInteger", "DynamicQuantizeLSTM", "QAttention
 
 def _shapes(signature: Signature) -> tuple[dict[int, str], ...]:
     return tuple(
-        {axis: size for axis, size in enumerate(spec.shape) if isinstance(size, str)}
+        {axis: size.name for axis, size in enumerate(spec.shape) if not isinstance(size, int)}
         for spec in signature.inputs
     )
 

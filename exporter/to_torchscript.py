@@ -11,9 +11,9 @@ from zipfile import ZIP64_LIMIT, ZipFile, ZipInfo
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain, find_place
 from modelyard.exporter.errors import cause
-from modelyard.exporter.signature import Signature
 
 _HEADER_BYTES, _LARGE_BYTES = 30, 20  # of a zip's entry, and more of one over 2 GB
 _PAD = Struct("<2H")

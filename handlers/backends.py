@@ -6,7 +6,6 @@ import os
 import warnings
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
-# Under their own names: the exporter sees this room through this module alone.
+from modelyard.archiver.signature import UNLIMITED, Dim, Size, TensorSpec
 from modelyard.handlers.errors import InputMismatch, LoadError
 from modelyard.handlers.program.check import load_program
 from modelyard.handlers.sharing import MIN_FILE_BYTES, make_once, map_weights, release_freed_memory
@@ -25,50 +24,21 @@ _log = logging.getLogger(__name__)
 Output = Tensor | tuple[Tensor, ...]
 
 
-@dataclass(frozen=True)
-class DynamicDim:
-    """A dimension whose size may vary from `low` to `high`; no `high` means no known limit."""
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a signature's name.
 
-    name: str
-    low: int = 0
-    high: int | None = None
-
-    def __str__(self) -> str:
-        if self.high is None:
-            return self.name
-        return f"{self.name}={self.low}..{self.high}"
-
-    def holds(self, size: int) -> bool:
-        """Return whether `size` lies in the range."""
-        return self.low <= size and (self.high is None or size <= self.high)
+    Raises:
+        LoadError: torch has none of that name.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise LoadError(f'torch {torch.__version__} has no dtype "{name}"')
+    return dtype
 
 
-@dataclass(frozen=True)
-class InputSpec:
-    """What one input of an artifact must be; None where the file does not say."""
-
-    name: str
-    dtype: torch.dtype | None = None
-    shape: tuple[int | DynamicDim, ...] | None = None
-
-    def __str__(self) -> str:
-        dtype = "tensor" if self.dtype is None else _dtype_name(self.dtype)
-        shape = "" if self.shape is None else f"[{','.join(map(str, self.shape))}]"
-        return f"{self.name}:{dtype}{shape}"
-
-    def accepts(self, tensor: Tensor) -> bool:
-        """Return whether the artifact takes `tensor`; on the hot path, so without a message."""
-        if self.dtype is not None and tensor.dtype is not self.dtype:
-            return False
-        if self.shape is None:
-            return True
-        sizes = tensor.shape
-        if len(sizes) != len(self.shape):
-            return False
-        for size, dim in zip(sizes, self.shape, strict=True):
-            if size != dim if isinstance(dim, int) else not dim.holds(size):
-                return False
-        return True
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name in a signature."""
+    return str(dtype).removeprefix("torch.")
 
 
 class Artifact:
@@ -88,7 +58,7 @@ class Artifact:
         self,
         format: str,
         run: Callable[..., Any],
-        inputs: Sequence[InputSpec],
+        inputs: Sequence[TensorSpec],
         device: torch.device,
         module: nn.Module | None = None,
     ) -> None:
@@ -97,6 +67,7 @@ class Artifact:
         self.device = device
         self.module = module
         self._run = run
+        self._takes = [_takes(spec) for spec in self.inputs]
 
     @property
     def input_names(self) -> tuple[str, ...]:
@@ -110,8 +81,8 @@ class Artifact:
 
     def accepts(self, tensors: Sequence[Tensor]) -> bool:
         """Return whether the number, dtypes and shapes of these tensors would pass."""
-        return len(tensors) == len(self.inputs) and all(
-            spec.accepts(tensor) for spec, tensor in zip(self.inputs, tensors, strict=True)
+        return len(tensors) == len(self._takes) and all(
+            takes(tensor) for takes, tensor in zip(self._takes, tensors, strict=True)
         )
 
     def __call__(self, *tensors: Tensor) -> Output:
@@ -121,9 +92,39 @@ class Artifact:
             InputMismatch: a tensor's number, dtype or shape is not what the artifact takes.
         """
         if not self.accepts(tensors):
-            raise InputMismatch(_mismatch(self.inputs, tensors))
+            raise InputMismatch(self._mismatch(tensors))
         output = self._run(*tensors)
         return output if isinstance(output, Tensor) else _as_output(output)
+
+    def _mismatch(self, tensors: Sequence[Tensor]) -> str:
+        takes = ", ".join(map(str, self.inputs))
+        if len(self.inputs) != len(tensors):
+            return f"{len(tensors)} inputs given, the artifact takes {len(self.inputs)}: {takes}"
+        spec, tensor = next(
+            (spec, tensor)
+            for spec, takes, tensor in zip(self.inputs, self._takes, tensors, strict=True)
+            if not takes(tensor)
+        )
+        seen = f"{dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
+        return f'input "{spec.name}" is {seen}, the artifact takes {spec}'
+
+
+def _takes(spec: TensorSpec) -> Callable[[Tensor], bool]:
+    """Return what says whether a tensor fits; on the hot path, so without a message."""
+    if not spec.dtype:
+        return lambda tensor: True
+    dtype = torch_dtype(spec.dtype)
+    limits = [(dim.min, dim.max) if isinstance(dim, Dim) else (dim, dim) for dim in spec.shape]
+
+    def takes(tensor: Tensor) -> bool:
+        if tensor.dtype is not dtype or tensor.dim() != len(limits):
+            return False
+        for size, (low, high) in zip(tensor.shape, limits, strict=True):
+            if not low <= size <= high:
+                return False
+        return True
+
+    return takes
 
 
 def open_artifact(
@@ -229,7 +230,7 @@ def open_torchscript(path: Path, device: torch.device, share: bool = False) -> A
     _freeze(module)
     arguments = module.forward.schema.arguments[1:]  # the first is the module itself
     inputs = [
-        InputSpec(argument.name) for argument in arguments if not argument.has_default_value()
+        TensorSpec(argument.name) for argument in arguments if not argument.has_default_value()
     ]
     return Artifact("torchscript", module, inputs, device, module)
 
@@ -313,11 +314,12 @@ def open_aoti(path: Path, device: torch.device, share: bool = False) -> Artifact
         if folder is None
         else _SharedNative(folder)
     )
+    # Without the proven ranges: explaining runs larger batches.
     inputs = [
-        InputSpec(
+        TensorSpec(
             spec["name"],
-            getattr(torch, spec["dtype"]),
-            tuple(size if isinstance(size, int) else DynamicDim(size) for size in spec["shape"]),
+            spec["dtype"],
+            tuple(size if isinstance(size, int) else Dim(size) for size in spec["shape"]),
         )
         for spec in stated["inputs"]
     ]
@@ -389,15 +391,15 @@ _ONNX_OPTIMISED_ENTRIES = {
 }
 
 _ONNX_DTYPES = {
-    "tensor(float)": torch.float32,
-    "tensor(float16)": torch.float16,
-    "tensor(double)": torch.float64,
-    "tensor(int64)": torch.int64,
-    "tensor(int32)": torch.int32,
-    "tensor(int16)": torch.int16,
-    "tensor(int8)": torch.int8,
-    "tensor(uint8)": torch.uint8,
-    "tensor(bool)": torch.bool,
+    "tensor(float)": "float32",
+    "tensor(float16)": "float16",
+    "tensor(double)": "float64",
+    "tensor(int64)": "int64",
+    "tensor(int32)": "int32",
+    "tensor(int16)": "int16",
+    "tensor(int8)": "int8",
+    "tensor(uint8)": "uint8",
+    "tensor(bool)": "bool",
 }
 
 
@@ -422,10 +424,10 @@ def _freeze(module: nn.Module) -> None:
         parameter.requires_grad_(False)
 
 
-def _program_inputs(program: torch.export.ExportedProgram) -> list[InputSpec]:
+def _program_inputs(program: torch.export.ExportedProgram) -> list[TensorSpec]:
     names = set(program.graph_signature.user_inputs)
     return [
-        InputSpec(node.name, *_traced_type(node.meta["val"], program.range_constraints))
+        TensorSpec(node.name, *_traced_type(node.meta["val"], program.range_constraints))
         for node in program.graph.nodes
         if node.op == "placeholder" and node.name in names
     ]
@@ -445,7 +447,7 @@ def _guarded(module: nn.Module) -> Callable[..., Any]:
 
 
 def _has_free_dims_only(program: torch.export.ExportedProgram) -> bool:
-    """Return whether `InputSpec` states all that the program asks: no size depends on another."""
+    """Return whether `TensorSpec` states all that the program asks: no size depends on another."""
     sizes: list[Any] = [
         size
         for node in program.graph.nodes
@@ -457,23 +459,21 @@ def _has_free_dims_only(program: torch.export.ExportedProgram) -> bool:
     return len(set(symbols)) == len(symbols) and all(symbol.is_Symbol for symbol in symbols)
 
 
-def _traced_type(
-    value: Any, ranges: Mapping[Any, Any]
-) -> tuple[torch.dtype | None, tuple[int | DynamicDim, ...] | None]:
+def _traced_type(value: Any, ranges: Mapping[Any, Any]) -> tuple[str, tuple[Size, ...]]:
     if not isinstance(value, Tensor):
-        return None, None
-    return value.dtype, tuple(_traced_dim(size, ranges) for size in value.shape)
+        return "", ()
+    return dtype_name(value.dtype), tuple(_traced_dim(size, ranges) for size in value.shape)
 
 
-def _traced_dim(size: int | torch.SymInt, ranges: Mapping[Any, Any]) -> int | DynamicDim:
+def _traced_dim(size: int | torch.SymInt, ranges: Mapping[Any, Any]) -> Size:
     if isinstance(size, int):
         return size
     limits = ranges.get(size.node.expr)
     if limits is None:
-        return DynamicDim(str(size))
+        return Dim(str(size))
     # A lower limit of 2 is the tracer's own assumption, not the model's: 0 and 1 do run.
     low = int(limits.lower) if int(limits.lower) > 2 else 0
-    return DynamicDim(str(size), low, int(limits.upper) if limits.upper.is_Integer else None)
+    return Dim(str(size), low, int(limits.upper) if limits.upper.is_Integer else UNLIMITED)
 
 
 def _check_native(
@@ -491,26 +491,26 @@ def _check_native(
         )
 
 
-def _check_equal_dims(inputs: Sequence[InputSpec], tensors: Sequence[Tensor]) -> None:
+def _check_equal_dims(inputs: Sequence[TensorSpec], tensors: Sequence[Tensor]) -> None:
     """Refuse inputs that differ in a dimension which they share: native code reads past the end."""
     sizes: dict[str, int] = {}
     for spec, tensor in zip(inputs, tensors, strict=True):
-        for dim, size in zip(spec.shape or (), tensor.shape, strict=True):
-            if isinstance(dim, DynamicDim) and sizes.setdefault(dim.name, size) != size:
+        for dim, size in zip(spec.shape, tensor.shape, strict=True):
+            if isinstance(dim, Dim) and sizes.setdefault(dim.name, size) != size:
                 raise InputMismatch(
                     f'input "{spec.name}" has {dim.name}={size}, another {sizes[dim.name]}; '
                     "expected one size for each name"
                 )
 
 
-def _onnx_input(name: str, kind: str, shape: Sequence[int | str | None]) -> InputSpec:
+def _onnx_input(name: str, kind: str, shape: Sequence[int | str | None]) -> TensorSpec:
     if kind not in _ONNX_DTYPES:
         raise LoadError(
             f'input "{name}" is a {kind}, which cannot be handed to onnxruntime from here; '
             f"expected one of {', '.join(_ONNX_DTYPES)}: export it as pt2 instead"
         )
-    dims = (size if isinstance(size, int) else DynamicDim(size or "?") for size in shape)
-    return InputSpec(name, _ONNX_DTYPES[kind], tuple(dims))
+    dims = (size if isinstance(size, int) else Dim(size or "?") for size in shape)
+    return TensorSpec(name, _ONNX_DTYPES[kind], tuple(dims))
 
 
 def _session_options(onnxruntime: Any) -> Any:
@@ -556,20 +556,3 @@ def _tensors(output: Any) -> list[Tensor]:
     if isinstance(output, tuple | list):
         return [tensor for value in output for tensor in _tensors(value)]
     raise TypeError(f"the model gave a {type(output).__name__}; expected tensors")
-
-
-def _mismatch(inputs: Sequence[InputSpec], tensors: Sequence[Tensor]) -> str:
-    takes = ", ".join(map(str, inputs))
-    if len(inputs) != len(tensors):
-        return f"{len(tensors)} inputs given, the artifact takes {len(inputs)}: {takes}"
-    spec, tensor = next(
-        (spec, tensor)
-        for spec, tensor in zip(inputs, tensors, strict=True)
-        if not spec.accepts(tensor)
-    )
-    seen = f"{_dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
-    return f'input "{spec.name}" is {seen}, the artifact takes {spec}'
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

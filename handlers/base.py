@@ -22,13 +22,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.signature import Dim, TensorSpec, parse_signature
 from modelyard.handlers.backends import (
     Artifact,
-    DynamicDim,
-    InputSpec,
     Output,
     detect_format,
     open_artifact,
+    torch_dtype,
 )
 from modelyard.handlers.bodies import body_of, parse_json, read_numbers, stack
 from modelyard.handlers.context import Context
@@ -82,7 +82,7 @@ class BaseHandler:
         self.model: Any  # authors put models of their own here
         self.explainer: Artifact | None = None
         self.signature: dict[str, Any] | None = None
-        self.inputs: tuple[InputSpec, ...] = ()
+        self.inputs: tuple[TensorSpec, ...] = ()
         self.output_names: tuple[str, ...] = ()
         self.mapping: dict[str, str] | None = None
         self.agreement: Agreement | None = None
@@ -252,11 +252,8 @@ class BaseHandler:
 
     def _check_batch_size(self, batch_size: int) -> None:
         for spec in self.inputs:
-            if not spec.shape:
-                continue
-            rows = spec.shape[0]
-            takes = DynamicDim("batch", rows, rows) if isinstance(rows, int) else rows
-            if not takes.holds(batch_size):
+            rows = spec.shape[0] if spec.shape else batch_size
+            if not (batch_size in rows if isinstance(rows, Dim) else rows == batch_size):
                 raise LoadError(
                     f"batchSize is {batch_size}, the artifact takes {spec}; set batchSize within "
                     "that range in model-config.yaml, or export with a wider one"
@@ -298,7 +295,7 @@ class BaseHandler:
             )
         parameters = inspect.signature(self.model.forward).parameters.values()
         inputs = self.inputs or tuple(
-            InputSpec(each.name) for each in parameters if each.default is each.empty
+            TensorSpec(each.name) for each in parameters if each.default is each.empty
         )
         self._module = Artifact("eager", self.model, inputs, self.device, self.model)
         return self._module
@@ -415,26 +412,17 @@ def _open(folder: Path, artifact: str, report: str | None, device: torch.device)
 
 
 def _read_signature(
-    signature: Mapping[str, Any] | None, artifact: Artifact
-) -> tuple[tuple[InputSpec, ...], tuple[str, ...]]:
+    stated: Mapping[str, Any] | None, artifact: Artifact
+) -> tuple[tuple[TensorSpec, ...], tuple[str, ...]]:
     """Return the inputs and the names of outputs: from the export's report, else the artifact."""
-    if signature is None:
+    if stated is None:
         return artifact.inputs, ()
     try:
-        limits = signature.get("dims") or {}
-        inputs = tuple(_read_spec(entry, limits) for entry in signature["inputs"])
-        return inputs, tuple(str(entry["name"]) for entry in signature["outputs"])
-    except (KeyError, TypeError, AttributeError) as error:
+        signature = parse_signature(stated)
+    except ValueError as error:
         raise LoadError(
-            f"the manifest's signature cannot be read ({error!r}); build the archive again"
+            f"the manifest's signature cannot be read: {error}; build the archive again"
         ) from error
-
-
-def _read_spec(entry: Mapping[str, Any], limits: Mapping[str, Mapping[str, int]]) -> InputSpec:
-    dims = tuple(
-        dim
-        if isinstance(dim, int)
-        else DynamicDim(dim, limits.get(dim, {}).get("min", 0), limits.get(dim, {}).get("max"))
-        for dim in entry["shape"]
-    )
-    return InputSpec(entry["name"], getattr(torch, entry["dtype"]), dims)
+    for spec in signature.inputs:
+        torch_dtype(spec.dtype)  # of a name that torch knows
+    return signature.inputs, tuple(spec.name for spec in signature.outputs)

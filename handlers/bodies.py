@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelyard.handlers.backends import DynamicDim, InputSpec
+from modelyard.archiver.signature import Size, TensorSpec
+from modelyard.handlers.backends import torch_dtype
 from modelyard.handlers.errors import BadInput, InputMismatch
 from modelyard.handlers.strict_json import parse_strictly
 
@@ -41,7 +42,7 @@ def parse_json(body: Any) -> Any:
         raise BadInput(f"the body is not JSON: {error}; this model takes JSON numbers") from error
 
 
-def read_numbers(spec: InputSpec, value: Any) -> np.ndarray:
+def read_numbers(spec: TensorSpec, value: Any) -> np.ndarray:
     """Turn nested lists into one row of an input, without its batch dimension.
 
     Raises:
@@ -59,12 +60,12 @@ def read_numbers(spec: InputSpec, value: Any) -> np.ndarray:
             _refuse(spec, "fractional numbers")
         if not np.isfinite(found).all():
             _refuse(spec, "NaN or Infinity")
-    if spec.shape is not None and not _fits(found.shape, spec.shape[1:]):
+    if spec.dtype and not _fits(found.shape, spec.shape[1:]):
         _refuse(spec, f"numbers of shape {list(found.shape)}")
     return found.astype(wanted)
 
 
-def stack(spec: InputSpec, rows: Sequence[np.ndarray]) -> Tensor:
+def stack(spec: TensorSpec, rows: Sequence[np.ndarray]) -> Tensor:
     """Gather the rows (*S) of a batch into one tensor (N, *S) of the input's dtype.
 
     Raises:
@@ -77,28 +78,26 @@ def stack(spec: InputSpec, rows: Sequence[np.ndarray]) -> Tensor:
             "pad them in preprocess, or set batchSize: 1 in model-config.yaml"
         )
     tensor = torch.from_numpy(rows[0][None] if len(rows) == 1 else np.array(rows))
-    return tensor if spec.dtype is None else tensor.to(spec.dtype)
+    return tensor.to(torch_dtype(spec.dtype)) if spec.dtype else tensor
 
 
 def _is_empty(value: Any) -> bool:
     return isinstance(value, bytes | bytearray | str) and not value
 
 
-def _numpy_dtype(spec: InputSpec) -> np.dtype[Any]:
-    dtype = spec.dtype or torch.float32
-    if dtype == torch.bfloat16:  # unknown to numpy; float32 holds all of its values
-        dtype = torch.float32
-    return np.dtype(str(dtype).removeprefix("torch."))
+def _numpy_dtype(spec: TensorSpec) -> np.dtype[Any]:
+    # bfloat16 is unknown to numpy; float32 holds all of its values.
+    return np.dtype("float32" if spec.dtype in ("", "bfloat16") else spec.dtype)
 
 
-def _refuse(spec: InputSpec, seen: str) -> NoReturn:
-    shape = "" if spec.shape is None else f" of shape [{', '.join(map(str, spec.shape[1:]))}]"
-    dtype = str(spec.dtype or torch.float32).removeprefix("torch.")
+def _refuse(spec: TensorSpec, seen: str) -> NoReturn:
+    shape = f" of shape [{', '.join(map(str, spec.shape[1:]))}]" if spec.dtype else ""
+    dtype = spec.dtype or "float32"
     raise BadInput(f'input "{spec.name}" holds {seen}; expected {dtype} numbers{shape}')
 
 
-def _fits(sizes: Sequence[int], dims: Sequence[int | DynamicDim]) -> bool:
+def _fits(sizes: Sequence[int], dims: Sequence[Size]) -> bool:
     return len(sizes) == len(dims) and all(
-        size == dim if isinstance(dim, int) else dim.holds(size)
+        size == dim if isinstance(dim, int) else size in dim
         for size, dim in zip(sizes, dims, strict=True)
     )

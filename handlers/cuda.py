@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from modelyard.handlers.backends import Artifact, InputSpec, Output
+from modelyard.archiver.signature import TensorSpec
+from modelyard.handlers.backends import Artifact, Output, torch_dtype
 from modelyard.handlers.base import BaseHandler
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import LoadError
@@ -395,7 +396,7 @@ def open_overlap(handler: BaseHandler, context: Context, device: Device) -> Over
 @torch.inference_mode()
 def record_graphs(
     artifact: Artifact,
-    inputs: Sequence[InputSpec],
+    inputs: Sequence[TensorSpec],
     batch_size: int,
     tolerance: float,
     device: Device,
@@ -439,7 +440,7 @@ def record_graphs(
 
 def _record(
     artifact: Artifact,
-    inputs: Sequence[InputSpec],
+    inputs: Sequence[TensorSpec],
     views: Sequence[Tensor],
     tolerance: float,
     device: Device,
@@ -469,7 +470,7 @@ def _record(
 
 
 def _fill(
-    device: Device, targets: Sequence[Tensor], inputs: Sequence[InputSpec], seed: int
+    device: Device, targets: Sequence[Tensor], inputs: Sequence[TensorSpec], seed: int
 ) -> None:
     examples = _examples(inputs, len(targets[0]), seed)
     assert examples is not None
@@ -477,7 +478,7 @@ def _fill(
         device.copy(device.compute, target, example)
 
 
-def _examples(inputs: Sequence[InputSpec], rows: int, seed: int | None) -> list[Tensor] | None:
+def _examples(inputs: Sequence[TensorSpec], rows: int, seed: int | None) -> list[Tensor] | None:
     """Return a batch, None where the specs do not say its shapes.
 
     Floats are in [0, 1) by a seed, or zero without one; all else is zero, which indexes something
@@ -486,13 +487,13 @@ def _examples(inputs: Sequence[InputSpec], rows: int, seed: int | None) -> list[
     random = torch.Generator().manual_seed(seed or 0)
     tensors = []
     for spec in inputs:
-        sizes = [each for each in (spec.shape or ("?",))[1:] if isinstance(each, int)]
-        if spec.dtype is None or not spec.shape or len(sizes) != len(spec.shape) - 1:
+        sizes = [each for each in spec.shape[1:] if isinstance(each, int)]
+        if not spec.shape or len(sizes) != len(spec.shape) - 1:
             return None
-        if spec.dtype.is_floating_point and seed is not None:
-            tensors.append(torch.rand(rows, *sizes, generator=random).to(spec.dtype))
+        if spec.is_float and seed is not None:
+            tensors.append(torch.rand(rows, *sizes, generator=random).to(torch_dtype(spec.dtype)))
         else:
-            tensors.append(torch.zeros(rows, *sizes, dtype=spec.dtype))
+            tensors.append(torch.zeros(rows, *sizes, dtype=torch_dtype(spec.dtype)))
     return tensors or None
 
 

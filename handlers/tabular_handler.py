@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelyard.handlers.backends import DynamicDim, Output
+from modelyard.archiver.signature import Dim
+from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler, Inputs
 from modelyard.handlers.bodies import body_of, parse_json, stack
 from modelyard.handlers.context import Context
@@ -61,12 +62,11 @@ class TabularHandler(BaseHandler):
         if len(self.inputs) != 1:
             raise LoadError(f"the artifact takes {takes}; the handler tabular serves one input")
         (spec,) = self.inputs
-        width = DynamicDim("features") if spec.shape is None else spec.shape[-1]
+        width = spec.shape[-1] if spec.shape else Dim("features")
         count = len(self.features)
-        fits = width.holds(count) if isinstance(width, DynamicDim) else width == count
-        is_table = spec.shape is None or len(spec.shape) == 2
-        is_real = spec.dtype is None or spec.dtype.is_floating_point
-        if not (fits and is_table and is_real):
+        fits = count in width if isinstance(width, Dim) else width == count
+        is_table = len(spec.shape) == 2 and spec.is_float
+        if spec.dtype and not (fits and is_table):
             raise LoadError(
                 f"the artifact takes {takes}, {FEATURES_FILE} names {count} features; expected a "
                 f"model of one float input [batch, {count}]"

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelyard.handlers.backends import DynamicDim, Output
+from modelyard.archiver.signature import UNLIMITED, Dim
+from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler, Inputs
 from modelyard.handlers.bodies import body_of, parse_json, stack
 from modelyard.handlers.context import Context
@@ -179,11 +180,11 @@ class TextHandler(BaseHandler):
     def _lengths(self) -> tuple[int, int]:
         """Return the fewest and the most tokens that the artifact takes."""
         shape = self.inputs[self.embedded or 0].shape
-        if shape is None or len(shape) != 2:
+        if len(shape) != 2:
             return 1, MAX_LENGTH
         length = shape[1]
-        if isinstance(length, DynamicDim):
-            return max(1, length.low), length.high or MAX_LENGTH
+        if isinstance(length, Dim):
+            return max(1, length.min), MAX_LENGTH if length.max == UNLIMITED else length.max
         return length, length
 
     def _max_length(self, section: Mapping[str, Any]) -> int:

@@ -14,7 +14,7 @@ import torch
 from PIL import Image, ImageFilter, UnidentifiedImageError
 from torch import Tensor
 
-from modelyard.handlers.backends import DynamicDim, InputSpec
+from modelyard.archiver.signature import Dim, Size, TensorSpec
 from modelyard.handlers.base import BaseHandler, Inputs
 from modelyard.handlers.bodies import body_of, read_numbers, stack
 from modelyard.handlers.context import Context
@@ -298,13 +298,13 @@ def _decode_base64(text: str) -> bytes:
         raise BadInput(f"the body is text but not base64 ({error}); send the image file") from error
 
 
-def _check_shape(settings: ImageSettings, spec: InputSpec) -> None:
+def _check_shape(settings: ImageSettings, spec: TensorSpec) -> None:
     """Refuse settings whose pictures the artifact cannot take."""
-    if spec.shape is None:  # TorchScript without a report says nothing about shapes
+    if not spec.dtype:  # TorchScript without a report says nothing about shapes
         return
     dims = spec.shape[1:]
     fits = len(dims) == 3 and all(
-        size is None or (dim.holds(size) if isinstance(dim, DynamicDim) else size == dim)
+        size is None or (size in dim if isinstance(dim, Dim) else size == dim)
         for size, dim in zip(settings.shape, dims, strict=True)
     )
     if not fits:
@@ -316,7 +316,7 @@ def _check_shape(settings: ImageSettings, spec: InputSpec) -> None:
         )
 
 
-def _suggestion(dims: Sequence[int | DynamicDim]) -> str:
+def _suggestion(dims: Sequence[Size]) -> str:
     by_channels = {count: mode for mode, count in CHANNELS.items()}
     channels = dims[0] if len(dims) == 3 and isinstance(dims[0], int) else 3
     mode = by_channels.get(channels, "RGB")

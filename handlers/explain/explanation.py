@@ -418,14 +418,14 @@ def _window(subject: Subject, sizes: torch.Size, side: int | None) -> tuple[int,
 def _chunk_rows(asked: ExplainOptions, artifact: Artifact, score: Score, explained: Tensors) -> int:
     if asked.internal_batch_size is None and METHODS[asked.method].needs_gradients:
         rows = gradient_rows(artifact, score, explained)
-        return min(rows, most_rows(artifact) or rows)
+        return min(rows, most_rows(artifact))
     return _forward_rows(asked, artifact)
 
 
 def _forward_rows(asked: ExplainOptions, artifact: Artifact) -> int:
     """Return how many points share a pass: what is asked for, as far as the artifact takes it."""
     rows = asked.internal_batch_size or FORWARD_ROWS
-    return min(rows, most_rows(artifact) or rows)
+    return min(rows, most_rows(artifact))
 
 
 def _ask(subject: Subject, artifact: Artifact, inputs: Tensors) -> Tensor:

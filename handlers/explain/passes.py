@@ -8,7 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from modelyard.handlers.backends import Artifact, DynamicDim
+from modelyard.archiver.signature import UNLIMITED, Dim
+from modelyard.handlers.backends import Artifact
 from modelyard.handlers.explain.attribution import Score, Tensors, recording
 
 FORWARD_ROWS = 32
@@ -27,16 +28,14 @@ Shapes = tuple[torch.Size, ...]
 _row_bytes: WeakKeyDictionary[Artifact, dict[Shapes, int]] = WeakKeyDictionary()
 
 
-def most_rows(artifact: Artifact) -> int | None:
-    """Return how many rows an artifact takes at once; None where it does not say."""
-    sizes = [
-        rows.high if isinstance(rows, DynamicDim) else rows
+def most_rows(artifact: Artifact) -> int:
+    """Return how many rows an artifact takes at once, as far as it says."""
+    sizes = (
+        rows.max if isinstance(rows, Dim) else rows
         for spec in artifact.inputs
-        if spec.shape
         for rows in spec.shape[:1]
-    ]
-    known = [size for size in sizes if size is not None]
-    return min(known) if known else None
+    )
+    return min(sizes, default=UNLIMITED)
 
 
 def gradient_rows(artifact: Artifact, score: Score, inputs: Tensors) -> int:
@@ -52,7 +51,7 @@ def gradient_rows(artifact: Artifact, score: Score, inputs: Tensors) -> int:
     shapes = tuple(each.shape[1:] for each in inputs)
     known = _row_bytes.setdefault(artifact, {})
     if shapes not in known:
-        rows = min(2, most_rows(artifact) or 2)
+        rows = min(2, most_rows(artifact))
         first, both = (_kept_bytes(score, inputs, count) for count in (1, rows))
         known[shapes] = max(1, both - first if rows > 1 else first)
     budget = min(PASS_BYTES, free_bytes(inputs[0].device) // MEMORY_SHARE)

@@ -276,18 +276,9 @@ def _device_ids(values: _Values) -> tuple[int, ...]:
 
 
 def proven_batch(archive: Archive) -> int | None:
-    """Return the largest batch that the export compared, None if unknown.
-
-    1 for a fixed batch, and for a model whose rows mix: it is served one request at a time.
-    """
+    """Return the largest batch that may be served by the export's report, None if unknown."""
     seal = archive.manifest.modelyard
-    signature = seal.signature if seal else None
-    if signature is None or not signature.inputs or not signature.inputs[0].shape:
-        return None
-    if signature.batching and not signature.batching.batchable:
-        return 1
-    batch = signature.inputs[0].shape[0]
-    return signature.dims[batch].max if isinstance(batch, str) else 1
+    return seal.signature.proven_batch if seal and seal.signature else None
 
 
 def _parse(archive: Archive, file: str | None) -> dict[str, Any]:

@@ -7,13 +7,12 @@ import pytest
 
 from modelyard.archiver.errors import BadManifest
 from modelyard.archiver.manifest import (
-    Batching,
-    Dim,
     Golden,
     Manifest,
     format_manifest,
     parse_manifest,
 )
+from modelyard.archiver.signature import Batching, Dim
 
 TORCHSERVE = {
     "createdOn": "17/08/2024 12:00:00",
@@ -111,8 +110,8 @@ def test_sealed_manifest_is_read() -> None:
     assert seal is not None
     assert seal.digests["digits.onnx"] == SHA
     assert seal.signature is not None
-    assert seal.signature.inputs[0].shape == ("batch", 1)
-    assert seal.signature.dims == {"batch": Dim(1, 8)}
+    assert seal.signature.inputs[0].shape == (Dim("batch", 1, 8), 1)
+    assert seal.signature.dims == {"batch": Dim("batch", 1, 8)}
     assert seal.signature.batching == Batching(False, "rows mix")
     assert seal.golden == (Golden("q", "image/png", "a", 1e-3),)
 

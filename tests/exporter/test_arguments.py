@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import to_exported_program, to_onnx, to_torchscript
 from modelyard.exporter.arguments import flatten, own_name, take_inputs
 from modelyard.exporter.errors import ModelError, UsageError
 from modelyard.exporter.reference import Reference, observe
-from modelyard.exporter.signature import parse_inputs
 from modelyard.handlers.backends import open_artifact
 
 ROWS = ("x:float32[batch,3]", "y:float32[batch,3]")

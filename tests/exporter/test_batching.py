@@ -2,8 +2,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.signature import Batching, parse_inputs
 from modelyard.exporter.reference import observe
-from modelyard.exporter.signature import Batching, parse_inputs
 
 
 class Row(nn.Module):
@@ -68,7 +68,7 @@ class PerGroup(nn.Module):
 def _batching(model: nn.Module, *inputs: str) -> Batching:
     found = observe(model.eval(), parse_inputs(inputs), (), torch.device("cpu"))
     assert found.signature.batching is not None
-    assert found.signature.to_json()["batching"] == found.signature.batching.to_json()
+    assert found.signature.to_json()["batching"] == vars(found.signature.batching)
     return found.signature.batching
 
 

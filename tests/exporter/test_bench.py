@@ -17,6 +17,7 @@ import torch
 from rich.console import Console
 from typer.testing import CliRunner
 
+from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import UsageError, export
 from modelyard.exporter.bench import (
     BenchReport,
@@ -34,7 +35,6 @@ from modelyard.exporter.bench_page import write_bench_page
 from modelyard.exporter.bench_table import bench_table
 from modelyard.exporter.machine import describe_machine
 from modelyard.exporter.pages import fill
-from modelyard.exporter.signature import parse_inputs
 
 NET = """
 class Net(nn.Module):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import (
     CheckpointError,
     ConversionError,
@@ -22,7 +23,6 @@ from modelyard.exporter import (
 from modelyard.exporter.locate import first_difference
 from modelyard.exporter.parity import check
 from modelyard.exporter.reference import Reference, observe
-from modelyard.exporter.signature import parse_inputs
 
 Author = Callable[[str], tuple[Path, str]]
 FORMATS = ("pt2", "onnx", "torchscript")

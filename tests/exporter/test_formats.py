@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import to_exported_program, to_onnx, to_torchscript
 from modelyard.exporter.errors import ConversionError
 from modelyard.exporter.reference import Reference, observe
-from modelyard.exporter.signature import parse_inputs
 from modelyard.handlers.backends import open_artifact
 
 Write = Callable[[nn.Module, Reference, Path], dict[str, object]]

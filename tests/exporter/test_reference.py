@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.signature import Dim, parse_inputs
 from modelyard.exporter.errors import ModelError, UsageError
 from modelyard.exporter.reference import Reference, observe
-from modelyard.exporter.signature import parse_inputs
 
 CPU = torch.device("cpu")
 
@@ -91,14 +91,14 @@ def test_outputs_get_their_dtypes_and_the_dims_that_they_follow() -> None:
     inputs = ["left:float32[batch,width]", "right:float32[batch,width]"]
     reference = _observe(Add(), inputs, ["sum", "dot"])
     assert [str(spec) for spec in reference.signature.outputs] == [
-        "sum:float32[batch,width]",
-        "dot:float32[batch]",
+        "sum:float32[batch=1..8,width=1..8]",
+        "dot:float32[batch=1..8]",
     ]
 
 
 def test_a_size_that_follows_no_input_dim_gets_a_name_of_its_own() -> None:
     reference = _observe(Pooled(), ["x:float32[batch,3,length=8..16]"])
-    assert reference.signature.outputs[0].shape == ("batch", 3, "output_2")
+    assert reference.signature.outputs[0].shape == (Dim("batch", 1, 8), 3, Dim("output_2"))
     assert set(reference.signature.dims) == {"batch", "length"}
 
 

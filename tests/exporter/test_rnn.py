@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import to_exported_program, to_onnx, to_torchscript
 from modelyard.exporter.differences import compare
 from modelyard.exporter.errors import ConversionError
 from modelyard.exporter.reference import observe
 from modelyard.exporter.rnn import any_length
-from modelyard.exporter.signature import parse_inputs
 from modelyard.handlers.backends import open_artifact
 
 

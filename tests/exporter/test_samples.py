@@ -6,9 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
+from modelyard.archiver.signature import Signature, parse_inputs
 from modelyard.exporter.errors import UsageError
 from modelyard.exporter.samples import read_samples
-from modelyard.exporter.signature import Signature, parse_inputs
 
 ROW = parse_inputs(["x:float32[batch,2]"])
 TWO = parse_inputs(["batch.x:float32[n,2]", "tokens:int64[n,length=1..4]"])
@@ -82,7 +82,9 @@ def test_a_picture_gives_its_pixels(tmp_path: Path) -> None:
     [
         pytest.param("a.csv", [1], ROW, '".csv" is not a known suffix', id="suffix"),
         pytest.param("a.json", [[1, 2, 3]], ROW, "has the shape [1, 3]", id="shape"),
-        pytest.param("a.json", [[1, 2]] * 9, ROW, "with batch=1..8", id="out of the range"),
+        pytest.param(
+            "a.json", [[1, 2]] * 9, ROW, "expected x:float32[batch=1..8,2]", id="out of the range"
+        ),
         pytest.param("a.json", {"y": [[1, 2]]}, ROW, "holds y; expected exactly", id="name"),
         pytest.param("a.json", [[1, 2]], TWO, "expected them by name", id="too few"),
         pytest.param(

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter.errors import ModelError
 from modelyard.exporter.reference import observe
-from modelyard.exporter.signature import parse_inputs
 from modelyard.exporter.watch import watch
 
 HERE = Path(__file__).name

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modelyard.handlers.backends import FORMATS, DynamicDim, InputSpec, detect_format, open_artifact
+from modelyard.archiver.signature import Dim, TensorSpec
+from modelyard.handlers.backends import FORMATS, detect_format, open_artifact
 from modelyard.handlers.errors import InputMismatch, LoadError
 
 ARTIFACTS = {"pt2": "digits.pt2", "onnx": "digits.onnx", "torchscript": "digits.pt"}
@@ -182,5 +183,5 @@ def test_artifact_made_on_the_cpu_runs_on_cuda(
 
 
 def test_spec_reads_like_the_command_line_writes_it() -> None:
-    spec = InputSpec("image", torch.float32, (DynamicDim("batch", 1, 8), 1, 28, 28))
+    spec = TensorSpec("image", "float32", (Dim("batch", 1, 8), 1, 28, 28))
     assert str(spec) == "image:float32[batch=1..8,1,28,28]"

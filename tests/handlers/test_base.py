@@ -126,7 +126,7 @@ def test_log_not_client_learns_which_request_of_a_batch_was_bad(
     context = make_context(requests=3)
     handler = initialized(BaseHandler(), context)
     data: list[dict[str, Any]] = [{"body": IMAGE}, {"body": IMAGE}, {"body": [[1]]}]
-    with caplog.at_level(logging.INFO, "handlers"), pytest.raises(BadInput) as error:
+    with caplog.at_level(logging.INFO, "modelyard.handlers"), pytest.raises(BadInput) as error:
         handler.handle(data, context)
     assert "request id-2 (index 2 of its batch)" in caplog.text
     assert "id-2" not in str(error.value)

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from modelyard.handlers.backends import DynamicDim, InputSpec
+from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers.bodies import body_of, parse_json, read_numbers, stack
 from modelyard.handlers.errors import BadInput, InputMismatch
 
-ROW = InputSpec("x", torch.float32, (DynamicDim("batch", 1, 8), 2, DynamicDim("length", 1, 3)))
+ROW = TensorSpec("x", "float32", (Dim("batch", 1, 8), 2, Dim("length", 1, 3)))
 
 
 @pytest.mark.parametrize(
@@ -87,14 +87,14 @@ def test_unusable_numbers_are_refused_with_what_is_expected(value: object, seen:
 
 
 def test_fractions_are_refused_where_whole_numbers_are_expected() -> None:
-    spec = InputSpec("ids", torch.int64, (DynamicDim("batch"), 2))
+    spec = TensorSpec("ids", "int64", (Dim("batch"), 2))
     assert read_numbers(spec, [1, 2]).dtype == np.int64
     with pytest.raises(BadInput, match='"ids" holds fractional numbers; expected int64'):
         read_numbers(spec, [1.0, 2.5])
 
 
 def test_bfloat16_rows_become_a_bfloat16_tensor() -> None:
-    spec = InputSpec("x", torch.bfloat16, (DynamicDim("batch"), 2))
+    spec = TensorSpec("x", "bfloat16", (Dim("batch"), 2))
     tensor = stack(spec, [read_numbers(spec, [1, 2]), read_numbers(spec, [3, 4])])
     assert tensor.dtype == torch.bfloat16
     assert tensor.tolist() == [[1, 2], [3, 4]]

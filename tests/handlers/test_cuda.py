@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers import (
     BUILT_IN,
     BadInput,
@@ -20,7 +21,7 @@ from modelyard.handlers import (
     ImageClassifier,
     TextHandler,
 )
-from modelyard.handlers.backends import Artifact, DynamicDim, InputSpec, Output
+from modelyard.handlers.backends import Artifact, Output
 from modelyard.handlers.base import Inputs
 from modelyard.handlers.cuda import (
     Graphs,
@@ -35,9 +36,9 @@ from modelyard.handlers.cuda import (
 from tests.lazy_device import LazyDevice
 
 MakeContext = Callable[..., Context]
-BATCH = DynamicDim("batch", 1, 8)
-ROW = InputSpec("x", torch.float32, (BATCH, 3))
-PAIR = (ROW, InputSpec("y", torch.int64, (BATCH, 2)))
+BATCH = Dim("batch", 1, 8)
+ROW = TensorSpec("x", "float32", (BATCH, 3))
+PAIR = (ROW, TensorSpec("y", "int64", (BATCH, 2)))
 
 
 def double(x: Tensor) -> Tensor:
@@ -50,7 +51,7 @@ def both(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def artifact(
     run: Callable[..., Any] = double,
-    inputs: Sequence[InputSpec] = (ROW,),
+    inputs: Sequence[TensorSpec] = (ROW,),
     format: str = "pt2",
     device: str = "cpu",
 ) -> Artifact:
@@ -222,7 +223,7 @@ class Seen:
         return double(x)
 
 
-def graphs_of(run: Callable[..., Any], inputs: Sequence[InputSpec] = (ROW,)) -> Graphs:
+def graphs_of(run: Callable[..., Any], inputs: Sequence[TensorSpec] = (ROW,)) -> Graphs:
     return record_graphs(artifact(run, inputs), inputs, 8, 1e-4, LazyDevice())
 
 
@@ -256,7 +257,7 @@ def test_a_batch_is_padded_with_zeros_to_the_next_size(count: int, size: int) ->
     ids=["rows", "empty", "shape", "dtype", "two", "none"],
 )
 def test_what_fits_no_graph_is_the_artifacts_to_judge(tensors: tuple[Tensor, ...]) -> None:
-    plain = artifact(double, (InputSpec("x"),))
+    plain = artifact(double, (TensorSpec("x"),))
     graphs = record_graphs(plain, (ROW,), 8, 1e-4, LazyDevice())
     try:
         expected = plain(*tensors)
@@ -280,21 +281,21 @@ class Unable(LazyDevice):
         raise RuntimeError("operation not permitted when stream is capturing\nand more")
 
 
-LENGTH = InputSpec("x", torch.float32, (BATCH, DynamicDim("length")))
+LENGTH = TensorSpec("x", "float32", (BATCH, Dim("length")))
 
 
 @pytest.mark.parametrize(
     ("model", "device", "reason"),
     [
         (artifact(inputs=(LENGTH,)), LazyDevice(), "a shape varies"),
-        (artifact(inputs=(InputSpec("x"),)), LazyDevice(), "is unknown"),
+        (artifact(inputs=(TensorSpec("x"),)), LazyDevice(), "is unknown"),
         (artifact(format="aoti"), LazyDevice(), "aoti is launched as it is"),
         (artifact(lambda x: x.sum()), LazyDevice(), "do not have a row for each"),
         (artifact(lambda x: x[:1]), LazyDevice(), "do not have a row for each"),
         (artifact(), Forgetful(), "output 0 of a batch of 8 is not what the model gives"),
         (artifact(lambda x: x.argmax(1)), Forgetful(), "is not what the model gives"),
         (artifact(), Unable(), "RuntimeError: operation not permitted when stream is capturing$"),
-        (artifact(inputs=(InputSpec("x", torch.float32, (16, 3)),)), LazyDevice(), "no batch of"),
+        (artifact(inputs=(TensorSpec("x", "float32", (16, 3)),)), LazyDevice(), "no batch of"),
     ],
     ids=["length", "unknown", "aoti", "sum", "first", "wrong", "index", "unable", "fixed"],
 )
@@ -306,7 +307,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(
     with caplog.at_level("INFO"):
         overlap = open_overlap(handler(model), context_of(1), device)
     assert "the model runs without CUDA graphs: " in caplog.text
-    if model.inputs[0].accepts(torch.zeros(2, 3)) and model.format == "pt2":
+    if model.accepts([torch.zeros(2, 3)]) and model.format == "pt2":
         data = rows([[1, 2, 3], [4, 5, 7]])
         found = overlap.launch(data, context_of(2))
         assert found.result() == handler(model).handle(data, context_of(2))
@@ -314,7 +315,7 @@ def test_what_cannot_be_recorded_runs_as_it_is(
 
 def test_a_fixed_batch_has_one_graph() -> None:
     sizes: list[int] = []
-    fixed = InputSpec("x", torch.float32, (8, 3))
+    fixed = TensorSpec("x", "float32", (8, 3))
 
     class Counts(LazyDevice):
         def record_graph(self, call: Callable[[], Output]) -> tuple[Callable[[], None], Output]:

@@ -6,14 +6,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers import BadInput, NoGradients, TwinDiffers
-from modelyard.handlers.backends import Artifact, DynamicDim, InputSpec
+from modelyard.handlers.backends import Artifact
 from modelyard.handlers.explain.attribution import Score
 from modelyard.handlers.explain.explanation import Agreement, Explanation, Subject, explain_batch
 from modelyard.handlers.explain.options import parse_options
 from modelyard.handlers.explain.passes import MOST_ROWS, free_bytes, gradient_rows
 
-SPEC = InputSpec("x", torch.float64, (DynamicDim("batch"), 3))
+SPEC = TensorSpec("x", "float64", (Dim("batch"), 3))
 
 
 class Function(nn.Module):
@@ -28,7 +29,7 @@ class Function(nn.Module):
         return self.f(*inputs)
 
 
-def artifact(f: Callable[..., Tensor], *specs: InputSpec, differentiable: bool = True) -> Artifact:
+def artifact(f: Callable[..., Tensor], *specs: TensorSpec, differentiable: bool = True) -> Artifact:
     module = Function(f)
     inputs = specs or (SPEC,)
     return Artifact("pt2", module, inputs, torch.device("cpu"), module if differentiable else None)
@@ -99,7 +100,7 @@ def test_answer_of_a_random_method_does_not_depend_on_its_neighbours(method: str
 
 
 def test_what_is_explained_may_be_in_any_place_among_the_inputs() -> None:
-    specs = (InputSpec("mask", torch.int64), replace(SPEC, shape=None))
+    specs = (TensorSpec("mask", "int64", SPEC.shape), TensorSpec("x"))
     model = artifact(lambda mask, x: (x * mask).sum(1), *specs)
     mask = torch.tensor([[1, 0, 1], [0, 1, 1]])
     for method in ("integrated_gradients", "feature_ablation", "input_x_gradient"):
@@ -111,7 +112,7 @@ def test_what_is_explained_may_be_in_any_place_among_the_inputs() -> None:
 
 
 def test_model_without_real_inputs_needs_a_method_without_gradients() -> None:
-    model = subject(artifact(lambda x: x.double(), InputSpec("ids", torch.int64)))
+    model = subject(artifact(lambda x: x.double(), TensorSpec("ids", "int64", SPEC.shape)))
     with pytest.raises(NoGradients, match="real-valued inputs, this model takes ids:int64"):
         explain(model, X.long(), {}, {})
 
@@ -189,7 +190,7 @@ def test_no_pass_is_larger_than_what_the_artifact_takes() -> None:
         rows.append(len(x))
         return x**2
 
-    spec = replace(SPEC, shape=(DynamicDim("batch", 1, 5), 3))
+    spec = replace(SPEC, shape=(Dim("batch", 1, 5), 3))
     model = subject(artifact(counting, spec))
     for method in ("integrated_gradients", "saliency", "kernel_shap", "smoothgrad"):
         explain(model, X, {"method": method}, {"method": method, "target": "top-3"})
@@ -201,7 +202,7 @@ def test_no_pass_is_larger_than_what_the_artifact_takes() -> None:
 
 def test_larger_activations_make_smaller_passes() -> None:
     def chunk(width: int) -> int:
-        spec = InputSpec("x", torch.float32, (DynamicDim("batch"), width))
+        spec = TensorSpec("x", "float32", (Dim("batch"), width))
         model = artifact(lambda x: (x**2).exp().sum(1), spec)
         question = torch.zeros(1, width)
         return gradient_rows(model, Score(model, torch.zeros(2).long()), (question,))

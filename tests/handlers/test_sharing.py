@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modelyard.exporter.signature import Signature, TensorSpec
+from modelyard.archiver.signature import Signature, TensorSpec
 from modelyard.exporter.to_aoti import write as write_aoti
 from modelyard.exporter.to_torchscript import write as write_torchscript
 from modelyard.handlers.backends import open_artifact
@@ -27,7 +27,6 @@ WEIGHT_BYTES = WIDTH * WIDTH * 4
 FILES = {"pt2": "wide.pt2", "torchscript": "wide.pt", "onnx": "wide.onnx"}
 SIGNATURE = Signature(
     (TensorSpec("image", "float32", (2, WIDTH)),),
-    {},
     (TensorSpec("logits", "float32", (2, WIDTH)),),
 )
 

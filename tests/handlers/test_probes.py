@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from modelyard.exporter.probes import BUDGET_GFLOP, Probe, example_sizes, make_inputs, plan
-from modelyard.exporter.signature import parse_inputs
+from modelyard.archiver.signature import parse_inputs
+from modelyard.handlers.probes import BUDGET_GFLOP, Probe, example_sizes, make_inputs, plan
 
 
 def test_every_batch_size_meets_both_ends_of_every_other_dim_in_every_kind() -> None:

@@ -19,7 +19,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from modelyard.exporter.signature import DTYPES, DimRange, Signature, TensorSpec
+from modelyard.archiver.signature import Dim, Signature, TensorSpec
+from modelyard.handlers.backends import torch_dtype
 
 KINDS = ("random", "zeros", "large", "tiny", "negative")
 _FLOAT_KINDS = ("tiny", "negative")
@@ -100,7 +101,7 @@ def example_sizes(signature: Signature) -> dict[str, int]:
     taken = {size for spec in signature.inputs for size in spec.shape if isinstance(size, int)}
     chosen: dict[str, int] = {}
     for name, dim in signature.dims.items():
-        candidates = [size for size in (5, 3, 7, dim.min, dim.max) if _fits(size, dim)]
+        candidates = [size for size in (5, 3, 7, dim.min, dim.max) if size > 1 and size in dim]
         candidates += range(max(dim.min, 2), dim.max + 1)
         free = (size for size in candidates if size not in taken)
         chosen[name] = next(free, candidates[0])
@@ -134,7 +135,7 @@ def make_inputs(
 def _values(
     spec: TensorSpec, shape: tuple[int, ...], kind: str, below: int, generator: torch.Generator
 ) -> Tensor:
-    dtype = DTYPES[spec.dtype]
+    dtype = torch_dtype(spec.dtype)
     if dtype.is_floating_point:
         return _floats(torch.randn(shape, generator=generator), kind, dtype)
     highest = 1 if dtype is torch.bool else below - 1
@@ -171,14 +172,14 @@ def _probes(
 
 def _sizes(signature: Signature) -> dict[str, tuple[int, ...]]:
     return {
-        name: _batch_sizes(dim) if name == signature.batch_dim else (dim.min, dim.max)
+        name: _batch_sizes(dim) if dim == signature.batch else (dim.min, dim.max)
         for name, dim in signature.dims.items()
     }
 
 
 def _few_sizes(signature: Signature) -> dict[str, tuple[int, ...]]:
     return {
-        name: _few_batch_sizes(dim) if name == signature.batch_dim else (dim.min, dim.max)
+        name: _few_batch_sizes(dim) if dim == signature.batch else (dim.min, dim.max)
         for name, dim in signature.dims.items()
     }
 
@@ -186,12 +187,12 @@ def _few_sizes(signature: Signature) -> dict[str, tuple[int, ...]]:
 def _edge_sizes(signature: Signature) -> dict[str, int]:
     """Choose the one size for edge values: two rows where that is in the range."""
     return {
-        name: max(2, dim.min) if name == signature.batch_dim else dim.min
+        name: max(2, dim.min) if dim == signature.batch else dim.min
         for name, dim in signature.dims.items()
     }
 
 
-def _batch_sizes(dim: DimRange) -> tuple[int, ...]:
+def _batch_sizes(dim: Dim) -> tuple[int, ...]:
     if dim.max - dim.min < ALL_SIZES_UP_TO:
         return tuple(range(dim.min, dim.max + 1))
     first = range(dim.min, dim.min + ALL_SIZES_UP_TO // 2)
@@ -199,11 +200,11 @@ def _batch_sizes(dim: DimRange) -> tuple[int, ...]:
     return tuple(sorted({*first, *doublings, *_largest_prime(dim), dim.max}))
 
 
-def _few_batch_sizes(dim: DimRange) -> tuple[int, ...]:
+def _few_batch_sizes(dim: Dim) -> tuple[int, ...]:
     return tuple(sorted({dim.min, max(2, dim.min), *_largest_prime(dim), dim.max}))
 
 
-def _largest_prime(dim: DimRange) -> tuple[int, ...]:
+def _largest_prime(dim: Dim) -> tuple[int, ...]:
     """Find the largest odd prime below the end of the range: a size that no tile divides."""
     for size in range(dim.max - 1, max(dim.min, 3) - 1, -1):
         if all(size % factor for factor in range(2, int(size**0.5) + 1)):
@@ -213,7 +214,3 @@ def _largest_prime(dim: DimRange) -> tuple[int, ...]:
 
 def _gflop(probes: tuple[Probe, ...], row_gflop: float) -> float:
     return sum(prod(probe.sizes.values()) for probe in probes) * row_gflop
-
-
-def _fits(size: int, dim: DimRange) -> bool:
-    return size > 1 and dim.min <= size <= dim.max

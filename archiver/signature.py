@@ -1,0 +1,277 @@
+"""What an artifact takes and gives: names, dtypes, shapes, and the ranges of dynamic dimensions.
+
+An input is written `name:dtype[dims]`: `image:float32[batch,1,8,8]`. A dim is a number, or a name,
+which makes it dynamic; `length=1..128` gives the range of sizes to prove, 1..8 when absent. A name
+that appears twice is one size.
+
+A tensor inside an argument is named by the way to it: `batch.image:float32[…]` is the value under
+the key "image" of the dict `batch`, `pair.0:float32[…]` the first tensor of the tuple or list
+`pair`. The artifact takes them one by one, as `batch_image` and `pair_0`.
+
+Reports and manifests hold a signature as
+
+    {"inputs": [{"name": "image", "dtype": "float32", "shape": ["batch", 1, 8, 8]}],
+     "outputs": […], "dims": {"batch": {"min": 1, "max": 8}},
+     "batching": {"batchable": true, "reason": "…"}}
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from keyword import iskeyword
+from typing import Any
+
+from modelyard.archiver.untrusted.json import Fields
+
+DTYPES = (
+    *("float32", "float16", "bfloat16", "float64"),
+    *("int64", "int32", "int16", "int8", "uint8", "bool"),
+)
+"""What an export takes; torch's names."""
+UNLIMITED = sys.maxsize
+DEFAULT_RANGE = (1, 8)
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
+_FORM = "name:dtype[dims], such as image:float32[batch,1,8,8]"
+_DIM_FORM = "a size such as 8, a name such as batch, or a name with its range such as batch=1..8"
+
+
+@dataclass(frozen=True)
+class Dim:
+    """A dynamic dimension, and the sizes that it may have, both ends included."""
+
+    name: str
+    min: int = 0
+    max: int = UNLIMITED
+
+    def __str__(self) -> str:
+        return self.name if self.max == UNLIMITED else f"{self.name}={self.min}..{self.max}"
+
+    def __contains__(self, size: int) -> bool:
+        return self.min <= size <= self.max
+
+
+Size = int | Dim
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One input or output; without a dtype, the file says nothing but its name."""
+
+    name: str
+    dtype: str = ""
+    shape: tuple[Size, ...] = ()
+    path: str = ""
+    """Where the tensor stands in forward()'s arguments, when that is inside one: `batch.image`."""
+
+    def __str__(self) -> str:
+        name = self.path or self.name
+        shape = f"[{','.join(map(str, self.shape))}]" if self.dtype else ""
+        return f"{name}:{self.dtype or 'tensor'}{shape}"
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds floating-point numbers."""
+        return "float" in self.dtype
+
+    def sizes(self, dims: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape with every dynamic dimension at its size in `dims`."""
+        return tuple(size if isinstance(size, int) else dims[size.name] for size in self.shape)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form that reports and manifests hold."""
+        shape = [size if isinstance(size, int) else size.name for size in self.shape]
+        document = {"name": self.name, "dtype": self.dtype, "shape": shape}
+        return document | ({"argument": self.path} if self.path else {})
+
+
+@dataclass(frozen=True)
+class Batching:
+    """Whether requests may share a call: whether each row's output depends on that row alone."""
+
+    batchable: bool
+    reason: str
+
+
+@dataclass(frozen=True)
+class Signature:
+    """Inputs and outputs in the order of the call; outputs are empty until the model has run."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...] = ()
+    batching: Batching | None = None
+    """None until the model has run, and in reports of versions that did not look."""
+
+    @property
+    def dims(self) -> dict[str, Dim]:
+        """The inputs' dynamic dimensions, in the order of their first mention."""
+        sizes = (size for spec in self.inputs for size in spec.shape)
+        return {size.name: size for size in sizes if isinstance(size, Dim)}
+
+    @property
+    def batch(self) -> Size | None:
+        """The first dimension of the first input; None where there is none."""
+        return self.inputs[0].shape[0] if self.inputs and self.inputs[0].shape else None
+
+    @property
+    def proven_batch(self) -> int | None:
+        """The largest batch that the export compared, None if unknown.
+
+        1 for a fixed batch, and for a model whose rows mix: it is served one request at a time.
+        """
+        if self.batch is None:
+            return None
+        mixes = self.batching is not None and not self.batching.batchable
+        return 1 if mixes or isinstance(self.batch, int) else self.batch.max
+
+    def in_precision(self, dtype: str) -> "Signature":
+        """Return the signature whose floating-point inputs are of `dtype`."""
+        inputs = (replace(spec, dtype=dtype) if spec.is_float else spec for spec in self.inputs)
+        return replace(self, inputs=tuple(inputs))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form that reports and manifests hold."""
+        document: dict[str, Any] = {
+            "inputs": [spec.to_json() for spec in self.inputs],
+            "outputs": [spec.to_json() for spec in self.outputs],
+            "dims": {name: {"min": dim.min, "max": dim.max} for name, dim in self.dims.items()},
+        }
+        return document | ({"batching": vars(self.batching)} if self.batching else {})
+
+
+def parse_signature(document: Any) -> Signature:
+    """Read a signature from the JSON of a report or manifest.
+
+    Raises:
+        ValueError: every field that is wrong.
+    """
+    problems: list[str] = []
+    signature = read_signature(Fields(document, "signature", problems))
+    if problems:
+        raise ValueError("; ".join(problems))
+    return signature
+
+
+def read_signature(fields: Fields) -> Signature:
+    """Read a signature as reports and manifests hold it; problems are noted in `fields`."""
+    stated = fields.object("dims")
+    dims = {name: _read_dim(name, stated.object(name)) for name in stated.values}
+    inputs = [_read_tensor(item, dims) for item in fields.objects("inputs")]
+    outputs = [_read_tensor(item, dims) for item in fields.objects("outputs")]
+    batching = None
+    if fields.values.get("batching") is not None:
+        entry = fields.object("batching")
+        batching = Batching(entry.boolean("batchable"), entry.text("reason"))
+    signature = Signature(tuple(inputs), tuple(outputs), batching)
+    for name in sorted(set(signature.dims) - set(dims)):
+        fields.problems.append(f"{stated.at(name)}: an input names it, its range is missing")
+    return signature
+
+
+def _read_dim(name: str, fields: Fields) -> Dim:
+    dim = Dim(name, fields.integer("min"), fields.integer("max"))
+    if not 0 <= dim.min <= dim.max:
+        fields.problems.append(
+            f"{fields.path}: expected 0 <= min <= max, found {dim.min} and {dim.max}"
+        )
+    return dim
+
+
+def _read_tensor(fields: Fields, dims: Mapping[str, Dim]) -> TensorSpec:
+    shape: list[Size] = []
+    for i, size in enumerate(fields.items("shape")):
+        if isinstance(size, str) and size:
+            shape.append(dims.get(size, Dim(size)))
+        elif isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+            shape.append(size)
+        else:
+            fields.wrong(f"shape[{i}]", "a size of at least 0 or a dimension's name", size)
+    path = fields.text_or_none("argument") or ""
+    return TensorSpec(fields.text("name"), fields.text("dtype"), tuple(shape), path)
+
+
+def parse_inputs(texts: Sequence[str]) -> Signature:
+    """Read every `--input` of one model.
+
+    Raises:
+        ValueError: names the input, the part of it that is wrong, and what was expected there.
+    """
+    if not texts:
+        raise ValueError(f"no --input given; expected one {_FORM} per argument of forward()")
+    ranges: dict[str, tuple[int, int] | None] = {}
+    specs = [_parse_input(text, ranges) for text in texts]
+    names = [spec.name for spec in specs]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(
+            f'--input "{twice[0]}" is given twice; every input needs a name of its own'
+        )
+    # The range of a name may follow its first mention.
+    dims = {name: Dim(name, *(ends or DEFAULT_RANGE)) for name, ends in ranges.items()}
+    return Signature(tuple(with_dims(specs, dims)))
+
+
+def with_dims(specs: Iterable[TensorSpec], dims: Mapping[str, Dim]) -> Iterable[TensorSpec]:
+    """Yield the specs with these ranges in place of those of equal name."""
+    for spec in specs:
+        shape = (
+            dims.get(size.name, size) if isinstance(size, Dim) else size for size in spec.shape
+        )
+        yield replace(spec, shape=tuple(shape))
+
+
+def _parse_input(text: str, ranges: dict[str, tuple[int, int] | None]) -> TensorSpec:
+    path, colon, rest = text.partition(":")
+    name = path.replace(".", "_")
+    if not _PATH.fullmatch(path) or iskeyword(name):
+        raise _wrong(text, f'"{path}" is not a name of letters, digits and _', _FORM)
+    if not colon:
+        raise _wrong(text, f'nothing follows the name "{name}"', _FORM)
+    dtype, bracket, dims = rest.partition("[")
+    if dtype not in DTYPES:
+        raise _wrong(text, f'"{dtype}" is not a dtype', f"one of {', '.join(DTYPES)}")
+    if not bracket or not dims.endswith("]"):
+        wrong = f'"{bracket}{dims}" after the dtype is not a list of dims in [ ]'
+        raise _wrong(text, wrong, _FORM)
+    parts = dims.removesuffix("]").split(",")
+    shape = tuple(
+        _parse_dim(text, position, part.strip(), ranges)
+        for position, part in enumerate(parts, start=1)
+    )
+    return TensorSpec(name, dtype, shape, path if path != name else "")
+
+
+def _parse_dim(
+    text: str, position: int, part: str, ranges: dict[str, tuple[int, int] | None]
+) -> Size:
+    """Read one dim, and note a named one in `ranges` (None until a range is given)."""
+    if part.isdecimal() and int(part) > 0:
+        return int(part)
+    name, equals, range_text = part.partition("=")
+    if not _NAME.fullmatch(name):
+        raise _wrong(text, f'dim {position} is "{part}"', _DIM_FORM)
+    ends = _parse_range(text, position, part, range_text) if equals else None
+    noted = ranges.setdefault(name, ends)
+    if ends and noted not in (None, ends):
+        here, elsewhere = Dim(name, *ends), Dim(name, *noted)
+        raise _wrong(text, f"dim {here} here and {elsewhere} elsewhere", "one range per name")
+    ranges[name] = ends or noted
+    return Dim(name)
+
+
+def _parse_range(text: str, position: int, part: str, range_text: str) -> tuple[int, int]:
+    ends = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", range_text)
+    if ends is None:
+        raise _wrong(text, f'dim {position} is "{part}"', _DIM_FORM)
+    low, high = int(ends[1]), int(ends[2])
+    if low < 1 or low >= high:
+        wrong = f"dim {position} has the range {low}..{high}"
+        raise _wrong(
+            text, wrong, "1 or more first, then more; a single size is written as a number"
+        )
+    return low, high
+
+
+def _wrong(text: str, seen: str, expected: str) -> ValueError:
+    return ValueError(f'--input "{text}": {seen}; expected {expected}')

@@ -1,0 +1,251 @@
+import base64
+import json
+import os
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from modelyard.archiver import open_archive, write_archive
+from modelyard.archiver.cli import archive_app, keygen_app, verify_app
+from modelyard.archiver.errors import BadSignature
+from modelyard.archiver.manifest import MANIFEST_NAME
+from modelyard.archiver.signing import (
+    check_signature,
+    generate_keys,
+    read_signing_key,
+    read_trusted_keys,
+    sign,
+)
+from modelyard.archiver.untrusted.names import SIGNATURE_NAME
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """Make two key pairs: release and other."""
+    folder = tmp_path / "keys"
+    folder.mkdir()
+    for name in ("release", "other"):
+        private, public = generate_keys()
+        (folder / f"{name}.key").write_bytes(private)
+        (folder / f"{name}.pub").write_bytes(public)
+    return folder
+
+
+@pytest.fixture
+def signed(inputs: Path, keys: Path, tmp_path: Path) -> Path:
+    return write(inputs, tmp_path / "signed", keys / "release.key")
+
+
+def write(inputs: Path, store: Path, key: Path | None, archive_format: str = "zip-store") -> Path:
+    return write_archive(
+        "digits",
+        version="1.0",
+        artifact=inputs / "digits.onnx",
+        handler="image_classifier",
+        output_dir=store,
+        archive_format=archive_format,
+        key=read_signing_key(key),
+    )
+
+
+def rewrite(path: Path, change: Callable[[dict[str, bytes]], None]) -> None:
+    with zipfile.ZipFile(path) as zipped:
+        content = {name: zipped.read(name) for name in zipped.namelist()}
+    change(content)
+    with zipfile.ZipFile(path, "w") as zipped:
+        for name, data in content.items():
+            zipped.writestr(name, data)
+
+
+def refusal(path: Path, trusted: Path) -> str:
+    with open_archive(path) as archive, pytest.raises(BadSignature) as caught:
+        check_signature(archive, read_trusted_keys(trusted))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("archive_format", ["zip-store", "tgz", "no-archive"])
+def test_the_key_that_signed_is_found_among_the_trusted_ones(
+    inputs: Path, keys: Path, tmp_path: Path, archive_format: str
+) -> None:
+    path = write(inputs, tmp_path, keys / "release.key", archive_format)
+    trusted = keys / "trusted"
+    trusted.write_bytes((keys / "other.pub").read_bytes() + (keys / "release.pub").read_bytes())
+
+    with open_archive(path) as archive:
+        signer = check_signature(archive, read_trusted_keys(trusted))
+
+    assert {signer} == set(read_trusted_keys(keys / "release.pub"))
+
+
+def test_the_signature_changes_neither_the_digest_nor_the_manifest(
+    inputs: Path, signed: Path, tmp_path: Path
+) -> None:
+    unsigned = write(inputs, tmp_path / "unsigned", None)
+
+    with open_archive(signed) as one, open_archive(unsigned) as other:
+        assert one.digest == other.digest
+        assert one.read(MANIFEST_NAME) == other.read(MANIFEST_NAME)
+        assert set(one.names) - set(other.names) == {SIGNATURE_NAME}
+
+
+def test_the_same_key_signs_to_the_same_bytes(
+    inputs: Path, signed: Path, keys: Path, tmp_path: Path
+) -> None:
+    again = write(inputs, tmp_path / "again", keys / "release.key")
+
+    assert again.read_bytes() == signed.read_bytes()
+
+
+def test_the_signature_is_plain_ed25519_over_the_manifests_bytes(signed: Path, keys: Path) -> None:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    public = load_pem_public_key((keys / "release.pub").read_bytes())
+    with open_archive(signed) as archive:
+        document = json.loads(archive.read(SIGNATURE_NAME))
+        manifest = archive.read(MANIFEST_NAME)
+
+    assert document["algorithm"] == "Ed25519"
+    assert isinstance(public, Ed25519PublicKey)
+    public.verify(base64.b64decode(document["signature"]), manifest)  # or it raises
+
+
+def test_an_unsigned_archive_is_refused(inputs: Path, keys: Path, tmp_path: Path) -> None:
+    path = write(inputs, tmp_path, None)
+
+    assert refusal(path, keys / "release.pub").startswith("digits.mar is not signed; write it")
+
+
+def test_an_unknown_key_is_named(signed: Path, keys: Path) -> None:
+    text = refusal(signed, keys / "other.pub")
+
+    assert text.startswith("digits.mar is signed by the key ")
+    (other,) = read_trusted_keys(keys / "other.pub")
+    assert text.endswith(f", which is not trusted; trusted: {other[:12]}")
+
+
+def test_a_manifest_changed_after_signing_is_refused(signed: Path, keys: Path) -> None:
+    def change(content: dict[str, bytes]) -> None:
+        content[MANIFEST_NAME] = content[MANIFEST_NAME].replace(b'"1.0"', b'"1.1"')
+
+    rewrite(signed, change)
+
+    assert "is wrong: the manifest was changed after it was signed" in refusal(
+        signed, keys / "release.pub"
+    )
+
+
+def test_a_key_cannot_be_claimed(signed: Path, keys: Path) -> None:
+    """Signed by `other`, but named as `release`."""
+
+    def claim(content: dict[str, bytes]) -> None:
+        key = read_signing_key(keys / "other.key")
+        assert key is not None
+        forged = json.loads(sign(content[MANIFEST_NAME], key))
+        forged["key_id"] = json.loads(content[SIGNATURE_NAME])["key_id"]
+        content[SIGNATURE_NAME] = json.dumps(forged).encode()
+
+    rewrite(signed, claim)
+
+    assert "is wrong" in refusal(signed, keys / "release.pub")
+
+
+@pytest.mark.parametrize(
+    ("document", "problem"),
+    [
+        (b"not json", "not JSON"),
+        (b"[]", "expected an object, found a list"),
+        (b"{}", "algorithm: expected a string"),
+        (b'{"algorithm": "RSA", "key_id": "a", "signature": "YQ=="}', "expected Ed25519"),
+        (b'{"algorithm": "Ed25519", "key_id": "a", "signature": "?"}', "cannot be read"),
+        (b"x" * 100_000, "at most 65536 are read"),
+    ],
+)
+def test_a_broken_signature_says_what_is_wrong(
+    signed: Path, keys: Path, document: bytes, problem: str
+) -> None:
+    rewrite(signed, lambda content: content.update({SIGNATURE_NAME: document}))
+
+    assert problem in refusal(signed, keys / "release.pub")
+
+
+def test_the_environment_names_the_key_or_holds_it(
+    keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MODELYARD_SIGNING_KEY", raising=False)
+    assert read_signing_key(None) is None
+    expected = read_signing_key(keys / "release.key")
+    for value in (str(keys / "release.key"), (keys / "release.key").read_text()):
+        monkeypatch.setenv("MODELYARD_SIGNING_KEY", value)
+        found = read_signing_key(None)
+        assert found is not None and expected is not None
+        assert found.private_bytes_raw() == expected.private_bytes_raw()
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"", "holds no private key in PEM"),
+        (b"-----BEGIN PRIVATE KEY-----\nx\n-----END PRIVATE KEY-----\n", "holds no private key"),
+    ],
+)
+def test_a_file_that_is_no_key_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
+    (tmp_path / "k").write_bytes(content)
+
+    with pytest.raises(BadSignature, match=problem):
+        read_signing_key(tmp_path / "k")
+    with pytest.raises(BadSignature, match=r"holds no public key|is not a public key in PEM"):
+        read_trusted_keys(tmp_path / "k")
+    with pytest.raises(BadSignature, match="cannot read the key file"):
+        read_trusted_keys(tmp_path / "lost")
+
+
+def test_a_key_of_another_kind_is_refused(tmp_path: Path) -> None:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+    key = X25519PrivateKey.generate()
+    (tmp_path / "x.key").write_bytes(
+        key.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    (tmp_path / "x.pub").write_bytes(
+        key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    )
+
+    with pytest.raises(BadSignature, match="is not an Ed25519 key"):
+        read_signing_key(tmp_path / "x.key")
+    with pytest.raises(BadSignature, match="is not an Ed25519 key"):
+        read_trusted_keys(tmp_path / "x.pub")
+
+
+# -- command line --------------------------------------------------------------------------------
+
+
+def test_keygen_archive_and_verify_go_together(inputs: Path, tmp_path: Path) -> None:
+    run = CliRunner().invoke
+    release = tmp_path / "release"
+    assert run(keygen_app, [str(release)]).exit_code == 0
+    assert os.stat(f"{release}.key").st_mode & 0o777 == 0o600  # noqa: PTH116
+    again = run(keygen_app, [str(release)])
+    assert (again.exit_code, "release.key: File exists" in again.stderr) == (1, True)
+
+    arguments = ["digits", f"--artifact={inputs}/digits.onnx", "--handler=image_classifier"]
+    arguments += ["--version=1.0", "--no-dry-run", f"--output-dir={tmp_path}/store"]
+    assert run(archive_app, [*arguments, f"--sign={release}.key"]).exit_code == 0
+
+    verify = [str(tmp_path / "store" / "digits.mar"), "--no-run"]
+    good = run(verify_app, [*verify, f"--public-key={release}.pub"])
+    assert (good.exit_code, "signature  by the trusted key " in good.stdout) == (0, True)
+    assert "not checked without --public-key" in run(verify_app, verify).stdout
+    assert run(keygen_app, [str(tmp_path / "other")]).exit_code == 0
+    bad = run(verify_app, [*verify, f"--public-key={tmp_path}/other.pub"])
+    assert (bad.exit_code, "which is not trusted" in bad.stderr) == (1, True)
