@@ -24,6 +24,8 @@ from pathlib import Path
 
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker import check, load, loop, pipeline
+from modelyard.serve.worker.answer import Rules
+from modelyard.serve.worker.golden import check_golden
 
 PR_SET_PDEATHSIG = 1
 
@@ -42,7 +44,7 @@ def main(fd: int) -> int:
         _enter(Path(message["folder"]))
         service = load.load_service(message)
         reader.poll_s = message["poll_us"] / 1e6
-        loop.check_golden(service, message["golden"])
+        check_golden(service, message["golden"])
     except BaseException as error:
         traceback.print_exc()
         reason = load.describe(error, Path(message["folder"]))
@@ -52,7 +54,7 @@ def main(fd: int) -> int:
     ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}
     connection.sendall(wire.encode_control(wire.READY, ready))
     run = loop.run if service.launch is None else pipeline.run
-    run(reader, service, loop.Rules.of(message))
+    run(reader, service, Rules.of(message))
     return 0
 
 

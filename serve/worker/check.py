@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 from modelyard.handlers.backends import Artifact, open_artifact
-from modelyard.serve.worker import load, loop
+from modelyard.serve.worker import load
+from modelyard.serve.worker.golden import answer_golden, compare_golden, value_of
 
 DEFAULT_BATCH_SIZE = 8
 SEED = 0
@@ -72,14 +73,14 @@ def _batch_size(task: dict[str, Any]) -> int:
 
 
 def _replay(service: load.Service, example: dict[str, Any], number: int) -> dict[str, Any]:
-    answer = loop.answer_golden(service, example, number)
+    answer = answer_golden(service, example, number)
     if example["expected"] is None:
         text = answer.body.decode("utf-8", "replace")
         refusal = None if answer.status == 200 else f"status {answer.status}: {text}"
-        return {"answer": loop.value_of(answer), "difference": refusal}
+        return {"answer": value_of(answer), "difference": refusal}
     expected = json.loads(Path(example["expected"]).read_bytes())
-    difference = loop.compare_golden(answer, expected, example["tolerance"])
-    return {"answer": loop.value_of(answer), "difference": difference}
+    difference = compare_golden(answer, expected, example["tolerance"])
+    return {"answer": value_of(answer), "difference": difference}
 
 
 def _compare(folder: Path, parity: dict[str, Any], device: str) -> dict[str, Any]:

@@ -9,113 +9,50 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import json
 import logging
-import math
 import os
-import re
 import socket
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
-import orjson
 import torch
 
 from modelyard.handlers import Context
 from modelyard.handlers.entry_point import Entry
-from modelyard.handlers.errors import BadInput, LoadError, NoGradients, PredictionException
-from modelyard.handlers.strict_json import parse_strictly
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.lengths import CALL_BYTES, choose_alike
+from modelyard.serve.worker.answer import (
+    BYTES,
+    JSON,
+    OURS,
+    TEXT,
+    UNREAD,
+    Answer,
+    Rules,
+    WrongAnswer,
+    answer_output,
+    check_outputs,
+    error_answer,
+    text_of,
+    undecodable,
+)  # fmt: skip
 from modelyard.serve.worker.load import Service
-from modelyard.serve.worker.request import ReadJson, Request
+from modelyard.serve.worker.request import Request
 
 logger = logging.getLogger(__name__)
 
 RECEIVE_BYTES = 1 << 18
 MAX_BODY = 0xFFFFFFFF
 
-JSON, TEXT, BYTES = "application/json", "text/plain; charset=utf-8", "application/octet-stream"
-AS_JSON = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 _PACKED = {name: wire.pack_meta([b"content-type", name.encode()]) for name in (JSON, TEXT, BYTES)}
 KIND = wire.EXPLAIN | wire.ALONE | wire.DESCRIBE
 """Flags that jobs of one batch share."""
 
-_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+")
-_HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
-_FRAMING = frozenset({"connection", "content-length", "transfer-encoding"})
-"""Headers that belong to the connection; a handler's opinion of them is left out."""
 _STREAMED = {"ts_stream_next": "true"}
 """On the first chunk of a streamed answer, as TorchServe's clients know it."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How requests are read and answers are written; the LOAD message says it."""
-
-    is_torchserve: bool = False
-    """The server speaks TorchServe's dialect: its errors, and numbers that JSON does not have."""
-    is_plain: bool = False
-    """Answers as TorchServe writes them: indented JSON, and of the content types none but its."""
-    read_json: ReadJson | None = parse_strictly
-    """None leaves bodies as they come."""
-    max_answer_bytes: int | None = None
-    """Of one answer or chunk; a longer one is an error of its own request."""
-    times_predictions: bool = False
-    """Whether each call of the handler is reported as the metric PredictionTime."""
-
-    @classmethod
-    def of(cls, message: dict[str, Any]) -> Rules:
-        """Read the LOAD message."""
-        is_torchserve = message.get("dialect") == "torchserve"
-        is_plain = is_torchserve or "modelyard" not in (message["manifest"] or {})
-        decodes = message.get("decode_input", True)
-        return cls(
-            is_torchserve=is_torchserve,
-            is_plain=is_plain,
-            read_json=(json.loads if is_plain else parse_strictly) if decodes else None,
-            max_answer_bytes=message.get("max_response_bytes"),
-            times_predictions=message.get("metrics") is not None,
-        )
-
-
-OURS = Rules()
-"""Of an archive that we sealed, in a server of ours."""
-
-
-class Answer(NamedTuple):
-    """A reply before it is framed."""
-
-    status: int
-    headers: dict[str, str]
-    body: bytes
-    flags: int = 0
-
-
-UNREAD = Answer(503, {}, b"", wire.UNREAD)
-"""To a job that nobody waits for any more; the server counts it, and drops it."""
-
-
-class WrongAnswer(Exception):
-    """What a handler answered cannot be sent.
-
-    Args:
-        message: what came and what was expected.
-        torchserve: what TorchServe says to that.
-        code: the status of that.
-    """
-
-    def __init__(
-        self, message: str, torchserve: str = "Prediction failed", code: int = 503
-    ) -> None:
-        super().__init__(message)
-        self.torchserve = torchserve
-        self.code = code
 
 
 class ClientsLeft(BaseException):
@@ -242,7 +179,7 @@ class Chunks:
         if not waiting:
             raise ClientsLeft
         for at, request in waiting:
-            answer = _format(self._context, at, values[at], self._rules)
+            answer = answer_output(self._context, at, values[at], self._rules)
             headers = {} if self.has_sent else {**answer.headers, **_STREAMED}
             frame.add(request.id, answer.status, wire.MORE, _pack(headers), [answer.body])
         self._reader.connection.sendall(b"".join(frame.buffers()))
@@ -280,7 +217,7 @@ def send(
         frame.add(item.id, answer.status, answer.flags, _pack(answer.headers), [answer.body])
     if metrics is not None and (records := metrics.drain()):
         # Authors report numbers of any library; the server reads what str() makes of them.
-        reported = json.dumps({"records": records}, default=_text).encode()
+        reported = json.dumps({"records": records}, default=text_of).encode()
         frame.add(0, wire.METRICS, 0, b"", [reported])
     reader.connection.sendall(b"".join(frame.buffers()))
 
@@ -370,7 +307,7 @@ def read_requests(
         try:
             request.decode(item.body, rules.read_json)
         except Exception as error:
-            answers[item.id] = _undecodable(error, request.request_id, rules)
+            answers[item.id] = undecodable(error, request.request_id, rules)
         else:
             requests.append(request)
     return answers, requests
@@ -450,7 +387,7 @@ def answer_outputs(
     answers = []
     for index, output in enumerate(outputs):
         try:
-            answers.append(_format(context, index, output, rules))
+            answers.append(answer_output(context, index, output, rules))
         except Exception as error:  # an answer is an author's object: each of its methods may fail
             if chunks is not None and chunks.has_sent:
                 answers += _broken(error, [requests[index]], rules)
@@ -479,213 +416,3 @@ def _log_failure(error: BaseException, request_id: str, rules: Rules) -> None:
 def _log_error(text: str, request_id: str, error: BaseException) -> None:
     with contextlib.suppress(Exception):  # the handler may have closed the log
         logger.error(text, request_id, exc_info=error)
-
-
-def check_outputs(outputs: object, count: int) -> list[Any]:
-    """Return the answers as a plain list: an author's class may lie about its length.
-
-    Raises:
-        WrongAnswer: they are not a list, or not as many as the requests.
-    """
-    if not isinstance(outputs, list):
-        raise WrongAnswer(
-            f"the handler returned {type(outputs).__name__}; a list with one answer per request "
-            "is expected",
-            "Invalid model predict output",
-        )
-    held = list.copy(outputs)
-    if len(held) != count:
-        text = "number of batch response mismatched"
-        raise WrongAnswer(f"{text}: {len(held)} answers to {count} requests", text)
-    return held
-
-
-def _format(context: Context, index: int, output: object, rules: Rules) -> Answer:
-    """Turn one answer of the handler into status, headers and bytes.
-
-    Raises:
-        WrongAnswer: it cannot be sent.
-    """
-    try:
-        body, content_type = _encode(output, rules)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise WrongAnswer(
-            f"the handler's answer cannot be sent as JSON: {error}",
-            "Unsupported model output data type.",
-        ) from error
-    limit = rules.max_answer_bytes
-    if limit is not None and len(body) > limit:
-        text = f"the answer has {len(body)} bytes; max_response_size allows {limit}"
-        raise WrongAnswer(text, text, 500)
-    headers = {"content-type": content_type} if content_type else {}
-    if context.is_answer_plain:
-        return Answer(200, headers, body)
-    status, _ = context.get_response_status(index)
-    if not _is_status(status):
-        raise WrongAnswer(f"the handler set the status {status!r}")
-    for name, value in context.get_response_headers(index).items():
-        lower, text = str(name).lower(), str(value)
-        if not _HEADER_NAME.fullmatch(lower) or not _HEADER_VALUE.fullmatch(text):
-            raise WrongAnswer(f"the handler set the header {name!r} to {value!r}")
-        if lower not in _FRAMING:
-            headers[lower] = text
-    return Answer(status, headers, body)
-
-
-def _encode(output: object, rules: Rules) -> tuple[bytes, str | None]:
-    """Return the bytes of one value, and its content type unless the client is to guess.
-
-    Plain bytes, whatever an author's class says of itself: the frame's lengths must be true.
-    """
-    if isinstance(output, str):
-        return str.encode(output), None if rules.is_plain else TEXT
-    if isinstance(output, (bytes, bytearray)):
-        return b"".join((output,)), None if rules.is_plain else BYTES
-    if not rules.is_plain:
-        return _to_json(output), JSON
-    if isinstance(output, torch.Tensor):
-        saved = io.BytesIO()
-        torch.save(output, saved)
-        return saved.getvalue(), None
-    return json.dumps(output, indent=2, allow_nan=rules.is_torchserve).encode(), JSON
-
-
-def _to_json(value: object) -> bytes:
-    """Return compact JSON; ten floats take orjson a tenth of the standard library's time.
-
-    Raises:
-        TypeError, ValueError, RecursionError: JSON has no such value; NaN is one.
-    """
-    try:
-        text = orjson.dumps(value, option=AS_JSON)
-    except TypeError:  # keys that are not text, long integers, lone surrogates; or no JSON at all
-        text = b""
-    if not text or b"null" in text:  # which is what orjson makes of NaN, too
-        return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
-    return text
-
-
-def _is_status(code: object) -> bool:
-    """Return whether an answer may have this HTTP status."""
-    return isinstance(code, int) and 200 <= code <= 599
-
-
-def _undecodable(error: Exception, request_id: str, rules: Rules) -> Answer:
-    """Answer a request whose body cannot be read: the client's fault, but 500 in TorchServe."""
-    if rules.is_torchserve:
-        return _error(500, "InternalServerException", _text(error), request_id, rules)
-    return error_answer(error, request_id, rules)
-
-
-def error_answer(error: BaseException, request_id: str, rules: Rules = OURS) -> Answer:
-    """Return the JSON error of a request, never the traceback."""
-    kind = "InternalServerException"
-    if isinstance(error, (BadInput, NoGradients)):
-        return _error(400, "BadRequestException", _text(error), request_id, rules)
-    if isinstance(error, PredictionException):
-        code = error.error_code if _is_status(error.error_code) else 500
-        if rules.is_torchserve and code == 413:
-            code = 507
-        return _error(code, kind, _text(error.message), request_id, rules)
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        rules.is_torchserve and "CUDA" in _text(error)
-    ):
-        return _error(507, kind, "Out of resources", request_id, rules)
-    if not rules.is_torchserve:
-        name = "" if isinstance(error, WrongAnswer) else f"{type(error).__name__}: "
-        return _error(500, kind, f"{name}{_text(error)}", request_id, rules)
-    if isinstance(error, WrongAnswer):
-        return _error(error.code, kind, error.torchserve, request_id, rules)
-    return _error(503, kind, "Prediction failed", request_id, rules)
-
-
-def _error(code: int, kind: str, message: str, request_id: str, rules: Rules) -> Answer:
-    content: dict[str, object] = {"code": code, "type": kind, "message": message}
-    if rules.is_torchserve:
-        body = json.dumps(content, indent=2) + "\n"
-    else:
-        body = json.dumps({**content, "request_id": request_id})
-    return Answer(code, {"content-type": JSON}, body.encode())
-
-
-def _text(said: object) -> str:
-    """Return what an error or a value says; an author's class may fail to say anything."""
-    try:
-        return str(said)
-    except BaseException as failure:
-        return f"(its text fails: {type(failure).__name__})"
-
-
-def check_golden(service: Service, golden: Sequence[dict[str, Any]]) -> None:
-    """Replay the archive's golden requests; a worker that answers them wrong is not ready.
-
-    Raises:
-        LoadError: which request, what was expected and what came.
-    """
-    for number, example in enumerate(golden):
-        expected = json.loads(Path(example["expected"]).read_bytes())
-        answer = answer_golden(service, example, number)
-        if difference := compare_golden(answer, expected, example["tolerance"]):
-            raise LoadError(
-                f"golden request {number} ({example['request']}): {difference}; the weights, the "
-                "labels or the preprocessing are not those that the archive was made with"
-            )
-
-
-def answer_golden(service: Service, example: dict[str, Any], number: int) -> Answer:
-    """Return the handler's answer to one golden request, alone in its batch.
-
-    It takes the way that predictions will take: in two halves, if they do.
-    """
-    meta = [b"", b"", b"golden-%d" % number]
-    if example["content_type"]:
-        meta += [b"content-type", example["content_type"].encode()]
-    # The name is relative: the archive is the working folder.
-    item = wire.Item(1, 0, 0, wire.pack_meta(meta), Path(example["request"]).read_bytes())
-    if (launch := service.launch) is not None:
-        service = replace(service, predict=lambda data, context: launch(data, context).result())
-    return answer_batch(service, [item])[0]
-
-
-def compare_golden(answer: Answer, expected: dict[str, Any], tolerance: float) -> str | None:
-    """Return how an answer differs from {"label": …} or {"answer": …}, or None when it agrees."""
-    if answer.status != 200:
-        text = answer.body.decode("utf-8", "replace")
-        return f"expected an answer, got status {answer.status}: {text}"
-    got = value_of(answer)
-    if "label" in expected:
-        label = max(got, key=got.__getitem__) if isinstance(got, dict) and got else got
-        return (
-            None
-            if str(label) == expected["label"]
-            else (f'expected the label "{expected["label"]}", got "{label}"')
-        )
-    return _difference(got, expected["answer"], tolerance, "answer")
-
-
-def value_of(answer: Answer) -> Any:
-    """Return what golden answers are compared by: the answer's JSON value, else its text."""
-    text = answer.body.decode("utf-8", "replace")
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _difference(got: Any, expected: Any, tolerance: float, where: str) -> str | None:
-    """Return the first difference between two JSON values; numbers may be `tolerance` apart."""
-    numbers = (int, float)
-    if type(got) in numbers and type(expected) in numbers:  # True is no 1
-        close = math.isclose(got, expected, rel_tol=0, abs_tol=tolerance)
-        return None if close else f"{where}: expected {expected}, got {got}"
-    if isinstance(got, dict) and isinstance(expected, dict) and got.keys() == expected.keys():
-        pairs: Any = ((f"{where}.{key}", got[key], expected[key]) for key in expected)
-    elif isinstance(got, list) and isinstance(expected, list) and len(got) == len(expected):
-        pairs = ((f"{where}[{at}]", *pair) for at, pair in enumerate(zip(got, expected)))  # noqa: B905
-    else:
-        same = type(got) is type(expected) and got == expected
-        return None if same else f"{where}: expected {expected!r}, got {got!r}"
-    for place, one, other in pairs:
-        if difference := _difference(one, other, tolerance, place):
-            return difference
-    return None

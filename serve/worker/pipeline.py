@@ -18,6 +18,7 @@ from typing import Any
 from modelyard.handlers import Context
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker import loop
+from modelyard.serve.worker.answer import OURS, Answer, Rules, check_outputs
 from modelyard.serve.worker.load import Launch, Pending, Service
 from modelyard.serve.worker.request import Request
 
@@ -37,7 +38,7 @@ class Flight:
     """A batch that was launched."""
 
     batch: Sequence[wire.Item]
-    answers: dict[int, loop.Answer]
+    answers: dict[int, Answer]
     """Of those that the handler did not see."""
     requests: list[Request]
     pending: Pending
@@ -45,7 +46,7 @@ class Flight:
     lane: Lane
 
 
-def run(reader: loop.Reader, service: Service, rules: loop.Rules = loop.OURS) -> None:
+def run(reader: loop.Reader, service: Service, rules: Rules = OURS) -> None:
     """Serve until the server closes its end (EOFError); `service` must have `launch`."""
     gc.collect()
     gc.freeze()
@@ -56,9 +57,7 @@ def run(reader: loop.Reader, service: Service, rules: loop.Rules = loop.OURS) ->
 class Pipeline:
     """The batches in flight, oldest first, and what waits behind them."""
 
-    def __init__(
-        self, reader: loop.Reader, service: Service, rules: loop.Rules, launch: Launch
-    ) -> None:
+    def __init__(self, reader: loop.Reader, service: Service, rules: Rules, launch: Launch) -> None:
         self._reader = reader
         self._service = service
         self._rules = rules
@@ -112,7 +111,7 @@ class Pipeline:
         lane, requests = flight.lane, flight.requests
         try:
             outputs = flight.pending.result()
-            outputs = loop.check_outputs(outputs, len(requests))
+            outputs = check_outputs(outputs, len(requests))
         except BaseException as error:
             answered = self._answer_failure(error, requests, lane)
         else:
@@ -129,7 +128,7 @@ class Pipeline:
 
     def _answer_failure(
         self, error: BaseException, requests: list[Request], lane: Lane
-    ) -> list[loop.Answer]:
+    ) -> list[Answer]:
         self._lanes.append(lane)
         self._drain()
         service = self._service
@@ -139,15 +138,15 @@ class Pipeline:
     def _answer(
         self,
         batch: Sequence[wire.Item],
-        answers: dict[int, loop.Answer],
+        answers: dict[int, Answer],
         requests: Sequence[Request],
-        answered: Sequence[loop.Answer],
+        answered: Sequence[Answer],
     ) -> None:
         for request, answer in zip(requests, answered, strict=True):
             answers[request.id] = answer
         self._send(batch, [answers[item.id] for item in batch])
 
-    def _send(self, batch: Sequence[wire.Item], answers: Sequence[loop.Answer]) -> None:
+    def _send(self, batch: Sequence[wire.Item], answers: Sequence[Answer]) -> None:
         metrics: Any = self._service.context.metrics
         loop.send(self._reader, batch, answers, metrics)
 

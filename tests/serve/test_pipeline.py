@@ -23,8 +23,9 @@ from modelyard.handlers.cuda import open_overlap
 from modelyard.handlers.errors import LoadError
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker import loop, pipeline
+from modelyard.serve.worker.answer import OURS, UNREAD, Rules
+from modelyard.serve.worker.golden import check_golden
 from modelyard.serve.worker.load import Service
-from modelyard.serve.worker.loop import Rules
 from tests.lazy_device import LazyDevice
 
 WAIT_S = 20
@@ -101,7 +102,7 @@ class Device:
 class Connection:
     """The server's end, and the worker's thread at the other."""
 
-    def __init__(self, service: Service, rules: Rules = loop.OURS) -> None:
+    def __init__(self, service: Service, rules: Rules = OURS) -> None:
         self._end, theirs = socket.socketpair()
         self._end.settimeout(WAIT_S)
         self._decoder = wire.Decoder(1_000_000)
@@ -419,7 +420,7 @@ def test_a_job_that_nobody_waits_for_is_not_launched(
     first.let_go.set()
     second.let_go.set()
     replies = {reply.id: reply.code for reply in (connection.reply() for _ in range(3))}
-    assert replies == {1: 200, 2: loop.UNREAD.status, 3: 200}
+    assert replies == {1: 200, 2: UNREAD.status, 3: 200}
 
 
 # -- contexts and ends -------------------------------------------------------------------------
@@ -559,12 +560,12 @@ def test_golden_requests_go_through_both_halves(digits: ImageClassifier, tmp_pat
     golden = [{"request": str(body), "expected": str(expected), "tolerance": 1e-4,
                "content_type": "application/json"}]  # fmt: skip
     plain = Service(digits.handle, digits.explain, digits.context, 8, "cpu")
-    loop.check_golden(plain, golden)
-    loop.check_golden(
+    check_golden(plain, golden)
+    check_golden(
         replace(plain, launch=open_overlap(digits, digits.context, LazyDevice()).launch), golden
     )
     with pytest.raises(LoadError, match="golden request 0"):
-        loop.check_golden(
+        check_golden(
             replace(plain, launch=open_overlap(digits, digits.context, Wrong()).launch), golden
         )
 

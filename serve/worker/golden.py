@@ -1,0 +1,91 @@
+"""Replay an archive's golden requests: a worker that answers them wrong is not ready."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from modelyard.handlers.errors import LoadError
+from modelyard.serve.dataplane import wire
+from modelyard.serve.worker.answer import Answer
+from modelyard.serve.worker.load import Service
+from modelyard.serve.worker.loop import answer_batch
+
+
+def check_golden(service: Service, golden: Sequence[dict[str, Any]]) -> None:
+    """Replay the archive's golden requests; a worker that answers them wrong is not ready.
+
+    Raises:
+        LoadError: which request, what was expected and what came.
+    """
+    for number, example in enumerate(golden):
+        expected = json.loads(Path(example["expected"]).read_bytes())
+        answer = answer_golden(service, example, number)
+        if difference := compare_golden(answer, expected, example["tolerance"]):
+            raise LoadError(
+                f"golden request {number} ({example['request']}): {difference}; the weights, the "
+                "labels or the preprocessing are not those that the archive was made with"
+            )
+
+
+def answer_golden(service: Service, example: dict[str, Any], number: int) -> Answer:
+    """Return the handler's answer to one golden request, alone in its batch.
+
+    It takes the way that predictions will take: in two halves, if they do.
+    """
+    meta = [b"", b"", b"golden-%d" % number]
+    if example["content_type"]:
+        meta += [b"content-type", example["content_type"].encode()]
+    # The name is relative: the archive is the working folder.
+    item = wire.Item(1, 0, 0, wire.pack_meta(meta), Path(example["request"]).read_bytes())
+    if (launch := service.launch) is not None:
+        service = replace(service, predict=lambda data, context: launch(data, context).result())
+    return answer_batch(service, [item])[0]
+
+
+def compare_golden(answer: Answer, expected: dict[str, Any], tolerance: float) -> str | None:
+    """Return how an answer differs from {"label": …} or {"answer": …}, or None when it agrees."""
+    if answer.status != 200:
+        text = answer.body.decode("utf-8", "replace")
+        return f"expected an answer, got status {answer.status}: {text}"
+    got = value_of(answer)
+    if "label" in expected:
+        label = max(got, key=got.__getitem__) if isinstance(got, dict) and got else got
+        return (
+            None
+            if str(label) == expected["label"]
+            else (f'expected the label "{expected["label"]}", got "{label}"')
+        )
+    return _difference(got, expected["answer"], tolerance, "answer")
+
+
+def value_of(answer: Answer) -> Any:
+    """Return what golden answers are compared by: the answer's JSON value, else its text."""
+    text = answer.body.decode("utf-8", "replace")
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _difference(got: Any, expected: Any, tolerance: float, where: str) -> str | None:
+    """Return the first difference between two JSON values; numbers may be `tolerance` apart."""
+    numbers = (int, float)
+    if type(got) in numbers and type(expected) in numbers:  # True is no 1
+        close = math.isclose(got, expected, rel_tol=0, abs_tol=tolerance)
+        return None if close else f"{where}: expected {expected}, got {got}"
+    if isinstance(got, dict) and isinstance(expected, dict) and got.keys() == expected.keys():
+        pairs: Any = ((f"{where}.{key}", got[key], expected[key]) for key in expected)
+    elif isinstance(got, list) and isinstance(expected, list) and len(got) == len(expected):
+        pairs = ((f"{where}[{at}]", *pair) for at, pair in enumerate(zip(got, expected)))  # noqa: B905
+    else:
+        same = type(got) is type(expected) and got == expected
+        return None if same else f"{where}: expected {expected!r}, got {got!r}"
+    for place, one, other in pairs:
+        if difference := _difference(one, other, tolerance, place):
+            return difference
+    return None
