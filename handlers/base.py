@@ -65,9 +65,6 @@ class BaseHandler:
     """What explanations can be answered in; the first where the request has no wish."""
     default_baseline: ClassVar[str] = "zero"
     default_aggregate: ClassVar[str] = "none"
-    overlaps: ClassVar[bool] = False
-    """Whether, on CUDA, a batch may be preprocessed before the one before is postprocessed, in a
-    class that changes these steps: the one leaves nothing on the handler for the other."""
     embedded: int | None = None
     """Place among the inputs of the token ids, for models that embed them."""
 

@@ -23,7 +23,7 @@ import traceback
 from pathlib import Path
 
 from modelyard.serve.dataplane import wire
-from modelyard.serve.worker import check, load, loop, pipeline
+from modelyard.serve.worker import check, load, loop
 from modelyard.serve.worker.answer import Rules
 from modelyard.serve.worker.golden import check_golden
 
@@ -53,8 +53,7 @@ def main(fd: int) -> int:
         return 1
     ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}
     connection.sendall(wire.encode_control(wire.READY, ready))
-    run = loop.run if service.launch is None else pipeline.run
-    run(reader, service, Rules.of(message))
+    loop.run(reader, service, Rules.of(message))
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,17 +32,12 @@ def check_golden(service: Service, golden: Sequence[dict[str, Any]]) -> None:
 
 
 def answer_golden(service: Service, example: dict[str, Any], number: int) -> Answer:
-    """Return the handler's answer to one golden request, alone in its batch.
-
-    It takes the way that predictions will take: in two halves, if they do.
-    """
+    """Return the handler's answer to one golden request, alone in its batch."""
     meta = [b"", b"", b"golden-%d" % number]
     if example["content_type"]:
         meta += [b"content-type", example["content_type"].encode()]
     # The name is relative: the archive is the working folder.
     item = wire.Item(1, 0, 0, wire.pack_meta(meta), Path(example["request"]).read_bytes())
-    if (launch := service.launch) is not None:
-        service = replace(service, predict=lambda data, context: launch(data, context).result())
     return answer_batch(service, [item])[0]
 
 

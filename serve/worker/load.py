@@ -9,32 +9,18 @@ import importlib
 import pkgutil
 import sys
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import yaml
 
-from modelyard.handlers import BUILT_IN, BaseHandler, Context, cuda
+from modelyard.handlers import BUILT_IN, BaseHandler, Context
 from modelyard.handlers.entry_point import Entry, FoundHandler, find_handler
 from modelyard.handlers.errors import LoadError
 
 SHIM = Path(__file__).parent / "shim"
-
-
-class Pending(Protocol):
-    """A batch that was launched; `result` is called once."""
-
-    def is_done(self) -> bool:
-        """Return whether `result` would not wait."""
-
-    def result(self) -> list[Any]:
-        """Wait for the batch and give what the handler answers."""
-
-
-Launch = Callable[[list[dict[str, Any]], Context], Pending]
 
 
 @dataclass(frozen=True)
@@ -48,8 +34,6 @@ class Service:
     device: str
     by_length: bool = False
     """Whether a batch is made of requests of like length."""
-    launch: Launch | None = None
-    """`predict` up to where it would wait for the device; None where it does not come in halves."""
 
 
 @functools.cache
@@ -100,10 +84,7 @@ def load_service(message: dict[str, Any]) -> Service:
         envelope = shim.find_envelope(name)
         predict, explain = envelope(predict).handle, envelope(explain).handle
     by_length = message.get("by_length", False)
-    launch = None
-    if sealed and not name and message.get("dialect") != "torchserve":
-        launch = _launch_entry(found.target, context, torch.device(device))
-    return Service(predict, explain, context, message["batch_size"], device, by_length, launch)
+    return Service(predict, explain, context, message["batch_size"], device, by_length)
 
 
 def choose_device(wanted: str, worker: int) -> str:
@@ -145,13 +126,6 @@ def read_config(folder: Path, config_file: str | None) -> dict[str, Any]:
         return {}
     config = yaml.safe_load((folder / config_file).read_text(encoding="utf-8"))
     return config if isinstance(config, dict) else {}
-
-
-def _launch_entry(target: Any, context: Context, device: torch.device) -> Launch | None:
-    """Return predictions in two halves, where the device works while the handler does not wait."""
-    if device.type == "cpu" or not cuda.can_overlap(target, BUILT_IN.values()):
-        return None
-    return cuda.open_overlap(target, context, cuda.Cuda(device)).launch
 
 
 def _explain_entry(found: FoundHandler, sealed: bool) -> Entry:

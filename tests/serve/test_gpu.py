@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import random
 import runpy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from torch import nn
 
 from modelyard.archiver import write_archive
 from modelyard.exporter import export
-from modelyard.handlers import BUILT_IN, BaseHandler, Context
-from modelyard.handlers.cuda import Cuda, Graphs, Launched, can_overlap, open_overlap
+from modelyard.handlers import BaseHandler, Context
 from tests.serve.live import LiveServer, poll, running
 
 pytestmark = pytest.mark.gpu
@@ -25,7 +23,6 @@ pytestmark = pytest.mark.gpu
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples" / "digits"
 FORMATS = ("pt2", "torchscript", "aoti")
-DEVICE = torch.device("cuda", 0)
 BATCH_SIZE = 8
 TOLERANCE = 1e-4
 
@@ -58,26 +55,22 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return artifacts
 
 
-def load(kind: type[BaseHandler], artifact: Path, gpu: int | None, **handler: Any) -> BaseHandler:
+def load(artifact: Path, gpu: int | None) -> BaseHandler:
+    """Load an artifact as a worker on that device does; None is the CPU."""
     report = artifact.with_name(f"{artifact.name}.report.json")
-    manifest = {
-        "model": {"serializedFile": artifact.name},
-        "modelyard": {
-            "report": report.name,
-            "signature": json.loads(report.read_text())["signature"],
-        },
+    sealed: dict[str, Any] = {
+        "report": report.name,
+        "signature": json.loads(report.read_text())["signature"],
     }
-    config = {"handler": handler}
-    loaded = kind()
-    loaded.initialize(
-        Context("m", str(artifact.parent), manifest, BATCH_SIZE, gpu, model_yaml_config=config)
-    )
+    manifest = {"model": {"serializedFile": artifact.name}, "modelyard": sealed}
+    loaded = BaseHandler()
+    loaded.initialize(Context("m", str(artifact.parent), manifest, BATCH_SIZE, gpu))
     return loaded
 
 
 def rows(count: int, shape: tuple[int, ...], seed: int = 0) -> list[dict[str, Any]]:
     numbers = torch.rand(count, *shape, generator=torch.Generator().manual_seed(seed))
-    return [{"body": bytearray(json.dumps(row).encode())} for row in numbers.tolist()]
+    return [{"body": row} for row in numbers.tolist()]
 
 
 def context_of(count: int) -> Context:
@@ -92,31 +85,25 @@ def assert_close(found: list[Any], expected: list[Any], tolerance: float = TOLER
         assert one == pytest.approx(other, abs=tolerance)
 
 
-# -- the halves --------------------------------------------------------------------------------
+# -- a handler ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
 @pytest.mark.parametrize("format", FORMATS)
-def test_answers_are_those_of_the_cpu(
-    digits: dict[str, Path], format: str, graphs: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    mine = load(BaseHandler, digits[format], 0, cuda_graphs=graphs)
-    expecting = load(BaseHandler, digits["pt2"], None)
-    assert can_overlap(mine, BUILT_IN.values())
-    with caplog.at_level("INFO"):
-        overlap = open_overlap(mine, mine.context, Cuda(DEVICE))
-    assert ("without CUDA graphs" in caplog.text) is (graphs and format == "aoti")
-    chance = random.Random(0)
-    flights: list[tuple[Launched, list[Any]]] = []
-    for seed in range(60):
-        data = rows(chance.randint(1, BATCH_SIZE), (1, 8, 8), seed)
-        expected = expecting.handle(data, context_of(len(data)))
-        flights.append((overlap.launch(data, context_of(len(data))), expected))
-        if len(flights) == 2:
-            launched, wanted = flights.pop(0)
-            assert_close(launched.result(), wanted)
-    for launched, wanted in flights:
-        assert_close(launched.result(), wanted)
+def test_predictions_are_those_of_the_cpu(digits: dict[str, Path], format: str) -> None:
+    mine, expecting = load(digits[format], 0), load(digits["pt2"], None)
+    for count in (1, 3, BATCH_SIZE):
+        data = rows(count, (1, 8, 8), count)
+        expected = expecting.handle(data, context_of(count))
+        assert_close(mine.handle(data, context_of(count)), expected)
+
+
+def test_explanations_are_those_of_the_cpu(digits: dict[str, Path]) -> None:
+    data = rows(2, (1, 8, 8))
+    mine, expected = (load(digits["pt2"], gpu).explain(data, context_of(2)) for gpu in (0, None))
+    for one, other in zip(mine, expected, strict=True):
+        assert one["target"] == other["target"]
+        found, wanted = (torch.tensor(each["attributions"]) for each in (one, other))
+        torch.testing.assert_close(found, wanted, atol=1e-3, rtol=1e-3)
 
 
 @pytest.fixture(scope="module")
@@ -133,48 +120,10 @@ def resnet50(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_graphs_of_a_large_network_give_what_it_gives(resnet50: Path, count: int) -> None:
-    mine = load(BaseHandler, resnet50, 0)
-    overlap = open_overlap(mine, mine.context, Cuda(DEVICE))
-    assert isinstance(overlap._run, Graphs)
+def test_a_large_network_predicts_as_on_the_cpu(resnet50: Path, count: int) -> None:
     data = rows(count, (3, 224, 224))
-    found = overlap.launch(data, context_of(count)).result()
-    assert_close(found, mine.handle(data, context_of(count)), 1e-3)
-
-
-def test_pageable_memory_gives_the_same(digits: dict[str, Path]) -> None:
-    mine = load(BaseHandler, digits["pt2"], 0)
-    data = rows(5, (1, 8, 8))
-    overlaps = [open_overlap(mine, mine.context, Cuda(DEVICE, pinned)) for pinned in (True, False)]
-    answers = [overlap.launch(data, context_of(5)).result() for overlap in overlaps]
-    assert answers[0] == answers[1]
-
-
-def test_what_cannot_be_captured_runs_as_it_is(
-    digits: dict[str, Path], caplog: pytest.LogCaptureFixture
-) -> None:
-    mine = load(BaseHandler, digits["pt2"], 0)
-    run: Callable[..., Any] = mine.model._run
-
-    def waits(image: torch.Tensor) -> Any:
-        assert float(image.sum()) >= 0  # which a capture cannot know
-        return run(image)
-
-    mine.model._run = waits
-    with caplog.at_level("INFO"):
-        overlap = open_overlap(mine, mine.context, Cuda(DEVICE))
-    assert "the model runs without CUDA graphs: " in caplog.text
-    data = rows(3, (1, 8, 8))
-    found = overlap.launch(data, context_of(3)).result()
-    assert_close(found, mine.handle(data, context_of(3)))
-
-
-@pytest.mark.parametrize("graphs", [True, False], ids=["graphs", "eager"])
-def test_a_batch_that_does_not_fit_is_told(digits: dict[str, Path], graphs: bool) -> None:
-    mine = load(BaseHandler, digits["pt2"], 0, cuda_graphs=graphs)
-    mine.model._run = lambda image: torch.empty(len(image) << 50, device=DEVICE)
-    with pytest.raises(torch.OutOfMemoryError):
-        open_overlap(mine, mine.context, Cuda(DEVICE))
+    found, expected = (load(resnet50, gpu).handle(data, context_of(count)) for gpu in (0, None))
+    assert_close(found, expected, 1e-3)
 
 
 # -- a server ----------------------------------------------------------------------------------
@@ -185,8 +134,6 @@ from modelyard.handlers import BaseHandler
 
 
 class Greedy(BaseHandler):
-    overlaps = True
-
     def postprocess(self, outputs):
         if float(outputs.abs().max()) > 1e6:
             torch.empty(1 << 50, dtype=torch.uint8, device=self.device)
@@ -241,7 +188,6 @@ def server(
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_a_server_answers_on_the_device(server: LiveServer, format: str) -> None:
-    """Its workers are ready, so golden requests were answered through both halves."""
     scans = {digit: (DIGITS / "scans" / f"{digit}.png").read_bytes() for digit in range(10)}
     with ThreadPoolExecutor(16) as threads:
         digits = [digit for _ in range(20) for digit in scans]
@@ -275,3 +221,12 @@ def test_a_request_that_loses_the_device_takes_no_other_with_it(server: LiveServ
     codes = [answer.status_code for answer in answers]
     assert codes.pop(13) >= 500
     assert set(codes) == {200}
+
+
+@pytest.mark.parametrize("format", FORMATS[:2])
+def test_a_server_explains_on_the_device(server: LiveServer, format: str) -> None:
+    answer = server.client.post(
+        f"/explanations/{format}", content=(DIGITS / "scans" / "2.png").read_bytes()
+    )
+    assert answer.status_code == 200, answer.text
+    assert answer.json()["label"] == "2"
