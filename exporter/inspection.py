@@ -20,7 +20,7 @@ from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import Checkpoint
 from modelyard.exporter.ingest.exported_program import ExportedProgram, read_exported_program
 from modelyard.exporter.ingest.plain import Placeholder
-from modelyard.exporter.ingest.read import choose, read_draft, take_weights
+from modelyard.exporter.ingest.read import choose, parse_checkpoint, take_weights
 from modelyard.exporter.ingest.single_file import danger_notes
 from modelyard.exporter.ingest.sniff import sniff, sniff_source
 from modelyard.exporter.ingest.source import Source
@@ -53,15 +53,15 @@ def describe(path: Path, weights_key: str | None = None, *, ema: bool = False) -
     if found in _ARTIFACTS:
         content = _ARTIFACTS[found](Source.of_file(path))
         return {"file": path.name, **content, "files": _files(path, [path])}
-    draft = read_draft(path)
+    parsed = parse_checkpoint(path)
     notes: tuple[str, ...] = ()
-    if weights_key is None and not ema and draft.default is None:
-        largest = max(draft.weights, key=lambda key: draft.weights[key].parameters)
+    if weights_key is None and not ema and parsed.default is None:
+        largest = max(parsed.weights, key=lambda key: parsed.weights[key].parameters)
         notes = (f"nothing tells which weights are meant; these are the largest, {largest}",)
         key = largest
     else:
-        key = choose(draft, path.name, weights_key, ema)
-    return {"file": path.name, **_checkpoint(take_weights(draft, path, key), notes)}
+        key = choose(parsed, path.name, weights_key, ema)
+    return {"file": path.name, **_checkpoint(take_weights(parsed, path, key), notes)}
 
 
 def _checkpoint(found: Checkpoint, notes: tuple[str, ...]) -> dict[str, Any]:
@@ -278,8 +278,8 @@ def _describe_inside(archive: ServeArchive, name: str) -> dict[str, Any]:
     found = sniff_source(source)
     if found in _ARTIFACTS:
         return _ARTIFACTS[found](source)
-    draft = read_draft(archive.path)
-    described = _checkpoint(take_weights(draft, archive.path, choose(draft, name)), ())
+    parsed = parse_checkpoint(archive.path)
+    described = _checkpoint(take_weights(parsed, archive.path, choose(parsed, name)), ())
     return {key: value for key, value in described.items() if key not in ("files", "sha256")}
 
 

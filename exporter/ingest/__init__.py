@@ -9,7 +9,7 @@ and runs only for a file that a person has trusted.
     plain          placeholders → values, by the allow-lists of profiles
     torch_file  safetensors_file  dcp  torchscript  exported_program  torchserve     one format each
     kinds          keys of a saved object → kind and weights; training: the rest of a run
-    single_file  folders     one file, one folder → draft
+    single_file  folders     one file, one folder → ParsedCheckpoint
     read           the trip → Checkpoint
 """
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from modelyard.exporter.errors import CheckpointError
-from modelyard.exporter.ingest.pickles import BadPickle, Global, Inert, read_pickle
+from modelyard.exporter.ingest.pickles import BadPickle, Global, UnresolvedCall, read_pickle
 from modelyard.exporter.ingest.rebuild import Rebuilder, global_value
 from modelyard.exporter.ingest.source import Source, Window
 from modelyard.exporter.ingest.torch_file import TorchFile, read_torch_file
@@ -250,7 +250,7 @@ def _item(
 ) -> Item:
     path = paths.get(name)
     keys = tuple(str(part) for part in path) if isinstance(path, tuple) else (name,)
-    if isinstance(entry, Inert) and entry.dotted == f"{_METADATA}.BytesStorageMetadata":
+    if isinstance(entry, UnresolvedCall) and entry.dotted == f"{_METADATA}.BytesStorageMetadata":
         part = slices.get((name, None))
         return Item(name, keys, None, (), {} if part is None else {None: part})
     fields = _fields(entry, "TensorStorageMetadata")
@@ -278,7 +278,7 @@ def _item(
 
 def _dtype(properties: Any, name: str) -> torch.dtype:
     """Read `TensorProperties`: a dict, or the tuple that its `__getstate__` gives."""
-    if isinstance(properties, Inert):
+    if isinstance(properties, UnresolvedCall):
         state = properties.state[0] if properties.state else properties.args
         dtype = state[0] if isinstance(state, tuple) and state else None
         dtype = properties.attributes.get("dtype", dtype)
@@ -296,7 +296,7 @@ def _shape(value: Any, name: str) -> tuple[int, ...]:
 
 
 def _fields(value: Any, kind: str) -> dict[str, Any]:
-    if isinstance(value, Inert) and value.dotted.rpartition(".")[2] == kind:
+    if isinstance(value, UnresolvedCall) and value.dotted.rpartition(".")[2] == kind:
         return value.attributes
     raise CheckpointError(f"DCP index: expected a {kind}; the index is damaged: copy it again")
 

@@ -1,4 +1,4 @@
-"""Folders that trainers write → drafts. Only files of weights and JSON are opened, by name."""
+"""Folders that trainers write. Only files of weights and JSON are opened, by name."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import dcp
-from modelyard.exporter.ingest.draft import Draft
 from modelyard.exporter.ingest.kinds import Weights
+from modelyard.exporter.ingest.parsed import ParsedCheckpoint
 from modelyard.exporter.ingest.profiles import refused_names
 from modelyard.exporter.ingest.safetensors_file import (
     SafeTensors,
@@ -23,7 +23,7 @@ from modelyard.exporter.ingest.safetensors_file import (
 from modelyard.exporter.ingest.single_file import (
     Announce,
     danger_notes,
-    draft_beside,
+    parse_beside,
     read_file,
     refusal,
     spread_over_ranks,
@@ -46,7 +46,7 @@ _WEIGHT_FILES = (
 _EXPORTED = ("TorchScript", "exported program")
 
 
-def read_folder(folder: Path, announce: Announce | None = None) -> Draft:
+def read_folder(folder: Path, announce: Announce | None = None) -> ParsedCheckpoint:
     """Read a folder of any kind that holds weights.
 
     Raises:
@@ -59,7 +59,7 @@ def read_folder(folder: Path, announce: Announce | None = None) -> Draft:
     return reader(folder, announce)
 
 
-def read_serve_archive(path: Path, announce: Announce | None) -> Draft:
+def read_serve_archive(path: Path, announce: Announce | None) -> ParsedCheckpoint:
     """Read the weights inside a TorchServe archive, a file or a folder.
 
     Raises:
@@ -100,14 +100,14 @@ def _archive_labels(archive: ServeArchive) -> dict[int, str]:
     return _labels(parse_object(archive.text("index_to_name.json").encode(), "index_to_name.json"))
 
 
-def _determined(folder: Path, announce: Announce | None) -> Draft:
+def _determined(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     load_data = read_object_or_nothing(folder / "load_data.json")
     metadata = read_object_or_nothing(folder / "metadata.json")
     trial = _text(load_data.get("trial_type")) or ""
     if "Keras" in trial:
         raise refusal("Keras checkpoint", folder.name)
     if trial == "DeepSpeedTrial":
-        draft = _deepspeed(folder, announce)
+        parsed = _deepspeed(folder, announce)
     else:
         names = (*DETERMINED_WEIGHTS, "checkpoint.pt")
         path = next((folder / name for name in names if (folder / name).is_file()), None)
@@ -116,47 +116,47 @@ def _determined(folder: Path, announce: Announce | None) -> Draft:
                 f'"{folder.name}" is a Determined checkpoint without state_dict.pth; download it '
                 "again with all its files"
             )
-        draft = read_file(Source.of_file(path), announce)
+        parsed = read_file(Source.of_file(path), announce)
     known = {**metadata, **{key: value for key, value in load_data.items() if value is not None}}
     hyper = known.get("hparams")
     spec = _text(load_data.get("trial_cls_spec"))
-    notes = draft.notes
+    notes = parsed.notes
     if spec:
         notes = (*notes, f'its trial class is "{spec}" under code/, which was not imported')
     found = [folder / name for name in ("load_data.json", "metadata.json")]
     steps = metadata.get("steps_completed")
     return replace(
-        draft,
-        kind=draft.kind if draft.kind.startswith("Determined") else f"Determined ({draft.kind})",
-        paths=(*draft.paths, *(path for path in found if path.is_file())),
+        parsed,
+        kind=parsed.kind if parsed.kind.startswith("Determined") else f"Determined ({parsed.kind})",
+        paths=(*parsed.paths, *(path for path in found if path.is_file())),
         writer="Determined",
         writer_version=_text(metadata.get("determined_version")),
         hyper_parameters=hyper if isinstance(hyper, dict) else {},
         hyper_parameters_name="kwargs" if isinstance(hyper, dict) and hyper else None,
-        class_hint=ClassHint(spec, "load_data.json") if spec else draft.class_hint,
-        training={**draft.training, **({"steps": steps} if isinstance(steps, int) else {})},
+        class_hint=ClassHint(spec, "load_data.json") if spec else parsed.class_hint,
+        training={**parsed.training, **({"steps": steps} if isinstance(steps, int) else {})},
         notes=notes,
     )
 
 
-def _hugging_face(folder: Path, announce: Announce | None) -> Draft:
+def _hugging_face(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     config = read_object_or_nothing(folder / "config.json")
-    draft = _weights_folder(folder, announce)
+    parsed = _weights_folder(folder, announce)
     state = read_object_or_nothing(folder / "trainer_state.json")
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     name = _text(name) or _text(config.get("architecture"))
     kind = "timm folder" if "pretrained_cfg" in config else "Hugging Face folder"
-    notes = draft.notes
+    notes = parsed.notes
     if isinstance(config.get("auto_map"), dict):
         code = ", ".join(sorted(str(value) for value in config["auto_map"].values()))
         notes = (*notes, f"its class is code in the folder ({code}), which was not imported")
     extra = [folder / name for name in ("config.json", "trainer_state.json")]
     return replace(
-        draft,
-        kind=kind if config else draft.kind,
-        paths=(*draft.paths, *(path for path in extra if path.is_file())),
-        writer="transformers" if "transformers_version" in config else draft.writer,
+        parsed,
+        kind=kind if config else parsed.kind,
+        paths=(*parsed.paths, *(path for path in extra if path.is_file())),
+        writer="transformers" if "transformers_version" in config else parsed.writer,
         writer_version=_text(config.get("transformers_version")),
         hyper_parameters=config,
         class_hint=ClassHint(name, "config.json") if name else None,
@@ -170,7 +170,7 @@ def _hugging_face(folder: Path, announce: Announce | None) -> Draft:
     )
 
 
-def _weights_folder(folder: Path, announce: Announce | None) -> Draft:
+def _weights_folder(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     """Read the one set of weights of a folder, safetensors first."""
     name = next((name for name in _WEIGHT_FILES if (folder / name).is_file()), None)
     if name is None:
@@ -189,7 +189,9 @@ def _weights_folder(folder: Path, announce: Announce | None) -> Draft:
     return read_file(Source.of_file(path), announce)
 
 
-def _distributed_inside(folder: Path, announce: Announce | None, own: list[str]) -> Draft:
+def _distributed_inside(
+    folder: Path, announce: Announce | None, own: list[str]
+) -> ParsedCheckpoint:
     for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp"):
         if (folder / name / ".metadata").is_file():
             return _distributed(folder / name, announce)
@@ -200,13 +202,13 @@ def _distributed_inside(folder: Path, announce: Announce | None, own: list[str])
     )
 
 
-def _of_safetensors(kind: str, found: SafeTensors, folder: Path) -> Draft:
+def _of_safetensors(kind: str, found: SafeTensors, folder: Path) -> ParsedCheckpoint:
     if "DCP_SHARDING_INFO" in found.metadata:
         raise CheckpointError(
             f'"{folder.name}" holds slices of tensors in safetensors, written by several ranks; '
             "consolidate them first (HuggingFaceStorageWriter(enable_consolidation=True))"
         )
-    return Draft(
+    return ParsedCheckpoint(
         kind=kind,
         loader="safetensors",
         weights={"": Weights(found.tensors)},
@@ -216,7 +218,7 @@ def _of_safetensors(kind: str, found: SafeTensors, folder: Path) -> Draft:
     )
 
 
-def _sharded_bin(index: Path, announce: Announce | None) -> Draft:
+def _sharded_bin(index: Path, announce: Announce | None) -> ParsedCheckpoint:
     weight_map = shard_names(index)
     names = sorted(set(weight_map.values()))
     shards = {name: read_file(Source.of_file(index.parent / name), announce) for name in names}
@@ -229,9 +231,9 @@ def _sharded_bin(index: Path, announce: Announce | None) -> Draft:
                 "folder again"
             )
         tensors[name] = found.tensors[name]
-    loaders = sorted({draft.loader for draft in shards.values()})
-    refused = sorted({name for draft in shards.values() for name in draft.refused})
-    return Draft(
+    loaders = sorted({parsed.loader for parsed in shards.values()})
+    refused = sorted({name for parsed in shards.values() for name in parsed.refused})
+    return ParsedCheckpoint(
         kind="state dict (sharded)",
         loader=", ".join(loaders),
         weights={"": Weights(tensors)},
@@ -242,7 +244,7 @@ def _sharded_bin(index: Path, announce: Announce | None) -> Draft:
     )
 
 
-def _distributed(folder: Path, announce: Announce | None) -> Draft:
+def _distributed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     """Read a DCP folder; with `meta.pt` it is a sharded checkpoint of Lightning."""
     index = dcp.read_index(folder)
     sets: dict[str, dict[str, Tensor]] = {}
@@ -268,7 +270,7 @@ def _distributed(folder: Path, announce: Announce | None) -> Draft:
     }
     optimizers = sorted({item.path[0] for item in index.items.values() if _is_optimizer(item)})
     refused = refused_names("DCP", wanted)
-    draft = Draft(
+    parsed = ParsedCheckpoint(
         kind="distributed checkpoint (DCP)",
         loader="dcp",
         weights=weights,
@@ -281,7 +283,7 @@ def _distributed(folder: Path, announce: Announce | None) -> Draft:
         notes=danger_notes(refused),
     )
     meta = folder / "meta.pt"
-    return _with_meta(draft, meta) if meta.is_file() else draft
+    return _with_meta(parsed, meta) if meta.is_file() else parsed
 
 
 _OPTIMIZER = re.compile(r"^optim")
@@ -291,25 +293,25 @@ def _is_optimizer(item: dcp.Item) -> bool:
     return bool(_OPTIMIZER.search(item.path[0]))
 
 
-def _with_meta(draft: Draft, meta: Path) -> Draft:
+def _with_meta(parsed: ParsedCheckpoint, meta: Path) -> ParsedCheckpoint:
     """Add what Lightning keeps beside the shards: all of its checkpoint but tensors."""
-    weights = draft.weights.get(draft.default or "", Weights({})).tensors
-    beside = draft_beside(Source.of_file(meta), {"state_dict": dict(weights)})
+    weights = parsed.weights.get(parsed.default or "", Weights({})).tensors
+    beside = parse_beside(Source.of_file(meta), {"state_dict": dict(weights)})
     return replace(
-        draft,
-        kind="Lightning checkpoint (sharded)" if beside.writer else draft.kind,
-        writer=beside.writer or draft.writer,
-        writer_version=beside.writer_version or draft.writer_version,
+        parsed,
+        kind="Lightning checkpoint (sharded)" if beside.writer else parsed.kind,
+        writer=beside.writer or parsed.writer,
+        writer_version=beside.writer_version or parsed.writer_version,
         hyper_parameters=beside.hyper_parameters,
         hyper_parameters_name=beside.hyper_parameters_name,
-        training={**draft.training, **beside.training},
-        refused=tuple(sorted({*draft.refused, *beside.refused})),
-        notes=(*draft.notes, *beside.notes),
-        paths=(*draft.paths, meta),
+        training={**parsed.training, **beside.training},
+        refused=tuple(sorted({*parsed.refused, *beside.refused})),
+        notes=(*parsed.notes, *beside.notes),
+        paths=(*parsed.paths, meta),
     )
 
 
-def _deepspeed(folder: Path, announce: Announce | None) -> Draft:
+def _deepspeed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     latest = folder / "latest"
     inside = folder
     if latest.is_file():
@@ -330,12 +332,12 @@ def _deepspeed(folder: Path, announce: Announce | None) -> Draft:
         raise spread_over_ranks(f'"{inside.name}" has {seen}')
     if len(ranks) > 1:
         raise spread_over_ranks(f'"{inside.name}" has {len(ranks)} model-parallel ranks')
-    draft = read_file(Source.of_file(inside / ranks[0]), announce)
-    paths = (*draft.paths, *([latest] if latest.is_file() else []))
-    return replace(draft, kind="DeepSpeed checkpoint", writer="DeepSpeed", paths=paths)
+    parsed = read_file(Source.of_file(inside / ranks[0]), announce)
+    paths = (*parsed.paths, *([latest] if latest.is_file() else []))
+    return replace(parsed, kind="DeepSpeed checkpoint", writer="DeepSpeed", paths=paths)
 
 
-def _mlflow(folder: Path, announce: Announce | None) -> Draft:
+def _mlflow(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     described = folder / "MLmodel"
     if described.stat().st_size > _MAX_YAML:
         raise CheckpointError(f'"{folder.name}/MLmodel" has more than {_MAX_YAML} bytes')
@@ -357,21 +359,21 @@ def _mlflow(folder: Path, announce: Announce | None) -> Draft:
     path = next((folder / data / name for name in names if (folder / data / name).is_file()), None)
     if path is None:
         raise CheckpointError(f'"{folder.name}/{data}" has none of {", ".join(names)}')
-    draft = read_file(Source.of_file(path), announce)
+    parsed = read_file(Source.of_file(path), announce)
     return replace(
-        draft,
-        kind=f"MLflow model ({draft.kind})",
-        paths=(*draft.paths, described),
+        parsed,
+        kind=f"MLflow model ({parsed.kind})",
+        paths=(*parsed.paths, described),
         writer="MLflow",
         writer_version=_text(content.get("mlflow_version")),
     )
 
 
-def _ray(folder: Path, announce: Announce | None) -> Draft:
+def _ray(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     read_object(folder / ".metadata.json")
     for name in ("model.pt", "checkpoint.ckpt", "checkpoint.pt"):
         if (folder / name).is_file():
-            draft = read_file(Source.of_file(folder / name), announce)
+            parsed = read_file(Source.of_file(folder / name), announce)
             break
     else:
         if not (folder / "checkpoint").is_dir():
@@ -379,8 +381,8 @@ def _ray(folder: Path, announce: Announce | None) -> Draft:
                 f'"{folder.name}" is a Ray Train checkpoint with files of your own; give the file '
                 "of weights itself"
             )
-        draft = read_folder(folder / "checkpoint", announce)
-    return replace(draft, kind=f"Ray Train checkpoint ({draft.kind})", writer="Ray Train")
+        parsed = read_folder(folder / "checkpoint", announce)
+    return replace(parsed, kind=f"Ray Train checkpoint ({parsed.kind})", writer="Ray Train")
 
 
 def _labels(value: Any) -> dict[int, str]:
@@ -399,7 +401,7 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-_READERS: Mapping[str, Callable[[Path, Announce | None], Draft]] = {
+_READERS: Mapping[str, Callable[[Path, Announce | None], ParsedCheckpoint]] = {
     "Determined": _determined,
     "Hugging Face": _hugging_face,
     "weights folder": _weights_folder,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import module_tree
-from modelyard.exporter.ingest.pickles import Inert
+from modelyard.exporter.ingest.pickles import UnresolvedCall
 from modelyard.exporter.ingest.value import count_parameters
 
 _MAX_DEPTH = 4
@@ -26,7 +26,7 @@ class Weights:
 
     tensors: Mapping[str, Tensor]
     extra_state: Mapping[str, Any] = field(default_factory=dict)
-    module: Inert | None = None
+    module: UnresolvedCall | None = None
     """The pickled module that they are the state dict of."""
 
     @property
@@ -217,7 +217,7 @@ def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Found:
     content = as_mapping(root)
     wants = f", and wants {', '.join(refused)}, which was refused" if refused else ""
     if content is None:
-        seen = root.dotted if isinstance(root, Inert) else type(root).__name__
+        seen = root.dotted if isinstance(root, UnresolvedCall) else type(root).__name__
         raise CheckpointError(
             f'checkpoint "{file}" holds a {seen}{wants}; expected a state dict, name → tensor, '
             "or a dict that has one: save model.state_dict()"
@@ -242,7 +242,7 @@ def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Found:
 
 def as_mapping(value: Any) -> Mapping[str, Any] | None:
     """Return a dict, also one of a subclass that was not made, with text for keys."""
-    if isinstance(value, Inert) and value.pairs:
+    if isinstance(value, UnresolvedCall) and value.pairs:
         value = dict(pair for pair in value.pairs if isinstance(pair[0], str | int))
     if not isinstance(value, Mapping):
         return None
@@ -349,7 +349,7 @@ def _of_module(module: Any) -> Weights:
 
 def _shown(content: Mapping[str, Any]) -> str:
     parts = [
-        f'"{key}" ({value.dotted if isinstance(value, Inert) else type(value).__name__})'
+        f'"{key}" ({value.dotted if isinstance(value, UnresolvedCall) else type(value).__name__})'
         for key, value in content.items()
         if not isinstance(value, Tensor)
     ]

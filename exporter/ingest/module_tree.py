@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.exporter.errors import CheckpointError
-from modelyard.exporter.ingest.pickles import Global, Inert
+from modelyard.exporter.ingest.pickles import Global, UnresolvedCall
 from modelyard.exporter.ingest.plain import stock_class
 
 _MAX_DEPTH = 200
@@ -17,7 +17,7 @@ _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
 
 def is_module(value: Any) -> bool:
     """Return whether a placeholder stands for an nn.Module."""
-    if not isinstance(value, Inert):
+    if not isinstance(value, UnresolvedCall):
         return False
     attributes = value.attributes
     return isinstance(attributes.get("_modules"), Mapping) and isinstance(
@@ -25,13 +25,7 @@ def is_module(value: Any) -> bool:
     )
 
 
-def class_names(tree: Inert) -> tuple[str, ...]:
-    """Name the classes of a module tree, the outermost first, each once."""
-    found = dict.fromkeys(module.dotted for _, module in _walk(tree))
-    return tuple(found)
-
-
-def state_dict(tree: Inert) -> dict[str, Tensor]:
+def state_dict(tree: UnresolvedCall) -> dict[str, Tensor]:
     """Return what `module.state_dict()` would: names, order and tensors; no hook of it runs."""
     state: dict[str, Tensor] = {}
     for prefix, module in _walk(tree):
@@ -45,13 +39,13 @@ def state_dict(tree: Inert) -> dict[str, Tensor]:
     return state
 
 
-def _walk(tree: Inert) -> Iterator[tuple[str, Inert]]:
+def _walk(tree: UnresolvedCall) -> Iterator[tuple[str, UnresolvedCall]]:
     """Yield each module with its prefix, parents first.
 
     Raises:
         CheckpointError: a module that holds itself, or more of them than any network has.
     """
-    waiting: list[tuple[str, Inert, int]] = [("", tree, 0)]
+    waiting: list[tuple[str, UnresolvedCall, int]] = [("", tree, 0)]
     for _ in range(_MAX_MODULES):
         if not waiting:
             return
@@ -76,7 +70,7 @@ def _items(value: Any) -> list[tuple[str, Any]]:
     return [(key, item) for key, item in value.items() if isinstance(key, str)]
 
 
-def build_stock(tree: Inert) -> nn.Module | None:
+def build_stock(tree: UnresolvedCall) -> nn.Module | None:
     """Build a module whose classes are all torch.nn's own; None when one is not, or has code.
 
     Each is made empty and given its plain attributes; hooks and functions are none.
@@ -92,7 +86,7 @@ class _NotStock(ValueError):
     """A class, a function or a value that is not torch.nn's own."""
 
 
-def _build(tree: Inert, depth: int) -> nn.Module:
+def _build(tree: UnresolvedCall, depth: int) -> nn.Module:
     found = stock_class(tree.function) if isinstance(tree.function, Global) else None
     if found is None or tree.args or depth > _MAX_DEPTH:
         raise _NotStock(tree.dotted)
@@ -120,8 +114,8 @@ def _attribute(name: str, value: Any, depth: int) -> Any:
     return _plain(value)
 
 
-def _tree(value: Any) -> Inert:
-    if not isinstance(value, Inert):
+def _tree(value: Any) -> UnresolvedCall:
+    if not isinstance(value, UnresolvedCall):
         raise _NotStock(type(value).__name__)
     return value
 

@@ -2,7 +2,7 @@
 
 `pickle.Unpickler` does as it is told: it imports names, calls them and sets attributes on what
 they give. This machine has the same opcodes and none of that. A name becomes a `Global`, a call an
-`Inert`; only the calls in `rebuild` give values, each of its own checked arguments.
+`UnresolvedCall`; only the calls in `rebuild` give values, each of its own checked arguments.
 
 Source: the opcodes of protocols 0 to 5, https://docs.python.org/3/library/pickletools.html
 """
@@ -49,11 +49,11 @@ class Global:
 
 
 @dataclass(eq=False)
-class Inert:
+class UnresolvedCall:
     """A call that was not made, with what the pickle put into its result afterwards."""
 
     function: Any
-    """A Global, or another Inert: a class that itself would come from a call."""
+    """A Global, or another UnresolvedCall: a class that itself would come from a call."""
     args: tuple[Any, ...]
     state: list[Any] = field(default_factory=list)
     items: list[Any] = field(default_factory=list)
@@ -233,7 +233,7 @@ class _Machine:
         target = self.top()
         if type(target) is list:
             target.extend(items)
-        elif isinstance(target, Inert):
+        elif isinstance(target, UnresolvedCall):
             target.items.extend(items)
         else:
             raise BadPickle(f"items for a {type(target).__name__}")
@@ -258,7 +258,7 @@ class _Machine:
             raise BadPickle("a key without a value")
         target = self.top()
         pairs = list(zip(items[::2], items[1::2], strict=True))
-        if isinstance(target, Inert):
+        if isinstance(target, UnresolvedCall):
             target.pairs.extend(pairs)
         elif isinstance(target, dict):
             for key, value in pairs:  # not update(): a Counter would add
@@ -292,7 +292,7 @@ class _Machine:
     def call_with_keywords(self, _: Any) -> None:
         keywords, args, function = self.pop(), self.pop(), self.pop()
         made = self.push_call(function, args)
-        if keywords and isinstance(made, Inert):
+        if keywords and isinstance(made, UnresolvedCall):
             made.state.append(keywords)
 
     def instance(self, argument: str) -> None:
@@ -305,15 +305,15 @@ class _Machine:
         self.push_call(function, tuple(args))
 
     def push_call(self, function: Any, args: Any) -> Any:
-        if not isinstance(function, Global | Inert) or not isinstance(args, tuple):
+        if not isinstance(function, Global | UnresolvedCall) or not isinstance(args, tuple):
             raise BadPickle(f"a call of a {type(function).__name__}")
         made = self.rebuild(function, args) if isinstance(function, Global) else NOT_REBUILT
-        self.stack.append(Inert(function, args) if made is NOT_REBUILT else made)
+        self.stack.append(UnresolvedCall(function, args) if made is NOT_REBUILT else made)
         return self.stack[-1]
 
     def build(self, _: Any) -> None:
         state, target = self.pop(), self.top()
-        if isinstance(target, Inert):
+        if isinstance(target, UnresolvedCall):
             target.state.append(state)
         elif not isinstance(target, OrderedDict):
             # Of an ordered dict it is `_metadata`, versions that only resuming needs.

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from modelyard.exporter.ingest.pickles import Global, Inert
+from modelyard.exporter.ingest.pickles import Global, UnresolvedCall
 
 _MAX_DEPTH = 40
 _MAX_NODES = 200_000
@@ -47,7 +47,7 @@ def to_array(value: Any) -> "np.ndarray[Any, Any] | None":
 
     Only dtypes of plain numbers, and only when shape and bytes agree.
     """
-    if not isinstance(value, Inert):
+    if not isinstance(value, UnresolvedCall):
         return None
     if value.dotted in _RECONSTRUCT and value.state and isinstance(value.state[0], tuple):
         state = value.state[0]
@@ -81,7 +81,7 @@ class _Plain:
         self._left -= 1
         if depth > _MAX_DEPTH or self._left < 0:
             return Placeholder("too deeply nested")
-        if isinstance(value, Inert):
+        if isinstance(value, UnresolvedCall):
             return self._inert(value, depth)
         if isinstance(value, Global):
             return self._name(value)
@@ -108,7 +108,7 @@ class _Plain:
             return found
         return Placeholder(name.dotted)
 
-    def _inert(self, value: Inert, depth: int) -> Any:
+    def _inert(self, value: UnresolvedCall, depth: int) -> Any:
         if value.dotted not in self._allowed:
             return Placeholder(value.dotted)
         maker = _MAKERS.get(value.dotted)
@@ -121,38 +121,38 @@ class _Plain:
 _UNMADE = object()
 
 
-def _namespace(value: Inert) -> Any:
+def _namespace(value: UnresolvedCall) -> Any:
     return value.attributes
 
 
-def _dict_items(value: Inert) -> Any:
+def _dict_items(value: UnresolvedCall) -> Any:
     found = dict(arg) if value.args and isinstance(arg := value.args[0], Mapping) else {}
     found.update((key, item) for key, item in value.pairs if isinstance(key, str | int | Global))
     return found
 
 
-def _path(value: Inert) -> Any:
+def _path(value: UnresolvedCall) -> Any:
     parts = [part for part in value.args if isinstance(part, str)]
     head = "/" if parts[:1] == ["/"] else ""
     return head + "/".join(part for part in parts if part != "/")
 
 
-def _sequence(value: Inert) -> Any:
+def _sequence(value: UnresolvedCall) -> Any:
     items = value.args[0] if value.args and isinstance(value.args[0], list | tuple) else []
     return [*items, *value.items]
 
 
-def _range(value: Inert) -> Any:
+def _range(value: UnresolvedCall) -> Any:
     # Not a range object: a list would be made of it, as long as the file likes.
     return f"range({', '.join(map(str, value.args))})"
 
 
-def _slice(value: Inert) -> Any:
+def _slice(value: UnresolvedCall) -> Any:
     return f"slice({', '.join(map(str, value.args))})"
 
 
-def _moment(kind: Callable[..., Any]) -> Callable[[Inert], Any]:
-    def make(value: Inert) -> Any:
+def _moment(kind: Callable[..., Any]) -> Callable[[UnresolvedCall], Any]:
+    def make(value: UnresolvedCall) -> Any:
         try:
             return kind(*value.args).isoformat()
         except (TypeError, ValueError):
@@ -161,7 +161,7 @@ def _moment(kind: Callable[..., Any]) -> Callable[[Inert], Any]:
     return make
 
 
-def _duration(value: Inert) -> Any:
+def _duration(value: UnresolvedCall) -> Any:
     numbers = [part for part in value.args if isinstance(part, int | float)]
     try:
         return str(datetime.timedelta(*numbers[:3]))
@@ -169,15 +169,15 @@ def _duration(value: Inert) -> Any:
         return _UNMADE
 
 
-def _omega_container(value: Inert) -> Any:
+def _omega_container(value: UnresolvedCall) -> Any:
     return value.attributes.get("_content")
 
 
-def _omega_node(value: Inert) -> Any:
+def _omega_node(value: UnresolvedCall) -> Any:
     return value.attributes.get("_val")
 
 
-def _scalar(value: Inert) -> Any:
+def _scalar(value: UnresolvedCall) -> Any:
     if len(value.args) != 2:
         return _UNMADE
     dtype, content = value.args
@@ -185,14 +185,14 @@ def _scalar(value: Inert) -> Any:
     return _UNMADE if array is None else array.item()
 
 
-def _to_tensor(value: Inert) -> Any:
+def _to_tensor(value: UnresolvedCall) -> Any:
     array = to_array(value)
     if array is None:
         return _UNMADE
     return array if array.ndim else array.item()
 
 
-def _dtype_name(value: Inert) -> Any:
+def _dtype_name(value: UnresolvedCall) -> Any:
     dtype = _numpy_dtype(value)
     return _UNMADE if dtype is None else dtype.name
 
@@ -213,14 +213,14 @@ def _array(shape: Any, dtype: Any, order: Any, content: Any) -> "np.ndarray[Any,
 
 def _numpy_dtype(value: Any) -> "np.dtype[Any] | None":
     """Read a dtype of plain numbers: never one of objects or records, whose state can lie."""
-    if isinstance(value, Inert) and value.dotted == "numpy.dtype" and value.args:
+    if isinstance(value, UnresolvedCall) and value.dotted == "numpy.dtype" and value.args:
         code = value.args[0]
         state = value.state[0] if value.state else ()
         swapped = isinstance(state, tuple) and len(state) > 1 and state[1] == ">"
         if isinstance(code, str) and code in _DTYPE_CODES:
             dtype = np.dtype(code)
             return dtype.newbyteorder(">") if swapped else dtype
-    if isinstance(value, Inert | Global) and value.dotted.startswith("numpy.dtypes."):
+    if isinstance(value, UnresolvedCall | Global) and value.dotted.startswith("numpy.dtypes."):
         name = value.dotted.removeprefix("numpy.dtypes.").removesuffix("DType").lower()
         return np.dtype(name) if name in _DTYPE_NAMES else None
     return None
@@ -250,7 +250,7 @@ _RECONSTRUCT = frozenset(_both("multiarray", "_reconstruct"))
 _FROMBUFFER = frozenset(_both("numeric", "_frombuffer"))
 _SCALARS = frozenset(_both("multiarray", "scalar"))
 
-_MAKERS: Mapping[str, Callable[[Inert], Any]] = {
+_MAKERS: Mapping[str, Callable[[UnresolvedCall], Any]] = {
     **dict.fromkeys(_RECONSTRUCT | _FROMBUFFER, _to_tensor),
     **dict.fromkeys(_SCALARS, _scalar),
     "numpy.dtype": _dtype_name,

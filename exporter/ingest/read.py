@@ -4,9 +4,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from modelyard.exporter.errors import CheckpointError, UsageError
-from modelyard.exporter.ingest.draft import Draft
 from modelyard.exporter.ingest.folders import read_folder, read_serve_archive
 from modelyard.exporter.ingest.names import nearest, strip_wrappers
+from modelyard.exporter.ingest.parsed import ParsedCheckpoint
 from modelyard.exporter.ingest.single_file import Announce, read_file
 from modelyard.exporter.ingest.sniff import sniff
 from modelyard.exporter.ingest.source import Source
@@ -35,44 +35,44 @@ def read_checkpoint(
         CheckpointError: it cannot be read, is refused, or holds no weights.
         UsageError: `weights_key` or `ema` names weights that it has not.
     """
-    draft = read_draft(path, announce)
-    return take_weights(draft, path, choose(draft, path.name, weights_key, ema))
+    parsed = parse_checkpoint(path, announce)
+    return take_weights(parsed, path, choose(parsed, path.name, weights_key, ema))
 
 
-def take_weights(draft: Draft, path: Path, key: str) -> Checkpoint:
-    """Return one of a draft's sets of weights with all that is known of the checkpoint."""
-    weights = draft.weights[key]
+def take_weights(parsed: ParsedCheckpoint, path: Path, key: str) -> Checkpoint:
+    """Return one set of weights with all that is known of the checkpoint."""
+    weights = parsed.weights[key]
     renamed, prefixes = strip_wrappers(weights.tensors)
     tensors = {new: weights.tensors[old] for old, new in renamed.items()}
     return Checkpoint(
         path=path,
-        kind=draft.kind,
+        kind=parsed.kind,
         tensors=tensors,
-        loader=draft.loader,
-        files=digest_files(path, draft.paths),
-        writer=draft.writer,
-        writer_version=draft.writer_version,
+        loader=parsed.loader,
+        files=digest_files(path, parsed.paths),
+        writer=parsed.writer,
+        writer_version=parsed.writer_version,
         original_names={new: old for old, new in renamed.items()},
         extra_state=dict(weights.extra_state),
         weights_key=key,
-        alternatives={k: other.parameters for k, other in draft.weights.items() if k != key},
-        ema_key=draft.ema,
+        alternatives={k: other.parameters for k, other in parsed.weights.items() if k != key},
+        ema_key=parsed.ema,
         prefixes=prefixes,
         tied=find_tied(tensors),
-        hyper_parameters=draft.hyper_parameters,
-        hyper_parameters_name=draft.hyper_parameters_name,
-        training=draft.training,
-        refused=draft.refused,
-        imports=draft.imports,
-        class_hint=draft.class_hint,
-        labels=draft.labels,
-        sources=draft.sources,
-        notes=draft.notes,
-        module=draft.module if key == draft.default else None,
+        hyper_parameters=parsed.hyper_parameters,
+        hyper_parameters_name=parsed.hyper_parameters_name,
+        training=parsed.training,
+        refused=parsed.refused,
+        imports=parsed.imports,
+        class_hint=parsed.class_hint,
+        labels=parsed.labels,
+        sources=parsed.sources,
+        notes=parsed.notes,
+        module=parsed.module if key == parsed.default else None,
     )
 
 
-def read_draft(path: Path, announce: Announce | None = None) -> Draft:
+def parse_checkpoint(path: Path, announce: Announce | None = None) -> ParsedCheckpoint:
     """Read everything but the choice of weights.
 
     Raises:
@@ -84,8 +84,8 @@ def read_draft(path: Path, announce: Announce | None = None) -> Draft:
     if path.is_dir():
         newest = _newest_of_run(path) if found == "unknown" else None
         return read_folder(newest or path, announce)
-    draft = read_file(Source.of_file(path), announce)
-    return replace(draft, paths=(path,))
+    parsed = read_file(Source.of_file(path), announce)
+    return replace(parsed, paths=(path,))
 
 
 def _newest_of_run(folder: Path) -> Path | None:
@@ -98,7 +98,9 @@ def _newest_of_run(folder: Path) -> Path | None:
     return steps[max(steps)] if steps else None
 
 
-def choose(draft: Draft, name: str, weights_key: str | None = None, ema: bool = False) -> str:
+def choose(
+    parsed: ParsedCheckpoint, name: str, weights_key: str | None = None, ema: bool = False
+) -> str:
     """Return the path of the weights to take.
 
     Raises:
@@ -106,26 +108,26 @@ def choose(draft: Draft, name: str, weights_key: str | None = None, ema: bool = 
         UsageError: the wanted one is not there.
     """
     if weights_key is not None:
-        if weights_key in draft.weights:
+        if weights_key in parsed.weights:
             return weights_key
-        near = nearest(weights_key, draft.weights)
+        near = nearest(weights_key, parsed.weights)
         raise UsageError(
             f'--weights-key "{weights_key}": "{name}" has no weights there; it has '
-            f"{_listed(draft)}{f'. Did you mean {near}?' if near else ''}"
+            f"{_listed(parsed)}{f'. Did you mean {near}?' if near else ''}"
         )
     if ema:
-        if draft.ema is None:
-            raise UsageError(f'--ema: "{name}" has no averaged weights; it has {_listed(draft)}')
-        return draft.ema
-    if draft.default is None:
+        if parsed.ema is None:
+            raise UsageError(f'--ema: "{name}" has no averaged weights; it has {_listed(parsed)}')
+        return parsed.ema
+    if parsed.default is None:
         raise CheckpointError(
-            f'"{name}" has several sets of weights: {_listed(draft)}; choose one with --weights-key'
+            f'"{name}" has several sets of weights: {_listed(parsed)}; choose one with --weights-key'
         )
-    return draft.default
+    return parsed.default
 
 
-def _listed(draft: Draft) -> str:
+def _listed(parsed: ParsedCheckpoint) -> str:
     return ", ".join(
         f"{key or 'the file itself'} ({weights.parameters:,} parameters)"
-        for key, weights in draft.weights.items()
+        for key, weights in parsed.weights.items()
     )

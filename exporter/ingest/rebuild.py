@@ -14,7 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelyard.exporter.ingest.pickles import NOT_REBUILT, BadPickle, Global, Inert, hashable
+from modelyard.exporter.ingest.pickles import (
+    NOT_REBUILT,
+    BadPickle,
+    Global,
+    UnresolvedCall,
+    hashable,
+)
 from modelyard.exporter.ingest.plain import to_array
 
 _MAX_DIMS = 64
@@ -238,7 +244,7 @@ def _rebuild_meta(dtype: Any, size: Any, stride: Any, *_: Any) -> Tensor:
 
 def _rebuild_on_cpu(data: Any, dtype: Any, *_: Any) -> Any:
     """Rebuild the tensor of a device that has no storages of its own (XLA)."""
-    if isinstance(data, Inert):
+    if isinstance(data, UnresolvedCall):
         array = to_array(data)
         if array is None:
             return NOT_REBUILT

@@ -1,4 +1,4 @@
-"""One file of weights → a draft: torch.save, safetensors, TorchScript, exported program."""
+"""One file of weights → a parsed checkpoint: torch.save, safetensors, TorchScript, exported program."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -8,10 +8,10 @@ from torch import nn
 
 from modelyard.exporter.errors import CheckpointError, cause
 from modelyard.exporter.ingest import module_tree
-from modelyard.exporter.ingest.draft import Draft
 from modelyard.exporter.ingest.exported_program import read_exported_program
 from modelyard.exporter.ingest.kinds import Found, Rule, Weights, as_mapping, at, find_weights
-from modelyard.exporter.ingest.pickles import Inert
+from modelyard.exporter.ingest.parsed import ParsedCheckpoint
+from modelyard.exporter.ingest.pickles import UnresolvedCall
 from modelyard.exporter.ingest.plain import to_plain
 from modelyard.exporter.ingest.profiles import allowed_names, profiles_used, refused_names
 from modelyard.exporter.ingest.safetensors_file import read_source as read_safetensors
@@ -40,7 +40,7 @@ _DANGEROUS_NAMES = frozenset(
 )
 
 
-def read_file(source: Source, announce: Announce | None = None) -> Draft:
+def read_file(source: Source, announce: Announce | None = None) -> ParsedCheckpoint:
     """Read a file of any format that holds weights.
 
     Args:
@@ -54,8 +54,8 @@ def read_file(source: Source, announce: Announce | None = None) -> Draft:
     reader = _READERS.get(found)
     if reader is None:
         raise refusal(found, source.name)
-    draft = reader(source, announce)
-    return draft if source.path is None else replace(draft, paths=(source.path,))
+    parsed = reader(source, announce)
+    return parsed if source.path is None else replace(parsed, paths=(source.path,))
 
 
 def refusal(found: str, name: str) -> CheckpointError:
@@ -81,7 +81,9 @@ def danger_notes(refused: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def draft_of(file: TorchFile, source: Source, announce: Announce | None = None) -> Draft:
+def parse_torch_file(
+    file: TorchFile, source: Source, announce: Announce | None = None
+) -> ParsedCheckpoint:
     """Decide how a file of torch.save is taken, what kind it is and what is in it."""
     kind = _first_kind(file, source.name)
     used = profiles_used(kind, file.wanted)
@@ -94,12 +96,12 @@ def draft_of(file: TorchFile, source: Source, announce: Announce | None = None) 
         root, loader = (root, "inert") if by_torch is None else (by_torch, "weights_only")
     elif used:
         loader = f"profile {'+'.join(used)}"
-    draft = _draft(root, source.name, loader, refused_names(kind, file.wanted))
-    notes = (*draft.notes, *danger_notes(draft.refused))
-    return replace(draft, sources=file.sources, notes=notes)
+    parsed = _parse_object(root, source.name, loader, refused_names(kind, file.wanted))
+    notes = (*parsed.notes, *danger_notes(parsed.refused))
+    return replace(parsed, sources=file.sources, notes=notes)
 
 
-def draft_beside(source: Source, weights: Mapping[str, Any]) -> Draft:
+def parse_beside(source: Source, weights: Mapping[str, Any]) -> ParsedCheckpoint:
     """Read a file that holds all of a checkpoint but its weights.
 
     Args:
@@ -112,8 +114,8 @@ def draft_beside(source: Source, weights: Mapping[str, Any]) -> Draft:
         kind = find_weights({**content}, source.name).kind
     except CheckpointError:
         kind = "Lightning checkpoint"
-    draft = _draft(content, source.name, "inert", refused_names(kind, file.wanted))
-    return replace(draft, notes=(*draft.notes, *danger_notes(draft.refused)))
+    parsed = _parse_object(content, source.name, "inert", refused_names(kind, file.wanted))
+    return replace(parsed, notes=(*parsed.notes, *danger_notes(parsed.refused)))
 
 
 def _first_kind(file: TorchFile, name: str) -> str:
@@ -123,11 +125,11 @@ def _first_kind(file: TorchFile, name: str) -> str:
         return "unknown"  # said again, with its reason, once the loader is known
 
 
-def _draft(root: Any, name: str, loader: str, refused: tuple[str, ...]) -> Draft:
+def _parse_object(root: Any, name: str, loader: str, refused: tuple[str, ...]) -> ParsedCheckpoint:
     found = find_weights(root, name, refused)
     allowed = allowed_names(found.kind)
     hyper, how = _hyper_parameters(root, found, allowed)
-    tree = root if isinstance(root, Inert) else None
+    tree = root if isinstance(root, UnresolvedCall) else None
     chosen = found.weights.get(found.default or "")
     tree = chosen.module if chosen is not None and chosen.module is not None else tree
     module = root if isinstance(root, nn.Module) else None
@@ -135,7 +137,7 @@ def _draft(root: Any, name: str, loader: str, refused: tuple[str, ...]) -> Draft
         module = module_tree.build_stock(tree)
     rule = found.rule
     version = None if rule is None or rule.version is None else at(root, rule.version)
-    return Draft(
+    return ParsedCheckpoint(
         kind=found.kind,
         loader=loader,
         weights=found.weights,
@@ -175,7 +177,7 @@ def _flattened(root: Any, rule: Rule, allowed: frozenset[str]) -> dict[str, Any]
     return {key: to_plain(v, allowed) for key, v in content.items() if key not in weights}
 
 
-def _class_hint(root: Any, tree: Inert | None) -> ClassHint | None:
+def _class_hint(root: Any, tree: UnresolvedCall | None) -> ClassHint | None:
     if tree is not None and module_tree.is_module(tree):
         return ClassHint(tree.dotted, "the pickled module")
     arch = (as_mapping(root) or {}).get("arch")
@@ -209,7 +211,7 @@ def spread_over_ranks(seen: str) -> CheckpointError:
     )
 
 
-def _trusted(file: TorchFile, source: Source, kind: str, announce: Announce) -> Draft:
+def _trusted(file: TorchFile, source: Source, kind: str, announce: Announce) -> ParsedCheckpoint:
     """Unpickle without limits: the file's code runs in this process."""
     names = refused_names(kind, file.wanted)
     announce(source.name, names)
@@ -221,16 +223,16 @@ def _trusted(file: TorchFile, source: Source, kind: str, announce: Announce) -> 
             f'"{source.name}" was trusted and cannot be unpickled: {cause(error)}; install what '
             "defines its classes, or give --model and leave --trust out"
         ) from error
-    return replace(_draft(root, source.name, "trusted", ()), imports=names)
+    return replace(_parse_object(root, source.name, "trusted", ()), imports=names)
 
 
-def _read_torch(source: Source, announce: Announce | None) -> Draft:
-    return draft_of(read_torch_file(source), source, announce)
+def _read_torch(source: Source, announce: Announce | None) -> ParsedCheckpoint:
+    return parse_torch_file(read_torch_file(source), source, announce)
 
 
-def _read_safetensors(source: Source, _: Announce | None) -> Draft:
+def _read_safetensors(source: Source, _: Announce | None) -> ParsedCheckpoint:
     tensors, metadata = read_safetensors(source)
-    return Draft(
+    return ParsedCheckpoint(
         kind="safetensors",
         loader="safetensors",
         weights={"": Weights(tensors)},
@@ -240,7 +242,7 @@ def _read_safetensors(source: Source, _: Announce | None) -> Draft:
     )
 
 
-def _read_script(source: Source, announce: Announce | None) -> Draft:
+def _read_script(source: Source, announce: Announce | None) -> ParsedCheckpoint:
     script = read_script(source)
     notes = [
         "it is an artifact already: give --model to export its weights anew, or package it with "
@@ -250,7 +252,7 @@ def _read_script(source: Source, announce: Announce | None) -> Draft:
         shapes = ", ".join(str(list(shape)) for shape in script.traced_shapes)
         rows = ", and the rows themselves are inside" if script.has_rows else ""
         notes.append(f"it was traced with tensors of shape {shapes}{rows}")
-    return Draft(
+    return ParsedCheckpoint(
         kind="TorchScript (mobile)" if script.is_mobile else "TorchScript",
         loader="inert",
         weights={"": Weights(script.tensors)},
@@ -263,7 +265,7 @@ def _read_script(source: Source, announce: Announce | None) -> Draft:
     )
 
 
-def _read_program(source: Source, announce: Announce | None) -> Draft:
+def _read_program(source: Source, announce: Announce | None) -> ParsedCheckpoint:
     program = read_exported_program(source)
     if program.unsafe:
         raise CheckpointError(
@@ -271,7 +273,7 @@ def _read_program(source: Source, announce: Announce | None) -> Draft:
             f"{'; '.join(program.unsafe)}, and loading that could run code; nothing was run. "
             "Export the checkpoint anew"
         )
-    return Draft(
+    return ParsedCheckpoint(
         kind="exported program",
         loader="json",
         weights={"": Weights(program.tensors)},
@@ -286,7 +288,7 @@ def _read_program(source: Source, announce: Announce | None) -> Draft:
     )
 
 
-_READERS: Mapping[str, Callable[[Source, Announce | None], Draft]] = {
+_READERS: Mapping[str, Callable[[Source, Announce | None], ParsedCheckpoint]] = {
     "torch zip": _read_torch,
     "torch legacy": _read_torch,
     "safetensors": _read_safetensors,

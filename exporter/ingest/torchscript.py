@@ -11,7 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from modelyard.exporter.errors import CheckpointError
-from modelyard.exporter.ingest.pickles import NOT_REBUILT, BadPickle, Global, Inert, read_pickle
+from modelyard.exporter.ingest.pickles import (
+    NOT_REBUILT,
+    BadPickle,
+    Global,
+    UnresolvedCall,
+    read_pickle,
+)
 from modelyard.exporter.ingest.source import Entry, Source, Window, read_directory, read_entry
 from modelyard.exporter.ingest.torch_file import read_zip
 
@@ -59,7 +65,7 @@ def read_script(source: Source) -> Script:
             f'"{source.name}" is refused: its pickle holds {error}; expected a file as '
             "torch.jit.save writes it"
         ) from error
-    if not isinstance(root, Inert):
+    if not isinstance(root, UnresolvedCall):
         raise CheckpointError(f'"{source.name}" holds no TorchScript module; save it again')
     return Script(
         tensors=dict(_tensors(root, _declared(code), "", 0)),
@@ -111,7 +117,7 @@ def _declared(code: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
 
 
 def _tensors(
-    module: Inert, declared: Mapping[str, tuple[str, ...]], prefix: str, depth: int
+    module: UnresolvedCall, declared: Mapping[str, tuple[str, ...]], prefix: str, depth: int
 ) -> Iterator[tuple[str, Tensor]]:
     attributes = module.attributes
     names = declared.get(module.dotted)
@@ -121,6 +127,6 @@ def _tensors(
         if isinstance(attributes.get(name), Tensor):
             yield prefix + name, attributes[name]
     for name, child in attributes.items():
-        is_module = isinstance(child, Inert) and isinstance(child.function, Global)
+        is_module = isinstance(child, UnresolvedCall) and isinstance(child.function, Global)
         if is_module and child.dotted in declared and depth < _MAX_DEPTH:
             yield from _tensors(child, declared, f"{prefix}{name}.", depth + 1)

@@ -12,7 +12,7 @@ from modelyard.exporter.ingest.value import ClassHint
 
 
 @dataclass(frozen=True)
-class Draft:
+class ParsedCheckpoint:
     """The sets of weights of a checkpoint and all that was beside them; fields as `Checkpoint`."""
 
     kind: str
