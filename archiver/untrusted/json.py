@@ -1,8 +1,14 @@
-"""JSON from untrusted files: one reading only, bounded, and typed access that names the field."""
+"""What strict JSON is, for files and requests alike, and typed access that names the field.
+
+Everybody reads the same in it: no number, character or key is guessed. Python's own reader takes
+NaN and Infinity, makes infinity of 1e400, keeps halves of characters, and of a key that is there
+twice the last.
+"""
 
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -13,37 +19,83 @@ MAX_DEPTH = 64
 _T = TypeVar("_T")
 # The closing quote is optional so that text full of open strings is still read once, not n times.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.S)
+_MAX_DIGITS = 308  # of what a float holds
 _MISSING: Any = object()
 
 
-def parse_json(data: bytes, max_bytes: int) -> Any:
+class RefusedJson(ValueError):
+    """It may be JSON, and holds what readers would differ in; the message is a phrase."""
+
+
+def parse_json(
+    data: bytes | bytearray | str,
+    max_bytes: int | None = None,
+    *,
+    max_depth: int = MAX_DEPTH,
+    fast: Callable[[bytes | bytearray | str], Any] | None = None,
+) -> Any:
     """Parse UTF-8 JSON in which every reader sees the same values.
 
+    Args:
+        data: the text.
+        max_bytes: the longest that is read.
+        max_depth: how deep lists and objects may be nested.
+        fast: a parser that is strict but for repeated keys and has a limit of depth itself, as
+            orjson's is; it is tried first, and what it makes of the numbers is what is returned.
+
     Raises:
-        ValueError: too long, not UTF-8, not JSON, nested over 64 levels, a key given twice, or a
-            number that JSON does not have; the message is a phrase without the file's name.
+        ValueError: too long, not UTF-8, or not JSON; the message is a phrase without a file's name.
+        RefusedJson: nested too deep, a key given twice, half a character, or a number that JSON or
+            a float does not have.
     """
-    if len(data) > max_bytes:
+    if max_bytes is not None and len(data) > max_bytes:
         raise ValueError(f"{len(data)} bytes; at most {max_bytes} are read")
+    if fast is not None:
+        try:
+            value = fast(data)
+            if not _may_repeat_keys(data, value):
+                return value
+        except ValueError:
+            pass  # the slower reader says what is wrong
+    text = data if isinstance(data, str) else _decode(data)
+    _check_depth(text, max_depth)
+    try:
+        value = _DECODER.decode(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"not JSON: {error}") from error
+    except RecursionError as error:
+        raise RefusedJson("nested deeper than it can be read") from error
+    if "\\u" in text:
+        _check_characters(value)
+    return value if fast is None else fast(text)
+
+
+def _decode(data: bytes | bytearray) -> str:
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8: byte {error.start} cannot be decoded") from error
     if text.startswith("\ufeff"):
         raise ValueError("it starts with a byte order mark; save it as plain UTF-8")
-    _check_depth(text)
-    try:
-        return json.loads(
-            text,
-            object_pairs_hook=_without_duplicates,
-            parse_constant=_refuse_constant,
-            parse_float=_finite,
-        )
-    except json.JSONDecodeError as error:
-        raise ValueError(f"not JSON: {error}") from error
+    return text
 
 
-def _check_depth(text: str) -> None:
+def _may_repeat_keys(data: bytes | bytearray | str, value: Any) -> bool:
+    """Return whether there are more colons than the keys that were kept account for."""
+    colons = data.count(":") if isinstance(data, str) else data.count(b":")
+    values = [value]
+    for each in values:  # it grows meanwhile: what is outside comes before what is inside
+        if not colons:
+            break
+        if isinstance(each, dict):
+            colons -= len(each)
+            values += each.values()
+        elif isinstance(each, list):
+            values += each
+    return colons > 0
+
+
+def _check_depth(text: str, max_depth: int) -> None:
     """Refuse deep nesting before the parser, which recurses, sees it."""
     depth = 0
     for token in _TOKEN.finditer(text):
@@ -52,28 +104,50 @@ def _check_depth(text: str) -> None:
             depth += 1
         elif first in "]}":
             depth -= 1
-        if depth > MAX_DEPTH:
-            raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
+        if depth > max_depth:
+            raise RefusedJson(f"nested deeper than {max_depth} levels")
+
+
+def _check_characters(value: Any) -> None:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise RefusedJson(f"{quoted(half)} is half a character, a lone surrogate") from error
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ValueError(f"the key {quoted(key)} is given twice")
-        found[key] = value
-    return found
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key in counts if counts[key] > 1)
+        raise RefusedJson(f"the key {quoted(twice)} is given twice")
+    return values
 
 
 def _refuse_constant(text: str) -> Any:
-    raise ValueError(f"{text} is not a JSON number")
+    raise RefusedJson(f"{text} is not a JSON number")
 
 
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"the number {text[:40]} is too large")
+        raise RefusedJson(f"the number {text[:40]} is too large")
     return value
+
+
+def _whole(text: str) -> int:
+    if len(text) > _MAX_DIGITS:
+        raise RefusedJson(f"the number {text[:40]}… is too large")
+    return int(text)
+
+
+_DECODER = json.JSONDecoder(
+    object_pairs_hook=_without_duplicates,
+    parse_constant=_refuse_constant,
+    parse_float=_finite,
+    parse_int=_whole,
+)
 
 
 class Fields:
@@ -131,10 +205,10 @@ class Fields:
         separator = "." if self.path and not shown.startswith("[") else ""
         return f"{self.path}{separator}{shown}" if key else self.path
 
-    def wrong(self, key: str, expected: str, found: Any) -> None:
+    def wrong(self, key: str, expected: str, value: Any) -> None:
         """Note that the field holds something else than expected."""
         where = f"{self.at(key)}: " if self.at(key) else ""
-        self.problems.append(f"{where}expected {expected}, found {_shown(found)}")
+        self.problems.append(f"{where}expected {expected}, found {_shown(value)}")
 
     def _present(self, key: str, expected: str) -> Any:
         value = self.values.get(key, _MISSING)

@@ -121,7 +121,8 @@ def choose(
         return parsed.ema
     if parsed.default is None:
         raise CheckpointError(
-            f'"{name}" has several sets of weights: {_listed(parsed)}; choose one with --weights-key'
+            f'"{name}" has several sets of weights: {_listed(parsed)}; choose one with '
+            "--weights-key"
         )
     return parsed.default
 

@@ -1,4 +1,4 @@
-"""One file of weights → a parsed checkpoint: torch.save, safetensors, TorchScript, exported program."""
+"""One file of weights, of torch.save, safetensors, TorchScript or torch.export → its content."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from modelyard.handlers.bodies import parse_strictly
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribution import DEFAULT_TOLERANCE, MAX_STEPS
 from modelyard.handlers.explain.methods import METHODS
@@ -159,8 +160,9 @@ def _check_applies(options: ExplainOptions) -> None:
 
 def _read_part(part: Any) -> Mapping[str, Any]:
     try:
-        value = json.loads(part) if isinstance(part, bytes | bytearray | str) else part
-    except (ValueError, RecursionError) as error:
+        is_text = isinstance(part, bytes | bytearray | str)
+        value = parse_strictly(part, 'the part "explain"') if is_text else part
+    except ValueError as error:
         raise BadInput(f'the part "explain" is not JSON: {error}') from error
     if not isinstance(value, dict):
         raise BadInput('the part "explain" is not a JSON object; expected {"target": 3, …}')

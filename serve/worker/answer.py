@@ -12,8 +12,8 @@ import orjson
 import torch
 
 from modelyard.handlers import Context
+from modelyard.handlers.bodies import parse_strictly
 from modelyard.handlers.errors import BadInput, NoGradients, PredictionException
-from modelyard.handlers.strict_json import parse_strictly
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker.request import ReadJson
 

@@ -18,8 +18,8 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 
 import python_multipart
 
+from modelyard.handlers.bodies import parse_strictly
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.strict_json import parse_strictly
 from modelyard.serve.dataplane import wire
 
 logger = logging.getLogger(__name__)

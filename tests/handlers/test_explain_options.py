@@ -164,6 +164,11 @@ def test_body_without_options_is_left_alone() -> None:
     ("row", "message"),
     [
         ({"explain": b"{"}, 'the part "explain" is not JSON'),
+        (
+            {"explain": b'{"target": 3, "target": 4}'},
+            'the part "explain" is refused: the key "target" is given twice',
+        ),
+        ({"explain": b'{"n_steps": NaN}'}, 'the part "explain" is refused: NaN is not a JSON'),
         ({"explain": b"[]"}, 'the part "explain" is not a JSON object'),
         ({"body": {"explain": {}, "left": 1, "data": 2}}, 'expected one entry "data"'),
         ({"explain": b'{"target": null}'}, "target is null; expected a text"),
