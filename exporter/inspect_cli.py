@@ -2,9 +2,7 @@
 
 import json
 import sys
-import threading
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,16 +47,9 @@ def inspect_command(
         bool, typer.Option("--json", help="Print everything as one JSON object.")
     ] = False,
     graph: Annotated[
-        Path | None,
-        typer.Option(help="Write a page of the artifact's graph; it needs no network."),
-    ] = None,
-    netron: Annotated[
-        bool, typer.Option("--netron", help="Open the artifact in Netron, if it is installed.")
-    ] = False,
-    model_explorer: Annotated[
         bool,
         typer.Option(
-            "--model-explorer", help="Open the artifact in Model Explorer, if it is installed."
+            "--graph", help="Open the artifact's graph in Netron or Model Explorer, until Ctrl-C."
         ),
     ] = False,
 ) -> None:
@@ -69,8 +60,6 @@ def inspect_command(
 
     try:
         found = describe(path, weights_key, ema=ema)
-        if graph is not None:
-            _write_graph(path, graph)
     except ExportError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
@@ -78,40 +67,20 @@ def inspect_command(
         typer.echo(json.dumps(found, indent=2, allow_nan=False))
     else:
         _print(found, top)
-    if graph is not None:
-        typer.echo(f"graph: {graph}", err=True)
-    if netron or model_explorer:
-        _show(path, netron=netron)
+    if graph:
+        _show_graph(path)
 
 
-def _write_graph(artifact: Path, page: Path) -> None:
-    """Write the page of an artifact's graph."""
-    from modelyard.exporter.errors import ExportError
-    from modelyard.exporter.graph_page import write_graph_page
+def _show_graph(artifact: Path) -> None:
+    from modelyard.exporter.errors import ExportError, UsageError
+    from modelyard.exporter.viewers import show_graph
     from modelyard.handlers.errors import LoadError
 
     try:
-        write_graph_page(artifact, page)
-    except (LoadError, OSError) as error:
-        raise ExportError(f"--graph: {error}") from error
-
-
-def _show(artifact: Path, *, netron: bool) -> None:
-    """Open another program's view of an artifact, until it is interrupted."""
-    from modelyard.exporter.errors import UsageError
-    from modelyard.exporter.viewers import open_model_explorer, open_netron
-    from modelyard.handlers.errors import LoadError
-
-    try:
-        if not netron:
-            open_model_explorer(artifact)
-            return
-        typer.echo(f"Netron: {open_netron(artifact)} until Ctrl-C", err=True)
-    except (UsageError, LoadError) as error:
-        typer.echo(f"error: {error}", err=True)
+        show_graph(artifact, lambda line: typer.echo(line, err=True))
+    except (ExportError, LoadError) as error:
+        typer.echo(f"error: --graph: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
-    with suppress(KeyboardInterrupt):
-        threading.Event().wait()
 
 
 def _print(found: Mapping[str, Any], top: int) -> None:

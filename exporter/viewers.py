@@ -1,55 +1,66 @@
-"""Artifact → a graph viewer of somebody else, where it is installed; on this machine only."""
+"""Artifact → a graph viewer of somebody else, where one is installed; on this machine only."""
 
 import importlib.util
+import threading
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from modelyard.exporter.errors import UsageError
+from modelyard.exporter.errors import ExportError, UsageError
 from modelyard.handlers.backends import detect_format
 from modelyard.handlers.program.check import load_program
 
 _HERE = "127.0.0.1"
 
 
-def open_netron(artifact: Path, *, browse: bool = True) -> str:
-    """Serve an artifact in Netron until this process ends; give the page's address.
+def show_graph(artifact: Path, announce: Callable[[str], None]) -> None:
+    """Open an artifact in Netron, else in Model Explorer, until Ctrl-C.
 
     Raises:
-        UsageError: Netron is not installed.
+        ExportError: no viewer is installed that shows the format.
+        UsageError: the format keeps no graph.
+        LoadError: it is not an artifact, or an exported program holds more than a program.
     """
-    _require("netron", "netron", "Netron")
+    format = detect_format(artifact)
+    if format == "aoti":
+        raise UsageError(f"{artifact.name} is native code, which has no graph; look at a pt2 file")
+    if importlib.util.find_spec("netron"):
+        announce(f"Netron: {start_netron(artifact)} until Ctrl-C")
+        with suppress(KeyboardInterrupt):
+            threading.Event().wait()
+    elif importlib.util.find_spec("model_explorer") and format != "torchscript":
+        _run_model_explorer(artifact, format)
+    else:
+        raise ExportError(
+            f"no viewer of {format} graphs is installed; run `pip install netron`"
+            + (", or `pip install ai-edge-model-explorer`" if format != "torchscript" else "")
+        )
+
+
+def start_netron(artifact: Path, *, browse: bool = True) -> str:
+    """Serve an artifact in Netron until this process ends; return the page's address."""
     import netron
 
     host, port = netron.start(str(artifact), address=(_HERE, 0), browse=browse)
     return f"http://{host}:{port}"
 
 
-def open_model_explorer(artifact: Path) -> None:
-    """Show an artifact in Model Explorer until that ends.
-
-    It cannot show sizes that vary, so it gets a copy of an exported program with fixed ones.
-
-    Raises:
-        UsageError: Model Explorer is not installed, or the format is one that it cannot show.
-    """
-    _require("model_explorer", "ai-edge-model-explorer", "Model Explorer")
+def _run_model_explorer(artifact: Path, format: str) -> None:
     import model_explorer  # type: ignore[import-not-found]
 
-    format = detect_format(artifact)
     config = model_explorer.config()
     if format == "onnx":
         config.add_model_from_path(str(artifact))
-    elif format == "pt2":
-        config.add_model_from_pytorch(artifact.name, with_fixed_shapes(artifact))
     else:
-        raise UsageError(f"Model Explorer cannot show {format}; expected pt2 or onnx")
+        config.add_model_from_pytorch(artifact.name, with_fixed_shapes(artifact))
     model_explorer.visualize_from_config(config, host=_HERE)
 
 
 def with_fixed_shapes(artifact: Path) -> torch.export.ExportedProgram:
-    """Trace an exported program anew with one size for each dynamic dimension.
+    """Trace an exported program anew with sizes of two: Model Explorer cannot show others.
 
     Raises:
         UnsafeProgram: the file holds more than a program.
@@ -65,15 +76,8 @@ def with_fixed_shapes(artifact: Path) -> torch.export.ExportedProgram:
 
 
 def _example(value: Any) -> Any:
-    """Make a value of the type that a placeholder was traced with, at a size of two."""
+    """Return a value of the type that a placeholder was traced with, at a size of two."""
     if not isinstance(value, torch.Tensor):
         return value
     shape = [size if isinstance(size, int) else 2 for size in value.shape]
     return torch.zeros(shape, dtype=value.dtype, device=value.device)
-
-
-def _require(module: str, package: str, name: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        raise UsageError(
-            f"{name} is not installed; expected the package {package}: pip install {package}"
-        )
