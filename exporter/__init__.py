@@ -1,5 +1,8 @@
 """Checkpoint → artifact, with its signature and a proof that the two agree."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from modelyard.exporter.errors import (
     CheckpointError,
     ConversionError,
@@ -8,8 +11,19 @@ from modelyard.exporter.errors import (
     ParityError,
     UsageError,
 )
-from modelyard.exporter.export import export
-from modelyard.exporter.report import ExportReport
+
+if TYPE_CHECKING:
+    from modelyard.exporter.report import ExportReport
+    from modelyard.exporter.trip import export
+else:
+    _LAZY = {"export": "trip", "ExportReport": "report"}
+
+    def __getattr__(name: str) -> object:
+        """Import what needs torch, which takes seconds, when it is used."""
+        if name in _LAZY:
+            return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "CheckpointError",

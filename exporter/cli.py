@@ -15,7 +15,7 @@ from rich.table import Table
 
 if TYPE_CHECKING:
     from modelyard.exporter import ExportReport
-    from modelyard.exporter.export import Progress as OnProgress
+    from modelyard.exporter.trip import Progress as OnProgress
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -230,7 +230,7 @@ def test_one_format_that_fails_keeps_all_others_from_being_written(
         pytest.param({"output_names": ["1"]}, '--output "1" is not a name', id="output name"),
         pytest.param({"device": "tpu"}, '--device "tpu" is unknown', id="device"),
         pytest.param({"device": "meta"}, '--device "meta" is not supported', id="other device"),
-        pytest.param({"tolerance": -1.0}, "--tolerance -1.0 is no difference", id="tolerance"),
+        pytest.param({"tolerance": -1.0}, "--tolerance -1.0 is not a difference", id="tolerance"),
         pytest.param({"model": "net"}, '--model "net" names no class', id="model"),
         pytest.param(
             {"inputs": ["y:float32[batch]"]}, "forward() takes x, y", id="inputs out of order"

@@ -1,0 +1,405 @@
+"""The export trip: load → run → write → check → artifact and report, or nothing at all."""
+
+import functools
+import json
+import math
+import shlex
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path, PurePath
+from typing import Any, ParamSpec
+
+import torch
+from torch import nn
+
+from modelyard.archiver.signature import Signature
+from modelyard.exporter import to_aoti, to_exported_program, to_onnx, to_torchscript
+from modelyard.exporter.arguments import read_inputs, take_inputs
+from modelyard.exporter.checkpoint import open_model, split_model
+from modelyard.exporter.errors import ExportError, UsageError, cause
+from modelyard.exporter.ingest import Announce, Checkpoint, read_checkpoint
+from modelyard.exporter.locate import first_difference
+from modelyard.exporter.parity import Parity, check
+from modelyard.exporter.reference import Reference, observe
+from modelyard.exporter.report import ExportReport, publish, report_path, sha256
+from modelyard.exporter.samples import read_samples
+
+SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx", "torchscript": ".pt", "aoti": ".aoti.pt2"}
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+QUANTIZATIONS = ("int8-dynamic",)
+
+Progress = Callable[[str, int, int], None]
+"""Called before each step with its name, its number from 0, and the number of steps."""
+
+_Fields = ParamSpec("_Fields")
+_Writer = Callable[[Path], Mapping[str, object]]
+
+
+@dataclass(frozen=True)
+class ExportRequest:
+    """What one export is asked for: the arguments of `export`, by their names."""
+
+    checkpoint: Path
+    """A file or folder of any kind that `modelyard.exporter.ingest` reads."""
+    model: str | None
+    """`file.py:Class`, `package.module:Class` or `package.module:factory`; None where the
+    checkpoint names a class that is installed."""
+    inputs: Sequence[str]
+    """One `name:dtype[dims]` per tensor that forward() takes; see `archiver/signature.py`."""
+    _: KW_ONLY
+    output_dir: Path
+    """Made when it is not there."""
+    weights_key: str | None = None
+    """Dotted path of the weights in a checkpoint that has several."""
+    ema: bool = False
+    """Take the averaged weights."""
+    announce: Announce | None = None
+    """Only for a checkpoint that is trusted to run its code: called with what it will import."""
+    formats: Sequence[str] | None = None
+    """Of `SUFFIXES`; pt2 and onnx when absent, onnx alone when quantised."""
+    model_args: Mapping[str, Any] | None = None
+    """Keyword arguments for the class or factory; they replace those of the same name among the
+    checkpoint's hyper-parameters."""
+    output_names: Sequence[str] = ()
+    """One per output, in order."""
+    name: str | None = None
+    """The artifacts' name without suffix; the checkpoint's when absent."""
+    device: str = "cpu"
+    """"cpu" or "cuda[:N]", where it is traced and checked. The artifact loads on any."""
+    tolerance: float | None = None
+    """Largest difference of floats, over a row's largest value where that is above 1; 1e-4 for
+    float32 when absent."""
+    dtype: str | None = None
+    """Of `PRECISIONS`, what weights and floating-point inputs become; the checkpoint's own when
+    absent. Parity compares with the checkpoint in float32."""
+    quantize: str | None = None
+    """Of `QUANTIZATIONS`, for onnx."""
+    samples: Sequence[Path] = ()
+    """Files of real inputs to compare on; nothing of them stays."""
+    progress: Progress | None = None
+    """Called at every step."""
+
+    def target(self, format: str) -> Path:
+        """Return where the artifact of a format goes."""
+        return self.output_dir / f"{self.name or self.checkpoint.stem}{SUFFIXES[format]}"
+
+    def chosen_formats(self) -> tuple[str, ...]:
+        """Return the formats to write, each once."""
+        default = ("onnx",) if self.quantize else ("pt2", "onnx")
+        return tuple(dict.fromkeys(default if self.formats is None else self.formats))
+
+
+def _called_as(
+    request: Callable[_Fields, ExportRequest],
+) -> Callable[
+    [Callable[[ExportRequest], list[ExportReport]]], Callable[_Fields, list[ExportReport]]
+]:
+    """Let `export` be called with the fields of its request."""
+
+    def decorate(
+        run: Callable[[ExportRequest], list[ExportReport]],
+    ) -> Callable[_Fields, list[ExportReport]]:
+        @functools.wraps(run)
+        def call(*args: _Fields.args, **kwargs: _Fields.kwargs) -> list[ExportReport]:
+            return run(request(*args, **kwargs))
+
+        return call
+
+    return decorate
+
+
+@_called_as(ExportRequest)
+def export(request: ExportRequest) -> list[ExportReport]:
+    """Write artifacts that are proven to agree with the checkpoint, and a report beside each.
+
+    Raises:
+        ExportError: nothing was written, and artifacts of an earlier export are as they were.
+    """
+    signature = read_inputs(request.inputs)
+    device = _device(request.device)
+    _check_request(request, signature)
+    samples = read_samples(request.samples, signature)
+    steps = _steps(request)
+    finished: list[tuple[ExportReport, Path]] = []
+    next(steps)
+    checkpoint = read_checkpoint(
+        request.checkpoint,
+        weights_key=request.weights_key,
+        ema=request.ema,
+        announce=request.announce,
+    )
+    is_trusted = request.announce is not None
+    with open_model(
+        checkpoint, request.model, request.model_args or {}, trust=is_trusted
+    ) as module:
+        next(steps)
+        reference = observe(
+            take_inputs(module, signature),
+            signature,
+            request.output_names,
+            device,
+            dtype=PRECISIONS[request.dtype] if request.dtype else None,
+            samples=samples,
+        )
+        writers = _writers(reference, is_quantized=request.quantize is not None)
+        with _workspace(request.output_dir) as folder:
+            for format in request.chosen_formats():
+                next(steps)
+                draft = folder / request.target(format).name
+                details = writers[format](draft)
+                next(steps)
+                report = ExportReport(
+                    artifact=request.target(format),
+                    format=format,
+                    artifact_sha256=sha256(draft),
+                    artifact_bytes=draft.stat().st_size,
+                    signature=reference.signature,
+                    parity=_prove(request, format, draft, reference),
+                    checkpoint=request.checkpoint.name,
+                    checkpoint_sha256=checkpoint.sha256,
+                    checkpoint_kind=checkpoint.kind,
+                    checkpoint_details=_ingested(checkpoint),
+                    model=_model_name(request, module),
+                    model_args=request.model_args or {},
+                    device=str(device),
+                    details={**({"dtype": request.dtype} if request.dtype else {}), **details},
+                    command=_command(request, format),
+                    warnings=(*_checkpoint_warnings(checkpoint), *reference.warnings),
+                )
+                finished.append((report, draft))
+            for report, draft in finished:
+                publish(report, draft)
+    return [report for report, _ in finished]
+
+
+def _prove(request: ExportRequest, format: str, draft: Path, reference: Reference) -> Parity:
+    """Compare a written artifact with the checkpoint; its submodules too, where it differs."""
+    with tempfile.TemporaryDirectory(dir=draft.parent) as exchange:
+        return check(
+            draft,
+            format,
+            reference,
+            Path(exchange),
+            device=request.device,
+            tolerance=request.tolerance,
+            is_quantized=request.quantize is not None,
+            locate=lambda case: first_difference(draft, format, reference, case),
+        )
+
+
+def _check_request(request: ExportRequest, signature: Signature) -> None:
+    """Refuse arguments that mean nothing, before anything is read."""
+    if request.model is not None:
+        split_model(request.model)
+    known = ", ".join(SUFFIXES)
+    if not request.chosen_formats():
+        raise UsageError(f"no --format given; expected one of {known}")
+    if unknown := [format for format in request.chosen_formats() if format not in SUFFIXES]:
+        raise UsageError(f'--format "{unknown[0]}" is unknown; expected one of {known}')
+    name, tolerance = request.name, request.tolerance
+    if name is not None and (not name or PurePath(name).name != name):
+        raise UsageError(f'--name "{name}" is not a file name; expected one without a folder')
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise UsageError(f"--tolerance {tolerance} is not a difference; expected 0 or more")
+    try:
+        json.dumps(request.model_args)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"model_args cannot be kept in the report: {cause(error)}") from error
+    _check_precision(request)
+    _check_output_names(request.output_names, signature)
+    _check_targets(request)
+
+
+def _check_precision(request: ExportRequest) -> None:
+    """Refuse a dtype or quantisation that the formats have no form for."""
+    if request.dtype not in (None, *PRECISIONS):
+        known = ", ".join(PRECISIONS)
+        raise UsageError(f'--dtype "{request.dtype}" is unknown; expected one of {known}')
+    if request.dtype == "bf16" and "onnx" in request.chosen_formats():
+        raise UsageError(
+            "--dtype bf16 does not go with --format onnx: onnxruntime's CPU kernels know no "
+            "bfloat16; use --format pt2, or --dtype fp16"
+        )
+    if request.quantize is None:
+        return
+    if request.quantize not in QUANTIZATIONS:
+        known = ", ".join(QUANTIZATIONS)
+        raise UsageError(f'--quantize "{request.quantize}" is unknown; expected {known}')
+    if others := [format for format in request.chosen_formats() if format != "onnx"]:
+        raise UsageError(
+            f"--quantize {request.quantize} does not go with --format {others[0]}: torch.export "
+            "and TorchScript keep no quantised weights of torch.ao that this version could prove; "
+            "use --format onnx"
+        )
+    if request.dtype not in (None, "fp32"):
+        raise UsageError(
+            f"--quantize {request.quantize} starts from float32; leave --dtype {request.dtype} out"
+        )
+
+
+def _check_output_names(names: Sequence[str], signature: Signature) -> None:
+    inputs = {spec.name for spec in signature.inputs}
+    for name in names:
+        if not name.isidentifier() or name in inputs:
+            seen = (
+                "is also an input" if name in inputs else "is not a name of letters, digits and _"
+            )
+            raise UsageError(f'--output "{name}" {seen}; expected a name of its own')
+
+
+def _check_targets(request: ExportRequest) -> None:
+    """Refuse to write over the checkpoint, or where no file can be."""
+    for format in request.chosen_formats():
+        for target in (request.target(format), report_path(request.target(format))):
+            if (
+                target.exists()
+                and request.checkpoint.exists()
+                and target.samefile(request.checkpoint)
+            ):
+                raise UsageError(
+                    f'--format {format} would write "{target.name}" over the checkpoint; '
+                    "use -o with another folder, or --name"
+                )
+            if target.is_dir():
+                raise UsageError(f'"{target}" is a folder; expected room for a file: use --name')
+
+
+def _device(text: str) -> torch.device:
+    try:
+        device = torch.device(text)
+    except RuntimeError as error:
+        raise UsageError(f'--device "{text}" is unknown; expected cpu or cuda[:N]') from error
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f'--device "{text}" is not supported; expected cpu or cuda[:N]')
+    present = torch.cuda.device_count() if device.type == "cuda" else 1
+    if (device.index or 0) >= present:
+        raise ExportError(
+            f'--device "{text}": this machine has {present} CUDA devices; use --device cpu, or a '
+            "torch build for CUDA"
+        )
+    return device
+
+
+def _steps(request: ExportRequest) -> Iterator[None]:
+    """Announce the trip's steps, one per `next`."""
+    names = [f"load {request.checkpoint.name}", "run the checkpoint's model"]
+    for format in request.chosen_formats():
+        names += [f"write {request.target(format).name}", f"check {request.target(format).name}"]
+    for number, name in enumerate(names):
+        if request.progress is not None:
+            request.progress(name, number, len(names))
+        yield
+
+
+def _writers(reference: Reference, *, is_quantized: bool) -> dict[str, _Writer]:
+    """Return for each format the function that writes it; three of them share one trace."""
+    model, signature, example = reference.model, reference.signature, reference.example
+    program = functools.cache(lambda: to_exported_program.capture(model, signature, example))
+
+    def write_onnx(path: Path) -> Mapping[str, object]:
+        details = to_onnx.write(program(), signature, path)
+        return {**details, **to_onnx.quantize(path)} if is_quantized else details
+
+    return {
+        "pt2": lambda path: to_exported_program.write(program(), path),
+        "onnx": write_onnx,
+        "torchscript": lambda path: to_torchscript.write(model, signature, example, path),
+        "aoti": lambda path: to_aoti.write(program(), signature, path),
+    }
+
+
+@contextmanager
+def _workspace(output_dir: Path) -> Iterator[Path]:
+    """Yield a folder beside the artifacts' place; leave no folder behind where nothing was written.
+
+    It is on the file system of `output_dir`, so that a finished file moves in one step.
+    """
+    made = [path for path in (output_dir, *output_dir.parents) if not path.exists()]
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=output_dir, prefix=".export-") as folder:
+            yield Path(folder)
+    except OSError as error:
+        raise ExportError(
+            f'cannot write to "{output_dir}": {error}; use -o with another'
+        ) from error
+    finally:
+        for path in made:  # only empty ones can be removed: after a failure
+            with suppress(OSError):
+                path.rmdir()
+
+
+def _command(request: ExportRequest, format: str) -> str:
+    """Write the command line that makes one artifact; equal for equal exports."""
+    model = request.model and _named(request.model, lambda source: _relative(Path(source)))
+    model_args = request.model_args and json.dumps(request.model_args, sort_keys=True)
+    device = "" if request.device.startswith("cpu") else request.device
+    tolerance = None if request.tolerance is None else f"{request.tolerance:g}"
+    words = ["modelyard", "export", _relative(request.checkpoint)]
+    for option, values in (
+        ("--model", [model]),
+        ("--weights-key", [request.weights_key]),
+        ("--ema", [request.ema]),
+        ("--trust", [request.announce is not None]),
+        ("--model-args", [model_args]),
+        ("--input", request.inputs),
+        ("--output", request.output_names),
+        ("--format", [format]),
+        ("--name", [request.name]),
+        ("--device", [device]),
+        ("--tolerance", [tolerance]),
+        ("--dtype", [request.dtype]),
+        ("--quantize", [request.quantize]),
+        ("--sample", map(_relative, request.samples)),
+        ("-o", [_relative(request.output_dir)]),
+    ):
+        for value in filter(None, values):
+            words += [option] if value is True else [option, str(value)]
+    return shlex.join(words)
+
+
+def _relative(path: Path) -> str:
+    """Keep a relative path as it was given; of an absolute one, only the last part."""
+    return path.name if path.is_absolute() else path.as_posix()
+
+
+def _model_name(request: ExportRequest, module: nn.Module) -> str:
+    """Return `--model` without its folder, or the class that the checkpoint itself named."""
+    if request.model is None:
+        return f"{type(module).__module__}:{type(module).__qualname__}"
+    return _named(request.model, lambda source: Path(source).name)
+
+
+def _named(model: str, rename: Callable[[str], str]) -> str:
+    """Return `--model` with its file, where it is one, under another name."""
+    source, colon, attribute = model.rpartition(":")
+    return f"{rename(source)}{colon}{attribute}" if source.endswith(".py") else model
+
+
+def _ingested(checkpoint: Checkpoint) -> dict[str, object]:
+    """Return how the checkpoint was read, for the report."""
+    return {
+        "writer": " ".join(filter(None, (checkpoint.writer, checkpoint.writer_version))) or None,
+        "loader": checkpoint.loader,
+        "weights_key": checkpoint.weights_key,
+        "prefixes_stripped": list(checkpoint.prefixes),
+        "refused": list(checkpoint.refused),
+        "imported": list(checkpoint.imports),
+    }
+
+
+def _checkpoint_warnings(checkpoint: Checkpoint) -> list[str]:
+    """Return what a person should know of the checkpoint, whatever becomes of the model."""
+    lines = list(checkpoint.notes)
+    if checkpoint.refused:
+        lines.append(
+            f"the checkpoint wants {', '.join(checkpoint.refused)}, which was not imported"
+        )
+    if checkpoint.alternatives:
+        others = ", ".join(
+            f"{key} ({n:,} parameters)" for key, n in checkpoint.alternatives.items()
+        )
+        lines.append(f'the weights are those of "{checkpoint.weights_key}"; it also has {others}')
+    return lines
