@@ -1,5 +1,7 @@
 """The commands `modelyard archive`, `modelyard verify` and `modelyard keygen`."""
 
+from __future__ import annotations
+
 import json
 import os
 import sys
@@ -7,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -20,17 +22,12 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from modelyard.archiver.collect import plan_archive
 from modelyard.archiver.errors import ArchiveError, BadName, Differs
-from modelyard.archiver.read import Archive, open_archive
-from modelyard.archiver.signing import (
-    ENVIRONMENT_KEY,
-    generate_keys,
-    read_signing_key,
-    read_trusted_keys,
-)
-from modelyard.archiver.verify import Check, verify_archive
-from modelyard.archiver.write import Packed, write_plan
+
+if TYPE_CHECKING:
+    from modelyard.archiver.read import Archive
+    from modelyard.archiver.verify import Check
+    from modelyard.archiver.write import Packed
 
 archive_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 verify_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -106,7 +103,7 @@ def archive(
         Path | None,
         typer.Option(
             metavar="KEY_FILE",
-            help=f"Sign with this key of `modelyard keygen`; default: ${ENVIRONMENT_KEY}.",
+            help="Sign with this key of `modelyard keygen`; default: $MODELYARD_SIGNING_KEY.",
         ),
     ] = None,
     dry_run: Annotated[
@@ -120,6 +117,11 @@ def archive(
     as_json: JsonOutput = False,
 ) -> None:
     """Pack an artifact, its handler and extra files into one sealed archive."""
+    # Here, as in every command: `--help` does not wait for what it does not use.
+    from modelyard.archiver.collect import plan_archive
+    from modelyard.archiver.signing import read_signing_key
+    from modelyard.archiver.write import write_plan
+
     with _exit_codes():
         key = read_signing_key(sign)
         plan = plan_archive(
@@ -171,6 +173,10 @@ def verify(
     as_json: JsonOutput = False,
 ) -> None:
     """Check an archive here: digests, signature, golden requests, parity."""
+    from modelyard.archiver.read import open_archive
+    from modelyard.archiver.signing import read_trusted_keys
+    from modelyard.archiver.verify import verify_archive
+
     result: dict[str, Any] = {"archive": str(file)}
     try:
         with _exit_codes():
@@ -200,6 +206,8 @@ def keygen(
     ],
 ) -> None:
     """Make a key pair (Ed25519) to sign archives with."""
+    from modelyard.archiver.signing import generate_keys
+
     private, public = generate_keys()
     with _exit_codes():
         _write_new(name.with_name(f"{name.name}.key"), private, 0o600)

@@ -1,4 +1,4 @@
-"""The one command. It names the subcommands and imports a room only when its command runs."""
+"""The one command. It names the subcommands and imports a package only when its command runs."""
 
 from __future__ import annotations
 
@@ -44,10 +44,14 @@ COMMANDS = {
         "modelyard.serve.tools.doctor_cli", "doctor_app", "Report what works here, and what to do."
     ),
     "predict": Command(
-        "modelyard.serve.cli", "predict_app", "Ask the running server for a prediction."
+        "modelyard.serve.tools.client_cli",
+        "predict_app",
+        "Ask the running server for a prediction.",
     ),
     "explain": Command(
-        "modelyard.serve.cli", "explain_app", "Ask the running server for an explanation."
+        "modelyard.serve.tools.client_cli",
+        "explain_app",
+        "Ask the running server for an explanation.",
     ),
 }
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer.main
 
 from modelyard.cli import COMMANDS
 
@@ -151,18 +153,45 @@ def loaded_by(statement: str, *names: str) -> set[str]:
     return set(ran.stdout.split())
 
 
-def test_no_help_loads_torch_or_numpy() -> None:
+def commands() -> Iterator[list[str]]:
+    """Yield the words of every command and subcommand of `modelyard`."""
+    for name, command in COMMANDS.items():
+        yield [name]
+        app = getattr(importlib.import_module(command.module), command.app)
+        for subcommand in getattr(typer.main.get_command(app), "commands", ()):
+            yield [name, subcommand]
+
+
+MAINS = {
+    "torchserve": "modelyard.serve.torchserve.cli",
+    "torch-model-archiver": "modelyard.archiver.torchserve.cli",
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [("modelyard.cli", words) for words in commands()]
+    + [(module, []) for module in MAINS.values()],
+    ids=lambda given: given if isinstance(given, str) else "-".join(given),
+)
+def test_no_help_loads_torch_or_numpy(module: str, words: list[str]) -> None:
     """Each command's own `--help`, run to its end in a fresh interpreter."""
-    loaded = {
-        name: loaded_by(
-            "import contextlib, io\nfrom modelyard.cli import main\n"
-            "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
-            f"    main([{name!r}, '--help'])",
-            *HEAVY,
-        )
-        for name in COMMANDS
-    }
-    assert not {name: heavy for name, heavy in loaded.items() if heavy}
+    loaded = loaded_by(
+        f"import contextlib, io\nfrom {module} import main\n"
+        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
+        f"    main([*{words!r}, '--help'])",
+        *HEAVY,
+        "modelyard.exporter.trip",
+    )
+    assert not loaded
+
+
+@pytest.mark.parametrize(
+    "first", ["import modelyard.exporter.trip", "import modelyard.exporter.cli", ""]
+)
+def test_export_is_the_function_whatever_was_imported_before(first: str) -> None:
+    code = f"{first}\nfrom modelyard.exporter import export, ExportReport\nassert callable(export)"
+    subprocess.run([sys.executable, "-P", "-c", code], timeout=60, check=True)
 
 
 @pytest.mark.parametrize(

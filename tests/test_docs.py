@@ -17,9 +17,9 @@ from typing import NamedTuple
 import pytest
 from prometheus_client import Metric
 
+from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
 from modelyard.handlers.explain.methods import METHODS
 from modelyard.handlers.explain.options import ExplainOptions
-from modelyard.serve.api.inference import EXPLAIN_PARAMETERS
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import STATUS
 from modelyard.serve.settings import Settings
@@ -190,7 +190,7 @@ def test_the_options_table_names_every_option_of_an_explanation() -> None:
     documented = {row[0] for row in rows("explain.md", "## Options")}
     options = {field.name for field in dataclasses.fields(ExplainOptions)} - {"given"}
     assert documented == options
-    assert EXPLAIN_PARAMETERS.keys() == options
+    assert EXPLAIN_OPTIONS.keys() == options
 
 
 def test_the_methods_table_and_the_gallery_show_every_method() -> None:

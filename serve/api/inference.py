@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 from fastapi import APIRouter, Path, Request
 from fastapi.responses import Response
 
+from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
 from modelyard.serve.api.asgi import Api, Check, Front, Phase, Receive, Scope, Send, send_stream
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
@@ -448,33 +449,13 @@ BODY: dict[str, Any] = {
         },
     },
 }
-EXPLAIN_PARAMETERS = {
-    "method": "integrated_gradients (default), layer_integrated_gradients, saliency, "
-    "input_x_gradient, smoothgrad, gradient_shap, occlusion, feature_ablation or kernel_shap.",
-    "target": "Class index, label, `predicted`, `top-3`, or a place such as `3,7`.",
-    "output": "`logit` (default) or `probability`.",
-    "baseline": "zero, black, white, mean, blur, noise, pad, or `file:NAME` of the archive.",
-    "n_steps": "Points between baseline and input.",
-    "tolerance": "Largest |delta| / |f(input) - f(baseline)|; steps are raised until it is met.",
-    "max_steps": "Where raising ends.",
-    "n_samples": "Random points.",
-    "noise": "Standard deviation, as a share of the input's range.",
-    "window": "Side of what is replaced at once.",
-    "stride": "By which windows move.",
-    "layer": "Where layer_integrated_gradients looks.",
-    "seed": "Of everything random.",
-    "internal_batch_size": "Points that share a pass.",
-    "aggregate": "`none`, or `sum` over an image's channels or a token's embedding.",
-    "format": "json, png or html; the Accept header asks for them too.",
-    "quality": "`true` measures infidelity and sensitivity.",
-}
 EXPLAIN_BODY: dict[str, Any] = {
     **BODY,
     "parameters": [
         TIMEOUT_PARAMETER,
         *(
-            {"name": name, "in": "query", "schema": {"type": "string"}, "description": text}
-            for name, text in EXPLAIN_PARAMETERS.items()
+            {"name": name, "in": "query", "schema": {"type": "string"}, "description": each.text}
+            for name, each in EXPLAIN_OPTIONS.items()
         ),
     ],
 }

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from modelyard.serve.errors import StartError
-from modelyard.serve.settings import load_settings
+from modelyard.archiver.terminal import err, out
+from modelyard.serve.cli import known_errors
 
 doctor_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 
@@ -49,13 +44,11 @@ def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Make the checks and print them."""
+    from modelyard.serve.settings import load_settings
     from modelyard.serve.tools.doctor import FAIL, WARN, Check, examine
 
-    try:
+    with known_errors():
         settings = load_settings({"state_dir": state_dir}, config)
-    except StartError as error:
-        err.print(f"[red]error:[/red] {str(error).replace('[', chr(92) + '[')}")
-        raise typer.Exit(1) from error
     checks: list[Check] = []
     with err.status("looking at packages") as status:
         for check in examine(settings, deep):

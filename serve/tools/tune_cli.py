@@ -4,33 +4,29 @@ from __future__ import annotations
 
 import json
 import mimetypes
-import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from modelyard.archiver import Archive, ArchiveError, open_archive
+from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.terminal import err, out, step_bar
 from modelyard.serve.errors import ServeError
-from modelyard.serve.settings import Settings, load_settings
 
 if TYPE_CHECKING:
+    from modelyard.archiver import Archive
     from modelyard.serve.control.lifecycle import StartPlan
-    from modelyard.serve.tools.tune import OnTurn, Outcome, Result, Setting, Slo
+    from modelyard.serve.settings import Settings
+    from modelyard.serve.tools.tune import Outcome, Result, Setting, Slo
 
 tune_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-out = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _HELP = """Find workers, threads and batch size of a model on this machine, through the real server.
 
@@ -76,6 +72,7 @@ def tune(
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Measure, print, write."""
+    from modelyard.serve.settings import load_settings
     from modelyard.serve.tools.tune import WrongUsage, parse_slo
 
     try:
@@ -92,7 +89,7 @@ def tune(
         if tuned.outcome.best is not None:
             _write(output, tuned)
     except (ServeError, ArchiveError) as error:
-        err.print(f"[red]error:[/red] {_plain(str(error))}")
+        err.print(f"[red]error:[/red] {escape(str(error))}")
         raise typer.Exit(2 if isinstance(error, WrongUsage) else 1) from error
     except KeyboardInterrupt as error:
         err.print("stopped; nothing was written")
@@ -135,6 +132,7 @@ def _measure(
     Raises:
         ServeError, ArchiveError: the model cannot be measured.
     """
+    from modelyard.archiver import open_archive
     from modelyard.serve.control.lifecycle import Lifecycle
     from modelyard.serve.control.registry import Registry
     from modelyard.serve.control.sizing import is_on_gpu
@@ -166,7 +164,7 @@ def _measure(
     start = Setting(
         planned.allocation.workers, planned.allocation.threads, planned.config.batch_size
     )
-    with _progress() as on_turn:
+    with step_bar() as show:
         outcome = search(
             start,
             cores=plan.machine.cores,
@@ -175,7 +173,9 @@ def _measure(
             slo=slo,
             rounds=rounds,
             measure=trial.measure,
-            on_turn=on_turn,
+            on_turn=lambda setting, turn, done, expected: show(
+                f"{setting}, turn {turn}", done, expected
+            ),
         )
     cores = plan.machine.cores
     return Tuned(planned.name, planned.version, config_text, cores, connections, start, outcome)
@@ -196,19 +196,6 @@ def _read_inputs(files: Sequence[Path]) -> list[tuple[bytes, str]]:
 def _golden(archive: Archive) -> list[tuple[bytes, str]]:
     seal = archive.manifest.modelyard
     return [(archive.read(each.request), each.content_type) for each in seal.golden] if seal else []
-
-
-@contextmanager
-def _progress() -> Iterator[OnTurn]:
-    """Show the setting at work, on a terminal only."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(
-        *columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal
-    ) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda setting, turn, done, expected: bar.update(
-            task, description=f"{setting}, turn {turn}", completed=done, total=expected
-        )
 
 
 def _write(file: Path, tuned: Tuned) -> None:
@@ -304,9 +291,9 @@ def _print(tuned: Tuned, slo: Slo | None, output: Path) -> None:
     )
     if outcome.best is not None:
         setting = outcome.best.setting
-        out.print(f"[green]best:[/green] {setting}, written to {_plain(str(output))}. Put it in:")
+        out.print(f"[green]best:[/green] {setting}, written to {escape(str(output))}. Put it in:")
         out.print(
-            f"  modelyard archive {tuned.name} --config-file {_plain(str(output))} "
+            f"  modelyard archive {tuned.name} --config-file {escape(str(output))} "
             "--version NEW …   (the other options as before)",
             soft_wrap=True,
         )
@@ -331,8 +318,3 @@ def _mark(result: Result, tuned: Tuned, slo: Slo | None) -> str:
         "" if result in outcome.finals else "left out early",
     ]
     return ", ".join(filter(None, marks))
-
-
-def _plain(text: str) -> str:
-    """Escape what the console would take for markup."""
-    return text.replace("[", "\\[")

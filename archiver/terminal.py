@@ -1,0 +1,38 @@
+"""What every command line prints with: two consoles, a bar of steps, a table without lines."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+# Where nobody looks, in a file or a pipe, lines are as long as their text.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 500)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+OnStep = Callable[[str, int, int], None]
+"""Called before each step with its name, its number from 0, and the number of steps."""
+
+
+@contextmanager
+def step_bar() -> Iterator[OnStep]:
+    """Show the step at work, on a terminal only."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(
+        *columns, TimeElapsedColumn(), console=err, transient=True, disable=not err.is_terminal
+    ) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda name, done, total: bar.update(
+            task, description=name, completed=done, total=total
+        )
+
+
+def plain_table(*columns: tuple[str, Any], show_header: bool = True) -> Table:
+    """Return a table without lines; a column is its heading and "left" or "right"."""
+    table = Table(box=None, pad_edge=False, header_style="bold", show_header=show_header)
+    for heading, justify in columns:
+        table.add_column(heading, justify=justify, overflow="fold")
+    return table
