@@ -29,7 +29,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "-W",
             "error",
             "-c",
-            "from modelyard import main; main()",
+            "from modelyard.cli import main; main()",
             "export",
         ),
         *(str(DIGITS / "digits.pt"), "--model", f"{DIGITS / 'net.py'}:DigitsNet"),
