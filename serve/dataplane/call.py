@@ -95,6 +95,10 @@ class Reply(NamedTuple):
     status: int
     headers: bytes
     body: bytes | Stream
+    queue_us: int = 0
+    """How long the call waited at the worker before its batch began; 0 in a streamed answer."""
+    handler_us: int = 0
+    """How long the handler's call took that answered it; 0 in a streamed answer."""
 
 
 class ReplySink(Protocol):

@@ -72,6 +72,20 @@ class Metrics:
             SECONDS,
             self.registry,
         )
+        self.worker_queue = Histograms(
+            "modelyard_worker_queue_seconds",
+            "From hand-over to a worker to the start of the batch there, in seconds.",
+            kind,
+            SECONDS,
+            self.registry,
+        )
+        self.handler = Histograms(
+            "modelyard_handler_seconds",
+            "The handler's call that answered the request, in seconds.",
+            kind,
+            SECONDS,
+            self.registry,
+        )
         self.batch_size = Histograms(
             "modelyard_batch_size",
             "Requests in one handler call.",
@@ -165,11 +179,18 @@ class KindMetrics:
         self._codes: dict[int, tuple[Counter, ...]] = {}
         self.latency = metrics.latency.labels(*self._labels)
         self.queue_time = metrics.queue_time.labels(*self._labels)
+        self.worker_queue = metrics.worker_queue.labels(*self._labels)
+        self.handler = metrics.handler.labels(*self._labels)
         self.batch_size = metrics.batch_size.labels(*self._labels)
         self.queue_length = metrics.queue_length.labels(*self._labels)
         self.refused_full, self.refused_late = (
             metrics.refused.labels(*self._labels, reason) for reason in REFUSED
         )
+
+    def ran(self, queue_us: int, handler_us: int) -> None:
+        """Take the times that a worker's reply states."""
+        self.worker_queue.observe(queue_us / 1e6)
+        self.handler.observe(handler_us / 1e6)
 
     def answered(self, code: int, seconds: float) -> None:
         """Count one answer and how long it took."""
@@ -188,6 +209,8 @@ class KindMetrics:
         for family in (
             metrics.latency,
             metrics.queue_time,
+            metrics.worker_queue,
+            metrics.handler,
             metrics.batch_size,
             metrics.queue_length,
         ):

@@ -331,7 +331,7 @@ class Worker(asyncio.Protocol):
         kind = count = 0
         before = len(self.flight)
         for item in frame:
-            id, status, flags, headers, body = item
+            id, status, flags, headers, body, queue_us, handler_us = item
             if id == 0:
                 self._control(item)
                 continue
@@ -348,13 +348,14 @@ class Worker(asyncio.Protocol):
             if not flags & wire.UNREAD:
                 kind = job.kind
                 count += 1
+                self._pool.metrics.kinds[kind].ran(queue_us, handler_us)
             if job.stream is not None:
                 if flags & wire.BROKEN:
                     job.fail(StreamBroken(body.decode("utf-8", "replace")))
                 else:
                     job.stream.put(body, is_last=True)
             elif not job.sink.done():
-                job.sink.set_result(Reply(status, headers, body))
+                job.sink.set_result(Reply(status, headers, body, queue_us, handler_us))
         if len(self.flight) < before:
             if count:
                 self.answered += count
@@ -406,7 +407,7 @@ class Worker(asyncio.Protocol):
         if not self.flight:
             self.busy_since = self.began_at = self._pool.clock.read(monotonic())
             self.running = len(jobs)
-        frame = wire.Frame()
+        frame, now_us = wire.Frame(), wire.now_us()
         for job in jobs:
             self._next_id = self._next_id % 0xFFFFFFFF + 1
             self.flight[self._next_id] = job
@@ -414,7 +415,7 @@ class Worker(asyncio.Protocol):
             flags = job.flags
             flags |= wire.EXPLAIN if job.kind == EXPLAIN else 0
             flags |= wire.ALONE if job.retried else 0
-            frame.add(self._next_id, 0, flags, job.head, job.parts)
+            frame.add(self._next_id, 0, flags, job.head, job.parts, now_us)
         self._transport.writelines(frame.buffers())
 
     def rest_s(self, now: float) -> float:

@@ -1,7 +1,8 @@
 """Frames between the server process and a worker process, the same both ways.
 
     frame = u32 count | count × head | count × (meta | body)
-    head  = u32 id | u16 code | u16 flags | u32 meta length | u32 body length
+    head  = u32 id | u16 code | u16 flags | u32 queue | u32 handler
+          | u32 meta length | u32 body length
 
 Little-endian; builtin types only, never pickle. A job's item carries the job's id (from 1 up); id 0
 marks a control item, whose `code` is one of the control codes and whose body is JSON. `meta` is a
@@ -11,7 +12,9 @@ a reader knows the size of a frame before its payloads arrive.
 From server to worker a job's `code` is unused and `flags` says what kind of job it is. From worker
 to server `code` is the HTTP status and `meta` the response headers, name after value. A streamed
 answer is several replies to one job, all but the last with MORE; status and headers are those of
-the first.
+the first. `queue` and `handler` are microseconds: how long the job waited at the worker before its
+batch began, and how long the handler's call took that answered it. In a job `queue` is when it was
+sent (`now_us`). Everywhere else they are 0.
 """
 
 from __future__ import annotations
@@ -19,13 +22,14 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Sequence
+from time import monotonic
 from typing import Any, NamedTuple
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Version of this format; a worker's READY says it."""
 
 COUNT = struct.Struct("<I")
-HEAD = struct.Struct("<IHHII")
+HEAD = struct.Struct("<IHHIIII")
 
 MAX_ITEMS = 4096
 """Items in one frame; more is a broken or hostile peer."""
@@ -76,6 +80,8 @@ class Item(NamedTuple):
     flags: int
     meta: bytes
     body: bytes
+    queue_us: int = 0
+    handler_us: int = 0
 
 
 class Frame:
@@ -88,17 +94,36 @@ class Frame:
         self._heads: list[bytes] = []
         self._payloads: list[bytes] = []
 
-    def add(self, id: int, code: int, flags: int, meta: bytes, parts: Sequence[bytes]) -> None:
+    def add(
+        self,
+        id: int,
+        code: int,
+        flags: int,
+        meta: bytes,
+        parts: Sequence[bytes],
+        queue_us: int = 0,
+        handler_us: int = 0,
+    ) -> None:
         """Add one item; its body may come in several parts."""
         length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
         self._count += 1
-        self._heads.append(HEAD.pack(id, code, flags, len(meta), length))
+        self._heads.append(HEAD.pack(id, code, flags, queue_us, handler_us, len(meta), length))
         self._payloads.append(meta)
         self._payloads += parts
 
     def buffers(self) -> list[bytes]:
         """Return the frame's buffers in the order in which they are sent."""
         return [COUNT.pack(self._count), *self._heads, *self._payloads]
+
+
+def now_us() -> int:
+    """Return the time on the machine's monotonic clock, which begins again every 71 minutes."""
+    return int(monotonic() * 1e6) & 0xFFFFFFFF
+
+
+def since_us(began_us: int) -> int:
+    """Return how long ago that was, by `now_us`."""
+    return (now_us() - began_us) & 0xFFFFFFFF
 
 
 def encode_control(code: int, message: dict[str, Any]) -> bytes:
@@ -188,10 +213,10 @@ class Decoder:
         if have < self._needed:
             return None
         items = []
-        for id, code, flags, meta_length, body_length in heads:
+        for id, code, flags, queue_us, handler_us, meta_length, body_length in heads:
             body_at = at + meta_length
             end = body_at + body_length
             meta, body = bytes(source[at:body_at]), bytes(source[body_at:end])
-            items.append(Item(id, code, flags, meta, body))
+            items.append(Item(id, code, flags, meta, body, queue_us, handler_us))
             at = end
         return items, at

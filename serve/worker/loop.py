@@ -139,21 +139,31 @@ class Reader:
         return len(data)
 
 
-class Chunks:
-    """Sends what a handler answers before it is done: the context's `stream`."""
+class Sender:
+    """Sends answers: chunks, as the context's `stream`, and then those of a whole batch."""
 
     def __init__(self, reader: Reader, context: Context, rules: Rules) -> None:
         self._reader = reader
         self._context = context
         self._rules = rules
         self._requests: Sequence[Request] = ()
+        self._began_us = 0
+        self._handler_us: dict[int, int] = {}
+        """By job of this batch, how long the handler's last call took that had it."""
         self.has_sent = False
         """Whether the running call has sent a chunk."""
 
     def begin(self, requests: Sequence[Request]) -> None:
-        """Take note of whom the next chunks are for."""
+        """Take note of whom the next chunks are for, and of the time."""
         self._requests = requests
         self.has_sent = False
+        self._began_us = wire.now_us()
+
+    def end(self) -> None:
+        """Take note of how long the handler's call took."""
+        took_us = wire.since_us(self._began_us)
+        for request in self._requests:
+            self._handler_us[request.id] = took_us
 
     def check_cancelled(self) -> None:
         """Raise ClientsLeft when all clients of the running call have hung up."""
@@ -165,7 +175,7 @@ class Chunks:
         """Return whether nobody waits for the answer to this request any more."""
         return request.id in self._reader.cancelled
 
-    def __call__(self, values: Sequence[Any]) -> None:
+    def send_chunk(self, values: Sequence[Any]) -> None:
         """Send one chunk to each client.
 
         Raises:
@@ -185,12 +195,35 @@ class Chunks:
         self._reader.connection.sendall(b"".join(frame.buffers()))
         self.has_sent = True
 
+    def send(self, batch: Sequence[wire.Item], began_us: int, answers: Sequence[Answer]) -> None:
+        """Send the answers of a batch, one per item, and what its handler measured.
+
+        Args:
+            batch: what was answered.
+            began_us: when it was taken from what waits.
+            answers: in the order of the batch.
+        """
+        frame = wire.Frame()
+        for item, (status, headers, body, flags) in zip(batch, answers, strict=True):
+            queue_us = (began_us - item.queue_us) & 0xFFFFFFFF
+            handler_us = self._handler_us.get(item.id, 0)
+            frame.add(item.id, status, flags, _pack(headers), [body], queue_us, handler_us)
+        self._handler_us.clear()
+        metrics = self._context.metrics
+        if metrics is not None and (records := metrics.drain()):
+            # Authors report numbers of any library; the server reads what str() makes of them.
+            reported = json.dumps({"records": records}, default=text_of).encode()
+            frame.add(0, wire.METRICS, 0, b"", [reported])
+        self._reader.connection.sendall(b"".join(frame.buffers()))
+
 
 def run(reader: Reader, service: Service, rules: Rules = OURS) -> None:
     """Serve until the server closes its end (EOFError)."""
     gc.collect()
     gc.freeze()
-    chunks = connect(service.context, reader, rules)
+    sender = Sender(reader, service.context, rules)
+    service.context.stream = sender.send_chunk
+    service.context.cancellation = sender.check_cancelled
     waiting: deque[wire.Item] = deque()
     call_bytes = CALL_BYTES[service.device.partition(":")[0]] if service.by_length else None
     while True:
@@ -198,28 +231,9 @@ def run(reader: Reader, service: Service, rules: Rules = OURS) -> None:
             reader.forget_cancelled()
         waiting.extend(reader.read_arrived(must_wait=not waiting))
         batch = take_batch(waiting, service.batch_size, call_bytes)
-        send(reader, batch, answer_batch(service, batch, rules, chunks), service.context.metrics)
-
-
-def connect(context: Context, reader: Reader, rules: Rules) -> Chunks:
-    """Let handlers stream through a context, and learn from it that clients have left."""
-    chunks = context.stream = Chunks(reader, context, rules)
-    context.cancellation = chunks.check_cancelled
-    return chunks
-
-
-def send(
-    reader: Reader, batch: Sequence[wire.Item], answers: Sequence[Answer], metrics: Any
-) -> None:
-    """Send the answers of a batch, one per item, and what its handler measured."""
-    frame = wire.Frame()
-    for item, answer in zip(batch, answers, strict=True):
-        frame.add(item.id, answer.status, answer.flags, _pack(answer.headers), [answer.body])
-    if metrics is not None and (records := metrics.drain()):
-        # Authors report numbers of any library; the server reads what str() makes of them.
-        reported = json.dumps({"records": records}, default=text_of).encode()
-        frame.add(0, wire.METRICS, 0, b"", [reported])
-    reader.connection.sendall(b"".join(frame.buffers()))
+        began_us = wire.now_us()
+        answers = answer_batch(service, batch, rules, sender)
+        sender.send(batch, began_us, answers)
 
 
 def _pack(headers: dict[str, str]) -> bytes:
@@ -270,7 +284,7 @@ def answer_batch(
     service: Service,
     batch: Sequence[wire.Item],
     rules: Rules = OURS,
-    chunks: Chunks | None = None,
+    sender: Sender | None = None,
 ) -> list[Answer]:
     """Return one answer per item, whatever happens.
 
@@ -282,26 +296,26 @@ def answer_batch(
         service: what answers.
         batch: of one kind.
         rules: how to read and write.
-        chunks: what the handler streams through, None where nobody reads that.
+        sender: what the handler streams through, None where nobody reads that.
     """
-    answers, requests = read_requests(batch, rules, chunks)
+    answers, requests = _read_requests(batch, rules, sender)
     if requests:
         entry = service.explain if batch[0].flags & wire.EXPLAIN else service.predict
-        answered = _call(service, entry, requests, rules, chunks)
+        answered = _call(service, entry, requests, rules, sender)
         for request, answer in zip(requests, answered, strict=True):
             answers[request.id] = answer
     return [answers[item.id] for item in batch]
 
 
-def read_requests(
-    batch: Sequence[wire.Item], rules: Rules, chunks: Chunks | None
+def _read_requests(
+    batch: Sequence[wire.Item], rules: Rules, sender: Sender | None
 ) -> tuple[dict[int, Answer], list[Request]]:
     """Return the answers of those that no handler needs to see, by id, and the other requests."""
     answers: dict[int, Answer] = {}
     requests = []
     for item in batch:
         request = Request(item)
-        if chunks is not None and chunks.has_left(request):
+        if sender is not None and sender.has_left(request):
             answers[item.id] = UNREAD
             continue
         try:
@@ -318,38 +332,37 @@ def _call(
     entry: Entry,
     requests: list[Request],
     rules: Rules,
-    chunks: Chunks | None,
+    sender: Sender | None,
 ) -> list[Answer]:
     """Run the handler on these requests, and on each alone when that fails."""
     context = service.context
-    began = begin(context, requests, chunks)
-    try:
-        outputs = entry([request.row for request in requests], context)
-        outputs = check_outputs(outputs, len(requests))
-    except BaseException as error:
-        return answer_failure(service, entry, error, requests, rules, chunks)
-    return answer_outputs(context, outputs, began, requests, rules, chunks)
-
-
-def begin(context: Context, requests: list[Request], chunks: Chunks | None) -> float:
-    """Make a context that of these requests, and return the time."""
     context.reset(
         request_ids=[request.request_id for request in requests],
         headers=lambda: [request.headers for request in requests],
         queries=[request.query for request in requests],
     )
-    if chunks is not None:
-        chunks.begin(requests)
-    return perf_counter()
+    if sender is not None:
+        sender.begin(requests)
+    began = perf_counter()
+    try:
+        try:
+            outputs = entry([request.row for request in requests], context)
+        finally:
+            if sender is not None:
+                sender.end()
+        outputs = check_outputs(outputs, len(requests))
+    except BaseException as error:
+        return _answer_failure(service, entry, error, requests, rules, sender)
+    return _answer_outputs(context, outputs, began, requests, rules, sender)
 
 
-def answer_failure(
+def _answer_failure(
     service: Service,
     entry: Entry,
     error: BaseException,
     requests: list[Request],
     rules: Rules,
-    chunks: Chunks | None,
+    sender: Sender | None,
 ) -> list[Answer]:
     """Answer requests on which the handler failed together, by running each alone.
 
@@ -359,7 +372,7 @@ def answer_failure(
     """
     if service.device != "cpu":
         torch.cuda.synchronize()
-    if chunks is not None and chunks.has_sent:
+    if sender is not None and sender.has_sent:
         return _broken(error, requests, rules)
     if isinstance(error, ClientsLeft):
         return [UNREAD] * len(requests)
@@ -368,18 +381,18 @@ def answer_failure(
     if len(requests) > 1 and not (rules.is_torchserve and isinstance(error, WrongAnswer)):
         # As they came: the handler may have changed what it was given.
         fresh = [request.decoded_again(rules.read_json) for request in requests]
-        return [_call(service, entry, [one], rules, chunks)[0] for one in fresh]
+        return [_call(service, entry, [one], rules, sender)[0] for one in fresh]
     _log_failure(error, requests[0].request_id, rules)
     return [error_answer(error, request.request_id, rules) for request in requests]
 
 
-def answer_outputs(
+def _answer_outputs(
     context: Context,
     outputs: list[Any],
     began: float,
     requests: list[Request],
     rules: Rules,
-    chunks: Chunks | None,
+    sender: Sender | None,
 ) -> list[Answer]:
     """Turn what the handler gave into answers, each that cannot be sent into an error."""
     if rules.times_predictions and context.metrics is not None:
@@ -389,7 +402,7 @@ def answer_outputs(
         try:
             answers.append(answer_output(context, index, output, rules))
         except Exception as error:  # an answer is an author's object: each of its methods may fail
-            if chunks is not None and chunks.has_sent:
+            if sender is not None and sender.has_sent:
                 answers += _broken(error, [requests[index]], rules)
             else:
                 _log_failure(error, requests[index].request_id, rules)

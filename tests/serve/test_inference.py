@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -327,6 +328,38 @@ def test_what_waits_while_a_worker_is_busy_becomes_one_batch(
     assert first.result().json() == {"batch": [str(gate)]}
     for each in waiting:
         assert sorted(each.result().json()["batch"]) == bodies
+
+
+def test_the_worker_tells_how_long_requests_waited_there_and_how_long_the_handler_took(
+    server: LiveServer, tmp_path: Path
+) -> None:
+    series = {"model": "slow", "kind": "predict"}
+
+    def seconds() -> tuple[float, float]:
+        queue, handler = (
+            server.metric(f"modelyard_{name}_seconds_sum", **series)
+            for name in ("worker_queue", "handler")
+        )
+        return queue, handler
+
+    def handed_over() -> float:
+        return server.metric("modelyard_queue_time_seconds_count", **series)
+
+    before, count = seconds(), handed_over()
+    gate = tmp_path / "gate"
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(server.predict, "slow", str(gate))
+        poll(lambda: handed_over() == count + 1, "the worker is busy")
+        second = threads.submit(server.predict, "slow", "x")
+        poll(lambda: handed_over() == count + 2, "the other waits at the worker")
+        time.sleep(0.1)
+        gate.touch()
+    assert {first.result().status_code, second.result().status_code} == {200}
+    queue, handler = seconds()
+    assert handler - before[1] >= 0.1
+    assert queue - before[0] >= 0.1
+    for name in ("worker_queue", "handler"):
+        assert server.metric(f"modelyard_{name}_seconds_count", **series) == count + 2
 
 
 # -- tokens and documentation ------------------------------------------------------------------

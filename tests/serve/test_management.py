@@ -451,6 +451,8 @@ def test_metrics_are_prometheus_text(server: LiveServer) -> None:
         "modelyard_errors_total",
         "modelyard_request_latency_seconds",
         "modelyard_queue_time_seconds",
+        "modelyard_worker_queue_seconds",
+        "modelyard_handler_seconds",
         "modelyard_batch_size",
         "modelyard_queue_length",
         "modelyard_worker_restarts_total",

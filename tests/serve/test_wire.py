@@ -6,7 +6,7 @@ import pytest
 from modelyard.serve.dataplane import wire
 
 ITEMS = [
-    wire.Item(1, 200, 0, b"content-type\0text/plain", b"one"),
+    wire.Item(1, 200, 0, b"content-type\0text/plain", b"one", 120, 0xFFFFFFFF),
     wire.Item(2, 0, wire.EXPLAIN, b"", b""),
     wire.Item(0xFFFFFFFF, 65535, wire.ALONE, b"\0\0", bytes(range(256))),
 ]
@@ -15,7 +15,7 @@ ITEMS = [
 def encode(*items: wire.Item) -> bytes:
     frame = wire.Frame()
     for item in items:
-        frame.add(item.id, item.code, item.flags, item.meta, [item.body])
+        frame.add(item.id, item.code, item.flags, item.meta, [item.body], *item[5:])
     return b"".join(frame.buffers())
 
 
@@ -50,8 +50,9 @@ def test_payloads_are_framed_without_being_copied() -> None:
 
 
 def test_the_layout_is_the_documented_one() -> None:
-    expected = struct.pack("<I", 1) + struct.pack("<IHHII", 5, 404, 3, 1, 2) + b"m" + b"bd"
-    assert encode(wire.Item(5, 404, 3, b"m", b"bd")) == expected
+    expected = struct.pack("<I", 1) + struct.pack("<IHHIIII", 5, 404, 3, 7, 9, 1, 2)
+    expected += b"m" + b"bd"
+    assert encode(wire.Item(5, 404, 3, b"m", b"bd", 7, 9)) == expected
 
 
 def test_a_body_of_the_longest_length_is_taken_and_one_byte_more_is_refused() -> None:
@@ -61,8 +62,16 @@ def test_a_body_of_the_longest_length_is_taken_and_one_byte_more_is_refused() ->
         wire.Decoder(10).feed(encode(wire.Item(1, 0, 0, b"123", b"12345678")))
 
 
+def test_a_time_in_a_head_is_a_while_ago_even_where_the_clock_began_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter((2**32 / 1e6 - 1.5, 2**32 / 1e6 + 1))
+    monkeypatch.setattr(wire, "monotonic", lambda: next(times))
+    assert wire.since_us(wire.now_us()) == 2_500_000
+
+
 def test_a_length_over_the_limit_is_refused_before_the_bytes_arrive() -> None:
-    head = struct.pack("<I", 1) + struct.pack("<IHHII", 1, 200, 0, 0, 0xFFFFFFFF)
+    head = struct.pack("<I", 1) + struct.pack("<IHHIIII", 1, 200, 0, 0, 0, 0, 0xFFFFFFFF)
     with pytest.raises(wire.WireError):
         wire.Decoder(1 << 30).feed(head)
 
@@ -91,6 +100,6 @@ def test_a_control_message_is_json_on_id_0() -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"nonsense", b"[1]", b"\xff", b"null"])
-def test_a_control_message_that_is_no_json_object_is_refused(body: bytes) -> None:
+def test_a_control_message_that_is_not_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(wire.WireError, match="control message 2"):
         wire.decode_control(wire.Item(0, wire.READY, 0, b"", body))

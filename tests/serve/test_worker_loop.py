@@ -448,42 +448,65 @@ def test_a_handler_that_exits_ends_the_worker_in_the_dialect() -> None:
 # -- the loop ----------------------------------------------------------------------------------
 
 
-def test_the_loop_answers_every_frame_and_ends_with_the_connection() -> None:
+def exchange(running: Service, *bodies: bytes) -> list[list[wire.Item]]:
+    """Send one frame of jobs to a loop of this service; return the frames that answer them."""
     ours, theirs = socket.socketpair()
+    frame = wire.Frame()
+    for id, body in enumerate(bodies, 1):
+        one = item(id, body)
+        frame.add(one.id, 0, 0, one.meta, [one.body], wire.now_us())
+    sent = b"".join(frame.buffers())
+    frames: list[list[wire.Item]] = []
     ended: list[BaseException] = []
 
     def work() -> None:
         try:
-            loop.run(loop.Reader(theirs), service(echo, batch_size=2))
+            loop.run(loop.Reader(theirs), running)
         except EOFError as error:
             ended.append(error)
 
     worker = threading.Thread(target=work)
     worker.start()
-    frame = wire.Frame()
-    for id in range(1, 6):
-        one = item(id, b"%d" % id)
-        frame.add(one.id, 0, 0, one.meta, [one.body])
-    sent = b"".join(frame.buffers())
     decoder = wire.Decoder(1000)
     with ours, theirs:
         ours.settimeout(10)
         ours.sendall(sent[:30])
         ours.sendall(sent[30:])
-        replies: list[wire.Item] = []
-        sizes: list[int] = []
-        while len(replies) < 5:
-            for arrived in decoder.feed(ours.recv(65_536)):
-                replies += arrived
-                sizes.append(len(arrived))
+        while sum(not one.flags & wire.MORE and one.id > 0 for f in frames for one in f) < len(
+            bodies
+        ):
+            frames += decoder.feed(ours.recv(65_536))
         ours.shutdown(socket.SHUT_WR)
         worker.join(10)
+    assert len(ended) == 1
+    return frames
+
+
+def test_the_loop_answers_every_frame_and_ends_with_the_connection() -> None:
+    frames = exchange(service(echo, batch_size=2), *(b"%d" % id for id in range(1, 6)))
+    replies = [reply for frame in frames for reply in frame]
     assert [(reply.id, reply.code, reply.body) for reply in replies] == [
         (id, 200, b"%d" % id) for id in range(1, 6)
     ]
     assert wire.unpack_meta(replies[0].meta) == [b"content-type", b"text/plain; charset=utf-8"]
-    assert sizes == [2, 2, 1]
-    assert len(ended) == 1
+    assert [len(frame) for frame in frames] == [2, 2, 1]
+
+
+def test_a_reply_tells_how_long_its_job_waited_and_how_long_the_handler_took() -> None:
+    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
+        if bodies(data) == ["slow"]:
+            time.sleep(0.02)
+        elif len(data) > 1:
+            raise ValueError("each is run again alone")
+        return bodies(data)
+
+    began = time.perf_counter()
+    frames = exchange(service(handle, batch_size=2), b"slow", b"fast", b"last")
+    whole_us = (time.perf_counter() - began) * 1e6
+    slow, fast, last = (reply for frame in frames for reply in frame)
+    assert 20_000 <= slow.handler_us <= whole_us
+    assert 20_000 + fast.handler_us + last.handler_us <= whole_us
+    assert slow.handler_us <= last.queue_us <= whole_us
 
 
 def test_a_worker_looks_only_after_a_short_wait(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -529,27 +552,7 @@ def test_chunks_and_metrics_travel_beside_the_replies() -> None:
 
     running = service(handle)
     running.context.metrics = Metrics()
-    ours, theirs = socket.socketpair()
-
-    def work() -> None:
-        with pytest.raises(EOFError):
-            loop.run(loop.Reader(theirs), running)
-
-    worker = threading.Thread(target=work)
-    worker.start()
-    frame = wire.Frame()
-    for one in (item(1, b"one"), item(2, b"two")):
-        frame.add(one.id, 0, 0, one.meta, [one.body])
-    decoder = wire.Decoder(1000)
-    frames: list[list[wire.Item]] = []
-    with ours, theirs:
-        ours.settimeout(10)
-        ours.sendall(b"".join(frame.buffers()))
-        while len(frames) < 3:
-            frames += decoder.feed(ours.recv(65_536))
-        ours.shutdown(socket.SHUT_WR)
-        worker.join(10)
-    first, second, last = frames
+    first, second, last = exchange(running, b"one", b"two")
     note = [b"content-type", b"text/plain; charset=utf-8", b"x-note", b"mine"]
     assert wire.unpack_meta(first[0].meta) == [*note, b"ts_stream_next", b"true"]
     assert [(i.id, i.flags, i.body) for i in first] == [(1, wire.MORE, b"one "),
