@@ -1,7 +1,8 @@
-"""The digits model, exported once and archived per artifact."""
+"""What many modules share: the digits model, exported and archived once, and a live server."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from modelyard.archiver import write_archive
 from modelyard.exporter import export
+from tests.serve.live import LiveServer, running
 
 DIGITS = Path(__file__).parent.parent / "examples" / "digits"
 FORMATS = ("pt2", "onnx", "torchscript")
@@ -52,3 +54,19 @@ def digits_store(
             examples=[f"{DIGITS / 'scans' / f'{digit}.png'}={digit}" for digit in (2, 7)],
         )
     return store
+
+
+@pytest.fixture(scope="session")
+def server_without_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Start one server for all modules that need no settings; it starts without a model."""
+    folder = tmp_path_factory.mktemp("shared")
+    (folder / "store").mkdir()
+    with running(folder / "state", folder / "store") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared_server(server_without_options: LiveServer) -> Iterator[LiveServer]:
+    """Lend that server to a module, which puts archives in its store and registers them."""
+    yield server_without_options
+    server_without_options.unregister_all()

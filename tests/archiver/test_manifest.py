@@ -195,17 +195,16 @@ def test_wrong_value_is_named_by_its_field(
     assert f"{field}: {problem}" in found
 
 
-@pytest.mark.parametrize("path", list(paths(SEALED)), ids=lambda path: ".".join(map(str, path)))
 @pytest.mark.parametrize("value", [7.5, ["x", None], {"x": 1}], ids=["number", "list", "object"])
-def test_no_field_of_any_type_escapes_as_another_error(
-    path: tuple[str | int, ...], value: Any
-) -> None:
-    document = with_value(SEALED, path, value)
-
-    try:
-        parse(document)
-    except BadManifest as error:
-        assert str(path[0]) in str(error)
+def test_no_field_of_any_type_escapes_as_another_error(value: Any) -> None:
+    for path in paths(SEALED):
+        field = ".".join(map(str, path))
+        try:
+            parse(with_value(SEALED, path, value))
+        except BadManifest as error:
+            assert str(path[0]) in str(error), field
+        except Exception as error:
+            pytest.fail(f"{field}: {error!r}")
 
 
 def test_name_outside_the_rule_is_refused() -> None:

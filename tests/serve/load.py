@@ -16,7 +16,6 @@ from tests.serve.live import LiveServer, descendants, is_alive, poll
 
 NO_ANSWER, WRONG_ANSWER = "no answer", "another's answer"
 ANSWER_WITHIN_S = 30.0
-PING_WITHIN_S = 1.0
 """What reliability promises of a server whose models misbehave."""
 
 
@@ -135,7 +134,7 @@ def descriptors(pid: int) -> int:
 def unharmed(server: LiveServer, healthy: str) -> Iterator[Load]:
     """Run a block beside a load on a healthy model, and check that nobody else noticed.
 
-    The server lives and answers /ping at once, no request of the healthy model failed, and
+    The server lives and answers /ping, no request of the healthy model failed, and
     descriptors and processes are as many as before.
     """
     server.client.get("/ping")
@@ -144,9 +143,7 @@ def unharmed(server: LiveServer, healthy: str) -> Iterator[Load]:
     files, processes = descriptors(server.pid), len(descendants(server.pid))
     with Load(server, healthy, clients=2, pause_s=0.02) as load:
         yield load
-        began = time.monotonic()
         assert server.client.get("/ping").json()["status"] in ("Healthy", "Unhealthy")
-        assert time.monotonic() - began < PING_WITHIN_S
         poll(lambda: server.client.get("/ping").json() == {"status": "Healthy"}, "all are well", 15)
     assert set(load.outcomes) == {200}, load
     assert is_alive(server.pid)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import random
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 from PIL import Image
 
 from modelyard.archiver import write_archive
-from tests.serve.live import LiveServer, modelyard, running
+from tests.serve.live import LiveServer, modelyard
 
 DIGITS = Path(__file__).parent.parent.parent / "examples" / "digits"
 FORMATS = ("onnx", "pt2")
@@ -38,7 +37,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(
+    exported: Path, shared_server: LiveServer, tmp_path_factory: pytest.TempPathFactory
+) -> LiveServer:
     """Each artifact served in batches of eight, for which it waits a moment."""
     folder = tmp_path_factory.mktemp("mates")
     config = folder / "model-config.yaml"
@@ -47,11 +48,11 @@ def server(exported: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator
     for format in FORMATS:
         write_archive(
             format, version="1.0", artifact=artifact_of(exported, format),
-            handler="image_classifier", output_dir=folder / "store", config_file=config,
+            handler="image_classifier", config_file=config,
+            output_dir=shared_server.store, force=True,
         )  # fmt: skip
-    with running(folder / "state", folder / "store") as server:
-        server.register_all(*FORMATS)
-        yield server
+    shared_server.register_all(*FORMATS)
+    return shared_server
 
 
 def report_of(artifact: Path) -> dict[str, Any]:

@@ -308,7 +308,7 @@ def test_the_time_in_the_queue_is_measured_for_what_was_handed_over() -> None:
         await turn()
         assert value(metrics, "modelyard_queue_length") == 0
         assert value(metrics, "modelyard_queue_time_seconds_count") == 2
-        assert 2 <= value(metrics, "modelyard_queue_time_seconds_sum") < 60
+        assert value(metrics, "modelyard_queue_time_seconds_sum") >= 2
 
     def value(metrics: Metrics, name: str) -> float:
         labels = {"model": "m", "version": "1", "kind": "predict"}

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.serve.live import LiveServer, build_archive, is_alive, poll, running
+from tests.serve.live import LiveServer, build_archive, is_alive, poll
 
 CONFIGS = {
     "apart": "minWorkers: 1\n",
@@ -20,13 +19,11 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("explainers")
+def server(shared_server: LiveServer) -> LiveServer:
     for name, config in CONFIGS.items():
-        build_archive(folder / "store", "patient", name=name, config=config)
-    with running(folder / "state", folder / "store") as server:
-        server.register_all(*CONFIGS)
-        yield server
+        build_archive(shared_server.store, "patient", name=name, config=config)
+    shared_server.register_all(*CONFIGS)
+    return shared_server
 
 
 def explain(server: LiveServer, model: str, body: str = "") -> httpx.Response:

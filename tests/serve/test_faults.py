@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.serve.live import LiveServer, build_archive, poll, running
+from tests.serve.live import LiveServer, build_archive, poll
 
 CONFIGS = {
     "one": "minWorkers: 1\n",
@@ -27,30 +27,11 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("faults")
+def server(shared_server: LiveServer) -> LiveServer:
     for name, config in CONFIGS.items():
-        build_archive(folder / "store", "mortal", name=name, config=config)
-    with running(folder / "state", folder / "store") as server:
-        server.register_all(*CONFIGS)
-        yield server
-
-
-@pytest.fixture
-def gate(tmp_path: Path) -> Path:
-    """A file that `until FILE` waits for."""
-    return tmp_path / "gate"
-
-
-@pytest.fixture
-def threads() -> Iterator[ThreadPoolExecutor]:
-    with ThreadPoolExecutor(20) as threads:
-        yield threads
-
-
-def handed_over(server: LiveServer, model: str) -> float:
-    """Return how many requests of a model were given to its workers so far."""
-    return server.metric("modelyard_queue_time_seconds_count", model=model, kind="predict")
+        build_archive(shared_server.store, "mortal", name=name, config=config)
+    shared_server.register_all(*CONFIGS)
+    return shared_server
 
 
 def hold(
@@ -63,14 +44,10 @@ def hold(
 def _hold_one(
     server: LiveServer, threads: ThreadPoolExecutor, model: str, body: str
 ) -> Future[httpx.Response]:
-    before = handed_over(server, model)
+    before = server.handed_over(model)
     answer = threads.submit(server.predict, model, body)
-    poll(lambda: handed_over(server, model) > before, "it is handed over")
+    poll(lambda: server.handed_over(model) > before, "it is handed over")
     return answer
-
-
-def waiting(server: LiveServer, model: str) -> int:
-    return int(server.describe(model)["jobQueueStatus"]["pendingRequests"])
 
 
 def all_are_ready(server: LiveServer) -> bool:
@@ -188,8 +165,8 @@ def test_workers_that_go_answer_what_they_hold_even_without_retry(
             return codes
 
     clients = [threads.submit(ask) for _ in range(8)]
-    before = handed_over(server, "once")
-    poll(lambda: handed_over(server, "once") > before + 40, "the load runs")
+    before = server.handed_over("once")
+    poll(lambda: server.handed_over("once") > before + 40, "the load runs")
     scale(1)
     done.set()
     codes = sum((client.result() for client in clients), Counter[int]())
@@ -263,7 +240,7 @@ def test_a_full_queue_answers_503_and_when_to_come_back(
 ) -> None:
     answers = hold(server, threads, "narrow", f"until {gate}", "1")
     answers += [threads.submit(server.predict, "narrow", body) for body in ("2", "3")]
-    poll(lambda: waiting(server, "narrow") == 2, "the queue is full")
+    poll(lambda: server.waiting("narrow") == 2, "the queue is full")
     refused = server.predict("narrow", "4")
     assert refused.status_code == 503
     assert int(refused.headers["retry-after"]) >= 1
@@ -282,8 +259,8 @@ def test_what_a_client_no_longer_waits_for_is_not_run(
     with socket.create_connection(server.address, 10) as client:
         head = b"POST /predictions/narrow HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
         client.sendall(head + b"die")
-        poll(lambda: waiting(server, "narrow") == 1, "the request waits")
-    poll(lambda: waiting(server, "narrow") == 0, "it is gone")
+        poll(lambda: server.waiting("narrow") == 1, "the request waits")
+    poll(lambda: server.waiting("narrow") == 0, "it is gone")
     gate.touch()
     assert (first.result().status_code, second.result().status_code) == (200, 200)
     assert server.predict("narrow", "after").status_code == 200

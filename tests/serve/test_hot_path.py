@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import socket
-from collections.abc import AsyncIterator, Iterator, MutableMapping
+from collections.abc import AsyncIterator, MutableMapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.http.auth import TokenCheck
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.settings import load_settings
-from tests.serve.live import LiveServer, build_archive, running
+from tests.serve.live import LiveServer, build_archive
 
 REQUESTS = [
     ("/predictions/picky", b"hello"),
@@ -149,13 +149,11 @@ def test_requests_leave_nothing_to_the_collector(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("hot")
+def server(shared_server: LiveServer) -> LiveServer:
     for behaviour in ("picky", "streamer"):
-        build_archive(folder / "store", behaviour)
-    options = ("--models", "picky", "--models", "streamer", "--workers", "1")
-    with running(folder / "state", folder / "store", *options) as server:
-        yield server
+        build_archive(shared_server.store, behaviour, config="minWorkers: 1\n")
+    shared_server.register_all("picky", "streamer")
+    return shared_server
 
 
 def talk(server: LiveServer, *pieces: bytes) -> bytes:

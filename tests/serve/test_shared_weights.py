@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from benchmarks.procfs import Mapped, mapped
 from modelyard.archiver import write_archive
 from modelyard.archiver.torchserve.archive import Wanted, archive_for_torchserve
 from tests.handlers.conftest import export_all
-from tests.serve.live import LiveServer, is_alive, poll, running
+from tests.serve.live import LiveServer, is_alive, poll
 
 WIDTH = 2048
 WEIGHT_BYTES = 2 * WIDTH * WIDTH * 4
@@ -89,9 +88,10 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Iterator[LiveServer]:
-    with running(tmp_path_factory.mktemp("state"), store) as server:
-        yield server
+def server(shared_server: LiveServer, store: Path) -> LiveServer:
+    for archive in store.glob("*.mar"):
+        archive.rename(shared_server.store / archive.name)
+    return shared_server
 
 
 def ask_both(server: LiveServer, model: str) -> dict[int, float]:

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import http.client
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import pytest
 
-from tests.serve.live import LiveServer, build_archive, poll, running, start_server
+from tests.serve.live import LiveServer, build_archive, poll, start_server
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    folder = tmp_path_factory.mktemp("streaming")
-    store = folder / "store"
-    build_archive(store, "streamer", config="batchSize: 1\n")
-    build_archive(store, "streamer", name="pair", config="batchSize: 2\nmaxBatchDelay: 5000\n")
-    options = "--models=streamer,pair", "--workers=1"
-    with running(folder / "state", store, *options) as it:
-        yield it
+def server(shared_server: LiveServer) -> LiveServer:
+    one, two = "minWorkers: 1\nbatchSize: 1\n", "minWorkers: 1\nbatchSize: 2\nmaxBatchDelay: 5000\n"
+    build_archive(shared_server.store, "streamer", config=one)
+    build_archive(shared_server.store, "streamer", name="pair", config=two)
+    shared_server.register_all("streamer", "pair")
+    return shared_server
 
 
 def restarts(server: LiveServer) -> int:

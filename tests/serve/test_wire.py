@@ -22,11 +22,11 @@ def encode(*items: wire.Item) -> bytes:
 TWO_FRAMES = encode(*ITEMS) + encode(ITEMS[0])
 
 
-@pytest.mark.parametrize("at", range(len(TWO_FRAMES) + 1))
-def test_frames_survive_a_split_at_every_byte(at: int) -> None:
-    decoder = wire.Decoder(1000)
-    frames = decoder.feed(TWO_FRAMES[:at]) + decoder.feed(TWO_FRAMES[at:])
-    assert frames == [ITEMS, ITEMS[:1]]
+def test_frames_survive_a_split_at_every_byte() -> None:
+    for at in range(len(TWO_FRAMES) + 1):
+        decoder = wire.Decoder(1000)
+        frames = decoder.feed(TWO_FRAMES[:at]) + decoder.feed(TWO_FRAMES[at:])
+        assert frames == [ITEMS, ITEMS[:1]], f"split at byte {at} of {len(TWO_FRAMES)}"
 
 
 def test_frames_survive_arriving_byte_by_byte() -> None:

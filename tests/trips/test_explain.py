@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,19 +32,11 @@ from PIL import Image
 from examples.digits.net import DigitsNet
 from modelyard.archiver import write_archive
 from modelyard.handlers.explain.methods import METHODS
-from tests.serve.live import LiveServer, modelyard, running
+from tests.serve.live import LiveServer, modelyard
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"
 FORMATS = ("pt2", "onnx", "torchscript")
 STEPS = 20
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, digits_store: Path) -> Iterator[LiveServer]:
-    """Serve the three archives of the digits model, each under its artifact's format."""
-    with running(tmp_path_factory.mktemp("explain"), digits_store) as server:
-        server.register_all(*FORMATS, initial_workers=1)
-        yield server
 
 
 @pytest.fixture(scope="module")
@@ -409,9 +400,7 @@ class Exact(torch.nn.Module):
         return torch.stack(columns, 1)
 
 
-def test_exact_integrals_hold_over_http(
-    tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
-) -> None:
+def test_exact_integrals_hold_over_http(server: LiveServer, tmp_path: Path) -> None:
     batch = ({0: torch.export.Dim("batch", min=1, max=64)},)
     program = torch.export.export(
         Exact(), (torch.rand(5, 3, dtype=torch.float64),), dynamic_shapes=batch
@@ -425,15 +414,14 @@ def test_exact_integrals_hold_over_http(
         version="1.0",
         artifact=tmp_path / "exact.pt2",
         handler="base_handler",
-        output_dir=tmp_path,
+        output_dir=server.store,
         extra_files=[labels],
     )
-    with running(tmp_path_factory.mktemp("exact"), tmp_path) as server:
-        server.register_all("exact", initial_workers=1)
-        for name, (x, expected) in EXACT.items():
-            options = {"target": name, "tolerance": 1e-9, "max_steps": 7290}
-            answer = server.client.post("/explanations/exact", json={"data": x, "explain": options})
-            assert answer.status_code == 200, answer.text
-            told = answer.json()
-            assert told["attributions"] == pytest.approx(expected, abs=1e-6), name
-            assert told["sum_attributions"] == pytest.approx(sum(expected), abs=1e-6), name
+    server.register_all("exact", initial_workers=1)
+    for name, (x, expected) in EXACT.items():
+        options = {"target": name, "tolerance": 1e-9, "max_steps": 7290}
+        answer = server.client.post("/explanations/exact", json={"data": x, "explain": options})
+        assert answer.status_code == 200, answer.text
+        told = answer.json()
+        assert told["attributions"] == pytest.approx(expected, abs=1e-6), name
+        assert told["sum_attributions"] == pytest.approx(sum(expected), abs=1e-6), name

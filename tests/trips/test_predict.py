@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,18 +14,10 @@ from PIL import Image
 
 from examples.digits.net import DigitsNet
 from examples.digits.train import held_out, to_input
-from tests.serve.live import LiveServer, modelyard, running
+from tests.serve.live import LiveServer, modelyard
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"
 FORMATS = ("pt2", "onnx", "torchscript")
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, digits_store: Path) -> Iterator[LiveServer]:
-    """Serve the three archives of the digits model, each under its artifact's format."""
-    with running(tmp_path_factory.mktemp("predict"), digits_store) as server:
-        server.register_all(*FORMATS, initial_workers=1)
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from transformers import BertConfig, BertModel
 
 from examples.minilm.make import train_tokenizer
 from modelyard.archiver import write_archive
-from tests.serve.live import LiveServer, build_archive, poll, running
+from tests.serve.live import LiveServer, build_archive, poll
 from tests.test_docs import free_ports
 
 MINILM = Path(__file__).parents[2] / "examples" / "minilm"
@@ -46,7 +45,7 @@ class Encoder(torch.nn.Module):
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(shared_server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> LiveServer:
     """Serve an encoder, and a handler that tells who shared its batch; both by length."""
     folder = tmp_path_factory.mktemp("text")
     example = (torch.randint(0, 300, (3, 7)), torch.ones(3, 7, dtype=torch.int64))
@@ -56,11 +55,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     train_tokenizer(TEXTS).save(str(folder / "tokenizer.json"))
     write_archive("encoder", version="1.0", artifact=folder / "encoder.pt2",
                   handler="text_encoder", extra_files=[folder / "tokenizer.json"],
-                  output_dir=folder / "store")  # fmt: skip
-    build_archive(folder / "store", "slow", config="batchSize: 4\nbatchBy: length\n")
-    with running(folder / "state", folder / "store") as server:
-        server.register_all("encoder", "slow", initial_workers=1)
-        yield server
+                  output_dir=shared_server.store)  # fmt: skip
+    build_archive(shared_server.store, "slow", config="batchSize: 4\nbatchBy: length\n")
+    shared_server.register_all("encoder", "slow", initial_workers=1)
+    return shared_server
 
 
 def test_a_text_gets_the_same_vector_alone_and_in_company(server: LiveServer) -> None:

@@ -8,7 +8,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -159,10 +158,8 @@ def test_start_serve_and_stop(home: Home, store: Path) -> None:
     assert answer.status_code == 200, answer.text
 
     (home.folder / "key_file.json").write_text("{}")
-    before = time.monotonic()
     code, said = home.run("--stop")
     assert code == 0 and said.endswith("TorchServe has stopped.\n")
-    assert time.monotonic() - before < 10
     assert not is_alive(pid)
     assert not (home.folder / "key_file.json").exists()
     assert not (home.temp / ".model_server.pid").exists()

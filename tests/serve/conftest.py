@@ -1,0 +1,22 @@
+"""What tests with many clients need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Path:
+    """Return a file that is not there yet: `until FILE` waits for it."""
+    return tmp_path / "gate"
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    """Yield as many threads as a test has clients at once."""
+    with ThreadPoolExecutor(20) as threads:
+        yield threads
