@@ -1,5 +1,5 @@
 # The developer's commands; each is a script that says what it does.
-.PHONY: help install demo test bench soak check lint lock
+.PHONY: help install demo test nightly coverage matrix bench soak check lint lock
 
 help: ## list these commands
 	@sed -n 's/^\([a-z]*\):[^#]*## /make \1	/p' Makefile | expand -t 16
@@ -12,6 +12,15 @@ demo: install ## export, archive, serve and explain the digits model; leaves not
 
 test: install ## run the tests
 	@scripts/test
+
+nightly: install ## run the tests that take long: every pair of a matrix, large networks, long loads
+	@scripts/nightly
+
+coverage: install ## run the tests and list which lines none of them entered
+	@scripts/coverage
+
+matrix: ## run the tests under every supported Python that is here
+	@scripts/matrix
 
 bench: install ## measure the server, beside bare loops and other servers; needs wrk
 	@scripts/bench

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
 import tomllib
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 REPO = Path(__file__).parent.parent
 LOCK = (REPO / "requirements.lock").read_text()
@@ -20,13 +24,23 @@ def test_every_dependency_of_the_project_is_pinned_at_a_version_that_it_allows()
         *project["build-system"]["requires"],
     ]
     for requirement in wanted:
-        name, least = requirement.lower().split(">=")
-        pinned = PINNED[name]
-        assert numbers(pinned) >= numbers(least), requirement
+        parsed = Requirement(requirement)
+        assert parsed.specifier.contains(PINNED[parsed.name.lower()]), requirement
 
 
-def numbers(version: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", version)]
+def test_the_versions_that_are_allowed_are_those_that_are_tested() -> None:
+    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    allowed = SpecifierSet(project["requires-python"])
+    assert [minor for minor in range(30) if f"3.{minor}" in allowed] == [
+        int(version.split(".")[1]) for version in named
+    ]
+    assert f"{sys.version_info.major}.{sys.version_info.minor}" in named
+    (torch,) = (one for one in project["dependencies"] if one.startswith("torch"))
+    release = re.match(r"\d+\.\d+", PINNED["torch"])
+    assert release is not None
+    major, minor = map(int, release[0].split("."))
+    assert torch == f"torch>={major}.{minor},<{major}.{minor + 1}"
 
 
 def test_every_package_but_torch_has_hashes() -> None:

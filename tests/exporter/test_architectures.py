@@ -1,4 +1,4 @@
-"""Five architectures in every format, with parity; the large ones and the compiler are slow."""
+"""Every architecture and every format once, with parity; all pairs at night, large ones too."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -29,11 +29,17 @@ def _load() -> ModuleType:
 architectures = _load()
 
 
+DIAGONAL = {("cnn", "onnx"), ("two", "pt2"), ("small bert", "torchscript")}
+"""Beside the LSTM, which has a test of its own."""
+
+
 def _cases() -> Iterator[Any]:
     for name in (*architectures.SMALL, *architectures.LARGE):
         for format in architectures.FORMATS:
-            is_slow = format == "aoti" or name in architectures.LARGE
-            marks = (pytest.mark.slow, pytest.mark.timeout(900)) if is_slow else ()
+            if format == "aoti" or name in architectures.LARGE:
+                marks = [pytest.mark.slow, pytest.mark.timeout(900)]
+            else:
+                marks = [] if (name, format) in DIAGONAL else [pytest.mark.nightly]
             yield pytest.param(name, format, id=f"{name} as {format}", marks=marks)
 
 
@@ -67,7 +73,14 @@ def test_an_architecture_is_written_and_proven(name: str, format: str, tmp_path:
     assert report.warnings == ()
 
 
-@pytest.mark.parametrize("format", ["pt2", "onnx", "torchscript"])
+@pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param("pt2", marks=pytest.mark.nightly),
+        "onnx",
+        pytest.param("torchscript", marks=pytest.mark.nightly),
+    ],
+)
 def test_an_lstm_takes_lengths_other_than_the_examples(format: str, tmp_path: Path) -> None:
     report = _export("lstm", format, tmp_path)
     artifact = open_artifact(report.artifact, format)

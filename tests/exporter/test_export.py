@@ -183,7 +183,7 @@ def test_onnx_keeps_the_names_of_inputs_outputs_and_dims(tokens: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("format", LIARS)
+@pytest.mark.parametrize("format", [pytest.param("pt2", marks=pytest.mark.nightly), "torchscript"])
 def test_an_artifact_that_disagrees_is_not_written_and_an_earlier_one_stays(
     format: str, author: Author, tmp_path: Path
 ) -> None:

@@ -110,6 +110,7 @@ FAULTS: dict[str, tuple[Callable[[Net], nn.Module], str]] = {
 
 # ONNX leaves out what only training does, and a worker puts TorchScript into eval mode.
 NOT_HELD = ("batch-norm in train mode", "dropout on")
+IN_ONNX = {"a changed weight": "onnx"}
 
 
 def _reference(text: str = "image:float32[batch=1..3,3,8,8]") -> Reference:
@@ -130,13 +131,13 @@ def _write(format: str, model: nn.Module, reference: Reference, path: Path) -> N
 
 
 def _cases() -> Iterator[Any]:
-    """Yield every fault in every format that can hold it; pt2 and the first fault are quick."""
+    """Yield every fault in every format that can hold it: by day once, at night all."""
     for fault in FAULTS:
         for format in FORMATS:
             if format != "pt2" and fault in NOT_HELD:
                 continue
-            quick = format == "pt2" or fault == "a changed weight"
-            marks = () if quick else (pytest.mark.slow,)
+            by_day = "pt2" if fault in NOT_HELD else IN_ONNX.get(fault, "torchscript")
+            marks = [] if format == by_day else [pytest.mark.nightly]
             yield pytest.param(fault, format, id=f"{fault} in {format}", marks=marks)
 
 
@@ -162,13 +163,19 @@ def test_a_doctored_artifact_is_refused_with_the_layer_where_it_leaves_the_model
         assert f'the first submodule that differs is "{layer}" (' in str(caught.value)
 
 
-def test_an_honest_artifact_passes_the_same_gate(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "format",
+    [
+        pytest.param("pt2", marks=pytest.mark.nightly),
+        pytest.param("onnx", marks=pytest.mark.nightly),
+        "torchscript",
+    ],
+)
+def test_an_honest_artifact_passes_the_same_gate(format: str, tmp_path: Path) -> None:
     reference = _reference()
-    for format in FORMATS:
-        _write(format, _net(), reference, tmp_path / "net.pt2")
-        exchange = tmp_path / format
-        exchange.mkdir()
-        assert check(tmp_path / "net.pt2", format, reference, exchange).max_abs <= 1e-5
+    _write(format, _net(), reference, tmp_path / "net.pt2")
+    (tmp_path / "exchange").mkdir()
+    assert check(tmp_path / "net.pt2", format, reference, tmp_path / "exchange").max_abs <= 1e-5
 
 
 def test_a_dim_specialised_to_one_is_refused(tmp_path: Path) -> None:
@@ -220,7 +227,7 @@ class Net(nn.Module):
 """
 
 
-@pytest.mark.parametrize("format", ["pt2", "torchscript"])
+@pytest.mark.parametrize("format", [pytest.param("pt2", marks=pytest.mark.nightly), "torchscript"])
 def test_values_that_overflow_in_float16_are_named_with_their_layer(
     format: str, author: Author
 ) -> None:

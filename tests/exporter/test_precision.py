@@ -47,8 +47,8 @@ def _report(folder: Path, name: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("dtype", "format", "file", "tolerance"),
     [
-        ("bf16", "pt2", "net.pt2", 3e-2),
-        ("fp16", "pt2", "net.pt2", 1e-2),
+        pytest.param("bf16", "pt2", "net.pt2", 3e-2, marks=pytest.mark.nightly),
+        pytest.param("fp16", "pt2", "net.pt2", 1e-2, marks=pytest.mark.nightly),
         ("fp16", "onnx", "net.onnx", 1e-2),
         ("bf16", "torchscript", "net.pt", 3e-2),
         ("fp32", "pt2", "net.pt2", 1e-4),
