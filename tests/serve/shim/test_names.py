@@ -12,8 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ts._refused import REASONS
+from ts.handler_utils.distributed import deepspeed, pt_pippy
+from ts.handler_utils.preprocess import dali
 from ts.handler_utils.utils import import_class, send_intermediate_predict_response
 from ts.model_loader import BUILT_IN, ModelLoaderFactory
+from ts.torch_handler.distributed.base_deepspeed_handler import BaseDeepSpeedHandler
+from ts.torch_handler.distributed.base_pippy_handler import BasePippyHandler
 from ts.torch_handler.unit_tests.test_utils.mock_context import MockContext
 from ts.utils import util
 
@@ -93,13 +98,22 @@ def test_importing_them_all_costs_nothing_heavy() -> None:
     assert not heavy & set(ran.stdout.split())
 
 
-@pytest.mark.parametrize("name", ["vllm_handler", "trt_llm_handler", "dali_image_classifier"])
-def test_a_handler_that_cannot_run_here_says_so(
-    make_context: MakeContext, linear: Any, name: str
-) -> None:
-    config = {"dali": {"pipeline_file": "linear.pth"}}
-    with pytest.raises(LoadError, match=r"not served|needs NVIDIA DALI"):
-        BUILT_IN[name]().initialize(make_context(config, modelFile="linear_net.py"))
+@pytest.mark.parametrize("name", REASONS)
+def test_what_cannot_run_here_says_so(make_context: MakeContext, linear: Any, name: str) -> None:
+    context = make_context({}, modelFile="linear_net.py")
+    kinds = {**BUILT_IN, "BasePippyHandler": BasePippyHandler}
+    kinds["BaseDeepSpeedHandler"] = BaseDeepSpeedHandler
+    functions: dict[str, Any] = {
+        "get_dali_pipeline": dali.get_dali_pipeline,
+        "get_ds_engine": deepspeed.get_ds_engine,
+        "get_pipeline_driver": pt_pippy.get_pipeline_driver,
+        "initialize_rpc_workers": pt_pippy.initialize_rpc_workers,
+    }
+    with pytest.raises(LoadError, match=f"{name} is not served: .*; (serve|use) "):
+        if name in functions:
+            functions[name](None, 1, context)
+        else:
+            kinds[name]().initialize(context)
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,5 @@
-"""`from ts.torch_handler.dali_image_classifier import DALIImageClassifier`."""
+"""Names that import and do not load: see `ts._refused`."""
 
-from __future__ import annotations
+from ts._refused import refused_handler
 
-from ts.torch_handler.dali_handler import DALIHandler
-from ts.torch_handler.image_classifier import ImageClassifier
-
-
-class DALIImageClassifier(DALIHandler, ImageClassifier):
-    """`ImageClassifier` whose pictures NVIDIA DALI decodes."""
+DALIImageClassifier = refused_handler("dali_image_classifier")

@@ -1,22 +1,5 @@
-"""`from ts.torch_handler.vllm_handler import VLLMHandler`."""
+"""Names that import and do not load: see `ts._refused`."""
 
-from __future__ import annotations
+from ts._refused import refused_handler
 
-from modelyard.handlers.context import Context
-from modelyard.handlers.errors import LoadError
-from ts.torch_handler.base_handler import BaseHandler
-
-
-class VLLMHandler(BaseHandler):
-    """A name that archives ask for; it does not load."""
-
-    def initialize(self, context: Context) -> None:
-        """Refuse.
-
-        Raises:
-            LoadError: always.
-        """
-        raise LoadError(
-            "the handler vllm_handler is not served: it answers several batches at once, and a "
-            "worker here answers one; serve the model with vLLM's own server"
-        )
+VLLMHandler = refused_handler("vllm_handler")

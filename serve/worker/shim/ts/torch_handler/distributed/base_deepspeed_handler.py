@@ -1,16 +1,5 @@
-"""`from ts.torch_handler.distributed.base_deepspeed_handler import BaseDeepSpeedHandler`."""
+"""Names that import and do not load: see `ts._refused`."""
 
-from __future__ import annotations
+from ts._refused import refused_handler
 
-import os
-
-from modelyard.handlers.context import Context
-from ts.torch_handler.base_handler import BaseHandler
-
-
-class BaseDeepSpeedHandler(BaseHandler):
-    """One process of a DeepSpeed model."""
-
-    def initialize(self, context: Context) -> None:
-        """Take this process's device; the subclass loads the model."""
-        self.device = int(os.environ.get("LOCAL_RANK", "0"))
+BaseDeepSpeedHandler = refused_handler("BaseDeepSpeedHandler")
