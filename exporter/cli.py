@@ -129,7 +129,7 @@ def export_command(
     # several times slower.
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     # Here, not above: importing torch takes a second that `modelyard --help` need not wait.
-    from modelyard.exporter import export
+    from modelyard.exporter.trip import export
 
     with exit_codes():
         arguments = read_model_args(model_args)
