@@ -7,8 +7,7 @@ import platform
 from dataclasses import dataclass
 from pathlib import Path
 
-PROC = Path("/proc")
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+import psutil
 
 
 @dataclass(frozen=True)
@@ -34,96 +33,72 @@ class Mapped:
 
 def cpu_s(pid: int) -> float:
     """Return the CPU time of a process so far, all threads, user and system."""
-    return parse_cpu_s((PROC / str(pid) / "stat").read_text())
-
-
-def parse_cpu_s(stat: str) -> float:
-    """Read user and system time from /proc/PID/stat; the name in it may hold anything."""
-    fields = stat.rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
 
 
 def memory(pid: int) -> Memory:
     """Return a process's memory now."""
-    return parse_memory((PROC / str(pid) / "smaps_rollup").read_text())
-
-
-def parse_memory(rollup: str) -> Memory:
-    """Read RSS, PSS and anonymous memory from /proc/PID/smaps_rollup."""
-    kb = {
-        name: int(value.split()[0])
-        for name, _, value in (line.partition(":") for line in rollup.splitlines())
-        if name in ("Rss", "Pss", "Anonymous")
-    }
-    return Memory(*(kb[name] * 1024 / 1e6 for name in ("Rss", "Pss", "Anonymous")))
+    return Memory(*_add_up(pid, None))
 
 
 def mapped(pid: int, folder: Path) -> Mapped:
     """Return what a process maps now of the files in a folder, removed ones too."""
-    return parse_mapped((PROC / str(pid) / "smaps").read_text(), folder)
+    return Mapped(*_add_up(pid, folder))
 
 
-def parse_mapped(smaps: str, folder: Path) -> Mapped:
-    """Add up the mappings of a folder's files in /proc/PID/smaps."""
-    kb = dict.fromkeys(("Rss", "Pss", "Anonymous"), 0)
-    is_inside = False
-    for line in smaps.splitlines():
-        name, *values = line.split(maxsplit=5)
-        if not name.endswith(":"):  # a mapping's address, rights, offset, device, inode and file
-            is_inside = len(values) == 5 and Path(values[4]).is_relative_to(folder)
-        elif is_inside and name[:-1] in kb:
-            kb[name[:-1]] += int(values[0])
-    return Mapped(*(value * 1024 / 1e6 for value in kb.values()))
+def _add_up(pid: int, folder: Path | None) -> tuple[float, float, float]:
+    """Return RSS, PSS and anonymous memory of all mappings, or of a folder's files, in MB."""
+    found = [
+        each
+        for each in psutil.Process(pid).memory_maps()
+        if folder is None or Path(each.path).is_relative_to(folder)
+    ]
+    rss, pss, own = (
+        sum(getattr(each, key) for each in found) for key in ("rss", "pss", "anonymous")
+    )
+    return rss / 1e6, pss / 1e6, own / 1e6
 
 
 def maps(pid: int, library: str) -> bool:
     """Return whether a process has mapped a file whose name begins so."""
-    return f"/{library}" in (PROC / str(pid) / "maps").read_text()
+    return f"/{library}" in Path(f"/proc/{pid}/maps").read_text()
 
 
 def descendants(pid: int) -> list[int]:
     """Return the ids of the processes that a process started, and of those that they started."""
     try:
-        tasks = list((PROC / str(pid) / "task").iterdir())
-        found = [int(child) for task in tasks for child in (task / "children").read_text().split()]
-    except OSError:  # it has ended
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.NoSuchProcess:
         return []
-    return found + [further for child in found for further in descendants(child)]
 
 
 def busy_s() -> float:
     """Return the CPU time that all processes of the machine have used."""
-    return parse_busy_s((PROC / "stat").read_text())
-
-
-def parse_busy_s(stat: str) -> float:
-    """Read user, nice, system, irq and softirq time from /proc/stat."""
-    fields = [int(value) for value in stat.splitlines()[0].split()[1:]]
-    user, nice, system, _idle, _iowait, irq, softirq = fields[:7]
-    return (user + nice + system + irq + softirq) / TICKS_PER_S
+    times = psutil.cpu_times()
+    return float(times.user + times.nice + times.system + times.irq + times.softirq)
 
 
 def describe_machine() -> dict[str, object]:
     """Return what a reader needs to judge the figures; no name of this machine."""
     names = [
         line.partition(":")[2].strip()
-        for line in (PROC / "cpuinfo").read_text().splitlines()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
         if line.startswith("model name")
     ]
-    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {
         "cpu": names[0] if names else platform.machine(),
         "cores": len(os.sched_getaffinity(0)),
-        "memory_gb": round(pages / 1e9, 1),
+        "memory_gb": round(psutil.virtual_memory().total / 1e9, 1),
         "kernel": platform.release(),
     }
 
 
 def descriptors(pid: int) -> int:
     """Return how many files, sockets and pipes a process has open."""
-    return sum(1 for _ in (PROC / str(pid) / "fd").iterdir())
+    return int(psutil.Process(pid).num_fds())
 
 
 def threads(pid: int) -> int:
     """Return how many threads a process has."""
-    return sum(1 for _ in (PROC / str(pid) / "task").iterdir())
+    return int(psutil.Process(pid).num_threads())

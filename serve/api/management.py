@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
+import psutil
 from fastapi import APIRouter, Query
 
 from modelyard.serve.api.asgi import Api, Phase
@@ -180,7 +180,6 @@ def memory_bytes(pid: int) -> int:
     Pages that workers share, torch's libraries above all, count once in the sum over all of them.
     """
     try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
+        return int(psutil.Process(pid).memory_full_info().pss)
+    except psutil.Error:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:")), 0)

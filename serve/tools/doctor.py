@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
@@ -258,12 +259,11 @@ def check_cores() -> Check:
 
 def check_memory() -> Check:
     """Return how much memory workers may still take, by the machine and the control group."""
-    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    fields = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines}
-    available = fields["MemAvailable"]
-    found = f"{_size(available)} of {_size(fields['MemTotal'])} available"
+    memory = psutil.virtual_memory()
+    available = memory.available
+    found = f"{_size(available)} of {_size(memory.total)} available"
     limits = list(_memory_limits())
-    if limits and min(limits) < fields["MemTotal"]:
+    if limits and min(limits) < memory.total:
         found += f", the control group may hold {_size(min(limits))}"
         available = min(available, *limits)
     if available < LEAST_MEMORY_BYTES:
@@ -379,23 +379,12 @@ def _check_port(name: str, address: Address, server: Mapping[str, Any] | None) -
 
 
 def find_listener(port: int) -> tuple[int, str] | None:
-    """Return pid and command of the process that listens on a TCP port, where we may see it.
-
-    Source: https://docs.kernel.org/networking/proc_net_tcp.html
-    """
-    inodes = set()
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/net/{table}").read_text(encoding="utf-8").splitlines()[1:]:
-                local, state, inode = (line.split()[at] for at in (1, 3, 9))
-                if state == "0A" and int(local.rpartition(":")[2], 16) == port:
-                    inodes.add(f"socket:[{inode}]")
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            with contextlib.suppress(OSError):
-                if any(str(fd.readlink()) in inodes for fd in (process / "fd").iterdir()):
-                    command = (process / "cmdline").read_bytes().replace(b"\0", b" ")
-                    return int(process.name), command.decode(errors="replace").strip()[:80]
+    """Return pid and command of the process that listens on a TCP port, where we may see it."""
+    for connection in psutil.net_connections("tcp"):
+        is_it = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        if is_it and connection.pid is not None:
+            with contextlib.suppress(psutil.Error):
+                return connection.pid, " ".join(psutil.Process(connection.pid).cmdline())[:80]
     return None
 
 

@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from modelyard.serve.dataplane.exposition import KINDS, Family, HandlerMetrics, Record, text
@@ -172,26 +173,24 @@ class TorchServeMetrics:
         self._is_stopping.set()
 
     def _collect(self) -> None:
-        before = _cpu_times()
+        psutil.cpu_percent()  # the next one is since then
         wait_s = CPU_SAMPLE_S
         while not self._is_stopping.wait(wait_s):
-            now = _cpu_times()
             try:
-                self._measure_machine(before, now)
+                self._measure_machine()
             except (OSError, ValueError, subprocess.SubprocessError) as error:
                 logger.warning("the system metrics cannot be read: %s", error)
-            before, wait_s = now, self._interval_s
+            wait_s = self._interval_s
 
-    def _measure_machine(self, before: tuple[int, int], now: tuple[int, int]) -> None:
-        busy, total = now[0] - before[0], now[1] - before[1]
-        memory = _memory_bytes()
-        used = memory["MemTotal"] - memory["MemAvailable"]
+    def _measure_machine(self) -> None:
+        memory = psutil.virtual_memory()
+        used = memory.total - memory.available
         disk = shutil.disk_usage("/")
         for name, value in (
-            ("CPUUtilization", 100 * busy / max(1, total)),
+            ("CPUUtilization", psutil.cpu_percent()),
             ("MemoryUsed", used / MEGABYTE),
-            ("MemoryAvailable", memory["MemAvailable"] / MEGABYTE),
-            ("MemoryUtilization", 100 * used / memory["MemTotal"]),
+            ("MemoryAvailable", memory.available / MEGABYTE),
+            ("MemoryUtilization", 100 * used / memory.total),
             ("DiskUsage", disk.used / GIGABYTE),
             ("DiskUtilization", 100 * disk.used / max(1, disk.used + disk.free)),
             ("DiskAvailable", disk.free / GIGABYTE),
@@ -236,18 +235,6 @@ def _families(section: Mapping[str, Any], more: tuple[str, ...] = ()) -> Iterabl
             labels = [str(label) for label in metric["dimensions"]]
             labels += [label for label in more if label not in labels]
             yield Family(str(metric["name"]), kind, str(metric["unit"]), labels)
-
-
-def _cpu_times() -> tuple[int, int]:
-    """Return busy and all ticks of the machine's processors so far."""
-    ticks = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
-    idle = ticks[3] + ticks[4]
-    return sum(ticks) - idle, sum(ticks)
-
-
-def _memory_bytes() -> dict[str, int]:
-    lines = [line.split() for line in Path("/proc/meminfo").read_text().splitlines()]
-    return {line[0].rstrip(":"): int(line[1]) * 1024 for line in lines}
 
 
 def _gpu_usage() -> list[tuple[float, ...]]:

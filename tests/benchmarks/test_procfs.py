@@ -1,3 +1,4 @@
+import mmap
 import os
 from pathlib import Path
 
@@ -6,39 +7,28 @@ import pytest
 from benchmarks import procfs
 
 
-@pytest.mark.parametrize("name", ["python", "a ) R 1 2"], ids=["plain name", "hostile name"])
-def test_cpu_time_is_user_and_system_time(name: str) -> None:
-    before = "S 1 1 1 0 -1 4194560 10 0 0 0"
-    stat = f"77 ({name}) {before} 150 50 7 7 20 0 1 0 100 1000 10"
-    assert procfs.parse_cpu_s(stat) == 200 / procfs.TICKS_PER_S
-
-
-def test_memory_is_in_millions_of_bytes() -> None:
-    rollup = "00400000-7fff [rollup]\nRss:    1000 kB\nPss:     500 kB\nPss_Dirty: 7 kB\n"
-    rollup += "Anonymous: 250 kB\n"
-    assert procfs.parse_memory(rollup) == procfs.Memory(rss_mb=1.024, pss_mb=0.512, own_mb=0.256)
-
-
-def test_only_mappings_of_a_folders_files_are_added_up() -> None:
-    kinds = "Rss: 1000 kB\nPss: 500 kB\nShared_Clean: 4 kB\nAnonymous: 250 kB\nVmFlags: rd wr\n"
-    smaps = "".join(
-        f"7f00-7f01 rw-p 00000000 fe:00 12 {file}\n{kinds}"
-        for file in ("/state/unpacked/a b", "/state/unpacked/c (deleted)", "/state/other", "[heap]")
-    )
-    smaps += f"7f00-7f01 rw-p 00000000 00:00 0\n{kinds}"
-    found = procfs.parse_mapped(smaps, Path("/state/unpacked"))
-    assert found == procfs.Mapped(resident_mb=2.048, pss_mb=1.024, own_mb=0.512)
-
-
-def test_busy_time_leaves_out_idle_waiting_and_stolen_time() -> None:
-    stat = "cpu  100 20 30 5000 400 5 6 9999 0 0\ncpu0 1 2 3 4\n"
-    assert procfs.parse_busy_s(stat) == 161 / procfs.TICKS_PER_S
+def test_only_mappings_of_a_folders_files_are_added_up(tmp_path: Path) -> None:
+    inside = tmp_path / "unpacked" / "a b"
+    inside.parent.mkdir()
+    inside.write_bytes(bytes(1_000_000))
+    with inside.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as pages:
+        pages[:409_600] = b"x" * 409_600
+        found = procfs.mapped(os.getpid(), tmp_path / "unpacked")
+        assert procfs.mapped(os.getpid(), tmp_path / "other") == procfs.Mapped(0, 0, 0)
+        assert found.own_mb == pytest.approx(0.4096)
+        assert found.own_mb <= found.pss_mb <= found.resident_mb < 1.1
 
 
 def test_this_process_can_be_looked_at() -> None:
-    assert procfs.cpu_s(os.getpid()) > 0
-    assert 0 < procfs.memory(os.getpid()).pss_mb <= procfs.memory(os.getpid()).rss_mb
-    assert procfs.busy_s() > 0
+    pid = os.getpid()
+    assert procfs.cpu_s(pid) > 0
+    memory = procfs.memory(pid)
+    assert 0 < memory.own_mb < memory.rss_mb
+    assert 0 < memory.pss_mb <= memory.rss_mb
+    assert procfs.busy_s() > procfs.cpu_s(pid)
+    assert procfs.descriptors(pid) > 2
+    assert procfs.threads(pid) >= 1
+    assert pid in procfs.descendants(os.getppid())
 
 
 def test_the_machine_is_described_without_its_name() -> None:

@@ -72,7 +72,7 @@ def test_a_library_that_ends_its_process_is_named_and_the_others_are_still_tried
 ) -> None:
     (tmp_path / "crashes.py").write_text("import os; os.kill(os.getpid(), 11)")
     (tmp_path / "breaks.py").write_text("raise OSError('libfoo.so.1: cannot open')")
-    paths = [str(tmp_path), str(Path(doctor.__file__).parents[1])]
+    paths = [str(tmp_path), str(Path(__file__).parents[2])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     tried = doctor.try_modules(["json", "crashes", "breaks", "uvloop"])
     assert {name: result["error"] for name, result in tried.items()} == {
