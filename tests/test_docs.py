@@ -131,7 +131,11 @@ def test_the_readme_leaves_an_archive_and_a_heat_map_and_no_server(yard: Yard) -
 
 @needs_curl
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p)], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [page for page in (REPO / "CONTRIBUTING.md", *PAGES) if blocks(page)],
+    ids=lambda page: page.stem,
+)
 def test_every_command_of_a_page_runs_and_no_server_is_left(page: Path, yard: Yard) -> None:
     try:
         yard.run(page)
@@ -200,7 +204,7 @@ def test_the_methods_table_and_the_gallery_show_every_method() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [REPO / "README.md", *PAGES], ids=lambda page: str(page.relative_to(REPO))
+    "page", [*sorted(REPO.glob("*.md")), *PAGES], ids=lambda page: str(page.relative_to(REPO))
 )
 def test_every_link_of_a_page_leads_to_a_file_and_its_heading(page: Path) -> None:
     for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):

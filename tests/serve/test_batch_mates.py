@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from modelyard.archiver import write_archive
-from tests.serve.live import LiveServer, modelyard
+from tests.serve.live import LiveServer
 
 DIGITS = Path(__file__).parent.parent.parent / "examples" / "digits"
 FORMATS = ("onnx", "pt2")
@@ -25,20 +25,10 @@ DELAY_MS = 100
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("exported")
-    formats = [word for format in FORMATS for word in ("--format", format)]
-    ran = modelyard(
-        "export", DIGITS / "digits.pt", "--model", f"{DIGITS / 'net.py'}:DigitsNet",
-        "--input", "image:float32[batch,1,8,8]", "--output", "logits", *formats, "-o", folder,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr
-    return folder
-
-
-@pytest.fixture(scope="module")
 def server(
-    exported: Path, shared_server: LiveServer, tmp_path_factory: pytest.TempPathFactory
+    digits_artifacts: dict[str, Path],
+    shared_server: LiveServer,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> LiveServer:
     """Each artifact served in batches of eight, for which it waits a moment."""
     folder = tmp_path_factory.mktemp("mates")
@@ -47,7 +37,7 @@ def server(
     config.write_text(f"{text}minWorkers: 1\nmaxBatchDelay: {DELAY_MS}\n")
     for format in FORMATS:
         write_archive(
-            format, version="1.0", artifact=artifact_of(exported, format),
+            format, version="1.0", artifact=digits_artifacts[format],
             handler="image_classifier", config_file=config,
             output_dir=shared_server.store, force=True,
         )  # fmt: skip
@@ -60,13 +50,6 @@ def report_of(artifact: Path) -> dict[str, Any]:
         artifact.with_name(f"{artifact.name}.report.json").read_text()
     )
     return content
-
-
-def artifact_of(exported: Path, format: str) -> Path:
-    reports = exported.glob("*.report.json")
-    artifacts = [file.with_name(file.name.removesuffix(".report.json")) for file in reports]
-    (found,) = (artifact for artifact in artifacts if report_of(artifact)["format"] == format)
-    return found
 
 
 def png(pixels: np.ndarray) -> bytes:
@@ -89,9 +72,9 @@ def requests() -> list[bytes]:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_an_answer_does_not_depend_on_its_batch_mates(
-    server: LiveServer, exported: Path, format: str
+    server: LiveServer, digits_artifacts: dict[str, Path], format: str
 ) -> None:
-    tolerance = report_of(artifact_of(exported, format))["parity"]["tolerance"]
+    tolerance = report_of(digits_artifacts[format])["parity"]["tolerance"]
     bodies = requests()
     clients = [
         httpx.Client(base_url=server.about["inference"], timeout=60) for _ in range(BATCH_SIZE)

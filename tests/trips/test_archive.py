@@ -13,7 +13,6 @@ import pytest
 
 from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.manifest import MANIFEST_NAME
-from modelyard.exporter import export
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"
 ARTIFACTS = {
@@ -23,19 +22,10 @@ ARTIFACTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture
+def exported(digits_artifacts: dict[str, Path]) -> Path:
     """Return the folder of the three artifacts of one checkpoint."""
-    folder = tmp_path_factory.mktemp("exported")
-    export(
-        DIGITS / "digits.pt",
-        f"{DIGITS}/net.py:DigitsNet",
-        ["image:float32[batch,1,8,8]"],
-        formats=("pt2", "onnx", "torchscript"),
-        output_dir=folder,
-        output_names=["logits"],
-    )
-    return folder
+    return digits_artifacts["onnx"].parent
 
 
 def archive_digits(artifact: Path, example: Path, output_dir: Path) -> Path:
