@@ -61,7 +61,7 @@ class Golden:
     expected: str
     """A JSON file: {"label": "7"} or {"answer": …}."""
     tolerance: float
-    """Largest absolute difference allowed for each number of the answer."""
+    """Largest difference allowed, over the largest number of its row where that is above 1."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from typing import Any
 
 from modelyard.archiver.errors import ArchiveError, DoesNotRun
 from modelyard.archiver.manifest import MANIFEST_NAME, Golden, Manifest
-from modelyard.archiver.signature import Signature
 
 TIMEOUT_S = 600.0
 """For loading the model and answering everything."""
@@ -28,11 +27,11 @@ TIMEOUT_S = 600.0
 class Pair:
     """An artifact and the twin that was proven to agree with the same checkpoint."""
 
-    artifacts: tuple[tuple[str, str], tuple[str, str]]
-    """File and format of each."""
-    signature: Signature
-    tolerance: float
-    """Largest difference allowed between the two: the sum of what each was allowed."""
+    artifact: str
+    twin: str
+    report: str
+    """The artifact's, which with the other says by which rule the two are compared."""
+    twin_report: str
 
 
 @dataclass(frozen=True)
@@ -52,23 +51,10 @@ class ParityResult:
 
     pair: Pair
     cases: int
-    outputs: dict[str, tuple[float | None, str]]
-    """Output → largest absolute difference (None: values that are not finite differ), and where."""
-    error: str | None = None
-    """Why they could not be compared."""
-
-    @property
-    def differences(self) -> list[str]:
-        """Return what is over the tolerance, one sentence each."""
-        if self.error is not None:
-            return [self.error]
-        return [
-            f'output "{name}": '
-            + ("infinite or missing values differ" if apart is None else f"max_abs {apart:.1e}")
-            + f" over tolerance {self.pair.tolerance:g} at {place}"
-            for name, (apart, place) in self.outputs.items()
-            if apart is None or apart > self.pair.tolerance
-        ]
+    summary: str
+    """How far they are apart at most, by which rule."""
+    differences: tuple[str, ...]
+    """Each output that differs, or why they could not be compared; a sentence each."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +96,7 @@ def replay(
         "golden": [
             asdict(each) | ({"expected": None} if each in record else {}) for each in golden
         ],
-        "parity": _pair_to_json(pair),
+        "parity": asdict(pair) if pair else None,
     }
     result = _run_child(task)
     if "error" in result:
@@ -121,7 +107,7 @@ def replay(
             GoldenResult(each, found["answer"], found["difference"])
             for each, found in zip(golden, result["golden"], strict=True)
         ),
-        parity=_parity_result(pair, result["parity"]) if pair else None,
+        parity=ParityResult(pair, **result["parity"]) if pair else None,
     )
 
 
@@ -137,19 +123,6 @@ def _load_message(folder: Path, manifest: Manifest, device: str) -> dict[str, An
         "config_file": manifest.config_file,
         "device": device,
     }
-
-
-def _pair_to_json(pair: Pair | None) -> dict[str, Any] | None:
-    if pair is None:
-        return None
-    return {"artifacts": pair.artifacts, "signature": pair.signature.to_json()}
-
-
-def _parity_result(pair: Pair, found: dict[str, Any]) -> ParityResult:
-    outputs = {
-        name: (output["max_abs"], output["at"]) for name, output in found.get("outputs", {}).items()
-    }
-    return ParityResult(pair, found.get("cases", 0), outputs, found.get("error"))
 
 
 def _run_child(task: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Read `<artifact>.report.json`, which the exporter writes beside every artifact."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from modelyard.archiver.errors import CannotArchive
@@ -13,8 +14,26 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
+class Parity:
+    """By which rule an artifact agreed with its checkpoint, and on which inputs.
+
+    What the numbers mean is written in `modelyard.handlers.agree` and `modelyard.handlers.probes`.
+    """
+
+    tolerances: Mapping[str, float]
+    """Output → largest scaled difference that was allowed."""
+    is_quantized: bool = False
+    below: Mapping[str, int] = field(default_factory=dict)
+    """Integer input → the bound that its values stayed under."""
+    kinds: tuple[str, ...] = ()
+    """Of the values that were tried; empty for all."""
+    is_reduced: bool = True
+    """Whether a slow model was tried at fewer sizes; reports of older versions do not say."""
+
+
+@dataclass(frozen=True)
 class Report:
-    """What the archiver needs of a report."""
+    """What archives and their handlers need of a report."""
 
     path: Path
     format: str
@@ -22,8 +41,8 @@ class Report:
     artifact_sha256: str
     checkpoint_sha256: str
     signature: Signature
-    tolerance: float | None
-    """Largest difference from the checkpoint that was allowed; None in reports without parity."""
+    parity: Parity | None
+    """None in reports that prove nothing."""
 
 
 def read_report(artifact: Path) -> Report | None:
@@ -58,15 +77,39 @@ def parse_report(data: bytes, path: Path) -> Report:
         artifact_sha256=_sha256(fields, "artifact_sha256"),
         checkpoint_sha256=_sha256(fields.object("checkpoint"), "sha256"),
         signature=read_signature(fields.object("signature")),
-        tolerance=_tolerance(fields),
+        parity=_parity(fields) if "parity" in fields.values else None,
     )
     if problems:
         raise CannotArchive("cannot read the report", [f"{path.name}: {p}" for p in problems])
     return report
 
 
-def _tolerance(fields: Fields) -> float | None:
-    return fields.object("parity").number("tolerance") if "parity" in fields.values else None
+def _parity(fields: Fields) -> Parity:
+    parity = fields.object("parity")
+    outputs = parity.object("outputs")
+    each = {name: outputs.object(name) for name in outputs.values}
+    integers = parity.object("integers") if "integers" in parity.values else None
+    plan = parity.object("plan") if "plan" in parity.values else None
+    return Parity(
+        tolerances={
+            name: (output if "tolerance" in output.values else parity).number("tolerance")
+            for name, output in each.items()
+        },
+        is_quantized="details" in fields.values and "quantize" in fields.object("details").values,
+        below={name: _bound(integers, name) for name in integers.values} if integers else {},
+        kinds=tuple(parity.items("kinds")) if "kinds" in parity.values else (),
+        is_reduced=plan.boolean("reduced") if plan and "reduced" in plan.values else True,
+    )
+
+
+def _bound(integers: Fields, name: str) -> int:
+    """Read the bound that follows from `[smallest, largest]`."""
+    match integers.items(name):
+        case [int(), int() as largest]:
+            return largest + 1
+        case found:
+            integers.wrong(name, "the smallest and the largest value", found)
+            return 1
 
 
 def _sha256(fields: Fields, key: str) -> str:

@@ -10,7 +10,7 @@ from modelyard.archiver.errors import ArchiveError, DoesNotRun
 from modelyard.archiver.manifest import Seal
 from modelyard.archiver.read import Archive
 from modelyard.archiver.replay import Pair, ParityResult, Replay, replay
-from modelyard.archiver.report import Report, parse_report
+from modelyard.archiver.report import parse_report
 from modelyard.archiver.signing import check_signature
 from modelyard.archiver.untrusted.names import SIGNATURE_NAME
 
@@ -65,22 +65,13 @@ def verify_archive(
 def find_pair(archive: Archive, seal: Seal) -> Pair | None:
     """Return the archive's artifact and its twin, when it holds two that can be compared."""
     artifact = archive.manifest.serialized_file
-    if not (seal.explain and seal.report and seal.signature and artifact):
+    explain = seal.explain
+    if not (explain and seal.report and artifact) or explain.artifact == artifact:
         return None
-    if seal.explain.artifact == artifact:
+    reports = (seal.report, explain.report)
+    if None in [parse_report(archive.read(name), Path(name)).parity for name in reports]:
         return None
-    one, other = _report(archive, seal.report), _report(archive, seal.explain.report)
-    if one.tolerance is None or other.tolerance is None:
-        return None
-    return Pair(
-        ((artifact, one.format), (seal.explain.artifact, other.format)),
-        seal.signature,
-        one.tolerance + other.tolerance,
-    )
-
-
-def _report(archive: Archive, name: str) -> Report:
-    return parse_report(archive.read(name), Path(name))
+    return Pair(artifact, explain.artifact, *reports)
 
 
 def _run(archive: Archive, seal: Seal, device: str) -> Iterator[Check]:
@@ -114,13 +105,7 @@ def _golden_checks(outcome: Replay) -> Iterator[Check]:
 
 
 def _parity_check(parity: ParityResult) -> Check:
-    (one, _), (other, _) = parity.pair.artifacts
-    differences = parity.differences
-    if differences:
-        return Check("parity", "differs", f"{one} and {other}: {'; '.join(differences)}")
-    largest = max((apart or 0.0 for apart, _ in parity.outputs.values()), default=0.0)
-    return Check(
-        "parity",
-        f"{one} and {other} agree in {parity.cases} cases: max_abs {largest:.1e}, "
-        f"tolerance {parity.pair.tolerance:g}",
-    )
+    both = f"{parity.pair.artifact} and {parity.pair.twin}"
+    if parity.differences:
+        return Check("parity", "differs", f"{both}: {'; '.join(parity.differences)}")
+    return Check("parity", f"{both} agree in {parity.cases} cases: {parity.summary}")

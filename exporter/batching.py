@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from modelyard.archiver.signature import Batching, Dim, Signature, TensorSpec
-from modelyard.exporter.differences import compare
 from modelyard.exporter.watch import Run
+from modelyard.handlers.agree import compare
 from modelyard.handlers.probes import Probe, example_sizes, make_inputs
 
 # As the tolerance of float32: a kernel may add in another order for another batch size.
@@ -86,14 +86,9 @@ def _measure(
     how: str,
 ) -> list[tuple[str, float, str]]:
     return [
-        (spec.name, _apart(one[row : row + 1], two[row : row + 1]), how)
+        (spec.name, float(compare(one[row : row + 1], two[row : row + 1])["scaled"]), how)
         for spec, one, two in zip(specs, wanted, got, strict=True)
     ]
-
-
-def _apart(one: Tensor, two: Tensor) -> float:
-    """Return the scaled difference; infinite where a row's shape follows the values around it."""
-    return float(compare(one, two)["scaled"]) if one.shape == two.shape else math.inf
 
 
 def _replace_others(tensor: Tensor, others: Tensor, row: int) -> Tensor:

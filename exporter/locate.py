@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.exporter.arguments import own_name
-from modelyard.exporter.differences import compare
 from modelyard.exporter.errors import cause
-from modelyard.exporter.parity import TOLERANCES
 from modelyard.exporter.reference import Case, Reference
+from modelyard.handlers.agree import TOLERANCES, compare
 
 _Seen = dict[str, tuple[Any, Any]]
 """Submodule → (its inputs, its output) in one run, in the order in which they finish."""

@@ -5,10 +5,7 @@ The artifact runs in a fresh process, opened as a worker opens it:
 of tensors per case (read with weights_only). What it finds, it leaves there in `result.json`. That
 process knows nothing of the model's Python.
 
-The rule: over every row of every output, e = max|a − b| / max(max|b|, 1) stays within the
-tolerance, so that it is absolute up to values of 1 and relative above; integers are equal. A
-quantised artifact is not a copy but an approximation: its rule is the same largest value in 99 % of
-the rows, and a cosine of 0.99.
+Both are judged by the rule of `modelyard.handlers.agree`.
 """
 
 import json
@@ -24,22 +21,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelyard.archiver.signature import Dim, Signature, TensorSpec
-from modelyard.exporter.arguments import flatten
-from modelyard.exporter.differences import compare
+from modelyard.archiver.signature import Dim, Signature
 from modelyard.exporter.errors import ExportError, ParityError, cause
-from modelyard.exporter.reference import Case, Reference, full_precision
-
-# Largest allowed scaled difference, by the dtype of the output. Integers must be equal.
-TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
-MIN_TOP1_AGREEMENT = 0.99
-MIN_COSINE = 0.99
-
-SCALED_RULE = "max|a-b| <= tolerance * max(max|b|, 1) for every row of every output"
-QUANTIZED_RULE = (
-    f"top-1 agreement >= {MIN_TOP1_AGREEMENT} over all rows and cosine >= {MIN_COSINE} in every "
-    "case: quantised weights approximate"
+from modelyard.exporter.reference import Case, Reference
+from modelyard.handlers.agree import (
+    QUANTIZED_RULE,
+    SCALED_RULE,
+    Difference,
+    Rule,
+    compare,
+    disagreement,
+    rule_for,
+    run,
+    worst,
 )
+from modelyard.handlers.backends import dtype_name, open_artifact
 
 _ADVICE = {
     "pt2": "forward() must do the same while it is exported as when it runs",
@@ -53,28 +49,8 @@ _QUANTIZED_ADVICE = "this model needs its full precision: export without --quant
 Locate = Callable[[Case], str]
 """Names the first submodule that differs for a case, or says why it cannot be named."""
 
-_Measured = list[dict[str, Any]]
-"""What `compare` found, case by case, for one output."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far one output is from the checkpoint's, over all cases."""
-
-    max_abs: float
-    """Largest absolute difference of one value."""
-    max_rel: float
-    """Largest ratio, over the cases, of the absolute difference to the largest value."""
-    scaled: float
-    """Largest difference of a row over its largest value, where that is above 1: what is judged."""
-    cosine: float
-    """Smallest cosine, over the cases, between the two outputs as vectors."""
-    top1_agreement: float | None
-    """Share of rows whose largest value is at the same place; None where that means nothing."""
-    top1_margin: float | None
-    """Largest lead of a row whose largest value moved: a tie when it is within the tolerance."""
-    tolerance: float
-    """Largest `scaled` that agrees, by the output's dtype."""
+_Judged = tuple[str, Rule, list[dict[str, Any]]]
+"""An output, its rule, and what `compare` found case by case."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +108,7 @@ def check(
         folder: an empty folder for the exchange of files.
         device: where the artifact is to run.
         tolerance: largest allowed scaled difference of floats; by the outputs' dtype when absent.
-        is_quantized: judge by `QUANTIZED_RULE`.
+        is_quantized: judge as an approximation.
         locate: asked for the first submodule that differs, in the case that differs most.
 
     Raises:
@@ -140,109 +116,43 @@ def check(
             names every such output, by how much and where.
     """
     signature = reference.signature
-    _write_task(folder, artifact, format, device, reference)
+    rules = [rule_for(spec.dtype, tolerance, is_quantized) for spec in signature.outputs]
+    _write_task(folder, artifact, format, device, reference, rules)
     result = _run_child(folder, format)
     if "error" in result:
         raise ParityError(f"{format}: {result['error']}; {_ADVICE[format]}")
-    measured: list[_Measured] = [
-        list(of_output) for of_output in zip(*result["cases"], strict=True)
+    judged: list[_Judged] = [
+        (spec.name, rule, list(measured))
+        for spec, rule, measured in zip(
+            signature.outputs, rules, zip(*result["cases"], strict=True), strict=True
+        )
     ]
-    judged = [
-        (spec, per_case, _merge(per_case, _tolerance(spec.dtype, tolerance)))
-        for spec, per_case in zip(signature.outputs, measured, strict=True)
-    ]
-    agrees = _approximates if is_quantized else _agrees
-    wrong = [(spec, per_case, merged) for spec, per_case, merged in judged if not agrees(merged)]
+    places = [case.probe for case in reference.cases]
+    wrong = [(each, text) for each in judged if (text := disagreement(*each, places))]
     if wrong:
-        raise ParityError(_disagreements(format, wrong, reference, is_quantized, locate))
+        found = "; ".join(text for _, text in wrong)
+        if is_quantized:
+            raise ParityError(f"{format}: {found}; {_QUANTIZED_ADVICE}")
+        _, _, measured = wrong[0][0]
+        where = f"; {locate(reference.cases[worst(measured)])}" if locate else ""
+        advice = _OVERFLOW if _overflows(judged, reference, where) else _ADVICE[format]
+        raise ParityError(f"{format}: {found}{where}; {advice}")
     return Parity(
-        tolerance=max(merged.tolerance for _, _, merged in judged),
+        tolerance=max(rule.tolerance for rule in rules),
         cases=len(reference.cases),
         batches=_batches(signature, reference.cases),
-        outputs={spec.name: merged for spec, _, merged in judged},
+        outputs={name: rule.merge(measured) for name, rule, measured in judged},
         rule=QUANTIZED_RULE if is_quantized else SCALED_RULE,
         compared_with=reference.precision,
         scope=_scope(reference),
     )
 
 
-def _agrees(found: Difference) -> bool:
-    """Judge a copy; a largest value that moved by more than the tolerance explains is an error."""
-    is_tie = (found.top1_margin or 0.0) <= 2 * max(found.tolerance, found.max_abs)
-    return found.scaled <= found.tolerance and is_tie
-
-
-def _approximates(found: Difference) -> bool:
-    """Judge a quantised artifact."""
-    agreement = 1.0 if found.top1_agreement is None else found.top1_agreement
-    return agreement >= MIN_TOP1_AGREEMENT and found.cosine >= MIN_COSINE
-
-
-def _disagreements(
-    format: str,
-    wrong: Sequence[tuple[TensorSpec, _Measured, Difference]],
-    reference: Reference,
-    is_quantized: bool,
-    locate: Locate | None,
-) -> str:
-    """Return what differs, by how much, where in the inputs and where in the model."""
-    if is_quantized:
-        found = "; ".join(
-            f'output "{spec.name}": top-1 agreement {merged.top1_agreement}, smallest cosine '
-            f"{merged.cosine:.4f}; expected {MIN_TOP1_AGREEMENT} and {MIN_COSINE} or more"
-            for spec, _, merged in wrong
-        )
-        return f"{format}: {found}; {_QUANTIZED_ADVICE}"
-    found = "; ".join(
-        _disagreement(spec.name, per_case, reference.cases, merged.tolerance)
-        for spec, per_case, merged in wrong
-    )
-    where = ""
-    if locate is not None:
-        where = f"; {locate(reference.cases[_worst(wrong[0][1])])}"
+def _overflows(judged: Sequence[_Judged], reference: Reference, where: str) -> bool:
+    """Return whether what differs is a number that float16 does not hold."""
     is_half = any(spec.dtype == "float16" for spec in reference.signature.outputs)
-    overflows = is_half and (
-        "by inf" in where or not all(merged.scaled < math.inf for _, _, merged in wrong)
-    )
-    return f"{format}: {found}{where}; {_OVERFLOW if overflows else _ADVICE[format]}"
-
-
-def _worst(measured: _Measured) -> int:
-    """Choose the case that differs most; of equal ones, the one of the largest values."""
-    return max(
-        range(len(measured)),
-        # Rounded, since the same relative difference is not the same number twice.
-        key=lambda case: (float(f"{measured[case]['scaled']:.1e}"), measured[case]["max_abs"]),
-    )
-
-
-def _disagreement(name: str, measured: _Measured, cases: Sequence[Case], allowed: float) -> str:
-    """Return by how much and where an output differs most."""
-    worst = _worst(measured)
-    found, largest = measured[worst]["max_abs"], measured[worst]["largest"]
-    return (
-        f'output "{name}": max_abs {found:.1e} ({measured[worst]["scaled"]:.1e} scaled to values '
-        f"up to {largest:.3g}) over tolerance {allowed:g} at {cases[worst].probe}"
-    )
-
-
-def _merge(measured: _Measured, tolerance: float) -> Difference:
-    rows = sum(case["rows"] for case in measured)
-    return Difference(
-        max_abs=max(case["max_abs"] for case in measured),
-        max_rel=max(case["max_rel"] for case in measured),
-        scaled=max(case["scaled"] for case in measured),
-        cosine=min(case["cosine"] for case in measured),
-        top1_agreement=sum(case["same"] for case in measured) / rows if rows else None,
-        top1_margin=max(case["margin"] for case in measured) if rows else None,
-        tolerance=tolerance,
-    )
-
-
-def _tolerance(dtype: str, wanted: float | None) -> float:
-    if dtype not in TOLERANCES:
-        return 0.0
-    return TOLERANCES[dtype] if wanted is None else wanted
+    scaled = (case["scaled"] for _, _, measured in judged for case in measured)
+    return is_half and ("by inf" in where or not all(map(math.isfinite, scaled)))
 
 
 def _batches(signature: Signature, cases: Sequence[Case]) -> tuple[int, ...]:
@@ -268,7 +178,12 @@ def _scope(reference: Reference) -> dict[str, Any]:
 
 
 def _write_task(
-    folder: Path, artifact: Path, format: str, device: str, reference: Reference
+    folder: Path,
+    artifact: Path,
+    format: str,
+    device: str,
+    reference: Reference,
+    rules: Sequence[Rule],
 ) -> None:
     for place, case in enumerate(reference.cases):
         tensors = {"inputs": list(case.inputs), "outputs": list(case.outputs)}
@@ -277,7 +192,10 @@ def _write_task(
         "artifact": str(artifact.absolute()),
         "format": format,
         "device": device,
-        "outputs": [[spec.name, spec.dtype] for spec in reference.signature.outputs],
+        "outputs": [
+            [spec.name, spec.dtype, rule.tolerance]
+            for spec, rule in zip(reference.signature.outputs, rules, strict=True)
+        ],
         "cases": [str(case.probe) for case in reference.cases],
     }
     (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
@@ -311,8 +229,6 @@ def main(folder: Path) -> None:
 
 
 def _run_cases(folder: Path, task: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    from modelyard.handlers.backends import open_artifact
-
     try:
         artifact = open_artifact(Path(task["artifact"]), task["format"], task["device"])
     # Each format's library fails in its own ways; all mean that a worker could not load it.
@@ -322,36 +238,34 @@ def _run_cases(folder: Path, task: Mapping[str, Any]) -> list[list[dict[str, Any
     for place, probe in enumerate(task["cases"]):
         tensors = torch.load(folder / f"{place}.pt", weights_only=True)
         try:
-            with full_precision(artifact.device), torch.no_grad():
-                found = flatten(
-                    artifact(*(value.to(artifact.device) for value in tensors["inputs"]))
-                )
+            outputs = run(artifact, tensors["inputs"])
         except Exception as error:
             raise ParityError(f"the artifact does not run at {probe}: {cause(error)}") from error
-        outputs = [value.cpu() for value in found.values()]
         measured.append(_measure(task["outputs"], tensors["outputs"], outputs, probe))
     return measured
 
 
 def _measure(
-    names: Sequence[tuple[str, str]],
+    stated: Sequence[tuple[str, str, float]],
     expected: Sequence[Tensor],
     found: Sequence[Tensor],
     probe: str,
 ) -> list[dict[str, Any]]:
     """Compare one case's outputs: their number, then dtypes and shapes, then values."""
     if len(found) != len(expected):
-        listed = ", ".join(name for name, _ in names)
+        listed = ", ".join(name for name, _, _ in stated)
         raise ParityError(f"the artifact gives {len(found)} outputs, expected {listed}")
-    for (name, dtype), wanted, got in zip(names, expected, found, strict=True):
+    measured = []
+    for (name, dtype, tolerance), wanted, got in zip(stated, expected, found, strict=True):
         sought = f"{dtype}[{','.join(map(str, wanted.shape))}]"
         if _type(got) != sought:
             raise ParityError(f'output "{name}" is {_type(got)} at {probe}, expected {sought}')
-    return [compare(wanted, got) for wanted, got in zip(expected, found, strict=True)]
+        measured.append(compare(wanted, got, tolerance))
+    return measured
 
 
 def _type(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}[{','.join(map(str, tensor.shape))}]"
+    return f"{dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,8 +14,17 @@ from modelyard.exporter.batching import find_batching
 from modelyard.exporter.errors import ModelError, UsageError, cause
 from modelyard.exporter.samples import Sample
 from modelyard.exporter.watch import Watched, in_train_mode, plain_tensors, watch
+from modelyard.handlers.agree import full_precision
 from modelyard.handlers.backends import dtype_name, torch_dtype
-from modelyard.handlers.probes import Plan, Probe, example_sizes, is_mask, make_inputs, plan
+from modelyard.handlers.probes import (
+    Plan,
+    Probe,
+    example_sizes,
+    is_mask,
+    make_cases,
+    make_inputs,
+    plan,
+)
 
 Tensors = tuple[Tensor, ...]
 
@@ -108,8 +116,8 @@ def observe(
             output = _call(lowered, given, example_probe, example)
         chosen = plan(given, _row_gflop(original, given, watched))
         cases = [
-            _run_case(original, given, probe, make_inputs(given, probe, below, seed=seed), dtype)
-            for seed, probe in enumerate(chosen.probes, start=1)
+            _run_case(original, given, probe, tensors, dtype)
+            for probe, tensors in make_cases(given, chosen.probes, below)
         ]
         cases += [
             _run_case(
@@ -138,13 +146,6 @@ def observe(
         samples=tuple(samples),
         warnings=(*watched.warnings(), *_plain_tensor_warnings(original)),
     )
-
-
-def full_precision(device: torch.device) -> AbstractContextManager[None]:
-    """Keep CUDA convolutions from rounding float32 to TensorFloat-32, 1e-3 apart, meanwhile."""
-    if device.type != "cuda":
-        return nullcontext()
-    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
 
 
 def _check_eval_mode(model: nn.Module) -> None:

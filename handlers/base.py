@@ -11,7 +11,6 @@ The smallest complete handler of an archive changes one step and inherits the ot
 
 import hashlib
 import inspect
-import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.signature import Dim, TensorSpec, parse_signature
+from modelyard.archiver.untrusted.names import MANIFEST_NAME
+from modelyard.handlers.agree import Rule, joint_rules
 from modelyard.handlers.backends import (
     Artifact,
     Output,
@@ -35,8 +38,9 @@ from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError, NoGradients
 from modelyard.handlers.explain import draw as heatmap
 from modelyard.handlers.explain.attribution import Tensors
-from modelyard.handlers.explain.explanation import Agreement, Explanation, Subject, explain_batch
+from modelyard.handlers.explain.explanation import Explanation, Subject, explain_batch
 from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
+from modelyard.handlers.labels import load_label_mapping
 
 _log = logging.getLogger(__name__)
 
@@ -82,7 +86,7 @@ class BaseHandler:
         self.inputs: tuple[TensorSpec, ...] = ()
         self.output_names: tuple[str, ...] = ()
         self.mapping: dict[str, str] | None = None
-        self.agreement: Agreement | None = None
+        self.agreement: Rule | None = None
         self.digest: str | None = None
         self._module: Artifact | None = None
 
@@ -101,15 +105,12 @@ class BaseHandler:
         artifact = _serialized_file(self.manifest)
         self.model_pt_path = str(folder / artifact)
         ours = self.manifest.get("modelyard") or {}
-        self.model = served = _open(folder, artifact, ours.get("report"), self.device)
-        explain = ours.get("explain") or {}
-        self.explainer = self._open_explainer(folder, artifact, explain)
-        if self.explainer is not self.model:
-            reports = [
-                folder / name for name in (ours.get("report"), explain.get("report")) if name
-            ]
-            self.agreement = _read_agreement(reports)
-        self.digest = _digest(folder / "MAR-INF" / "MANIFEST.json")
+        report = _read_report(folder, ours.get("report"))
+        self.model = served = _open(folder, artifact, report, self.device)
+        self._open_explainer(folder, artifact, report, ours.get("explain") or {})
+        manifest = folder / MANIFEST_NAME
+        if manifest.is_file():
+            self.digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
         self.signature = ours.get("signature")
         self.inputs, self.output_names = _read_signature(self.signature, served)
         self._check_batch_size(context.system_properties["batch_size"])
@@ -240,12 +241,17 @@ class BaseHandler:
     # --- initialize -----------------------------------------------------------------------------
 
     def _open_explainer(
-        self, folder: Path, artifact: str, explain: Mapping[str, Any]
-    ) -> Artifact | None:
+        self, folder: Path, artifact: str, report: Report | None, explain: Mapping[str, Any]
+    ) -> None:
         twin = explain.get("artifact", artifact)
         if twin == artifact:
-            return self.model if self.model.is_differentiable else None
-        return _open(folder, twin, explain.get("report"), self.device)
+            self.explainer = self.model if self.model.is_differentiable else None
+            return
+        twin_report = _read_report(folder, explain.get("report"))
+        self.explainer = _open(folder, twin, twin_report, self.device)
+        if report and report.parity and twin_report and twin_report.parity:
+            # Explanations are of the first output.
+            self.agreement = next(iter(joint_rules(report.parity, twin_report.parity).values()))
 
     def _check_batch_size(self, batch_size: int) -> None:
         for spec in self.inputs:
@@ -344,27 +350,6 @@ class BaseHandler:
         return replace(explanation, attributions=summed)
 
 
-def load_label_mapping(path: Path) -> dict[str, str] | None:
-    """Read index_to_name.json: output index as str → label; None where there is no such file.
-
-    TorchServe's three forms: {"0": "cat"}, {"0": ["n02123045", "tabby"]} (the last name counts)
-    and {"object_type_names": ["cat", …]}.
-    """
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise LoadError(f"{path.name} is not JSON: {error}") from error
-    if isinstance(content, dict) and "object_type_names" in content:
-        content = dict(enumerate(content["object_type_names"]))
-    if not isinstance(content, dict):
-        raise LoadError(
-            f'{path.name} holds a {type(content).__name__}; expected an object like {{"0": "cat"}}'
-        )
-    return {str(k): str(v[-1] if isinstance(v, list) and v else v) for k, v in content.items()}
-
-
 def _serialized_file(manifest: Mapping[str, Any]) -> str:
     name = (manifest.get("model") or {}).get("serializedFile")
     if not isinstance(name, str) or not name:
@@ -375,36 +360,18 @@ def _serialized_file(manifest: Mapping[str, Any]) -> str:
     return name
 
 
-def _digest(manifest: Path) -> str | None:
-    return hashlib.sha256(manifest.read_bytes()).hexdigest() if manifest.is_file() else None
-
-
-def _read_agreement(reports: Sequence[Path]) -> Agreement | None:
-    """Add up what the two reports allow; None where one of them proves nothing."""
+def _read_report(folder: Path, name: str | None) -> Report | None:
     try:
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in reports]
-        parities = [report["parity"] for report in found if "parity" in report]
-        if len(parities) < 2:
-            return None
-        tolerance = sum(float(parity["tolerance"]) for parity in parities)
-        return Agreement(
-            tolerance, any("quantize" in report.get("details", {}) for report in found)
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        names = " or ".join(path.name for path in reports)
-        raise LoadError(f"{names} cannot be read ({error!r}); build the archive again") from error
+        return parse_report((folder / name).read_bytes(), Path(name)) if name else None
+    except (OSError, ArchiveError) as error:
+        raise LoadError(f"{name} cannot be read: {error}; build the archive again") from error
 
 
-def _open(folder: Path, artifact: str, report: str | None, device: torch.device) -> Artifact:
+def _open(folder: Path, artifact: str, report: Report | None, device: torch.device) -> Artifact:
     path = folder / artifact
-    if report is None:
-        if not path.is_file():
-            raise LoadError(f"the manifest names {artifact}, which the archive does not hold")
-        return open_artifact(path, detect_format(path), device, share=True)
-    try:
-        format = json.loads((folder / report).read_text(encoding="utf-8"))["format"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise LoadError(f"{report} cannot be read ({error!r}); build the archive again") from error
+    if not path.is_file():
+        raise LoadError(f"the manifest names {artifact}, which the archive does not hold")
+    format = report.format if report else detect_format(path)
     return open_artifact(path, format, device, share=True)
 
 

@@ -1,6 +1,8 @@
-"""Logits → the likeliest labels: what classifiers of all kinds answer."""
+"""Logits → the likeliest labels: what classifiers of all kinds answer, and the labels' file."""
 
+import json
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -59,3 +61,24 @@ def read_top_k(section: Mapping[str, Any]) -> int:
     if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
         raise LoadError(f"handler.top_k is {top_k!r}; expected a whole number from 1")
     return top_k
+
+
+def load_label_mapping(path: Path) -> dict[str, str] | None:
+    """Read index_to_name.json: output index as str → label; None where there is no such file.
+
+    TorchServe's three forms: {"0": "cat"}, {"0": ["n02123045", "tabby"]} (the last name counts)
+    and {"object_type_names": ["cat", …]}.
+    """
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise LoadError(f"{path.name} is not JSON: {error}") from error
+    if isinstance(content, dict) and "object_type_names" in content:
+        content = dict(enumerate(content["object_type_names"]))
+    if not isinstance(content, dict):
+        raise LoadError(
+            f'{path.name} holds a {type(content).__name__}; expected an object like {{"0": "cat"}}'
+        )
+    return {str(k): str(v[-1] if isinstance(v, list) and v else v) for k, v in content.items()}

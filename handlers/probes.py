@@ -11,7 +11,7 @@ A model that is slow gets fewer of them, by its arithmetic and not by the clock,
 exports prove the same: see `plan`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -63,6 +63,7 @@ class Plan:
         few = "batch 1, 2, a prime and the largest; edge values at one size"
         return {
             "tried": few if self.is_reduced else every,
+            "reduced": self.is_reduced,
             "gflop": float(f"{self.gflop:.3g}"),
             "budget_gflop": BUDGET_GFLOP,
         }
@@ -78,19 +79,45 @@ def plan(signature: Signature, row_gflop: float) -> Plan:
     In every kind while one pass stays in the budget; else random values at the smallest batch, 2,
     a prime and the largest, and the other kinds at one size. These are never dropped.
     """
-    kinds = tuple(
-        kind
-        for kind in KINDS
-        if kind not in _FLOAT_KINDS or any(spec.is_float for spec in signature.inputs)
-    )
-    every = _probes(signature, _sizes(signature), kinds)
+    every = choose_probes(signature, is_reduced=False)
     cost = _gflop(every, row_gflop)
     if cost <= BUDGET_GFLOP:
         return Plan(every, cost, is_reduced=False)
-    few = _probes(signature, _few_sizes(signature), ("random",))
-    sizes = _edge_sizes(signature)
-    few += tuple(Probe(kind, sizes) for kind in kinds if kind != "random")
+    few = choose_probes(signature, is_reduced=True)
     return Plan(few, _gflop(few, row_gflop), is_reduced=True)
+
+
+def choose_probes(
+    signature: Signature, *, is_reduced: bool, among: Sequence[str] = KINDS
+) -> tuple[Probe, ...]:
+    """Return what a plan tries, of these kinds."""
+    has_floats = any(spec.is_float for spec in signature.inputs)
+    kinds = [kind for kind in KINDS if kind in among and (has_floats or kind not in _FLOAT_KINDS)]
+    sizes = {
+        name: _batch_sizes(dim, is_reduced) if dim == signature.batch else (dim.min, dim.max)
+        for name, dim in signature.dims.items()
+    }
+    probes = tuple(
+        Probe(kind, dict(zip(sizes, chosen, strict=True)))
+        for chosen in product(*sizes.values())
+        for kind in (["random"] if is_reduced else kinds)
+    )
+    if not is_reduced:
+        return probes
+    # Edge values at one size: two rows where that is in the range.
+    edge = {
+        name: max(2, dim.min) if dim == signature.batch else dim.min
+        for name, dim in signature.dims.items()
+    }
+    return probes + tuple(Probe(kind, edge) for kind in kinds if kind != "random")
+
+
+def make_cases(
+    signature: Signature, probes: Sequence[Probe], below: Mapping[str, int]
+) -> Iterator[tuple[Probe, tuple[Tensor, ...]]]:
+    """Yield each probe with its inputs: the same for an export and for whoever repeats it."""
+    for seed, probe in enumerate(probes, start=1):
+        yield probe, make_inputs(signature, probe, below, seed=seed)
 
 
 def example_sizes(signature: Signature) -> dict[str, int]:
@@ -160,48 +187,14 @@ def _floats(normal: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     return normal.to(dtype)
 
 
-def _probes(
-    signature: Signature, sizes: Mapping[str, tuple[int, ...]], kinds: tuple[str, ...]
-) -> tuple[Probe, ...]:
-    return tuple(
-        Probe(kind, dict(zip(sizes, chosen, strict=True)))
-        for chosen in product(*sizes.values())
-        for kind in kinds
-    )
-
-
-def _sizes(signature: Signature) -> dict[str, tuple[int, ...]]:
-    return {
-        name: _batch_sizes(dim) if dim == signature.batch else (dim.min, dim.max)
-        for name, dim in signature.dims.items()
-    }
-
-
-def _few_sizes(signature: Signature) -> dict[str, tuple[int, ...]]:
-    return {
-        name: _few_batch_sizes(dim) if dim == signature.batch else (dim.min, dim.max)
-        for name, dim in signature.dims.items()
-    }
-
-
-def _edge_sizes(signature: Signature) -> dict[str, int]:
-    """Choose the one size for edge values: two rows where that is in the range."""
-    return {
-        name: max(2, dim.min) if dim == signature.batch else dim.min
-        for name, dim in signature.dims.items()
-    }
-
-
-def _batch_sizes(dim: Dim) -> tuple[int, ...]:
+def _batch_sizes(dim: Dim, is_reduced: bool) -> tuple[int, ...]:
+    if is_reduced:
+        return tuple(sorted({dim.min, max(2, dim.min), *_largest_prime(dim), dim.max}))
     if dim.max - dim.min < ALL_SIZES_UP_TO:
         return tuple(range(dim.min, dim.max + 1))
     first = range(dim.min, dim.min + ALL_SIZES_UP_TO // 2)
     doublings = [2**power for power in range(dim.max.bit_length()) if dim.min < 2**power]
     return tuple(sorted({*first, *doublings, *_largest_prime(dim), dim.max}))
-
-
-def _few_batch_sizes(dim: Dim) -> tuple[int, ...]:
-    return tuple(sorted({dim.min, max(2, dim.min), *_largest_prime(dim), dim.max}))
 
 
 def _largest_prime(dim: Dim) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelyard.handlers.agree import MIN_COSINE, Rule, compare
 from modelyard.handlers.backends import Artifact
 from modelyard.handlers.errors import BadInput, HandlerError, NoGradients, TwinDiffers
 from modelyard.handlers.explain.attribution import (
@@ -29,18 +30,6 @@ from modelyard.handlers.explain.quality import Quality, measure
 
 SHOWN_LABELS = 10
 
-QUANTIZED_COSINE = 0.99
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """How far an artifact and its twin may be apart: what their reports allow, added."""
-
-    tolerance: float
-    """Largest max|a − b| / max(max|b|, 1) of a row."""
-    is_quantized: bool = False
-    """Then, as in the report, the largest value and a cosine of 0.99 decide."""
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -50,8 +39,8 @@ class Subject:
     """What predictions come from."""
     twin: Artifact | None
     """What gradients come from: the artifact itself, another one, or nothing."""
-    agreement: Agreement | None
-    """Between the two; None where they are one, or the reports state nothing."""
+    agreement: Rule | None
+    """How far the two may be apart; None where they are one, or the reports state nothing."""
     label: Callable[[int], str]
     """Output index → its name."""
     baselines: Callable[[str, Tensors, int], Tensors]
@@ -252,7 +241,7 @@ def _question(
     outputs = batch.outputs.to(part.artifact.device)
     if part.artifact is not subject.artifact:
         outputs = _ask(subject, part.artifact, inputs)
-        _check_agreement(subject, batch.outputs.to(outputs), outputs)
+        _check_agreement(subject.agreement, batch.outputs.to(outputs), outputs)
     counts = [len(rows[0]) for rows in sets]
     repeated = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)])
     begun = evaluate(
@@ -434,34 +423,33 @@ def _ask(subject: Subject, artifact: Artifact, inputs: Tensors) -> Tensor:
     return evaluate(artifact, inputs, len(inputs[0]), subject.between_chunks)
 
 
-def _check_agreement(subject: Subject, told: Tensor, twin: Tensor) -> None:
+def _check_agreement(rule: Rule | None, outputs: Tensor, twin: Tensor) -> None:
     """Refuse to explain what was not predicted.
 
     Args:
-        told: (N, …) outputs of the artifact that predicts.
+        rule: between the two; without one there is nothing to refuse by.
+        outputs: (N, …) of the artifact that predicts.
         twin: (N, …) of its twin.
     """
-    agreement = subject.agreement
-    if agreement is None:
-        return
-    for one, other in zip(told.double().flatten(1), twin.double().flatten(1), strict=True):
-        apart = (one - other).abs()
-        scaled = float(apart.max() / other.abs().max().clamp(min=1.0))
-        if agreement.is_quantized:
-            cosine = float(torch.nn.functional.cosine_similarity(one, other, dim=0))
-            agrees = int(one.argmax()) == int(other.argmax()) and cosine >= QUANTIZED_COSINE
-            rule = f"the same largest value and a cosine of {QUANTIZED_COSINE}, seen {cosine:.4f}"
+    for row in range(len(outputs) if rule else 0):
+        assert rule is not None
+        expected, found = twin[row : row + 1], outputs[row : row + 1]
+        difference = rule.merge([compare(expected, found, rule.tolerance)])
+        if rule.agrees(difference):
+            continue
+        if rule.is_quantized:
+            allowed = f"the same largest value and a cosine of {MIN_COSINE}"
+            seen = f"{difference.cosine:.4f}"
         else:
-            agrees = scaled <= agreement.tolerance
-            rule = f"a scaled difference of {agreement.tolerance:g}, seen {scaled:.2g}"
-        if not agrees:
-            at = int(apart.argmax())
-            raise TwinDiffers(
-                f"for this input the artifact gives {float(one[at]):.7g} at output {at} and its "
-                f"twin {float(other[at]):.7g}; expected {rule}, so an explanation of the one would "
-                "not be one of the other: ask with a method without gradients, as occlusion, or "
-                "export both again"
-            )
+            allowed = f"a scaled difference of {rule.tolerance:.3g}"
+            seen = f"{difference.scaled:.2g}"
+        at = int((found - expected).abs().argmax())
+        raise TwinDiffers(
+            f"for this input the artifact gives {found.flatten()[at].item():.7g} at output {at} "
+            f"and its twin {expected.flatten()[at].item():.7g}; expected {allowed}, seen {seen}, "
+            "so an explanation of the one would not be one of the other: ask with a method without "
+            "gradients, as occlusion, or export both again"
+        )
 
 
 def _groups(options: Sequence[ExplainOptions]) -> list[list[int]]:

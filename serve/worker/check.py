@@ -6,33 +6,27 @@ archive is written and to verify one that is. Both sides meet in files of FOLDER
     task.json    {"load": what a worker's LOAD message holds, without device number and batch size,
                   "proven_batch": largest batch that the report proved, or null,
                   "golden": the manifest's; an entry whose "expected" is null is recorded,
-                  "parity": {"artifacts": [[file, format], [file, format]], "signature": …} or null}
+                  "parity": {"artifact": file, "twin": file, "report": file, "twin_report": file}
+                            or null}
     result.json  {"device": …, "golden": [{"answer": …, "difference": text or null}, …],
-                  "parity": {"cases": count, "outputs": {name: {"max_abs": …, "at": …}}},
-                            {"error": why they cannot be compared}, or null}
+                  "parity": {"cases": count, "summary": text, "differences": [text, …]} or null}
                  or {"error": why the archive does not load}
 """
 
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
+from modelyard.archiver.report import Report, parse_report
+from modelyard.handlers import agree
 from modelyard.handlers.backends import Artifact, open_artifact
+from modelyard.handlers.probes import KINDS, choose_probes, make_cases
 from modelyard.serve.worker import load
 from modelyard.serve.worker.golden import answer_golden, compare_golden, value_of
 
 DEFAULT_BATCH_SIZE = 8
-SEED = 0
-KINDS = ("random", "zeros", "large")
-MOST_BATCHES = 8
-"""Sizes of the batch dimension that are tried, from the smallest; the largest comes on top."""
 
 
 def read_task(exchange: Path) -> dict[str, Any]:
@@ -83,88 +77,41 @@ def _replay(service: load.Service, example: dict[str, Any], number: int) -> dict
     return {"answer": value_of(answer), "difference": difference}
 
 
-def _compare(folder: Path, parity: dict[str, Any], device: str) -> dict[str, Any]:
-    """Run both artifacts on the same seeded inputs; return how far they are apart."""
-    torch.backends.cudnn.allow_tf32 = False  # as the exporter compared them
+def _compare(folder: Path, pair: dict[str, str], device: str) -> dict[str, Any]:
+    """Run artifact and twin on the inputs of their export; judge them by its rule."""
     try:
-        return _differences(
-            [open_artifact(folder / file, format, device) for file, format in parity["artifacts"]],
-            parity["signature"],
+        reports = [
+            parse_report((folder / pair[name]).read_bytes(), folder / pair[name])
+            for name in ("report", "twin_report")
+        ]
+        artifact, twin = (
+            open_artifact(folder / pair[name], report.format, device)
+            for name, report in zip(("artifact", "twin"), reports, strict=True)
         )
+        return _judge(artifact, twin, *reports)
     # Each format's library fails in its own ways; all mean that the two cannot be compared.
     except Exception as error:
-        return {"error": load.describe(error, folder)}
+        return {"cases": 0, "summary": "", "differences": [load.describe(error, folder)]}
 
 
-def _differences(artifacts: Sequence[Artifact], signature: dict[str, Any]) -> dict[str, Any]:
-    one, other = artifacts
-    names = [output["name"] for output in signature["outputs"]]
-    worst = dict.fromkeys(names, (-1.0, ""))
-    cases = 0
-    for place, inputs in _cases(signature):
-        cases += 1
-        for name, *pair in zip(names, _call(one, inputs), _call(other, inputs), strict=True):
-            worst[name] = max(worst[name], (max_abs(*pair), place))
-    # JSON has no infinity; null says that values differ which no number can be put on.
+def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) -> dict[str, Any]:
+    assert report.parity is not None, "the archiver asks for what is proven only"
+    assert other.parity is not None
+    parity = report.parity
+    rules = agree.joint_rules(parity, other.parity)
+    probes = choose_probes(
+        report.signature, is_reduced=parity.is_reduced, among=parity.kinds or KINDS
+    )
+    measured: dict[str, list[dict[str, Any]]] = {name: [] for name in rules}
+    for _, inputs in make_cases(report.signature, probes, parity.below):
+        pairs = zip(agree.run(twin, inputs), agree.run(artifact, inputs), strict=True)
+        for (name, rule), (expected, found) in zip(rules.items(), pairs, strict=True):
+            measured[name].append(agree.compare(expected, found, rule.tolerance))
+    differences = (
+        agree.disagreement(name, rule, measured[name], probes) for name, rule in rules.items()
+    )
     return {
-        "cases": cases,
-        "outputs": {
-            name: {"max_abs": apart if math.isfinite(apart) else None, "at": place}
-            for name, (apart, place) in worst.items()
-        },
+        "cases": len(probes),
+        "summary": agree.summary(rules, measured),
+        "differences": [text for text in differences if text],
     }
-
-
-def max_abs(got: Tensor, expected: Tensor) -> float:
-    """Return the largest absolute difference; infinite where shapes or special values differ."""
-    if got.shape != expected.shape:
-        return math.inf
-    one, other = got.double(), expected.double()
-    apart = (one - other).abs()
-    same = (one == other) | (one.isnan() & other.isnan())
-    apart = apart.masked_fill(same, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
-    return float(apart.max()) if apart.numel() else 0.0
-
-
-def _cases(signature: dict[str, Any]) -> Iterator[tuple[str, Sequence[Tensor]]]:
-    """Yield inputs for every batch size with both ends of the other dynamic dimensions."""
-    generator = torch.Generator().manual_seed(SEED)
-    for sizes in _sizes(signature):
-        for kind in KINDS:
-            inputs = [_values(spec, sizes, kind, generator) for spec in signature["inputs"]]
-            place = ", ".join(f"{name}={size}" for name, size in sizes.items())
-            yield f"{place or 'the fixed shape'} ({kind} values)", inputs
-
-
-def _sizes(signature: dict[str, Any]) -> Iterator[dict[str, int]]:
-    dims = signature["dims"]
-    batch = signature["inputs"][0]["shape"][:1] if signature["inputs"] else []
-    name = batch[0] if batch and isinstance(batch[0], str) else None
-    low, high = (dims[name]["min"], dims[name]["max"]) if name else (1, 1)
-    tried = sorted({*range(low, min(high, low + MOST_BATCHES - 1) + 1), high})
-    others = [other for other in dims if other != name]
-    for end in ("min", "max") if others else ("min",):
-        rest = {other: dims[other][end] for other in others}
-        for size in tried:
-            yield ({name: size} if name else {}) | rest
-
-
-def _values(
-    spec: dict[str, Any], sizes: dict[str, int], kind: str, generator: torch.Generator
-) -> Tensor:
-    shape = [size if isinstance(size, int) else sizes[size] for size in spec["shape"]]
-    dtype: torch.dtype = getattr(torch, spec["dtype"])
-    if kind == "zeros":
-        return torch.zeros(shape, dtype=dtype)
-    if dtype.is_floating_point:
-        scale = 2.0 if kind == "large" else 1.0
-        return (torch.randn(shape, generator=generator) * scale).to(dtype)
-    # How many values an integer input takes is not in the report; every model takes 0 and 1.
-    return torch.randint(0, 2, shape, generator=generator).to(dtype)
-
-
-def _call(artifact: Artifact, inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-    with torch.no_grad():
-        output = artifact(*(value.to(artifact.device) for value in inputs))
-    outputs = (output,) if isinstance(output, Tensor) else output
-    return [value.detach().cpu() for value in outputs]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from modelyard.handlers.agree import json_difference
 from modelyard.handlers.errors import LoadError
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker.answer import Answer
@@ -49,12 +49,9 @@ def compare_golden(answer: Answer, expected: dict[str, Any], tolerance: float) -
     got = value_of(answer)
     if "label" in expected:
         label = max(got, key=got.__getitem__) if isinstance(got, dict) and got else got
-        return (
-            None
-            if str(label) == expected["label"]
-            else (f'expected the label "{expected["label"]}", got "{label}"')
-        )
-    return _difference(got, expected["answer"], tolerance, "answer")
+        agrees = str(label) == expected["label"]
+        return None if agrees else f'expected the label "{expected["label"]}", got "{label}"'
+    return json_difference(got, expected["answer"], tolerance)
 
 
 def value_of(answer: Answer) -> Any:
@@ -64,22 +61,3 @@ def value_of(answer: Answer) -> Any:
         return json.loads(text)
     except ValueError:
         return text
-
-
-def _difference(got: Any, expected: Any, tolerance: float, where: str) -> str | None:
-    """Return the first difference between two JSON values; numbers may be `tolerance` apart."""
-    numbers = (int, float)
-    if type(got) in numbers and type(expected) in numbers:  # True is no 1
-        close = math.isclose(got, expected, rel_tol=0, abs_tol=tolerance)
-        return None if close else f"{where}: expected {expected}, got {got}"
-    if isinstance(got, dict) and isinstance(expected, dict) and got.keys() == expected.keys():
-        pairs: Any = ((f"{where}.{key}", got[key], expected[key]) for key in expected)
-    elif isinstance(got, list) and isinstance(expected, list) and len(got) == len(expected):
-        pairs = ((f"{where}[{at}]", *pair) for at, pair in enumerate(zip(got, expected)))  # noqa: B905
-    else:
-        same = type(got) is type(expected) and got == expected
-        return None if same else f"{where}: expected {expected!r}, got {got!r}"
-    for place, one, other in pairs:
-        if difference := _difference(one, other, tolerance, place):
-            return difference
-    return None

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import to_torchscript
-from modelyard.exporter.differences import compare
 from modelyard.exporter.errors import ParityError
 from modelyard.exporter.parity import Parity, check
 from modelyard.exporter.reference import Reference, observe
+from modelyard.handlers.agree import compare
 
 
 class Scale(nn.Module):

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 
 from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers import BadInput, NoGradients, TwinDiffers
+from modelyard.handlers.agree import Rule
 from modelyard.handlers.backends import Artifact
 from modelyard.handlers.explain.attribution import Score
-from modelyard.handlers.explain.explanation import Agreement, Explanation, Subject, explain_batch
+from modelyard.handlers.explain.explanation import Explanation, Subject, explain_batch
 from modelyard.handlers.explain.options import parse_options
 from modelyard.handlers.explain.passes import MOST_ROWS, free_bytes, gradient_rows
 
@@ -130,13 +131,13 @@ SLIGHTLY_OFF = artifact(lambda x: x + 1e-3)
 
 def test_input_for_which_the_twin_answers_otherwise_is_not_explained() -> None:
     model = subject(
-        artifact(lambda x: x, differentiable=False), twin=SLIGHTLY_OFF, agreement=Agreement(2e-4)
+        artifact(lambda x: x, differentiable=False), twin=SLIGHTLY_OFF, agreement=Rule(2e-4)
     )
     with pytest.raises(TwinDiffers) as error:
         explain(model, X[:1], {})
     assert "the artifact gives 1 at output 0 and its twin 1.001" in str(error.value)
     assert "expected a scaled difference of 0.0002, seen 0.00033" in str(error.value)
-    assert explain(replace(model, agreement=Agreement(4e-4)), X[:1], {})
+    assert explain(replace(model, agreement=Rule(4e-4)), X[:1], {})
     assert explain(model, X[:1], {"method": "occlusion"})
 
 
@@ -144,7 +145,7 @@ def test_quantised_artifact_may_be_further_off_its_twin() -> None:
     model = subject(
         artifact(lambda x: x, differentiable=False),
         twin=SLIGHTLY_OFF,
-        agreement=Agreement(2e-4, is_quantized=True),
+        agreement=Rule(2e-4, is_quantized=True),
     )
     assert explain(model, X[:1], {})
     other = replace(model, twin=artifact(lambda x: -x))

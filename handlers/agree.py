@@ -1,0 +1,311 @@
+"""The one rule that says whether outputs agree: of an export, a verification, a twin, an answer.
+
+A copy agrees when, over every row of every output, e = max|a − b| / max(max|b|, 1) stays within the
+tolerance, which is absolute up to values of 1 and relative above; integers are equal, and values
+that are not finite are the same. A row is what one request gets: one place of dim 0.
+
+A quantised artifact is not a copy but an approximation: it agrees when the largest value is at the
+same place in 99 % of the rows and the cosine is 0.99 in every case. Where the two largest values
+lie within what the tolerance allows, either is right.
+
+The export's report states the tolerance of each output and which of the two rules was used; whoever
+compares later reads them there.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from modelyard.archiver.report import Parity
+from modelyard.handlers.backends import Artifact
+
+# Largest allowed scaled difference, by the dtype of the output. Integers must be equal.
+TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
+MIN_TOP1_AGREEMENT = 0.99
+MIN_COSINE = 0.99
+
+SCALED_RULE = "max|a-b| <= tolerance * max(max|b|, 1) for every row of every output"
+QUANTIZED_RULE = (
+    f"top-1 agreement >= {MIN_TOP1_AGREEMENT} over all rows and cosine >= {MIN_COSINE} in every "
+    "case: quantised weights approximate"
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far one output is from what it is compared with, over one or more cases."""
+
+    max_abs: float
+    """Largest absolute difference of one value."""
+    max_rel: float
+    """Largest ratio, over the cases, of the absolute difference to the largest value."""
+    scaled: float
+    """Largest difference of a row over its largest value, where that is above 1."""
+    cosine: float
+    """Smallest cosine, over the cases, between the two outputs as vectors."""
+    top1_agreement: float | None
+    """Share of rows whose largest value is at the same place, or is a tie; None without ranks."""
+    top1_margin: float | None
+    """Largest lead of a row whose largest value moved."""
+    tolerance: float
+    """Largest `scaled` that agrees."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How far one output may be from what it is compared with."""
+
+    tolerance: float
+    is_quantized: bool = False
+
+    def agrees(self, found: Difference) -> bool:
+        """Judge what was measured."""
+        if not self.is_quantized:
+            return found.scaled <= self.tolerance
+        agreement = 1.0 if found.top1_agreement is None else found.top1_agreement
+        return agreement >= MIN_TOP1_AGREEMENT and found.cosine >= MIN_COSINE
+
+    def compare(self, expected: Tensor, found: Tensor) -> dict[str, Any]:
+        """Measure one case by `compare`."""
+        return compare(expected, found, self.tolerance)
+
+    def merge(self, measured: Sequence[Mapping[str, Any]]) -> Difference:
+        """Gather what `compare` measured, case by case."""
+        rows = sum(case["rows"] for case in measured)
+        return Difference(
+            max_abs=max(case["max_abs"] for case in measured),
+            max_rel=max(case["max_rel"] for case in measured),
+            scaled=max(case["scaled"] for case in measured),
+            cosine=min(case["cosine"] for case in measured),
+            top1_agreement=sum(case["same"] for case in measured) / rows if rows else None,
+            top1_margin=max(case["margin"] for case in measured) if rows else None,
+            tolerance=self.tolerance,
+        )
+
+
+def rule_for(dtype: str, tolerance: float | None = None, is_quantized: bool = False) -> Rule:
+    """Return the rule of an export: `tolerance` replaces that of floats."""
+    if dtype not in TOLERANCES:
+        return Rule(0.0, is_quantized)
+    return Rule(TOLERANCES[dtype] if tolerance is None else tolerance, is_quantized)
+
+
+def joint_rules(one: Parity, other: Parity) -> dict[str, Rule]:
+    """Return how far two artifacts of one checkpoint may be apart, by the outputs of the first.
+
+    Each is as far from the checkpoint as its report allows; `other` is what `one` is compared with.
+    Its rows may be smaller than the checkpoint's by its own tolerance, by which they are scaled.
+    """
+    is_quantized = one.is_quantized or other.is_quantized
+    pairs = zip(one.tolerances.items(), other.tolerances.values(), strict=True)
+    return {
+        name: Rule((a + b) / (1 - b) if b < 1 else math.inf, is_quantized) for (name, a), b in pairs
+    }
+
+
+def compare(expected: Tensor, found: Tensor, tolerance: float = 0.0) -> dict[str, Any]:
+    """Measure how far `found` is from `expected`.
+
+    Where the shapes differ, or values that are not finite, every difference is infinite.
+
+    Args:
+        expected: what `found` is scaled by.
+        found: of any floating-point or integer dtype.
+        tolerance: rows whose two largest values are closer than this explains are ties.
+
+    Returns:
+        max_abs: largest absolute difference.
+        scaled: largest over rows (of dim 0) of max|a − b| / max(max|b|, 1).
+        largest: largest finite absolute value expected.
+        max_rel: max_abs / largest.
+        cosine: between the two as vectors.
+        rows, same: rows along the last dim, and those whose largest value is at the same place.
+        margin: the largest lead, in `expected`, of a row whose largest value moved; 0 without one.
+    """
+    if expected.shape != found.shape:
+        apart = dict.fromkeys(("max_abs", "scaled", "largest", "max_rel"), math.inf)
+        return {**apart, "cosine": 0.0, "rows": 1, "same": 0, "margin": math.inf}
+    wanted, got = expected.double().flatten(), found.double().flatten()
+    finite = wanted.isfinite()
+    sizes = _row_sizes(expected)
+    if not torch.allclose(got[~finite], wanted[~finite], rtol=0, atol=0, equal_nan=True):
+        max_abs = scaled = largest = math.inf
+    elif not finite.any():
+        max_abs = scaled = largest = 0.0
+    else:
+        differences = torch.where(finite, _differences(expected, found), 0.0)
+        differences = differences.nan_to_num(nan=math.inf, posinf=math.inf)
+        max_abs = differences.max().item()
+        scaled = (differences.view(len(sizes), -1).amax(dim=1) / sizes).max().item()
+        wanted, got = wanted[finite], got[finite]
+        largest = wanted.abs().max().item()
+    return {
+        "max_abs": max_abs,
+        "scaled": scaled,
+        "largest": largest,
+        "max_rel": max_abs / largest if 0 < largest < math.inf else max_abs,
+        "cosine": _cosine(wanted, got),
+        **_top1(expected, found, sizes, tolerance),
+    }
+
+
+def _differences(expected: Tensor, found: Tensor) -> Tensor:
+    """Return |found − expected| of each value (K,) float64; of long integers without rounding."""
+    is_real = expected.is_floating_point() or found.is_floating_point()
+    kind = torch.float64 if is_real else torch.int64
+    return (found.to(kind) - expected.to(kind)).abs().double().flatten()
+
+
+def _row_sizes(expected: Tensor) -> Tensor:
+    """Return what the difference of each row of dim 0 is divided by."""
+    rows = expected.shape[0] if expected.ndim > 1 else 1
+    if not expected.numel():
+        return torch.ones(rows, dtype=torch.float64)
+    values = expected.double().abs().reshape(rows, -1)
+    return torch.where(values.isfinite(), values, 0.0).amax(dim=1).clamp(min=1.0)
+
+
+def _cosine(wanted: Tensor, got: Tensor) -> float:
+    if torch.equal(wanted, got):
+        return 1.0
+    if not bool(got.isfinite().all()):
+        return 0.0
+    lengths = (wanted.norm() * got.norm()).item()
+    return min(1.0, (wanted @ got).item() / lengths) if lengths else 0.0
+
+
+def _top1(expected: Tensor, found: Tensor, sizes: Tensor, tolerance: float) -> dict[str, Any]:
+    ranked = expected.is_floating_point() and expected.ndim > 1 and expected.shape[-1] > 1
+    if not ranked or not expected.numel():
+        return {"rows": 0, "same": 0, "margin": 0.0}
+    moved = expected.argmax(dim=-1) != found.argmax(dim=-1)
+    best = expected.double().topk(2, dim=-1).values
+    leads = (best[..., 0] - best[..., 1]).nan_to_num(nan=0.0)
+    ties = 2 * tolerance * sizes.view(-1, *[1] * (leads.ndim - 1))
+    return {
+        "rows": moved.numel(),
+        "same": int((~moved | (leads <= ties)).sum()),
+        "margin": leads[moved].max().item() if moved.any() else 0.0,
+    }
+
+
+def worst(measured: Sequence[Mapping[str, Any]]) -> int:
+    """Choose the case that differs most; of equal ones, the one of the largest values."""
+    return max(
+        range(len(measured)),
+        # Rounded, since the same relative difference is not the same number twice.
+        key=lambda case: (float(f"{measured[case]['scaled']:.1e}"), measured[case]["max_abs"]),
+    )
+
+
+def disagreement(
+    name: str, rule: Rule, measured: Sequence[Mapping[str, Any]], cases: Sequence[object]
+) -> str | None:
+    """Return by how much and in which case an output differs most; None when it agrees."""
+    found = rule.merge(measured)
+    if rule.agrees(found):
+        return None
+    if rule.is_quantized:
+        return (
+            f'output "{name}": top-1 agreement {found.top1_agreement}, smallest cosine '
+            f"{found.cosine:.4f}; expected {MIN_TOP1_AGREEMENT} and {MIN_COSINE} or more"
+        )
+    case = worst(measured)
+    return (
+        f'output "{name}": max_abs {measured[case]["max_abs"]:.1e} '
+        f"({measured[case]['scaled']:.1e} scaled to values up to {measured[case]['largest']:.3g}) "
+        f"over tolerance {rule.tolerance:.3g} at {cases[case]}"
+    )
+
+
+def summary(rules: Mapping[str, Rule], measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+    """Return how far outputs that agree are apart at most, beside what is allowed."""
+    found = [rule.merge(measured[name]) for name, rule in rules.items()]
+    if any(rule.is_quantized for rule in rules.values()):
+        shares = [each.top1_agreement for each in found if each.top1_agreement is not None]
+        cosine = min(each.cosine for each in found)
+        return f"top-1 agreement {min(shares, default=1.0):.4g}, smallest cosine {cosine:.4f}"
+    furthest = max(found, key=lambda each: each.scaled - each.tolerance)
+    return (
+        f"max_abs {furthest.max_abs:.1e} ({furthest.scaled:.1e} scaled), "
+        f"tolerance {furthest.tolerance:.3g}"
+    )
+
+
+def run(artifact: Artifact, inputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return an artifact's outputs on the CPU, computed in full precision."""
+    with full_precision(artifact.device), torch.no_grad():
+        output = artifact(*(value.to(artifact.device) for value in inputs))
+    outputs = (output,) if isinstance(output, Tensor) else output
+    return [value.detach().cpu() for value in outputs]
+
+
+def full_precision(device: torch.device) -> AbstractContextManager[None]:
+    """Keep CUDA convolutions from rounding float32 to TensorFloat-32, 1e-3 apart, meanwhile."""
+    if device.type != "cuda":
+        return nullcontext()
+    return torch.backends.cudnn.flags(enabled=True, allow_tf32=False)
+
+
+def json_difference(
+    got: Any, expected: Any, tolerance: float, place: str = "answer", size: float | None = None
+) -> str | None:
+    """Return the first difference between two answers as JSON holds them, or None.
+
+    A row, by whose largest number differences are scaled, is a list with the lists inside it, or
+    the numbers of one object. Whole numbers are equal.
+
+    Args:
+        got: the answer of a handler.
+        expected: what it must be.
+        tolerance: largest scaled difference.
+        place: where both stand in the whole answer.
+        size: of the row that they are in; their own when absent.
+    """
+    pairs: Iterable[tuple[str, Any, Any, float | None]]
+    if type(got) in _NUMBERS and type(expected) in _NUMBERS:  # True is not 1
+        are_whole = isinstance(got, int) and isinstance(expected, int)
+        allowed = 0.0 if are_whole else tolerance * (size or _row_size(expected))
+        are_nan = got != got and expected != expected
+        if got == expected or abs(got - expected) <= allowed or are_nan:
+            return None
+        return f"{place}: expected {expected}, got {got}"
+    if isinstance(got, dict) and isinstance(expected, dict) and got.keys() == expected.keys():
+        row = _row_size([value for value in expected.values() if type(value) in _NUMBERS])
+        pairs = (
+            (f"{place}.{key}", got[key], value, row if type(value) in _NUMBERS else None)
+            for key, value in expected.items()
+        )
+    elif isinstance(got, list) and isinstance(expected, list) and len(got) == len(expected):
+        row = size or _row_size(expected)
+        pairs = (
+            (f"{place}[{at}]", one, other, row)
+            for at, (one, other) in enumerate(zip(got, expected, strict=True))
+        )
+    else:
+        same = type(got) is type(expected) and got == expected
+        return None if same else f"{place}: expected {expected!r}, got {got!r}"
+    differences = (
+        json_difference(one, other, tolerance, name, row) for name, one, other, row in pairs
+    )
+    return next(filter(None, differences), None)
+
+
+_NUMBERS = (int, float)
+
+
+def _row_size(row: Any) -> float:
+    return max([1.0, *(abs(number) for number in _numbers(row) if math.isfinite(number))])
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _numbers(item)
+    elif type(value) in _NUMBERS:
+        yield value
