@@ -18,6 +18,7 @@ from typing import Any
 
 from modelyard.archiver.errors import ArchiveError, DoesNotRun
 from modelyard.archiver.manifest import MANIFEST_NAME, Golden, Manifest
+from modelyard.archiver.threads import thread_environment
 
 TIMEOUT_S = 600.0
 """For loading the model and answering everything."""
@@ -147,7 +148,12 @@ def _run_child(task: dict[str, Any]) -> dict[str, Any]:
 def _run(command: Sequence[str], log: int) -> str:
     """Run a command in a session of its own; say how it ended. Nothing of it stays behind."""
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        env=os.environ | thread_environment(),
+        start_new_session=True,
     )
     try:
         code = process.wait(TIMEOUT_S)

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from modelyard.archiver.signature import Dim, Signature, parse_signature, with_dims
+from modelyard.archiver.threads import thread_environment
 from modelyard.exporter.errors import UsageError
 from modelyard.exporter.machine import Machine, describe_machine
 from modelyard.exporter.report import report_path
@@ -291,7 +292,7 @@ class _Child:
             stdout=subprocess.PIPE,
             stderr=self._errors,
             text=True,
-            env=_environment(threads),
+            env=os.environ | thread_environment(threads),
         )
 
     def ask(self, order: str, **arguments: Any) -> dict[str, Any]:
@@ -334,13 +335,6 @@ class _Child:
         self._errors.seek(0)
         said = [line for line in self._errors.read().splitlines() if line.strip()]
         return f"its process ended with code {code}: {said[-1] if said else 'no message'}"
-
-
-def _environment(threads: int) -> dict[str, str]:
-    """Return a worker's environment: threads are read when torch is imported, and must not spin."""
-    count = str(threads)
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    return {**os.environ, **dict.fromkeys(names, count), "GOMP_SPINCOUNT": "0"}
 
 
 def _bench_threads(

@@ -13,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from modelyard.archiver.threads import thread_environment
+
 if TYPE_CHECKING:
     from modelyard.exporter import ExportReport
     from modelyard.exporter.trip import Progress as OnProgress
@@ -126,9 +128,7 @@ def export_command(
     ] = False,
 ) -> None:
     """Parse, call `modelyard.exporter.export` once, print."""
-    # Before torch is loaded: threads that spin while they wait make an export beside other work
-    # several times slower.
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    os.environ |= thread_environment()
     # Here, not above: importing torch takes a second that `modelyard --help` need not wait.
     from modelyard.exporter import ExportError, UsageError, export
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from modelyard.archiver.signature import Dim, Signature
+from modelyard.archiver.threads import thread_environment
 from modelyard.exporter.errors import ExportError, ParityError, cause
 from modelyard.exporter.reference import Case, Reference
 from modelyard.handlers.agree import (
@@ -204,8 +205,7 @@ def _write_task(
 def _run_child(folder: Path, format: str) -> dict[str, Any]:
     """Run this module as a program; -P keeps files of the working folder from being imported."""
     command = [sys.executable, "-P", "-m", "modelyard.exporter.parity", str(folder.absolute())]
-    # Beside other work, threads that spin while they wait make the same run many times slower.
-    environment = {"GOMP_SPINCOUNT": "0", **os.environ}
+    environment = os.environ | thread_environment()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     try:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))

@@ -27,6 +27,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any, cast
 
+from modelyard.archiver.threads import thread_environment
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.batcher import Batcher
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, Stream
@@ -826,12 +827,7 @@ def _tell_of_end(first: asyncio.Future[None], _: asyncio.Task[None]) -> None:
 
 
 def _worker_environment(plan: Plan) -> dict[str, str]:
-    """Return the environment of a worker: thread counts must be set before torch is imported.
-
-    OpenMP teams that spin at their barriers collapse when anything else runs on their cores (a
-    call of 2 ms took 100); GOMP_SPINCOUNT=0 makes them sleep.
-    """
-    count = str(plan.threads)
+    """Return the environment of a worker."""
     hidden = re.compile(plan.hidden_variables) if plan.hidden_variables else None
     return {
         **{
@@ -840,10 +836,7 @@ def _worker_environment(plan: Plan) -> dict[str, str]:
             if hidden is None or not hidden.fullmatch(name)
         },
         **plan.variables,
-        "OMP_NUM_THREADS": count,
-        "MKL_NUM_THREADS": count,
-        "OPENBLAS_NUM_THREADS": count,
-        "GOMP_SPINCOUNT": "0",
+        **thread_environment(plan.threads),
         "PYTHONUNBUFFERED": "1",
     }
 
