@@ -34,7 +34,14 @@ ALLOWED = {
     "serve.http": DATAPLANE | {"serve.http"},
     "serve.api": FACE,
     "serve.torchserve": {"serve", "archiver"},
-    "serve.worker": {"serve.worker", "serve.dataplane.wire", "handlers", "archiver"},
+    # Wire and batches of like length are what a server and its workers both keep to.
+    "serve.worker": {
+        "serve.worker",
+        "serve.dataplane.wire",
+        "serve.dataplane.lengths",
+        "handlers",
+        "archiver",
+    },
     "serve.worker.shim": {"handlers", "archiver", "ts"},
 }
 """A package or a module of ours → what else of ours it may import; the longest name decides."""

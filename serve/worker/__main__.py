@@ -2,11 +2,12 @@
 
 `python -P -m modelyard.serve.worker FD`, or `… --check FOLDER`.
 
-The order matters, because authors import their files by plain names, some of them late. `-P` keeps
-the working folder off the path until ours are imported:
+Authors import their files by plain names, some of them late, so the archive's folder leads the path
+for the worker's life. Ours are below `modelyard.`, where no such name meets them; the one name that
+both have is `ts`:
 
 1. tie this process's life to the server's;
-2. import everything of ours, the `ts` shim included;
+2. import the `ts` shim, with the working folder off the path (`-P`);
 3. put the archive's folder in front of the path and work there, as TorchServe does.
 """
 
@@ -15,7 +16,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import platform
 import signal
 import socket
 import sys
@@ -23,8 +23,7 @@ import traceback
 from pathlib import Path
 
 from modelyard.serve.dataplane import wire
-from modelyard.serve.worker import check, load, loop
-from modelyard.serve.worker.answer import Rules
+from modelyard.serve.worker import check, load, loop, torchserve
 from modelyard.serve.worker.golden import check_golden
 
 PR_SET_PDEATHSIG = 1
@@ -37,8 +36,8 @@ def main(fd: int) -> int:
     connection.set_inheritable(False)
     reader = loop.Reader(connection)
     message = wire.decode_control(reader.read()[0])
-    if message.get("dialect") == "torchserve":
-        _log_as_torchserve()
+    if torchserve.is_dialect(message):
+        torchserve.begin_log()
     try:
         load.import_shim()
         _enter(Path(message["folder"]))
@@ -53,7 +52,7 @@ def main(fd: int) -> int:
         return 1
     ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}
     connection.sendall(wire.encode_control(wire.READY, ready))
-    loop.run(reader, service, Rules.of(message))
+    loop.run(reader, service)
     return 0
 
 
@@ -92,17 +91,6 @@ def _die_with_parent() -> None:
         sys.exit(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s")
-
-
-def _log_as_torchserve() -> None:
-    """Send the author's log to standard output, whose lines the server marks, and say who we are.
-
-    Scripts search the log for these three lines.
-    """
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
-    logging.info("[PID]%d", os.getpid())
-    logging.info("Torch worker started.")
-    logging.info("Python runtime: %s", platform.python_version())
 
 
 def _enter(folder: Path) -> None:

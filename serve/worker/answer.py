@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,45 +18,12 @@ from modelyard.serve.dataplane import wire
 from modelyard.serve.worker.request import ReadJson
 
 JSON, TEXT, BYTES = "application/json", "text/plain; charset=utf-8", "application/octet-stream"
+INTERNAL = "InternalServerException"
 AS_JSON = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 _HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9a-z-]+")
 _HEADER_VALUE = re.compile(r"[\t\x20-\x7e\x80-\xff]*")
 _FRAMING = frozenset({"connection", "content-length", "transfer-encoding"})
 """Headers that belong to the connection; a handler's opinion of them is left out."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """How requests are read and answers are written; the LOAD message says it."""
-
-    is_torchserve: bool = False
-    """The server speaks TorchServe's dialect: its errors, and numbers that JSON does not have."""
-    is_plain: bool = False
-    """Answers as TorchServe writes them: indented JSON, and of the content types none but its."""
-    read_json: ReadJson | None = parse_strictly
-    """None leaves bodies as they come."""
-    max_answer_bytes: int | None = None
-    """Of one answer or chunk; a longer one is an error of its own request."""
-    times_predictions: bool = False
-    """Whether each call of the handler is reported as the metric PredictionTime."""
-
-    @classmethod
-    def of(cls, message: dict[str, Any]) -> Rules:
-        """Read the LOAD message."""
-        is_torchserve = message.get("dialect") == "torchserve"
-        is_plain = is_torchserve or "modelyard" not in (message["manifest"] or {})
-        decodes = message.get("decode_input", True)
-        return cls(
-            is_torchserve=is_torchserve,
-            is_plain=is_plain,
-            read_json=(json.loads if is_plain else parse_strictly) if decodes else None,
-            max_answer_bytes=message.get("max_response_bytes"),
-            times_predictions=message.get("metrics") is not None,
-        )
-
-
-OURS = Rules()
-"""Of an archive that we sealed, in a server of ours."""
 
 
 class Answer(NamedTuple):
@@ -115,7 +82,7 @@ def answer_output(context: Context, index: int, output: object, rules: Rules) ->
         WrongAnswer: it cannot be sent.
     """
     try:
-        body, content_type = _encode(output, rules)
+        body, content_type = rules.encode(output)
     except (TypeError, ValueError, RecursionError) as error:
         raise WrongAnswer(
             f"the handler's answer cannot be sent as JSON: {error}",
@@ -129,7 +96,7 @@ def answer_output(context: Context, index: int, output: object, rules: Rules) ->
     if context.is_answer_plain:
         return Answer(200, headers, body)
     status, _ = context.get_response_status(index)
-    if not _is_status(status):
+    if not is_status(status):
         raise WrongAnswer(f"the handler set the status {status!r}")
     for name, value in context.get_response_headers(index).items():
         lower, text = str(name).lower(), str(value)
@@ -140,22 +107,19 @@ def answer_output(context: Context, index: int, output: object, rules: Rules) ->
     return Answer(status, headers, body)
 
 
-def _encode(output: object, rules: Rules) -> tuple[bytes, str | None]:
-    """Return the bytes of one value, and its content type unless the client is to guess.
+def encode(output: object) -> tuple[bytes, str]:
+    """Return the bytes and the content type of one value.
 
     Plain bytes, whatever an author's class says of itself: the frame's lengths must be true.
+
+    Raises:
+        TypeError, ValueError, RecursionError: JSON has no such value.
     """
     if isinstance(output, str):
-        return str.encode(output), None if rules.is_plain else TEXT
+        return str.encode(output), TEXT
     if isinstance(output, (bytes, bytearray)):
-        return b"".join((output,)), None if rules.is_plain else BYTES
-    if not rules.is_plain:
-        return _to_json(output), JSON
-    if isinstance(output, torch.Tensor):
-        saved = io.BytesIO()
-        torch.save(output, saved)
-        return saved.getvalue(), None
-    return json.dumps(output, indent=2, allow_nan=rules.is_torchserve).encode(), JSON
+        return b"".join((output,)), BYTES
+    return _to_json(output), JSON
 
 
 def _to_json(value: object) -> bytes:
@@ -173,47 +137,37 @@ def _to_json(value: object) -> bytes:
     return text
 
 
-def _is_status(code: object) -> bool:
+def is_status(code: object) -> bool:
     """Return whether an answer may have this HTTP status."""
     return isinstance(code, int) and 200 <= code <= 599
 
 
-def undecodable(error: Exception, request_id: str, rules: Rules) -> Answer:
-    """Answer a request whose body cannot be read: the client's fault, but 500 in TorchServe."""
-    if rules.is_torchserve:
-        return _error(500, "InternalServerException", text_of(error), request_id, rules)
-    return error_answer(error, request_id, rules)
+class Refusal(NamedTuple):
+    """What an error means to the client."""
+
+    code: int
+    kind: str
+    message: str
 
 
-def error_answer(error: BaseException, request_id: str, rules: Rules = OURS) -> Answer:
-    """Return the JSON error of a request, never the traceback."""
-    kind = "InternalServerException"
+def explain_error(error: BaseException) -> Refusal:
+    """Return status, type and message of an error, never the traceback."""
     if isinstance(error, (BadInput, NoGradients)):
-        return _error(400, "BadRequestException", text_of(error), request_id, rules)
+        return Refusal(400, "BadRequestException", text_of(error))
     if isinstance(error, PredictionException):
-        code = error.error_code if _is_status(error.error_code) else 500
-        if rules.is_torchserve and code == 413:
-            code = 507
-        return _error(code, kind, text_of(error.message), request_id, rules)
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or (
-        rules.is_torchserve and "CUDA" in text_of(error)
-    ):
-        return _error(507, kind, "Out of resources", request_id, rules)
-    if not rules.is_torchserve:
-        name = "" if isinstance(error, WrongAnswer) else f"{type(error).__name__}: "
-        return _error(500, kind, f"{name}{text_of(error)}", request_id, rules)
-    if isinstance(error, WrongAnswer):
-        return _error(error.code, kind, error.torchserve, request_id, rules)
-    return _error(503, kind, "Prediction failed", request_id, rules)
+        code = error.error_code if is_status(error.error_code) else 500
+        return Refusal(code, INTERNAL, text_of(error.message))
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return Refusal(507, INTERNAL, "Out of resources")
+    name = "" if isinstance(error, WrongAnswer) else f"{type(error).__name__}: "
+    return Refusal(500, INTERNAL, f"{name}{text_of(error)}")
 
 
-def _error(code: int, kind: str, message: str, request_id: str, rules: Rules) -> Answer:
-    content: dict[str, object] = {"code": code, "type": kind, "message": message}
-    if rules.is_torchserve:
-        body = json.dumps(content, indent=2) + "\n"
-    else:
-        body = json.dumps({**content, "request_id": request_id})
-    return Answer(code, {"content-type": JSON}, body.encode())
+def write_error(refusal: Refusal, request_id: str) -> bytes:
+    """Return the JSON of an error."""
+    code, kind, message = refusal
+    content = {"code": code, "type": kind, "message": message, "request_id": request_id}
+    return json.dumps(content).encode()
 
 
 def text_of(said: object) -> str:
@@ -222,3 +176,41 @@ def text_of(said: object) -> str:
         return str(said)
     except BaseException as failure:
         return f"(its text fails: {type(failure).__name__})"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How requests are read, and answers and errors written: the defaults are ours."""
+
+    read_json: ReadJson | None = parse_strictly
+    """None leaves bodies as they come."""
+    encode: Callable[[object], tuple[bytes, str | None]] = encode
+    """A value → bytes and content type; raises what JSON libraries raise."""
+    explain_error: Callable[[BaseException], Refusal] = explain_error
+    explain_undecodable: Callable[[BaseException], Refusal] = explain_error
+    """For a request whose body cannot be read."""
+    write_error: Callable[[Refusal, str], bytes] = write_error
+    ends_worker: Callable[[BaseException], bool] = lambda error: False
+    """Whether what a handler raised ends the process."""
+    fails_together: Callable[[BaseException], bool] = lambda error: False
+    """Whether an error is the batch's: no request is run again alone."""
+    max_answer_bytes: int | None = None
+    """Of one answer or chunk; a longer one is an error of its own request."""
+    time_metric: str | None = None
+    """The metric that reports how long each call of the handler took."""
+
+    def refuse(self, error: BaseException, request_id: str) -> Answer:
+        """Return the answer to a request on which the handler failed."""
+        return self._answer(self.explain_error(error), request_id)
+
+    def refuse_undecodable(self, error: BaseException, request_id: str) -> Answer:
+        """Return the answer to a request that no handler saw."""
+        return self._answer(self.explain_undecodable(error), request_id)
+
+    def _answer(self, refusal: Refusal, request_id: str) -> Answer:
+        body = self.write_error(refusal, request_id)
+        return Answer(refusal.code, {"content-type": JSON}, body)
+
+
+OURS = Rules()
+"""Of an archive that we sealed, in a server of ours."""

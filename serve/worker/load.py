@@ -6,7 +6,6 @@ import contextlib
 import functools
 import gc
 import importlib
-import pkgutil
 import sys
 import traceback
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ import yaml
 from modelyard.handlers import BUILT_IN, BaseHandler, Context
 from modelyard.handlers.entry_point import Entry, FoundHandler, find_handler
 from modelyard.handlers.errors import LoadError
+from modelyard.serve.worker import torchserve
+from modelyard.serve.worker.answer import OURS, Rules
 
 SHIM = Path(__file__).parent / "shim"
 
@@ -32,23 +33,21 @@ class Service:
     context: Context
     batch_size: int
     device: str
+    rules: Rules = OURS
     by_length: bool = False
     """Whether a batch is made of requests of like length."""
 
 
 @functools.cache
 def import_shim() -> Any:
-    """Import all of TorchServe's names from our shim; give its module that knows the built-in ones.
+    """Import `ts` from our shim, and return its module that knows the built-in names.
 
     The first call comes before an archive's folder is on the path: whatever the archive ships,
-    these are ours.
+    `ts` is ours.
     """
     gc.freeze()  # going through all of torch's objects once would cost ten times these imports
     sys.path.insert(0, str(SHIM))
-    shim = importlib.import_module("ts")
-    for module in pkgutil.walk_packages(shim.__path__, "ts."):
-        importlib.import_module(module.name)
-    return sys.modules["ts.model_loader"]
+    return importlib.import_module("ts.model_loader")
 
 
 def load_service(message: dict[str, Any]) -> Service:
@@ -83,8 +82,15 @@ def load_service(message: dict[str, Any]) -> Service:
     if name := message.get("envelope"):
         envelope = shim.find_envelope(name)
         predict, explain = envelope(predict).handle, envelope(explain).handle
-    by_length = message.get("by_length", False)
-    return Service(predict, explain, context, message["batch_size"], device, by_length)
+    return Service(
+        predict,
+        explain,
+        context,
+        message["batch_size"],
+        device,
+        torchserve.choose_rules(message),
+        message.get("by_length", False),
+    )
 
 
 def choose_device(wanted: str, worker: int) -> str:

@@ -20,24 +20,19 @@ from typing import Any
 
 import torch
 
-from modelyard.handlers import Context
 from modelyard.handlers.entry_point import Entry
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.lengths import CALL_BYTES, choose_alike
 from modelyard.serve.worker.answer import (
     BYTES,
     JSON,
-    OURS,
     TEXT,
     UNREAD,
     Answer,
     Rules,
-    WrongAnswer,
     answer_output,
     check_outputs,
-    error_answer,
     text_of,
-    undecodable,
 )  # fmt: skip
 from modelyard.serve.worker.load import Service
 from modelyard.serve.worker.request import Request
@@ -142,10 +137,10 @@ class Reader:
 class Sender:
     """Sends answers: chunks, as the context's `stream`, and then those of a whole batch."""
 
-    def __init__(self, reader: Reader, context: Context, rules: Rules) -> None:
+    def __init__(self, reader: Reader, service: Service) -> None:
         self._reader = reader
-        self._context = context
-        self._rules = rules
+        self._context = service.context
+        self._rules = service.rules
         self._requests: Sequence[Request] = ()
         self._began_us = 0
         self._handler_us: dict[int, int] = {}
@@ -210,18 +205,18 @@ class Sender:
             frame.add(item.id, status, flags, _pack(headers), [body], queue_us, handler_us)
         self._handler_us.clear()
         metrics = self._context.metrics
-        if metrics is not None and (records := metrics.drain()):
+        if metrics is not None and metrics.records:
             # Authors report numbers of any library; the server reads what str() makes of them.
-            reported = json.dumps({"records": records}, default=text_of).encode()
+            reported = json.dumps({"records": metrics.drain()}, default=text_of).encode()
             frame.add(0, wire.METRICS, 0, b"", [reported])
         self._reader.connection.sendall(b"".join(frame.buffers()))
 
 
-def run(reader: Reader, service: Service, rules: Rules = OURS) -> None:
+def run(reader: Reader, service: Service) -> None:
     """Serve until the server closes its end (EOFError)."""
     gc.collect()
     gc.freeze()
-    sender = Sender(reader, service.context, rules)
+    sender = Sender(reader, service)
     service.context.stream = sender.send_chunk
     service.context.cancellation = sender.check_cancelled
     waiting: deque[wire.Item] = deque()
@@ -232,7 +227,7 @@ def run(reader: Reader, service: Service, rules: Rules = OURS) -> None:
         waiting.extend(reader.read_arrived(must_wait=not waiting))
         batch = take_batch(waiting, service.batch_size, call_bytes)
         began_us = wire.now_us()
-        answers = answer_batch(service, batch, rules, sender)
+        answers = answer_batch(service, batch, sender)
         sender.send(batch, began_us, answers)
 
 
@@ -281,10 +276,7 @@ def _take_alike(waiting: deque[wire.Item], size: int, call_bytes: int) -> list[w
 
 
 def answer_batch(
-    service: Service,
-    batch: Sequence[wire.Item],
-    rules: Rules = OURS,
-    sender: Sender | None = None,
+    service: Service, batch: Sequence[wire.Item], sender: Sender | None = None
 ) -> list[Answer]:
     """Return one answer per item, whatever happens.
 
@@ -295,22 +287,8 @@ def answer_batch(
     Args:
         service: what answers.
         batch: of one kind.
-        rules: how to read and write.
         sender: what the handler streams through, None where nobody reads that.
     """
-    answers, requests = _read_requests(batch, rules, sender)
-    if requests:
-        entry = service.explain if batch[0].flags & wire.EXPLAIN else service.predict
-        answered = _call(service, entry, requests, rules, sender)
-        for request, answer in zip(requests, answered, strict=True):
-            answers[request.id] = answer
-    return [answers[item.id] for item in batch]
-
-
-def _read_requests(
-    batch: Sequence[wire.Item], rules: Rules, sender: Sender | None
-) -> tuple[dict[int, Answer], list[Request]]:
-    """Return the answers of those that no handler needs to see, by id, and the other requests."""
     answers: dict[int, Answer] = {}
     requests = []
     for item in batch:
@@ -319,20 +297,21 @@ def _read_requests(
             answers[item.id] = UNREAD
             continue
         try:
-            request.decode(item.body, rules.read_json)
+            request.decode(item.body, service.rules.read_json)
         except Exception as error:
-            answers[item.id] = undecodable(error, request.request_id, rules)
+            answers[item.id] = service.rules.refuse_undecodable(error, request.request_id)
         else:
             requests.append(request)
-    return answers, requests
+    if requests:
+        entry = service.explain if batch[0].flags & wire.EXPLAIN else service.predict
+        answered = _call(service, entry, requests, sender)
+        for request, answer in zip(requests, answered, strict=True):
+            answers[request.id] = answer
+    return [answers[item.id] for item in batch]
 
 
 def _call(
-    service: Service,
-    entry: Entry,
-    requests: list[Request],
-    rules: Rules,
-    sender: Sender | None,
+    service: Service, entry: Entry, requests: list[Request], sender: Sender | None
 ) -> list[Answer]:
     """Run the handler on these requests, and on each alone when that fails."""
     context = service.context
@@ -352,8 +331,10 @@ def _call(
                 sender.end()
         outputs = check_outputs(outputs, len(requests))
     except BaseException as error:
-        return _answer_failure(service, entry, error, requests, rules, sender)
-    return _answer_outputs(context, outputs, began, requests, rules, sender)
+        return _answer_failure(service, entry, error, requests, sender)
+    if (metric := service.rules.time_metric) and context.metrics is not None:
+        context.metrics.add_time(metric, round((perf_counter() - began) * 1000, 2))
+    return _answer_outputs(service, outputs, requests, sender)
 
 
 def _answer_failure(
@@ -361,7 +342,6 @@ def _answer_failure(
     entry: Entry,
     error: BaseException,
     requests: list[Request],
-    rules: Rules,
     sender: Sender | None,
 ) -> list[Answer]:
     """Answer requests on which the handler failed together, by running each alone.
@@ -372,57 +352,51 @@ def _answer_failure(
     """
     if service.device != "cpu":
         torch.cuda.synchronize()
+    rules = service.rules
     if sender is not None and sender.has_sent:
-        return _broken(error, requests, rules)
+        return _broken(rules, error, requests)
     if isinstance(error, ClientsLeft):
         return [UNREAD] * len(requests)
-    if rules.is_torchserve and not isinstance(error, Exception):
-        raise error  # `sys.exit()` in a handler ends the worker there
-    if len(requests) > 1 and not (rules.is_torchserve and isinstance(error, WrongAnswer)):
+    if rules.ends_worker(error):
+        raise error
+    if len(requests) > 1 and not rules.fails_together(error):
         # As they came: the handler may have changed what it was given.
         fresh = [request.decoded_again(rules.read_json) for request in requests]
-        return [_call(service, entry, [one], rules, sender)[0] for one in fresh]
-    _log_failure(error, requests[0].request_id, rules)
-    return [error_answer(error, request.request_id, rules) for request in requests]
+        return [_call(service, entry, [one], sender)[0] for one in fresh]
+    _log_failure(rules, error, requests[0].request_id)
+    return [rules.refuse(error, request.request_id) for request in requests]
 
 
 def _answer_outputs(
-    context: Context,
-    outputs: list[Any],
-    began: float,
-    requests: list[Request],
-    rules: Rules,
-    sender: Sender | None,
+    service: Service, outputs: list[Any], requests: list[Request], sender: Sender | None
 ) -> list[Answer]:
     """Turn what the handler gave into answers, each that cannot be sent into an error."""
-    if rules.times_predictions and context.metrics is not None:
-        context.metrics.add_time("PredictionTime", round((perf_counter() - began) * 1000, 2))
     answers = []
+    rules = service.rules
     for index, output in enumerate(outputs):
         try:
-            answers.append(answer_output(context, index, output, rules))
+            answers.append(answer_output(service.context, index, output, rules))
         except Exception as error:  # an answer is an author's object: each of its methods may fail
             if sender is not None and sender.has_sent:
-                answers += _broken(error, [requests[index]], rules)
+                answers += _broken(rules, error, [requests[index]])
             else:
-                _log_failure(error, requests[index].request_id, rules)
-                answers.append(error_answer(error, requests[index].request_id, rules))
+                _log_failure(rules, error, requests[index].request_id)
+                answers.append(rules.refuse(error, requests[index].request_id))
     return answers
 
 
-def _broken(error: BaseException, requests: Sequence[Request], rules: Rules) -> list[Answer]:
+def _broken(rules: Rules, error: BaseException, requests: Sequence[Request]) -> list[Answer]:
     """Return the ends of answers of which the clients have the first chunks already."""
     if not isinstance(error, ClientsLeft):
         _log_error("request %s failed after its first chunk", requests[0].request_id, error)
     return [
-        error_answer(error, request.request_id, rules)._replace(flags=wire.BROKEN)
-        for request in requests
+        rules.refuse(error, request.request_id)._replace(flags=wire.BROKEN) for request in requests
     ]
 
 
-def _log_failure(error: BaseException, request_id: str, rules: Rules) -> None:
+def _log_failure(rules: Rules, error: BaseException, request_id: str) -> None:
     """Log what is not the client's fault, with the traceback that no client sees."""
-    if error_answer(error, request_id, rules).status >= 500:
+    if rules.explain_error(error).code >= 500:
         _log_error("request %s failed", request_id, error)
 
 

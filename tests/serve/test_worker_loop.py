@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -21,19 +22,22 @@ import torch
 from modelyard.handlers import BadInput, Context, PredictionException
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker import loop
-from modelyard.serve.worker.answer import Answer, Rules
+from modelyard.serve.worker.answer import OURS, Answer, Rules
 from modelyard.serve.worker.golden import compare_golden
 from modelyard.serve.worker.load import Service
 from modelyard.serve.worker.loop import answer_batch, take_batch
+from modelyard.serve.worker.torchserve import choose_rules
 
 JSON = {"content-type": "application/json"}
 
 Handle = Callable[[list[dict[str, Any]], Context], Any]
 
 
-def service(handle: Handle, explain: Handle | None = None, batch_size: int = 8) -> Service:
+def service(
+    handle: Handle, explain: Handle | None = None, batch_size: int = 8, rules: Rules = OURS
+) -> Service:
     context = Context("m", ".", None, batch_size)
-    return Service(handle, explain or handle, context, batch_size, "cpu")
+    return Service(handle, explain or handle, context, batch_size, "cpu", rules)
 
 
 def item(id: int, body: bytes = b"", flags: int = 0, content_type: bytes = b"") -> wire.Item:
@@ -317,7 +321,7 @@ def test_how_an_answer_is_framed_is_not_for_the_handler_to_say(name: str) -> Non
 
 # -- TorchServe's dialect -----------------------------------------------------------------------
 
-THEIRS = Rules(is_torchserve=True, is_plain=True)
+THEIRS = choose_rules({"manifest": None, "dialect": "torchserve"})
 
 
 @pytest.mark.parametrize(
@@ -337,28 +341,33 @@ THEIRS = Rules(is_torchserve=True, is_plain=True)
 def test_torchserves_answers_are_indented_and_without_guessed_types(
     output: Any, headers: dict[str, str], body: bytes
 ) -> None:
-    (answer,) = answer_batch(service(lambda data, context: [output]), [item(1)], THEIRS)
+    (answer,) = answer_batch(service(lambda data, context: [output], rules=THEIRS), [item(1)])
     assert answer == Answer(200, headers, body)
 
 
 def test_a_tensor_is_saved_and_can_be_loaded() -> None:
     value = torch.arange(3)
-    (answer,) = answer_batch(service(lambda data, context: [value]), [item(1)], THEIRS)
+    (answer,) = answer_batch(service(lambda data, context: [value], rules=THEIRS), [item(1)])
     assert torch.equal(torch.load(io.BytesIO(answer.body), weights_only=True), value)
 
 
 def test_an_archive_that_is_not_ours_answers_so_in_a_server_of_ours_too() -> None:
-    rules = Rules.of({"manifest": {"model": {}}})
-    assert rules == Rules(is_plain=True, read_json=json.loads)
-    values = service(lambda data, context: [[1]] if bodies(data) == ["list"] else [math.nan])
-    good, bad = answer_batch(values, [item(1, b"list")], rules)[0], None
+    rules = choose_rules({"manifest": {"model": {}}})
+    answers = service(lambda data, context: [[1]] if bodies(data) == ["list"] else [math.nan],
+                      rules=rules)  # fmt: skip
+    (good,) = answer_batch(answers, [item(1, b"list")])
     assert good.body == b"[\n  1\n]"
-    (bad,) = answer_batch(values, [item(2, b"nan")], rules)
-    assert bad.status == 500
-    assert Rules.of({"manifest": {"modelyard": {}}}) == Rules()
-    assert Rules.of({"manifest": None, "dialect": "torchserve", "max_response_bytes": 9}) == Rules(
-        is_torchserve=True, is_plain=True, read_json=json.loads, max_answer_bytes=9
-    )
+    (bad,) = answer_batch(answers, [item(2, b"nan")])
+    assert (bad.status, error_of(bad)["request_id"]) == (500, "request-2")
+
+
+def test_a_sealed_archive_has_our_rules_in_a_server_of_ours_only() -> None:
+    sealed: dict[str, Any] = {"manifest": {"modelyard": {}}}
+    assert choose_rules(sealed) == OURS
+    assert choose_rules({**sealed, "decode_input": False}) == Rules(read_json=None)
+    rules = choose_rules({**sealed, "dialect": "torchserve", "max_response_bytes": 9})
+    assert (rules.read_json, rules.max_answer_bytes) == (json.loads, 9)
+    assert rules.encode([1]) == (b"[\n  1\n]", "application/json")
 
 
 class Failure(Exception):
@@ -386,7 +395,7 @@ def test_torchserves_errors_have_its_status_and_words(
     def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
         raise error
 
-    (answer,) = answer_batch(service(handle), [item(1)], THEIRS)
+    (answer,) = answer_batch(service(handle, rules=THEIRS), [item(1)])
     kind = "BadRequestException" if status == 400 else "InternalServerException"
     assert answer.body.decode() == (
         f'{{\n  "code": {status},\n  "type": "{kind}",\n  "message": "{message}"\n}}\n'
@@ -407,7 +416,7 @@ def test_torchserves_errors_have_its_status_and_words(
     ids=repr,
 )
 def test_a_wrong_answer_is_503_in_torchserves_words(output: Any, message: str) -> None:
-    (answer,) = answer_batch(service(lambda data, context: output), [item(1)], THEIRS)
+    (answer,) = answer_batch(service(lambda data, context: output, rules=THEIRS), [item(1)])
     assert (answer.status, json.loads(answer.body)["message"]) == (503, message)
 
 
@@ -418,7 +427,7 @@ def test_a_wrong_number_of_answers_fails_the_batch_as_a_whole_in_the_dialect() -
         calls.append(len(data))
         return ["one"]
 
-    answers = answer_batch(service(handle), [item(1), item(2)], THEIRS)
+    answers = answer_batch(service(handle, rules=THEIRS), [item(1), item(2)])
     assert [answer.status for answer in answers] == [503, 503]
     assert calls == [2]
     assert [a.status for a in answer_batch(service(handle), [item(1), item(2)])] == [200, 200]
@@ -426,13 +435,13 @@ def test_a_wrong_number_of_answers_fails_the_batch_as_a_whole_in_the_dialect() -
 
 def test_a_form_that_cannot_be_read_is_500_in_the_dialect() -> None:
     broken = item(1, b"broken", content_type=b"multipart/form-data")
-    (answer,) = answer_batch(service(echo), [broken], THEIRS)
+    (answer,) = answer_batch(service(echo, rules=THEIRS), [broken])
     assert (answer.status, json.loads(answer.body)["type"]) == (500, "InternalServerException")
 
 
 def test_an_answer_over_the_limit_is_an_error_of_its_own_request() -> None:
-    rules = Rules(is_torchserve=True, is_plain=True, max_answer_bytes=3)
-    answers = answer_batch(service(echo), [item(1, b"abc"), item(2, b"abcd")], rules)
+    rules = replace(THEIRS, max_answer_bytes=3)
+    answers = answer_batch(service(echo, rules=rules), [item(1, b"abc"), item(2, b"abcd")])
     assert [answer.status for answer in answers] == [200, 500]
     assert "has 4 bytes; max_response_size allows 3" in json.loads(answers[1].body)["message"]
 
@@ -442,7 +451,7 @@ def test_a_handler_that_exits_ends_the_worker_in_the_dialect() -> None:
         raise SystemExit(4)
 
     with pytest.raises(SystemExit):
-        answer_batch(service(handle), [item(1)], THEIRS)
+        answer_batch(service(handle, rules=THEIRS), [item(1)])
 
 
 # -- the loop ----------------------------------------------------------------------------------
@@ -547,6 +556,8 @@ def test_chunks_and_metrics_travel_beside_the_replies() -> None:
         return ["end"] * len(data)
 
     class Metrics:
+        records = (None,)
+
         def drain(self) -> list[dict[str, Any]]:
             return [{"name": "Calls", "value": np.float32(2)}]
 

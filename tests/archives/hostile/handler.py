@@ -324,7 +324,7 @@ def odd_header(context, at):
 
 def odd_metric(context, at):
     context.metrics.add_counter("Odd", 1)
-    context.metrics._records[-1]["value"] = Mute()
+    context.metrics.records[-1]["value"] = Mute()
     return {"body": "counted"}
 
 

@@ -29,7 +29,8 @@ class WorkerMetrics(MetricsCacheYamlImpl):
         self._context = context
         MetricCacheAbstract.__init__(self, None)
         self.model_name = context.model_name
-        self._records: deque[Record] = deque(maxlen=MOST_RECORDS)
+        self.records: deque[Record] = deque(maxlen=MOST_RECORDS)
+        """What was reported since the last `drain`."""
         self.declare(declared or {})
 
     @property  # the loop changes the context's requests with every batch
@@ -43,10 +44,10 @@ class WorkerMetrics(MetricsCacheYamlImpl):
 
     def record(self, record: Record) -> None:
         """Keep a value for `drain`."""
-        self._records.append(record)
+        self.records.append(record)
 
     def drain(self) -> list[Record]:
         """Return what was reported since the last call, in order, and forget it."""
-        records = list(self._records)
-        self._records.clear()
+        records = list(self.records)
+        self.records.clear()
         return records

@@ -1,0 +1,106 @@
+"""What TorchServe's dialect, and archives made for TorchServe, do otherwise in a worker."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import platform
+import sys
+from typing import Any
+
+import torch
+
+from modelyard.handlers.errors import BadInput, NoGradients, PredictionException
+from modelyard.serve.worker.answer import (
+    INTERNAL,
+    JSON,
+    OURS,
+    Refusal,
+    Rules,
+    WrongAnswer,
+    explain_error,
+    text_of,
+)
+
+
+def choose_rules(message: dict[str, Any]) -> Rules:
+    """Return what a LOAD message asks for: the dialect's rules, an old archive's, or ours."""
+    decodes = message.get("decode_input", True)
+    limit = message.get("max_response_bytes")
+    if is_dialect(message):
+        return Rules(
+            read_json=json.loads if decodes else None,
+            encode=encode,
+            explain_error=explain_in_dialect,
+            explain_undecodable=lambda error: Refusal(500, INTERNAL, text_of(error)),
+            write_error=write_error,
+            ends_worker=lambda error: not isinstance(error, Exception),  # `sys.exit()` does there
+            fails_together=lambda error: isinstance(error, WrongAnswer),
+            max_answer_bytes=limit,
+            time_metric="PredictionTime" if message.get("metrics") is not None else None,
+        )
+    if "modelyard" in (message["manifest"] or {}):
+        return Rules(read_json=OURS.read_json if decodes else None, max_answer_bytes=limit)
+    return Rules(
+        read_json=json.loads if decodes else None, encode=encode_strictly, max_answer_bytes=limit
+    )
+
+
+def is_dialect(message: dict[str, Any]) -> bool:
+    """Return whether the server that sent this LOAD message speaks the dialect."""
+    return bool(message.get("dialect") == "torchserve")
+
+
+def encode(output: object, allow_nan: bool = True) -> tuple[bytes, str | None]:
+    """Return the bytes of one value as TorchServe writes it; the client guesses what is not JSON.
+
+    Raises:
+        TypeError, ValueError, RecursionError: JSON has no such value.
+    """
+    if isinstance(output, str):
+        return str.encode(output), None
+    if isinstance(output, (bytes, bytearray)):
+        return b"".join((output,)), None
+    if isinstance(output, torch.Tensor):
+        saved = io.BytesIO()
+        torch.save(output, saved)
+        return saved.getvalue(), None
+    return json.dumps(output, indent=2, allow_nan=allow_nan).encode(), JSON
+
+
+def encode_strictly(output: object) -> tuple[bytes, str | None]:
+    """Encode a value as TorchServe does, but for numbers that JSON does not have."""
+    return encode(output, allow_nan=False)
+
+
+def explain_in_dialect(error: BaseException) -> Refusal:
+    """Return status, type and message of an error in TorchServe's words."""
+    if isinstance(error, (BadInput, NoGradients, PredictionException)):
+        refusal = explain_error(error)
+        is_too_large = isinstance(error, PredictionException) and refusal.code == 413
+        return refusal._replace(code=507) if is_too_large else refusal
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "CUDA" in text_of(error):
+        return Refusal(507, INTERNAL, "Out of resources")
+    if isinstance(error, WrongAnswer):
+        return Refusal(error.code, INTERNAL, error.torchserve)
+    return Refusal(503, INTERNAL, "Prediction failed")
+
+
+def write_error(refusal: Refusal, request_id: str) -> bytes:
+    """Return the JSON of an error; TorchServe's has no request id."""
+    code, kind, message = refusal
+    content = {"code": code, "type": kind, "message": message}
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def begin_log() -> None:
+    """Send the author's log to standard output, whose lines the server marks, and name this worker.
+
+    Scripts search the log for these three lines.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    logging.info("[PID]%d", os.getpid())
+    logging.info("Torch worker started.")
+    logging.info("Python runtime: %s", platform.python_version())
