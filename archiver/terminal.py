@@ -36,3 +36,13 @@ def plain_table(*columns: tuple[str, Any], show_header: bool = True) -> Table:
     for heading, justify in columns:
         table.add_column(heading, justify=justify, overflow="fold")
     return table
+
+
+def format_bytes(size_bytes: int | None) -> str:
+    """Write a number of bytes for a person; nothing for None."""
+    if size_bytes is None:
+        return ""
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if size_bytes >= factor:
+            return f"{size_bytes / factor:.1f} {unit}"
+    return f"{size_bytes} B"

@@ -29,6 +29,7 @@ from benchmarks import procfs
 from benchmarks.archives import DIGITS, ECHO, ROOT, build_echo, modelyard, modelyard_json
 from benchmarks.soak_load import Account, Clients
 from benchmarks.soak_report import Sample, Soak, draw, table
+from modelyard.archiver.quantile import nearest_rank
 
 LOCAL_RESULTS = ROOT / "benchmarks" / "results" / "local"
 MODEL = "digits"
@@ -246,7 +247,7 @@ def _quantiles(latencies: Sequence[float]) -> tuple[float | None, float | None]:
     """Return p50 and p99 of sorted values."""
     if not latencies:
         return None, None
-    return latencies[len(latencies) // 2], latencies[int(0.99 * (len(latencies) - 1))]
+    return nearest_rank(latencies, 0.5), nearest_rank(latencies, 0.99)
 
 
 def _describe(plan: Plan) -> dict[str, Any]:

@@ -16,15 +16,20 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
-from modelyard.exporter.errors import ModelError, UsageError, cause
-from modelyard.exporter.hyper_parameters import class_arguments
+from modelyard.exporter.errors import CheckpointError, ModelError, UsageError, cause
 from modelyard.exporter.ingest import Checkpoint, read_checkpoint
 from modelyard.exporter.ingest.hugging_face import build_hugging_face
-from modelyard.exporter.weights import load_weights
+from modelyard.exporter.ingest.names import fit_names, nearest
+from modelyard.exporter.ingest.plain import Placeholder
+from modelyard.exporter.ingest.value import place_of
 
 _MODEL_FORM = "file.py:Class, package.module:Class or package.module:factory"
+
+_KEYS_SHOWN = 20
+_NEAREST_SHOWN = 200
 
 
 @contextmanager
@@ -222,3 +227,182 @@ def _forget(modules: Mapping[str, ModuleType]) -> None:
     for name, module in modules.items():
         if sys.modules.get(name) is module:
             del sys.modules[name]
+
+
+# -- hyper-parameters of the checkpoint → arguments of the class ---------------------------------
+
+
+class Arguments(dict[str, Any]):
+    """A mapping whose keys are attributes too, as trainers hand hyper-parameters over."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError as error:
+            raise AttributeError(name) from error
+
+
+def class_arguments(
+    factory: Callable[..., Any], checkpoint: Checkpoint, given: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the keyword arguments that the class was built with in training.
+
+    Args:
+        factory: the class, or a function that makes the model.
+        checkpoint: its hyper-parameters count where the format says how the class takes them.
+        given: what the user says; replaces values of the same name.
+
+    Raises:
+        CheckpointError: an argument is a value that was refused, and the user gives none.
+    """
+    given = dict(given or {})
+    how = checkpoint.hyper_parameters_name
+    if how is None or not checkpoint.hyper_parameters:
+        return given
+    names, takes_all = _parameters(factory)
+    if how != "kwargs" and how in names:
+        found: dict[str, Any] = {how: Arguments(checkpoint.hyper_parameters)}
+    else:
+        # Only Lightning says that these are the class's arguments; others keep more beside them.
+        takes_all = takes_all and checkpoint.kind.startswith("Lightning")
+        found = {
+            name: value
+            for name, value in checkpoint.hyper_parameters.items()
+            if isinstance(name, str) and (takes_all or name in names)
+        }
+    found.update(given)
+    for name, value in found.items():
+        if (refused := _refused(value)) is not None:
+            raise CheckpointError(
+                f'hyper-parameter "{name}" of "{checkpoint.path.name}" is {refused}, which was '
+                "not loaded because that could run code; give its value with --model-args, name a "
+                "function with --model that sets it, or use --trust"
+            )
+    return found
+
+
+def _parameters(factory: Callable[..., Any]) -> tuple[set[str], bool]:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):
+        return set(), False
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    names = {parameter.name for parameter in parameters if parameter.kind in kinds}
+    return names, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+
+
+def _refused(value: Any) -> str | None:
+    if isinstance(value, Placeholder):
+        return value.dotted
+    if isinstance(value, nn.Module):
+        return None
+    items = value.values() if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping | list | tuple):
+        return next((found for item in items if (found := _refused(item)) is not None), None)
+    return None
+
+
+# -- the checkpoint's tensors → parameters and buffers ------------------------------------------
+
+
+def load_weights(model: nn.Module, checkpoint: Checkpoint, name: str) -> None:
+    """Copy the checkpoint's tensors into the model.
+
+    Args:
+        model: an instance of the class that it was trained with.
+        checkpoint: read by `read_checkpoint`.
+        name: what messages call the class.
+
+    Raises:
+        CheckpointError: names or shapes do not fit; the model is as it was.
+    """
+    wanted = model.state_dict()
+    tensors, _ = fit_names(checkpoint.tensors, checkpoint.original_names, wanted)
+    state: dict[str, Any] = {**tensors, **_extra_state(checkpoint, wanted)}
+    missing = [key for key in _missing(model, wanted, state)]
+    unexpected = [key for key in state if key not in wanted]
+    problems = _problems(missing, unexpected, _misshaped(wanted, state))
+    if problems:
+        raise CheckpointError(
+            f'checkpoint "{checkpoint.path.name}" does not fit {name}: {"; ".join(problems)}. '
+            f"{_hint(checkpoint, unexpected, missing)}"
+            "Give the class and --model-args that it was trained with"
+        )
+    try:
+        model.load_state_dict(state, strict=False)
+    # A module may check its own state (load_state_dict hooks), in any way.
+    except Exception as error:
+        raise CheckpointError(
+            f'checkpoint "{checkpoint.path.name}" does not fit {name}: {cause(error)}; '
+            "give the class and --model-args that it was trained with"
+        ) from error
+
+
+def _extra_state(checkpoint: Checkpoint, wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what modules keep beside tensors, under the names of the class."""
+    found = dict(checkpoint.extra_state)
+    for prefix in checkpoint.prefixes:
+        found = {key.removeprefix(prefix): value for key, value in found.items()}
+    return found
+
+
+def _missing(model: nn.Module, wanted: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    """List the names without a tensor, but not those that share one which is there."""
+    given = {place_of(wanted[key]) for key in state if isinstance(wanted.get(key), Tensor)}
+    return [
+        key
+        for key, value in wanted.items()
+        if key not in state and not (isinstance(value, Tensor) and place_of(value) in given)
+    ]
+
+
+def _misshaped(wanted: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+    return [
+        f"{key} (checkpoint {list(state[key].shape)}, model {list(value.shape)})"
+        for key, value in wanted.items()
+        if isinstance(state.get(key), Tensor)
+        and isinstance(value, Tensor)
+        and not is_lazy(value)  # takes its shape from the checkpoint
+        and state[key].shape != value.shape
+    ]
+
+
+def _problems(missing: list[str], unexpected: list[str], misshaped: list[str]) -> list[str]:
+    problems = []
+    if missing:
+        problems.append(f"missing {_shown(missing)}")
+    if unexpected:
+        problems.append(f"unexpected {_shown(_with_nearest(unexpected, missing))}")
+    if misshaped:
+        problems.append(f"mis-shaped {_shown(misshaped)}")
+    return problems
+
+
+def _with_nearest(names: list[str], missing: list[str]) -> list[str]:
+    """Put behind a name the missing one that is most like it."""
+    if len(missing) > _NEAREST_SHOWN:
+        return names
+    found = []
+    for name in names[:_KEYS_SHOWN]:
+        near = nearest(name, missing)
+        found.append(f"{name} (nearest missing: {near})" if near else name)
+    return found + names[_KEYS_SHOWN:]
+
+
+def _hint(checkpoint: Checkpoint, unexpected: list[str], missing: list[str]) -> str:
+    """Point at a prefix, or at other weights in the file, when that may be the reason."""
+    prefixes = {key.partition(".")[0] + "." for key in unexpected}
+    if len(prefixes) == 1 and missing:
+        (prefix,) = prefixes
+        if {key.removeprefix(prefix) for key in unexpected} == set(missing):
+            return f'Every name starts with "{prefix}": give the class whose attribute that is. '
+    if checkpoint.alternatives:
+        others = ", ".join(checkpoint.alternatives)
+        chosen = checkpoint.weights_key or "the file itself"
+        return f"The weights are those of {chosen}; --weights-key can choose {others}. "
+    return ""
+
+
+def _shown(keys: list[str]) -> str:
+    rest = len(keys) - _KEYS_SHOWN
+    return ", ".join(keys[:_KEYS_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

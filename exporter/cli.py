@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from modelyard.archiver.terminal import format_bytes, out, plain_table, step_bar
 from modelyard.archiver.threads import thread_environment
+from modelyard.exporter.errors import ExportError, UsageError
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from modelyard.exporter import ExportReport
-    from modelyard.exporter.trip import Progress as OnProgress
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-_PIPE_COLUMNS = 500
 
 _HELP = """Write artifacts that are proven to agree with a checkpoint.
 
@@ -130,12 +128,12 @@ def export_command(
     """Parse, call `modelyard.exporter.export` once, print."""
     os.environ |= thread_environment()
     # Here, not above: importing torch takes a second that `modelyard --help` need not wait.
-    from modelyard.exporter import ExportError, UsageError, export
+    from modelyard.exporter.trip import export
 
-    try:
-        arguments = _parse_model_args(model_args)
+    with exit_codes():
+        arguments = read_model_args(model_args)
         # What the author's code prints must not end up in the JSON.
-        with _progress() as progress, redirect_stdout(sys.stderr):
+        with step_bar() as progress, redirect_stdout(sys.stderr):
             reports = export(
                 checkpoint,
                 model,
@@ -155,15 +153,12 @@ def export_command(
                 samples=samples or (),
                 progress=progress,
             )
-    except ExportError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
     for line in _notes(reports):
         typer.echo(f"warning: {line}", err=True)
     if as_json:
         typer.echo(json.dumps([report.to_json() for report in reports], indent=2))
     else:
-        _print_table(reports)
+        out.print(_table(reports))
 
 
 def _notes(reports: "list[ExportReport]") -> list[str]:
@@ -186,9 +181,18 @@ def _announce(name: str, imports: Sequence[str]) -> None:
     typer.echo(f'trusted: "{name}" will import and may run {", ".join(imports)}', err=True)
 
 
-def _parse_model_args(text: str) -> dict[str, Any]:
-    from modelyard.exporter import UsageError
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turn an error that is known into one line, and exit code 2 for wrong usage, else 1."""
+    try:
+        yield
+    except (ExportError, OSError) as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
 
+
+def read_model_args(text: str) -> dict[str, Any]:
+    """Read `--model-args`."""
     try:
         arguments = json.loads(text)
     except json.JSONDecodeError as error:
@@ -198,66 +202,28 @@ def _parse_model_args(text: str) -> dict[str, Any]:
         ) from error
     if not isinstance(arguments, dict):
         raise UsageError(
-            f"--model-args {text} is a JSON {type(arguments).__name__}; "
-            "expected an object such as '{\"classes\": 10}'"
+            f"--model-args {text} is not a JSON object, it is a JSON {type(arguments).__name__}; "
+            "expected such as '{\"classes\": 10}'"
         )
     return arguments
 
 
-@contextmanager
-def _progress() -> "Iterator[OnProgress | None]":
-    """Show the step at work, on a terminal only."""
-    console = Console(file=sys.stderr)  # this one, whatever is redirected meanwhile
-    if not console.is_terminal:
-        yield None
-        return
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, TimeElapsedColumn(), console=console, transient=True) as bar:
-        task = bar.add_task("", total=None)
-        yield lambda step, done, total: bar.update(
-            task, description=step, completed=done, total=total
-        )
-
-
-def _print_table(reports: "list[ExportReport]") -> None:
-    console = Console()
-    if not console.is_terminal:
-        # Rich takes 80 columns for what is not a terminal, and would break long paths.
-        console = Console(width=_PIPE_COLUMNS)
-    console.print(_table(reports))
-
-
-def _table(reports: "list[ExportReport]") -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading, justify in _COLUMNS:
-        table.add_column(heading, justify=justify, overflow="fold")
+def _table(reports: "list[ExportReport]") -> "Table":
+    table = plain_table(
+        *(("format", "left"), ("file", "left"), ("size", "right")),
+        *(("max_abs", "right"), ("batches", "right"), ("verdict", "left")),
+    )
     for report in reports:
         how = report.details.get("torchscript")
         table.add_row(
             f"{report.format} ({how})" if how else report.format,
             str(report.artifact),
-            _size(report.artifact_bytes),
+            format_bytes(report.artifact_bytes),
             f"{report.parity.max_abs:.1e}",
             _span(report.parity.batches),
             "agrees",
         )
     return table
-
-
-_COLUMNS: tuple[tuple[str, Any], ...] = (
-    ("format", "left"),
-    ("file", "left"),
-    ("size", "right"),
-    ("max_abs", "right"),
-    ("batches", "right"),
-    ("verdict", "left"),
-)
-
-
-def _size(size_bytes: int) -> str:
-    if size_bytes < 1e6:
-        return f"{size_bytes / 1e3:.1f} kB"
-    return f"{size_bytes / 1e6:.1f} MB"
 
 
 def _span(batches: tuple[int, ...]) -> str:

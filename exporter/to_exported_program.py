@@ -5,10 +5,11 @@ import linecache
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,6 @@ from torch.fx import GraphModule
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError
-from modelyard.exporter.rnn import any_length
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 _FLAT_WEIGHTS = r"The tensor attributes? (self\.\S*_flat_weights\[\d+\](, )?)+ w"
@@ -217,3 +217,83 @@ def _shorten_paths(program: ExportedProgram) -> None:
         for node in module.graph.nodes if isinstance(module, GraphModule) else ():
             if trace := node.meta.get("stack_trace"):
                 node.meta["stack_trace"] = _SOURCE_FILE.sub("", trace)
+
+
+# -- LSTM, GRU and RNN of every length ------------------------------------------------------------
+# torch keeps the operator in the program, but learns the shape of its output by running a
+# decomposition that loops over the sequence, which fixes the length to the example's. Here the
+# shape is stated instead, from the shapes that go in.
+
+_Kernel = Callable[..., Any]
+
+
+def _lstm(
+    x: Tensor,
+    hx: tuple[Tensor, Tensor],
+    params: Any,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """State the shapes of aten.lstm: the hidden state's last size is the projection's, if any."""
+    hidden, cell = hx
+    return _sequence(x, hidden, bidirectional), torch.empty_like(hidden), torch.empty_like(cell)
+
+
+def _rnn(
+    x: Tensor,
+    hx: Tensor,
+    params: Any,
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Tensor, Tensor]:
+    """State the shapes of aten.gru and of both plain RNNs."""
+    return _sequence(x, hx, bidirectional), torch.empty_like(hx)
+
+
+def _sequence(x: Tensor, hidden: Tensor, bidirectional: bool) -> Tensor:
+    # Batch and length keep their places, whichever comes first.
+    return x.new_empty((*x.shape[:2], hidden.shape[-1] * (2 if bidirectional else 1)))
+
+
+_KERNELS: dict[Any, _Kernel] = {
+    torch.ops.aten.lstm.input: _lstm,
+    torch.ops.aten.gru.input: _rnn,
+    torch.ops.aten.rnn_tanh.input: _rnn,
+    torch.ops.aten.rnn_relu.input: _rnn,
+}
+# Where torch's own decomposition is registered.
+_KEYS = (
+    torch._C.DispatchKey.CompositeImplicitAutograd,
+    torch._C.DispatchKey.Autograd,
+)
+
+
+@contextmanager
+def any_length() -> Iterator[None]:
+    """Trace or convert recurrent layers of every length inside this context.
+
+    It changes torch for the whole process meanwhile: no other thread may run a model.
+    """
+    saved = {
+        (operator, key): operator.py_kernels[key]
+        for operator in _KERNELS
+        for key in _KEYS
+        if key in operator.py_kernels
+    }
+    try:
+        for operator, key in saved:
+            operator.py_kernels[key] = _KERNELS[operator]
+            operator._dispatch_cache.clear()
+        yield
+    finally:
+        for (operator, key), kernel in saved.items():
+            operator.py_kernels[key] = kernel
+            operator._dispatch_cache.clear()

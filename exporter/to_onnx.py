@@ -13,7 +13,7 @@ from torch.export import ExportedProgram
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError, cause
-from modelyard.exporter.rnn import any_length
+from modelyard.exporter.to_exported_program import any_length
 
 # The largest file that protobuf, and so a single .onnx, can be.
 _MAX_BYTES = 2**31 - 1

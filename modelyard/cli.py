@@ -21,7 +21,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "export": Command("modelyard.exporter.cli", "app", "Turn a checkpoint into proven artifacts."),
-    "bench": Command("modelyard.exporter.bench_cli", "app", "Measure artifacts on this machine."),
+    "bench": Command("modelyard.exporter.bench.cli", "app", "Measure artifacts on this machine."),
     "inspect": Command(
         "modelyard.exporter.inspect_cli", "inspect_app", "Describe what a file is and holds."
     ),

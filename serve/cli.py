@@ -147,12 +147,10 @@ def start(
 
 
 def _print_plan(settings: Settings, json_output: bool) -> None:
-    from modelyard.serve.control.lifecycle import Lifecycle
-    from modelyard.serve.control.registry import Registry
-    from modelyard.serve.dataplane.metrics import Metrics
+    from modelyard.serve.control.restore import plan_start
     from modelyard.serve.tools.explain_plan import explain, plan_table
 
-    plan = Lifecycle(settings, Registry(), Metrics()).plan()
+    plan = plan_start(settings)
     if json_output:
         out.print_json(json.dumps(explain(plan)))
         return

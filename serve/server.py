@@ -18,6 +18,7 @@ import uvloop
 
 from modelyard.archiver import ArchiveError
 from modelyard.serve.app import Server, create_server
+from modelyard.serve.control.restore import restore
 from modelyard.serve.control.state import StateDir, write_json
 from modelyard.serve.errors import ServeError, StartError
 from modelyard.serve.log import log_to_stderr
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 Event = dict[str, Any]
 Report = Callable[[Event], None]
+Create = Callable[[Settings], Server]
 
 ANNOUNCE_S = 0.2
 """After SIGTERM connections are still taken for this long, and told to close with their answer."""
@@ -34,20 +36,21 @@ FLUSH_S = 2.0
 """For the last error answers to reach their clients."""
 
 
-def run(settings: Settings, report: Report) -> int:
+def run(settings: Settings, report: Report, create: Create = create_server) -> int:
     """Run a server until SIGTERM or SIGINT; return its exit code.
 
     Args:
         settings: what to serve and where.
-        report: told about each step: {"event": …}: locked when the state folder is held, started
+        report: called at each step with {"event": …}: locked when the state folder is held, started
             when the ports are open, loading, ready, error.
+        create: builds the server.
     """
     state = StateDir(settings.state_dir)
     try:
         state.create()
         with state.lock():
             report({"event": "locked"})
-            uvloop.run(_serve(settings, state, report))
+            uvloop.run(_serve(settings, state, report, create))
     except (ServeError, ArchiveError) as error:
         logger.error("%s", error)
         report({"event": "error", "message": str(error)})
@@ -60,11 +63,11 @@ def run(settings: Settings, report: Report) -> int:
     return 0
 
 
-async def _serve(settings: Settings, state: StateDir, report: Report) -> None:
+async def _serve(settings: Settings, state: StateDir, report: Report, create: Create) -> None:
     """Start, wait for the signal to stop, stop."""
     shutil.rmtree(state.unpacked, ignore_errors=True)
     state.unpacked.mkdir(mode=0o700)
-    server = create_server(settings)
+    server = create(settings)
     stop = _watch_signals()
     about = _describe(server, state, settings)
 
@@ -75,32 +78,33 @@ async def _serve(settings: Settings, state: StateDir, report: Report) -> None:
         report({"event": "started", **about})
 
     try:
-        if settings.torchserve is None:
+        if server.lifecycle.policy.is_strict:
             await open_ports()
-            await _load(server, stop, report)
-        else:  # its models are registered before the first request and load their workers after
-            await _load(server, stop, report)
+            warnings = await _load(server, stop, report)
+        else:
+            warnings = await _load(server, stop, report)
             await open_ports()
         server.phase.is_starting = False
         gc.collect()
         gc.freeze()
         logger.info("ready: %s", about)
-        report({"event": "ready", **about, "warnings": server.lifecycle.warnings})
+        report({"event": "ready", **about, "warnings": warnings})
         await stop.first.wait()
         await _drain(server, settings.drain_timeout_s, stop.second)
     finally:
         await _end(server, state)
 
 
-async def _load(server: Server, stop: StopSignals, report: Report) -> None:
-    """Register what is to be served.
+async def _load(server: Server, stop: StopSignals, report: Report) -> list[str]:
+    """Register what is to be served, and return warnings for whoever started the server.
 
     Raises:
         StartError: a signal came first.
     """
     loading = asyncio.ensure_future(
-        server.lifecycle.start(
-            lambda model, text: report({"event": "loading", "model": model, "text": text})
+        restore(
+            server.lifecycle,
+            lambda model, text: report({"event": "loading", "model": model, "text": text}),
         )
     )
     stopped = asyncio.ensure_future(stop.first.wait())
@@ -110,7 +114,7 @@ async def _load(server: Server, stop: StopSignals, report: Report) -> None:
         loading.cancel()
         await asyncio.wait([loading])  # it ends the workers that it has started
         raise StartError("stopped while it was starting")
-    await loading
+    return await loading
 
 
 def _describe(server: Server, state: StateDir, settings: Settings) -> Event:

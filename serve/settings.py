@@ -1,9 +1,11 @@
-"""What the server is told: defaults < configuration file < environment < command line."""
+"""A server's settings: defaults < configuration file < environment < command line."""
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +19,7 @@ from pydantic import (
     field_validator,
 )
 
-from modelyard.serve.address import Address
 from modelyard.serve.errors import StartError
-from modelyard.serve.torchserve.settings import TorchServeSettings
 
 ENV_PREFIX = "MODELYARD_"
 
@@ -28,6 +28,35 @@ def default_state_dir() -> Path:
     """Return the folder for pid file, keys, logs and state, per the XDG base directory rules."""
     base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
     return Path(base) / "modelyard"
+
+
+@dataclass(frozen=True)
+class Address:
+    """A host and port, or the path of a Unix socket."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """0 lets the system choose."""
+    path: Path | None = None
+    """Of a Unix socket; host and port say nothing then."""
+    is_tls: bool = False
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        if self.path is not None or self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def __str__(self) -> str:
+        """Return the address as a client writes it."""
+        if self.path is not None:
+            return f"unix:{self.path}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http{'s' if self.is_tls else ''}://{host}:{self.port}"
 
 
 class Settings(BaseModel):
@@ -44,7 +73,7 @@ class Settings(BaseModel):
     state_dir: Path = Field(default_factory=default_state_dir)
     """Folder of pid file, keys, logs and saved state; one server each."""
     host: str = "127.0.0.1"
-    """Address of all three APIs; `torchserve` has an address of its own for each."""
+    """Address of all three APIs."""
     port: int = Field(default=8080, ge=0, le=65535)
     """Port of the inference API; 0 lets the system choose, for the other two as well."""
     management_port: int = Field(default=8081, ge=0, le=65535)
@@ -88,8 +117,6 @@ class Settings(BaseModel):
     model_settings: dict[str, dict[str, Any]] = {}
     """Model name → keys of model-config.yaml that go before the archive's own. Handlers do not see
     them."""
-    torchserve: TorchServeSettings | None = None
-    """Set by the command `torchserve`: the server speaks TorchServe's dialect."""
 
     @field_validator("models", mode="before")
     @classmethod
@@ -104,7 +131,7 @@ class Settings(BaseModel):
         try:
             return yaml.safe_load(value) if isinstance(value, str) else value
         except yaml.YAMLError as error:
-            raise ValueError(f"no YAML: {error}") from error
+            raise ValueError(f"not valid YAML: {error}") from error
 
     @field_validator("model_store", "state_dir", "trusted_keys")
     @classmethod
@@ -120,12 +147,7 @@ class Settings(BaseModel):
 
     @property
     def addresses(self) -> tuple[Address, Address, Address]:
-        """Where the inference, the management and the metrics API listen.
-
-        APIs with equal addresses share one listener.
-        """
-        if (own := self.torchserve) is not None:
-            return own.inference_address, own.management_address, own.metrics_address
+        """Where the inference, the management and the metrics API listen."""
         ports = (self.port, self.management_port, self.metrics_port)
         inference, management, metrics = (Address(self.host, port) for port in ports)
         return inference, management, metrics

@@ -112,7 +112,7 @@ class Answering(Front):
         Front.__init__(self, check, phase)
         self._models = registry
         self._metrics = metrics
-        self.torchserve_metrics = metrics.torchserve
+        self.observer = metrics.observer
         self._max_request_bytes = max_request_bytes
 
     def target(self, scope: Scope) -> Target | None:
@@ -245,9 +245,8 @@ class Asked:
         """
         scope, (kind, path, flags), model = self._scope, self._target, self._model
         asked_s = read_timeout(scope["headers"])
-        torchserve = self.api.torchserve_metrics
-        if torchserve is not None:
-            torchserve.accepted(model.name, self._target.version)
+        if (observer := self.api.observer) is not None:
+            observer.accepted(model.name, self._target.version)
         self._call = Call(
             model,
             kind,
@@ -256,9 +255,7 @@ class Asked:
             asked_s,
             has_left,
             flags,
-            # TorchServe lets everybody wait until the end, and so does its dialect, unless a
-            # client asks for more.
-            torchserve is None or asked_s < math.inf,
+            model.config.refuses_late or asked_s < math.inf,
         )
         self._call.submit(parts)
 
@@ -266,9 +263,9 @@ class Asked:
         """Count an answer and return its status, headers and body."""
         took_s = monotonic() - self._began
         self._metrics.answered(reply.status, took_s)
-        if (torchserve := self.api.torchserve_metrics) is not None:
+        if (observer := self.api.observer) is not None:
             waited_s = self._call.taken_at - self._began
-            torchserve.inferred(self._model.name, self._target.version, waited_s, took_s)
+            observer.inferred(self._model.name, self._target.version, waited_s, took_s)
         return reply.status, unpack_headers(reply.headers), reply.body
 
     def failed(self, error: Exception) -> Answer:

@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 
 from modelyard.serve.api.asgi import Api, Phase
 from modelyard.serve.api.inference import ModelName, Version, error_responses
-from modelyard.serve.control.lifecycle import Lifecycle
+from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
 from modelyard.serve.dataplane.pool import ReplicaSlot

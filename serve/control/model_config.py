@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import yaml
@@ -22,13 +22,8 @@ T = TypeVar("T")
 
 DEFAULT_BATCH_SIZE = 8
 """On a CPU a batch above 8 gains nothing for small networks and costs latency for large ones."""
-RETRY_S = 300
-"""TorchServe's own time in which a worker that fails may come back."""
 FILLS_ROWS = ("text", "text_encoder")
 """Built-in handlers that fill a batch up to its longest request."""
-PARALLEL_TYPES = {"pp": "pp", "tp": "tp", "pptp": "pptp", "custom": "custom"}
-LAUNCHED_TYPES = ("pp", "tp", "pptp")
-"""Parallel types whose workers torchrun starts."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +38,23 @@ class Options:
     runtime: str | None = None
     comes_first: bool = False
     """Before the archive in everything, as what a snapshot says."""
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model version that is to be served: a call of the register API, or a line of the state."""
+
+    location: str
+    """As the caller wrote it: a file of the store, or a URL."""
+    name: str | None = None
+    """None takes the manifest's."""
+    workers: int | None = None
+    """None leaves it to the settings, the archive and the chooser (`sizing.py`)."""
+    most: int | None = None
+    """Workers that scaling leaves alone; None takes as many as are started."""
+    options: Options = field(default_factory=Options)
+    is_default: bool = False
+    at_start: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,12 +88,15 @@ class ModelConfig:
     """Worker i takes the i-th of these, in turn [deviceIds]."""
     by_length: bool = False
     """Whether a batch is made of requests of like length [batchBy: arrival | length]."""
+    refuses_late: bool = True
+    """Whether a request is refused whose answer is not to be expected in its time; else it waits
+    until the end, unless its client says how long."""
     needs_ticket: bool = False
     """Whether a request is taken only while a worker is idle [useJobTicket]."""
     has_venv: bool = False
     """Whether the archive asked for an environment of its own [useVenv]."""
-    retry_s: int = RETRY_S
-    """How long a worker that fails counts as coming back [maxRetryTimeoutInSec]."""
+    retry_s: float = math.inf
+    """How long a worker that cannot be started any more is tried again [maxRetryTimeoutInSec]."""
     parallel_type: str = ""
     """Shown only [parallelType]."""
     parallel_level: int = 0
@@ -105,75 +120,25 @@ class ModelConfig:
 
 
 def load_model_config(
-    archive: Archive,
-    settings: Settings,
-    options: Options | None = None,
-    name: str | None = None,
-    at_start: bool = False,
+    archive: Archive, settings: Settings, options: Options | None = None, name: str | None = None
 ) -> ModelConfig:
     """Read the archive's configuration file; what it leaves open comes from the settings.
 
-    In TorchServe's dialect a value of the wrong type is warned of and left out, and what the
-    setting `models` says of this name and version stands behind the file.
-
     Args:
-        options: what the caller said; batch size and delay stand before the file, timeouts behind.
+        options: what the caller said; batch size and delay stand before the file.
         name: under which the archive is registered.
-        at_start: TorchServe's setting `models` says how many workers only then.
 
     Raises:
-        BadModelConfig: the file is missing or no YAML mapping, a value has the wrong type, or it
-            asks for what is not supported.
+        BadModelConfig: the file is missing or not a YAML mapping, a value has the wrong type, or
+            the setting `model_settings` has a key that nothing reads.
     """
-    file = archive.manifest.config_file
-    dialect = settings.torchserve
-    own = _parse(archive, file)
-    over = settings.model_settings.get(name or archive.manifest.model_name or "", {})
-    where = file or "model-config.yaml"
-    if over:
-        where += " with the setting model_settings"
-    values = _Values({**own, **over}, where, dialect is not None)
-    said = options or Options()
-    # An archive of TorchServe's may keep state that its predictions and explanations share.
-    explain_workers = values.integer(
-        "explainWorkers", int(archive.manifest.modelyard is not None), least=0
-    )
-    sealed = archive.manifest.modelyard is not None
-    by_length = values.choice(
-        "batchBy",
-        {"arrival": False, "length": True},
-        sealed and (said.handler or archive.manifest.handler) in FILLS_ROWS,
-    )
-    threads = values.integer("workerThreads", 0, least=0)
+    options = options or Options()
+    values = Values.of(archive, settings, name)
     proven = proven_batch(archive)
-    if dialect is None:
-        config = _ours(values, proven, settings, said)
-        values.refuse_unknown(over)
-        origins = {key: f"{key} of {file}" for key in own}
-        origins |= {key: f"{key} of the setting model_settings" for key in over}
-        return replace(
-            config,
-            explain_workers=explain_workers,
-            by_length=by_length,
-            threads=threads,
-            origins=origins,
-            proven_batch=proven,
-        )
-    listed = dialect.models.get(name or "", {}).get(archive.manifest.model_version, {})
-    behind = _Values(listed, "the setting `models`", True)
-    config = _torchserves(values, behind, proven, settings, said)
-    if at_start and not config.workers:
-        workers, most = _pair(behind)
-        config = replace(config, workers=workers, most_workers=most)
-    return replace(config, explain_workers=explain_workers, by_length=by_length, threads=threads)
-
-
-def _ours(values: _Values, proven: int | None, settings: Settings, said: Options) -> ModelConfig:
-    batch_size = said.batch_size or values.integer("batchSize", DEFAULT_BATCH_SIZE, least=1)
-    device = values.choice("deviceType", {"cpu": "cpu", "gpu": "cuda"}, settings.device)
+    batch_size = options.batch_size or values.integer("batchSize", DEFAULT_BATCH_SIZE, least=1)
     timeout_ms = values.integer("clientTimeoutInMills", 0, least=0)
     workers = values.integer("minWorkers", 0, least=0)
-    return ModelConfig(
+    config = ModelConfig(
         workers=workers,
         most_workers=max(workers, values.integer("maxWorkers", 0, least=0)),
         batch_size=min(batch_size, proven) if proven else batch_size,
@@ -182,97 +147,26 @@ def _ours(values: _Values, proven: int | None, settings: Settings, said: Options
         request_timeout_s=timeout_ms / 1000 if timeout_ms else settings.request_timeout_s,
         response_timeout_s=values.seconds("responseTimeout", settings.response_timeout_s),
         startup_timeout_s=values.seconds("startupTimeout", settings.startup_timeout_s),
-        device=device,
+        device=values.choice("deviceType", {"cpu": "cpu", "gpu": "cuda"}, settings.device),
         retry=values.boolean("retry", True),
+        origins=values.origins,
+        proven_batch=proven,
+        **extensions(values, archive, options),
     )
+    values.refuse_unknown()
+    return config
 
 
-def _torchserves(
-    values: _Values, listed: _Values, proven: int | None, settings: Settings, said: Options
-) -> ModelConfig:
-    """Apply TorchServe's defaults and order: file, setting `models`, caller, server.
-
-    The caller's batch size and delay come first.
-    """
-    for key in ("sequenceBatching", "continuousBatching", "asyncCommunication"):
-        if values.boolean(key, False):
-            raise BadModelConfig(
-                f"{values.file}: {key} is not supported; serve this model without it, or stay "
-                "with TorchServe for it"
-            )
-    parallel_type = values.choice("parallelType", PARALLEL_TYPES, "")
-    parallel_level = values.integer("parallelLevel", 0, least=0) if parallel_type else 0
-    if parallel_level and parallel_type in LAUNCHED_TYPES:
-        raise BadModelConfig(
-            f"{values.file}: parallelType {parallel_type}: a worker of several processes is not "
-            "supported; `custom` starts one process"
-        )
-    workers, most = _pair(values)
-    timeout_ms = values.integer("clientTimeoutInMills", 0, least=0)
-    delay = values.integer("maxBatchDelay", 0, least=0) or listed.integer("maxBatchDelay", 0, 0)
-    batch_size = said.batch_size or values.at_least_1("batchSize")
-    batch_size = batch_size or listed.at_least_1("batchSize") or 1
-
-    def seconds(key: str, caller: int | None, server: float) -> float:
-        if said.comes_first and caller:
-            return caller
-        return values.integer(key, 0, 1) or listed.integer(key, 0, 1) or caller or server
-
-    return ModelConfig(
-        workers=workers,
-        most_workers=most,
-        batch_size=min(batch_size, proven) if proven else batch_size,
-        batch_delay_ms=said.batch_delay_ms if said.batch_delay_ms is not None else delay or 100,
-        queue_size=values.integer("jobQueueSize", settings.queue_size, least=1),
-        request_timeout_s=timeout_ms / 1000 if timeout_ms else math.inf,
-        response_timeout_s=seconds(
-            "responseTimeout", said.response_timeout_s, settings.response_timeout_s
-        ),
-        startup_timeout_s=seconds(
-            "startupTimeout", said.startup_timeout_s, settings.startup_timeout_s
-        ),
-        device=_device(values, settings.device),
-        retry=values.boolean("retry", True),
-        device_ids=_device_ids(values),
-        needs_ticket=values.boolean("useJobTicket", False),
-        has_venv=values.boolean("useVenv", False),
-        retry_s=values.integer("maxRetryTimeoutInSec", RETRY_S, least=1),
-        parallel_type=parallel_type,
-        parallel_level=parallel_level,
-    )
-
-
-def _pair(values: _Values) -> tuple[int, int]:
-    """Return minWorkers and maxWorkers where both make sense together, else zeros."""
-    least, most = values.at_least_1("minWorkers"), values.integer("maxWorkers", 0, least=0)
-    if 0 < least <= most:
-        return least, most
-    if least or most:
-        logger.warning("Invalid model config in mar, minWorkers:%d, maxWorkers:%d", least, most)
-    return 0, 0
-
-
-def _device(values: _Values, server: str) -> str:
-    wanted = values.values.get("deviceType")
-    if wanted is not None and wanted not in ("cpu", "gpu"):
-        logger.warning("Invalid deviceType: %s, should be cpu, or gpu", wanted)
-        return server
-    if wanted is None or server == "cpu":
-        return server
-    return "cuda" if wanted == "gpu" and count_gpus() else "cpu"
-
-
-def _device_ids(values: _Values) -> tuple[int, ...]:
-    ids = values.values.get("deviceIds", [])
-    if not isinstance(ids, list) or not all(type(each) is int for each in ids):
-        logger.warning("%s: deviceIds: expected a list of numbers, got %r", values.file, ids)
-        return ()
-    there = range(count_gpus())
-    for each in ids:
-        if each not in there:
-            logger.warning("Invalid deviceId:%d, ignore deviceIds list", each)
-            return ()
-    return tuple(ids)
+def extensions(values: Values, archive: Archive, options: Options) -> dict[str, Any]:
+    """Return the fields of a configuration whose keys are ours, in every dialect."""
+    is_sealed = archive.manifest.modelyard is not None
+    fills_rows = is_sealed and (options.handler or archive.manifest.handler) in FILLS_ROWS
+    return {
+        # An archive without our seal may keep state that predictions and explanations share.
+        "explain_workers": values.integer("explainWorkers", int(is_sealed), least=0),
+        "by_length": values.choice("batchBy", {"arrival": False, "length": True}, fills_rows),
+        "threads": values.integer("workerThreads", 0, least=0),
+    }
 
 
 def proven_batch(archive: Archive) -> int | None:
@@ -297,56 +191,86 @@ def _parse(archive: Archive, file: str | None) -> dict[str, Any]:
     return config
 
 
-class _Values:
+class Values:
     """Typed look-ups that name the key when its value is wrong.
 
     Args:
+        settings: keys of the server's own that stand before those of the file.
         is_lenient: a wrong value is warned of and its default taken; else it is an error.
     """
 
-    def __init__(self, values: Mapping[str, Any], file: str, is_lenient: bool) -> None:
-        self.values = values
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        file: str,
+        is_lenient: bool = False,
+        settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._settings = settings or {}
+        self.values = {**values, **self._settings}
         self.file = file
         self._is_lenient = is_lenient
-        self._asked: set[str] = set()
+        self._known: set[str] = set()
+        self.origins = {key: f"{key} of {file}" for key in values}
+        """Key → who says so, for people."""
+        if self._settings:
+            self.file += " with the setting model_settings"
+            self.origins |= {key: f"{key} of the setting model_settings" for key in self._settings}
 
-    def refuse_unknown(self, given: Mapping[str, Any]) -> None:
-        """Refuse keys that nobody has asked for.
+    @classmethod
+    def of(
+        cls, archive: Archive, settings: Settings, name: str | None, is_lenient: bool = False
+    ) -> Values:
+        """Read the archive's file, and what the settings say of a model of this name.
+
+        Raises:
+            BadModelConfig: the file is missing or not a YAML mapping.
+        """
+        file = archive.manifest.config_file
+        of_model = settings.model_settings.get(name or archive.manifest.model_name or "")
+        return cls(_parse(archive, file), file or "model-config.yaml", is_lenient, of_model)
+
+    def refuse_unknown(self) -> None:
+        """Refuse keys of the settings that nothing has read.
 
         An archive's file may hold keys for its handler; what only the server reads may not.
         """
-        if unknown := sorted(map(str, set(given) - self._asked)):
+        if unknown := sorted(map(str, set(self._settings) - self._known)):
             raise BadModelConfig(
                 f"the setting model_settings: the server reads no {', '.join(unknown)}; it reads "
-                + ", ".join(sorted(self._asked))
+                + ", ".join(sorted(self._known))
             )
 
     def _get(self, key: str, default: Any = None) -> Any:
-        self._asked.add(key)
+        self._known.add(key)
         return self.values.get(key, default)
 
     def integer(self, key: str, default: int, least: int) -> int:
+        """Return a whole number that is no less than `least`."""
         value = self._get(key, default)
         if key in self.values and not (type(value) is int and value >= least):
             return self._wrong(key, f"a whole number from {least} up", default)
         return int(value)
 
     def at_least_1(self, key: str) -> int:
-        """Return 0 where nothing is said; what is written below 1 means 1, as in TorchServe."""
+        """Return 0 where nothing is said; what is written below 1 means 1."""
         value = self._get(key)
         if value is None:
             return 0
         return max(1, value) if type(value) is int else self._wrong(key, "a whole number", 0)
 
     def seconds(self, key: str, default: float) -> float:
+        """Return a time limit."""
         found = self.integer(key, 1, least=1)
         return found if key in self.values else default
 
     def boolean(self, key: str, default: bool) -> bool:
+        """Return true or false."""
         value = self._get(key, default)
         return value if isinstance(value, bool) else self._wrong(key, "true or false", default)
 
     def choice(self, key: str, meanings: dict[str, T], default: T) -> T:
+        """Return what one of the words means."""
         value = self._get(key)
         if value is None:
             return default

@@ -7,6 +7,7 @@ collapses when anything else runs on its cores (1256 answers a second became 71,
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -50,10 +51,12 @@ class Allocation:
     workers: int
     threads: int
     """Of each worker."""
-    why_workers: str
-    why_threads: str
-    is_said: bool
+    why_workers: str = ""
+    why_threads: str = ""
+    is_said: bool = False
     """Whether somebody said how many workers, or how many threads each."""
+    most: int | None = None
+    """Workers that scaling leaves alone; None: `workers`."""
 
     @property
     def total_threads(self) -> int:
@@ -150,6 +153,31 @@ def _cores(count: int) -> str:
 
 def _models(count: int) -> str:
     return f"{count} model{'s' * (count != 1)}"
+
+
+class StartupAllocator:
+    """Shares the cores out among the models of one start, once each has asked for its part."""
+
+    def __init__(self, machine: Machine, count: int) -> None:
+        self._machine = machine
+        self._count = count
+        self._requests: list[ResourceRequest] = []
+        self._complete = asyncio.Event()
+
+    async def allocate(self, request: ResourceRequest) -> Allocation:
+        """Return what one model gets; where nobody said how many workers, after all have asked."""
+        at = len(self._requests)
+        self._requests.append(request)
+        if len(self._requests) == self._count:
+            self._complete.set()
+        if request.workers is None:
+            await self._complete.wait()
+        return choose(self._machine, self._requests)[at]
+
+    @property
+    def warning(self) -> str | None:
+        """Why it is too much, or None."""
+        return describe_excess(self._machine, choose(self._machine, self._requests))
 
 
 # -- the machine -------------------------------------------------------------------------------

@@ -144,6 +144,8 @@ class HandlerMetrics:
         reserved: names that handlers cannot use.
     """
 
+    is_alone = False
+
     def __init__(
         self,
         hostname: str,
@@ -156,6 +158,15 @@ class HandlerMetrics:
         self._reserved = reserved
         self._refused: set[str] = set()
         self.families = {family.name: family for family in declared}
+
+    def reported(self, records: Iterable[Record], seconds: float) -> None:
+        """Take what a handler measured in one batch."""
+        for record in records:
+            self.record(record)
+
+    def text(self, names: Collection[str] = ()) -> str:
+        """Return Prometheus text; only metrics of these names unless there are none."""
+        return text(self.families.values(), names)
 
     def record(self, record: Record) -> None:
         """Take one record; one that cannot be taken is left out, with a warning."""

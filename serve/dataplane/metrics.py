@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
+from typing import Protocol
 
 from prometheus_client import (
     CollectorRegistry,
@@ -14,10 +15,8 @@ from prometheus_client import (
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 
-from modelyard.serve.dataplane.exposition import HandlerMetrics, read_records, text
+from modelyard.serve.dataplane.exposition import HandlerMetrics, Record, read_records
 from modelyard.serve.dataplane.histogram import Histograms
-from modelyard.serve.torchserve.metrics import TorchServeMetrics
-from modelyard.serve.torchserve.settings import TorchServeSettings
 
 KINDS = ("predict", "explain")
 """Label values by kind of job: index 0 and 1."""
@@ -28,20 +27,40 @@ SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
+class Recorder(Protocol):
+    """What keeps the metrics of handlers, and whatever else a dialect measures."""
+
+    is_alone: bool
+    """Whether nothing but its text is exposed."""
+
+    def reported(self, records: Iterable[Record], seconds: float) -> None:
+        """Take what a handler measured in one batch, which its worker had for `seconds`."""
+
+    def forget(self, model: str) -> None:
+        """Drop the series of a model."""
+
+    def text(self, names: Collection[str] = ()) -> str:
+        """Return Prometheus text; only metrics of these names unless there are none."""
+
+
+class CallObserver(Protocol):
+    """What wants to know of each call for a model."""
+
+    def accepted(self, model: str, version: str | None) -> None:
+        """Count a prediction or explanation that is asked for."""
+
+    def inferred(self, model: str, version: str | None, queued_s: float, total_s: float) -> None:
+        """Take note of one answer: how long it waited, and how long it took altogether."""
+
+
 class Metrics:
-    """The metrics of one server. Labels come from registered models only, so they are bounded.
+    """The metrics of one server. Labels come from registered models only, so they are bounded."""
 
-    Args:
-        torchserve: settings of the dialect, None in a server of ours.
-
-    Raises:
-        StartError: the dialect's metrics configuration cannot be read.
-    """
-
-    def __init__(self, torchserve: TorchServeSettings | None = None) -> None:
-        self.torchserve = TorchServeMetrics(torchserve) if torchserve else None
-        self.handlers = HandlerMetrics(socket.gethostname())
-        """What handlers measure; in the dialect `torchserve` keeps that."""
+    def __init__(
+        self, recorder: Recorder | None = None, observer: CallObserver | None = None
+    ) -> None:
+        self.recorder: Recorder = recorder or HandlerMetrics(socket.gethostname())
+        self.observer = observer
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a time stamp beside every series, which nobody reads
         self.registry = CollectorRegistry()
         model = ("model", "version")
@@ -121,12 +140,9 @@ class Metrics:
 
     def text(self, names: Collection[str] = ()) -> str:
         """Return everything as Prometheus text; only these metrics unless there are none."""
-        if self.torchserve is None:
-            theirs = text(self.handlers.families.values(), names)
-        else:
-            theirs = self.torchserve.text(names)
-            if self.torchserve.mode == "log":
-                return theirs
+        theirs = self.recorder.text(names)
+        if self.recorder.is_alone:
+            return theirs
         registry: Collector = self.registry.restricted_registry(names) if names else self.registry
         return theirs + generate_latest(registry).decode()
 
@@ -146,24 +162,12 @@ class VersionMetrics:
 
     def reported(self, records: object, seconds: float) -> None:
         """Take what a handler measured in one batch, which its worker had for `seconds`."""
-        if self._metrics.torchserve is not None:
-            self._metrics.torchserve.reported(read_records(records), seconds)
-        else:
-            for record in read_records(records):
-                self._metrics.handlers.record(record)
-
-    def worker_loaded(self, id: int, seconds: float) -> None:
-        """Take note of how long a worker took to load."""
-        if self._metrics.torchserve is not None:
-            model, version = self._labels
-            self._metrics.torchserve.worker_loaded(f"W-{id}-{model}_{version}", seconds)
+        self._metrics.recorder.reported(read_records(records), seconds)
 
     def remove(self) -> None:
         """Forget the series of this model version."""
         metrics = self._metrics
-        metrics.handlers.forget(self._labels[0])
-        if metrics.torchserve is not None:
-            metrics.torchserve.forget(self._labels[0])
+        metrics.recorder.forget(self._labels[0])
         metrics.restarts.remove(*self._labels)
         metrics.ready_workers.remove(*self._labels)
         for kind in self.kinds:

@@ -1,441 +1,31 @@
-"""Start, watch, restart and scale the workers of one model version.
-
-A worker is a process of its own session, joined by one end of a socket pair: no path that anybody
-else could open, and its end of file is the worker's death. Async ends here; below is plain blocking
-code.
-"""
+"""Restart, scale and feed the workers of one model version."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-import math
-import os
-import re
-import signal
-import socket
-import subprocess
-import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from time import monotonic
-from typing import Any, cast
 
-from modelyard.archiver.threads import thread_environment
-from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.batcher import Batcher
-from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, Stream
+from modelyard.serve.dataplane.call import EXPLAIN, Call
 from modelyard.serve.dataplane.clock import Clock
 from modelyard.serve.dataplane.metrics import VersionMetrics
-from modelyard.serve.errors import (
-    DeadlinePassed,
-    Draining,
-    LoadFailed,
-    OutOfMemory,
-    ServeError,
-    StreamBroken,
-    Unavailable,
-    WorkerDied,
-    WorkerKilled,
-)
-from modelyard.serve.torchserve.logs import WorkerOutput
+from modelyard.serve.dataplane.process import Backoff
+from modelyard.serve.dataplane.worker import Worker, WorkerPlan, WorkerPolicy
+from modelyard.serve.errors import DeadlinePassed, Draining, LoadFailed, ServeError, Unavailable
 
 logger = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S = 0.05
-LONGEST_BACKOFF_S = 30.0
 GIVE_UP_AFTER = 5
 """Failed loads in a row, with no worker ready, after which waiting requests are refused."""
-EXIT_GRACE_S = 2.0
-"""From the end of file on its socket to SIGKILL."""
 SWEEP_EVERY_S = 0.1
-REAP_GRACE_S = 0.1
-"""From the end of file on a worker's socket to SIGKILL, when it holds requests."""
-LOG_TAIL_BYTES = 2000
 NEWEST_SHARE = 0.1
 """Of the newest batch, in the running means."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What every worker of a model version is started with."""
-
-    label: str
-    """`name 1.0`, for logs and messages."""
-    load: dict[str, Any]
-    """The LOAD message, read by `worker.load`; a worker's number is added to it."""
-    log_dir: Path
-    threads: int
-    batch_size: int
-    startup_timeout_s: float
-    response_timeout_s: float
-    retry: bool
-    """Whether a request that a worker died with is tried once more."""
-    max_reply_bytes: int
-    interpreter: str = sys.executable
-    """Python of the workers; another one where the archive brings requirements."""
-    hidden_variables: str | None = None
-    """Regular expression; variables whose whole name it matches are kept from workers."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Of the workers' environment, beside the server's."""
-    retry_window_s: float = math.inf
-    """How long a worker that cannot be started any more is tried again."""
-    log_stem: str = "worker"
-    """Of the log files' names."""
-    niceness: int = 0
-    """Of the processes: 0 to 19, the higher the sooner others go first."""
-
-    @property
-    def is_torchserve(self) -> bool:
-        """Whether the server speaks TorchServe's dialect."""
-        return self.load.get("dialect") == "torchserve"
-
-
-class Worker(asyncio.Protocol):
-    """One worker process and the server's end of its socket."""
-
-    def __init__(self, pool: Pool, number: int, id: int) -> None:
-        self.started_at = datetime.now(UTC)
-        self._pool = pool
-        self._loop = asyncio.get_running_loop()
-        self._decoder = wire.Decoder(pool.plan.max_reply_bytes)
-        self._transport: asyncio.Transport | None = None
-        self._process: subprocess.Popen[bytes] | None = None
-        self._pidfd = -1
-        self._next_id = 0
-        self.number = number
-        self._id = id
-        self._outputs: list[WorkerOutput] = []
-        self.log = pool.plan.log_dir / f"{pool.plan.log_stem}-{number}.log"
-        self.loaded: asyncio.Future[dict[str, Any]] = self._loop.create_future()
-        self.ended: asyncio.Future[None] = self._loop.create_future()
-        self.is_ready = False
-        self.is_alone = False
-        """It runs a retried job, and nothing beside it."""
-        self.is_reserved = False
-        """It takes nothing new until it is idle."""
-        self.is_closing = False
-        """It takes nothing new any more."""
-        self.is_condemned = False
-        """The server itself is about to kill it."""
-        self.flight: dict[int, Call] = {}
-        self.held = [0, 0]
-        self.running = 0
-        """Jobs of its current batch, as far as the server can know."""
-        self.busy_since = 0.0
-        """When it sent something last, or got work while it was idle, by the pool's clock."""
-        self.began_at = 0.0
-        """When its current batch began, by the pool's clock."""
-        self.answered = 0
-
-    # -- life ----------------------------------------------------------------------------------
-
-    async def start(self) -> None:
-        """Start the process and wait until it is loaded and right.
-
-        Raises:
-            LoadFailed: with the worker's own error.
-        """
-        try:
-            ours = self._spawn()
-        except OSError as error:
-            raise LoadFailed(
-                f"{self._pool.plan.label}: no worker process can be started: {error.strerror}"
-            ) from error
-        await self._loop.connect_accepted_socket(lambda: self, ours)
-        load = {**self._pool.plan.load, "worker": self.number}
-        assert self._transport is not None
-        self._transport.write(wire.encode_control(wire.LOAD, load))
-        limit = self._pool.plan.startup_timeout_s
-        try:
-            async with asyncio.timeout(limit):
-                await self.loaded
-        except TimeoutError:
-            self.condemn()
-            raise LoadFailed(
-                f"{self._pool.plan.label}: not ready after {limit:g} s (startup_timeout_s); "
-                f"the log ends: {self._log_tail()}"
-            ) from None
-
-    def _spawn(self) -> socket.socket:
-        """Start the process, watch for its end, and return our end of its socket."""
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs, self.log.open("ab") as log:
-                output = subprocess.PIPE if self._pool.plan.is_torchserve else log
-                self._process = subprocess.Popen(
-                    [
-                        self._pool.plan.interpreter,
-                        "-P",
-                        "-m",
-                        "modelyard.serve.worker",
-                        str(theirs.fileno()),
-                    ],
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                    stdout=output,
-                    stderr=output,
-                    env=_worker_environment(self._pool.plan),
-                    start_new_session=True,
-                )
-            self._pidfd = os.pidfd_open(self._process.pid)
-            if niceness := self._pool.plan.niceness:
-                os.setpriority(os.PRIO_PROCESS, self._process.pid, niceness)
-        except OSError:
-            ours.close()
-            if self._process is not None:
-                self._process.kill()
-                self._process.wait()
-                self._process = None
-            raise
-        self._loop.add_reader(self._pidfd, self._exited)
-        thread = f"W-{self._id}-{self._pool.plan.label.replace(' ', '_')}"
-        if self._process.stdout is not None and self._process.stderr is not None:
-            self._outputs = [
-                WorkerOutput(self._process.stdout, f"{thread}-stdout", logging.INFO),
-                WorkerOutput(self._process.stderr, f"{thread}-stderr", logging.WARNING),
-            ]
-        return ours
-
-    @property
-    def pid(self) -> int:
-        """Process id; -1 before the start."""
-        return self._process.pid if self._process else -1
-
-    def kill(self) -> None:
-        """End the process and whatever it started, at once."""
-        if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def condemn(self) -> None:
-        """Kill a process that hangs or talks nonsense: its end is no lack of memory."""
-        self.is_condemned = True
-        self.kill()
-
-    async def stop(self) -> None:
-        """Let an idle process end by itself, or kill it after a short while."""
-        if self._process is None:
-            return
-        if not self.is_ready or self.flight:
-            self.condemn()
-        if self._transport is not None:
-            self._transport.close()
-        try:
-            async with asyncio.timeout(EXIT_GRACE_S):
-                await asyncio.shield(self.ended)
-        except TimeoutError:
-            self.kill()
-            await self.ended
-
-    def _exited(self) -> None:
-        """The process has ended: reap it. Replies that it had sent may still be on their way."""
-        self.is_ready = False
-        assert self._process is not None
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
-        self._process.wait()
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # what it started and left behind
-        for output in self._outputs:
-            output.finish()
-        if self._transport is None or self._transport.is_closing():
-            self._finish()
-        else:
-            # End of file comes by itself, unless a process it forked holds the socket open.
-            self._loop.call_later(0.5, self._transport.abort)
-
-    def _finish(self) -> None:
-        """Once both process and connection have ended: give back what it held, tell who waits."""
-        self._pool.lost(self)
-        if not self.loaded.done():
-            assert self._process is not None
-            self.loaded.set_exception(
-                LoadFailed(
-                    f"{self._pool.plan.label}: the worker ended with "
-                    f"{_describe_exit(self._process.returncode)} before it was ready; "
-                    f"the log ends: {self._log_tail()}"
-                )
-            )
-            self.loaded.exception()  # whoever waited may have left
-        if not self.ended.done():
-            self.ended.set_result(None)
-
-    def _log_tail(self) -> str:
-        if self._outputs:
-            return next((o.last_line for o in reversed(self._outputs) if o.last_line), "(empty)")
-        with contextlib.suppress(OSError), self.log.open("rb") as log:
-            log.seek(max(0, self.log.stat().st_size - LOG_TAIL_BYTES))
-            lines = log.read().decode(errors="replace").strip().splitlines()
-            return lines[-1] if lines else "(empty)"
-        return "(unreadable)"
-
-    # -- the connection ------------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport."""
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        """Take replies and control messages; a worker that talks nonsense is ended."""
-        try:
-            for frame in self._decoder.feed(data):
-                if frame[0].id == 0:
-                    self._control(frame[0])
-                else:
-                    self._replies(frame)
-        except wire.WireError as error:
-            logger.error("%s worker %d: %s; ending it", self._pool.plan.label, self.number, error)
-            self.condemn()
-            assert self._transport is not None
-            self._transport.abort()  # nothing that follows means anything
-        self._pool.pump()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """End the process, if it still runs; how it ended decides over what it held."""
-        self.is_ready = False
-        assert self._process is not None
-        if self._process.returncode is not None:
-            self._finish()
-        elif error is not None or self.flight:
-            # Mostly it is ending by itself, and closed its socket a moment before it can be reaped.
-            self._loop.call_later(REAP_GRACE_S, self.condemn)
-        else:
-            self._loop.call_later(EXIT_GRACE_S, self.kill)
-
-    def _control(self, item: wire.Item) -> None:
-        message = wire.decode_control(item)
-        if item.code == wire.METRICS and self.loaded.done():
-            busy_s = self._pool.clock.read(monotonic()) - self.busy_since
-            self._pool.metrics.reported(message.get("records"), busy_s)
-        elif self.loaded.done():
-            raise wire.WireError(f"control message {item.code} from a worker that is loaded")
-        elif item.code == wire.READY and message.get("protocol") == wire.PROTOCOL:
-            self.is_ready = True
-            self.loaded.set_result(message)
-        elif item.code == wire.FAILED:
-            text = f"{self._pool.plan.label}: {message.get('message', 'no reason given')}"
-            failed = OutOfMemory if message.get("out_of_memory") else LoadFailed
-            self.loaded.set_exception(failed(text))
-        else:
-            raise wire.WireError(f"control message {item.code} that nobody expects")
-
-    def _replies(self, frame: list[wire.Item]) -> None:
-        now = monotonic()
-        read_at = self._pool.clock.read(now)
-        kind = count = 0
-        before = len(self.flight)
-        for item in frame:
-            id, status, flags, headers, body, queue_us, handler_us = item
-            if id == 0:
-                self._control(item)
-                continue
-            job = self.flight.get(id)
-            if job is None:
-                raise wire.WireError(f"a reply to job {id}, which it does not hold")
-            if not 200 <= status <= 599 or (headers and headers.count(0) % 2 == 0):
-                raise wire.WireError(f"a reply with status {status} and headers {headers[:200]!r}")
-            if flags & wire.MORE:
-                self._chunk(id, job, status, headers, body)
-                continue
-            del self.flight[id]
-            self.held[job.kind] -= 1
-            if not flags & wire.UNREAD:
-                kind = job.kind
-                count += 1
-                self._pool.metrics.kinds[kind].ran(queue_us, handler_us)
-            if job.stream is not None:
-                if flags & wire.BROKEN:
-                    job.fail(StreamBroken(body.decode("utf-8", "replace")))
-                else:
-                    job.stream.put(body, is_last=True)
-            elif not job.sink.done():
-                job.sink.set_result(Reply(status, headers, body, queue_us, handler_us))
-        if len(self.flight) < before:
-            if count:
-                self.answered += count
-                self._pool.metrics.kinds[kind].batch_size.observe(count)
-                if not self._pool.clock.stood_still_since(self.began_at, now):
-                    self._pool.measured(kind, count, read_at - self.began_at)
-            self.began_at = read_at
-            # It takes what has arrived, up to a batch.
-            self.running = min(self._pool.plan.batch_size, len(self.flight))
-        self.busy_since = read_at
-        if not self.flight:
-            self.is_alone = self.is_reserved = False
-
-    def _chunk(self, id: int, job: Call, status: int, headers: bytes, body: bytes) -> None:
-        """Pass on a chunk; status and headers go with the first one."""
-        if job.stream is None:
-            job.stream = Stream(job.has_left, partial(self.cancel, id))
-            if job.sink.done():  # its deadline has passed
-                job.stream.close()
-            else:
-                job.sink.set_result(Reply(status, headers, job.stream))
-        job.stream.put(body)
-
-    def cancel(self, id: int) -> None:
-        """Notify the worker that nobody reads this job's answer, or the rest of it."""
-        if id in self.flight and self._transport is not None:
-            self._transport.write(wire.encode_control(wire.CANCEL, {"ids": [id]}))
-
-    @property
-    def death(self) -> WorkerDied:
-        """What its end means to the requests that it held."""
-        code = self._process.returncode if self._process else None
-        killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL) and not self.is_condemned
-        return WorkerKilled() if killed else WorkerDied()
-
-    # -- a replica, as the batcher knows it ----------------------------------------------------
-
-    def room(self, kind: int) -> int:
-        """Return how many more jobs of this kind it takes.
-
-        Two batches of predictions, one of explanations, which are long.
-        """
-        depth = 1 if kind == EXPLAIN else 2
-        return depth * self._pool.plan.batch_size - self.held[kind]
-
-    def run(self, jobs: list[Call]) -> None:
-        """Send the jobs in one frame; `_replies` answers them, or the pool if it dies."""
-        assert self._transport is not None
-        if not self.flight:
-            self.busy_since = self.began_at = self._pool.clock.read(monotonic())
-            self.running = len(jobs)
-        frame, now_us = wire.Frame(), wire.now_us()
-        for job in jobs:
-            self._next_id = self._next_id % 0xFFFFFFFF + 1
-            self.flight[self._next_id] = job
-            self.held[job.kind] += 1
-            flags = job.flags
-            flags |= wire.EXPLAIN if job.kind == EXPLAIN else 0
-            flags |= wire.ALONE if job.retried else 0
-            frame.add(self._next_id, 0, flags, job.head, job.parts, now_us)
-        self._transport.writelines(frame.buffers())
-
-    def rest_s(self, now: float) -> float:
-        """Return in how many seconds it will have answered what it holds; 0 when it is idle.
-
-        A batch that has overrun its time is expected to overrun it by as much again.
-        """
-        if not self.flight:
-            return 0.0
-        pool, held = self._pool, self.held
-        all_s = held[PREDICT] * pool.job_s(PREDICT) + held[EXPLAIN] * pool.job_s(EXPLAIN)
-        running_s = all_s * self.running / len(self.flight)
-        return all_s - running_s + abs(running_s - (pool.clock.read(now) - self.began_at))
-
-    @property
-    def takes_work(self) -> bool:
-        """Whether it may be given anything new."""
-        return self.is_ready and not (self.is_alone or self.is_reserved or self.is_closing)
-
 
 _ids = itertools.count(9000)
 
@@ -447,7 +37,7 @@ class ReplicaSlot:
     number: int
     """From 1 up within its model version."""
     id: int = field(default_factory=_ids.__next__)
-    """Unique in this server and the same for every worker in this slot; TorchServe's is a port."""
+    """Unique in this server and the same for every worker in this slot."""
     task: asyncio.Task[None] | None = None
     worker: Worker | None = None
     restarts: int = 0
@@ -464,9 +54,10 @@ class ReplicaSlot:
 class Pool:
     """The workers of one model version; the engine that `batcher.py` speaks of."""
 
-    def __init__(self, plan: Plan, metrics: VersionMetrics) -> None:
+    def __init__(self, plan: WorkerPlan, metrics: VersionMetrics, policy: WorkerPolicy) -> None:
         self.plan = plan
         self.metrics = metrics
+        self.policy = policy
         self._loop = asyncio.get_running_loop()
         self._batchers: Sequence[Batcher] = ()
         self._retries: deque[Call] = deque()
@@ -478,7 +69,6 @@ class Pool:
         self.clock = Clock()
         """What workers are judged by."""
         self._is_stopping = False
-        self._counts_handed_over = plan.is_torchserve
         self._closing: set[asyncio.Task[None]] = set()
         self.slots: list[ReplicaSlot] = []
         self.least = self.most = 0
@@ -586,7 +176,7 @@ class Pool:
 
     async def _keep(self, slot: ReplicaSlot, first: asyncio.Future[None]) -> None:
         """Keep one worker alive in this slot; `first` tells how the first start went."""
-        backoff_s = FIRST_BACKOFF_S
+        backoff = Backoff()
         failing_since: float | None = None
         while True:
             began = self._loop.time()
@@ -601,18 +191,17 @@ class Pool:
             else:
                 self._failures = 0
                 failing_since = None
-                self.metrics.worker_loaded(slot.id, self._loop.time() - began)
                 logger.info("%s worker %d ready, pid %d", self.plan.label, slot.number, worker.pid)
-                self._tell(slot, "State change WORKER_STARTED -> WORKER_MODEL_LOADED")
+                self.policy.loaded(worker.name, self._loop.time() - began)
                 if not first.done():
                     first.set_result(None)
                 self.pump()
                 await asyncio.shield(worker.ended)
                 if worker.answered:
-                    backoff_s = FIRST_BACKOFF_S
+                    backoff.reset()
             if slot.is_closing:
                 return
-            self._tell(slot, "Backend worker process died.")
+            self.policy.ended(worker.name)
             now = self._loop.time()
             if failing_since is None:
                 failing_since = now
@@ -621,17 +210,12 @@ class Pool:
                 return
             slot.restarts += 1
             self.metrics.restarts.inc()
-            logger.warning(
-                "%s worker %d ended; replacing it in %g s", self.plan.label, slot.number, backoff_s
-            )
-            self._tell(slot, f"Retry worker: {slot.id} in {backoff_s:g} seconds.")
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
-
-    def _tell(self, slot: ReplicaSlot, text: str) -> None:
-        """Log a line that TorchServe's users search their logs for."""
-        if self.plan.is_torchserve:
-            logger.info("W-%d-%s %s", slot.id, self.plan.label.replace(" ", "_"), text)
+            pause_s = backoff.pause_s
+            logger.warning("%s worker %d ended; replacing it in %g s",
+                           self.plan.label, slot.number, pause_s)  # fmt: skip
+            self.policy.retries(worker.name, slot.id, pause_s)
+            await asyncio.sleep(pause_s)
+            backoff.grow()
 
     def _give_up(self, slot: ReplicaSlot) -> None:
         slot.has_given_up = True
@@ -688,8 +272,8 @@ class Pool:
         return min(able, key=lambda w: (w.held[EXPLAIN], len(w.flight)), default=None)
 
     def handed_over(self) -> int:
-        """Return how many jobs wait inside workers; TorchServe's queue holds them still."""
-        if not self._counts_handed_over:
+        """Return how many jobs wait inside workers, where these count as queued."""
+        if not self.policy.counts_handed_over:
             return 0
         return sum(len(worker.flight) - worker.running for worker in self.workers)
 
@@ -787,12 +371,7 @@ class Pool:
             if worker.is_ready and worker.flight and worked - worker.busy_since > limit:
                 logger.error("%s worker %d: no answer for %g s; ending it",
                              self.plan.label, worker.number, limit)  # fmt: skip
-                oldest = next(iter(worker.flight.values()))
-                oldest.fail(
-                    WorkerDied()
-                    if self.plan.is_torchserve
-                    else DeadlinePassed(f"the worker gave no answer for {limit:g} s")
-                )
+                next(iter(worker.flight.values())).fail(self.policy.silence(limit))
                 worker.condemn()
         for job in self._retries:
             if job.deadline <= now:
@@ -824,22 +403,3 @@ def _tell_of_end(first: asyncio.Future[None], _: asyncio.Task[None]) -> None:
     """Notify whoever waits for a worker's first start that it was given up before it was ready."""
     if not first.done():
         first.set_exception(Draining("the model is being removed"))
-
-
-def _worker_environment(plan: Plan) -> dict[str, str]:
-    """Return the environment of a worker."""
-    hidden = re.compile(plan.hidden_variables) if plan.hidden_variables else None
-    return {
-        **{
-            name: value
-            for name, value in os.environ.items()
-            if hidden is None or not hidden.fullmatch(name)
-        },
-        **plan.variables,
-        **thread_environment(plan.threads),
-        "PYTHONUNBUFFERED": "1",
-    }
-
-
-def _describe_exit(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -17,9 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from modelyard.serve.address import Address
 from modelyard.serve.errors import StartError
 from modelyard.serve.http.connection import HAS_PARSER, Access, Application, Connection, Limits
+from modelyard.serve.settings import Address
 
 logger = logging.getLogger(__name__)
 

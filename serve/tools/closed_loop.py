@@ -7,7 +7,6 @@ made once, answers are parsed in C, and only their status and time are kept.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from urllib.parse import urlsplit
 import httptools
 import uvloop
 
+from modelyard.archiver.quantile import nearest_rank
 from modelyard.serve.errors import StartError
 
 LONGEST_WAIT_S = 120.0
@@ -45,10 +45,8 @@ class Load:
         return len(self.latencies_s) / self.seconds
 
     def quantile_s(self, q: float) -> float:
-        """Return the latency that a share `q` of the answers did not exceed (nearest rank)."""
-        if not self.latencies_s:
-            return math.inf
-        return self.latencies_s[max(0, math.ceil(q * len(self.latencies_s)) - 1)]
+        """Return the latency that a share `q` of the answers did not exceed."""
+        return nearest_rank(self.latencies_s, q)
 
 
 def make_request(url: str, path: str, body: bytes, content_type: str | None) -> bytes:

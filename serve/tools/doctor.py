@@ -25,10 +25,9 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from modelyard.serve.address import Address
 from modelyard.serve.control.sizing import control_groups, this_machine
 from modelyard.serve.control.state import StateDir
-from modelyard.serve.settings import Settings
+from modelyard.serve.settings import Address, Settings
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 

@@ -8,8 +8,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from modelyard.serve.control.lifecycle import PlannedModel, StartPlan
 from modelyard.serve.control.model_config import ModelConfig
+from modelyard.serve.control.restore import PlannedModel, StartPlan
 from modelyard.serve.control.sizing import Machine, is_on_gpu
 
 

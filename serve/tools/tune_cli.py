@@ -22,7 +22,7 @@ from modelyard.serve.errors import ServeError
 
 if TYPE_CHECKING:
     from modelyard.archiver import Archive
-    from modelyard.serve.control.lifecycle import StartPlan
+    from modelyard.serve.control.restore import StartPlan
     from modelyard.serve.settings import Settings
     from modelyard.serve.tools.tune import Outcome, Result, Setting, Slo
 
@@ -133,16 +133,14 @@ def _measure(
         ServeError, ArchiveError: the model cannot be measured.
     """
     from modelyard.archiver import open_archive
-    from modelyard.serve.control.lifecycle import Lifecycle
-    from modelyard.serve.control.registry import Registry
+    from modelyard.serve.control.restore import plan_start
     from modelyard.serve.control.sizing import is_on_gpu
-    from modelyard.serve.dataplane.metrics import Metrics
     from modelyard.serve.tools.tune import Setting, Trial, WrongUsage, on_own_ports, search
 
     if model.upper() == "ALL":
         raise WrongUsage("one model is tuned at a time; name it")
     settings = on_own_ports(settings, model, state_dir)
-    plan: StartPlan = Lifecycle(settings, Registry(), Metrics()).plan()
+    plan: StartPlan = plan_start(settings)
     (planned,) = plan.models
     with open_archive(settings.model_store / planned.file) as archive:
         bodies = _read_inputs(inputs) if inputs else _golden(archive)

@@ -18,9 +18,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from modelyard.serve.address import Address
 from modelyard.serve.errors import StartError
-from modelyard.serve.settings import Settings
+from modelyard.serve.settings import Address, Settings
 from modelyard.serve.torchserve.arguments import CommandLine
 from modelyard.serve.torchserve.properties import fill_variables, parse_properties
 from modelyard.serve.torchserve.settings import TorchServeSettings
@@ -197,9 +196,10 @@ UNLIMITED_S = 10 * 365 * 86400.0
 
 @dataclass(frozen=True)
 class Configuration:
-    """What the server was told, and what is to be said about that."""
+    """What all sources together say."""
 
     settings: Settings
+    dialect: TorchServeSettings
     file: Path | None
     """The configuration file or snapshot that was read."""
     notices: list[str]
@@ -264,21 +264,19 @@ def load_configuration(
         "install_requirements": typed.get("install_py_dep_per_model"),
     }
     try:
-        settings = Settings(
-            **{key: value for key, value in common.items() if value is not None},
-            torchserve=TorchServeSettings(
-                **own,
-                properties=values,
-                directory=directory,
-                config_file=file,
-                snapshot_dir=snapshots,
-                log_dir=log_dir,
-                metrics_dir=directory / environment.get("METRICS_LOCATION", "logs"),
-            ),
+        settings = Settings(**{key: value for key, value in common.items() if value is not None})
+        dialect = TorchServeSettings(
+            **own,
+            properties=values,
+            directory=directory,
+            config_file=file,
+            snapshot_dir=snapshots,
+            log_dir=log_dir,
+            metrics_dir=directory / environment.get("METRICS_LOCATION", "logs"),
         )
     except ValidationError as error:
         raise StartError(_describe(error)) from error
-    return Configuration(settings, file, notices)
+    return Configuration(settings, dialect, file, notices)
 
 
 def state_dir(environment: Mapping[str, str]) -> Path:
@@ -442,7 +440,5 @@ def _check_tls(typed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
 
 def _describe(error: ValidationError) -> str:
     return "; ".join(
-        f"{'.'.join(str(part) for part in e['loc'] if part != 'torchserve')}: {e['msg']}, "
-        f"got {e['input']!r}"
-        for e in error.errors()
+        f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()
     )

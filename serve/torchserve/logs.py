@@ -275,3 +275,34 @@ class WorkerOutput:
         if not self._pipe.closed:  # a process that it has left behind holds the other end
             self._loop.remove_reader(self._pipe.fileno())
             self._pipe.close()
+
+
+class WorkerPipes:
+    """The two pipes of a worker's output.
+
+    Args:
+        worker: as in `W-9000-echo_1.0`.
+    """
+
+    def __init__(self, worker: str) -> None:
+        out, self.stdout = os.pipe()
+        err, self.stderr = os.pipe()
+        self._outputs = [
+            WorkerOutput(os.fdopen(out, "rb", 0), f"{worker}-stdout", logging.INFO),
+            WorkerOutput(os.fdopen(err, "rb", 0), f"{worker}-stderr", logging.WARNING),
+        ]
+
+    def close(self) -> None:
+        """Close the server's copies of the writing ends."""
+        os.close(self.stdout)
+        os.close(self.stderr)
+
+    def finish(self) -> None:
+        """Log what is left."""
+        for output in self._outputs:
+            output.finish()
+
+    @property
+    def last_line(self) -> str:
+        """The last line of standard error, else of standard output."""
+        return next((o.last_line for o in reversed(self._outputs) if o.last_line), "")

@@ -10,8 +10,8 @@ from typing import Any
 from modelyard.serve.api.asgi import Phase, Scope, open_to_all
 from modelyard.serve.api.inference import pack_head
 from modelyard.serve.api.management import memory_bytes
-from modelyard.serve.control.lifecycle import Lifecycle
 from modelyard.serve.control.model_config import ModelConfig, Options
+from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply

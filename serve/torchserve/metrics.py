@@ -56,6 +56,7 @@ class TorchServeMetrics:
         """As the configuration declares them, for the workers."""
         self.auto_detect = settings.model_metrics_auto_detect
         self.mode = settings.metrics_mode
+        self.is_alone = self.mode == "log"
         self._hostname = socket.gethostname()
         self._families = {f.name: f for f in _families(config.get("ts_metrics") or {})}
         self._host = {"Level": "Host", "Hostname": self._hostname, "hostname": self._hostname}

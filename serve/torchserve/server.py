@@ -11,6 +11,7 @@ import os
 import stat
 import sys
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,7 @@ def main() -> int:
     given = parse_command_line(arguments)
     try:
         configuration = load_configuration(given, os.environ, Path.cwd())
-        own = configuration.settings.torchserve
-        assert own is not None
+        own = configuration.dialect
         _claim(configuration.settings.state_dir)
         logs = _open_logs(own)
     except StartError as error:
@@ -54,7 +54,7 @@ def main() -> int:
     logger.info("\n%s", "\n".join(_describe(configuration, own)))
     logger.info("gRPC is not served: its ports, 7070 and 7071 in TorchServe, stay closed")
     if not own.disable_token_authorization:
-        is_open = own.disable_token_authorization is None and configuration.settings.is_loopback
+        is_open = own.disable_token_authorization is None and own.inference_address.is_loopback
         logger.info(
             "requests need the keys of %s%s; --disable-token-auth lets everybody in",
             own.directory / "key_file.json",
@@ -72,9 +72,11 @@ def main() -> int:
         elif event["event"] == "error":
             _say(event["message"])
 
-    from modelyard.serve.server import run  # the web framework, once it is sure to be needed
+    # The web framework, once it is sure to be needed.
+    from modelyard.serve.server import run
+    from modelyard.serve.torchserve.app import create_server
 
-    code = run(configuration.settings, report)
+    code = run(configuration.settings, report, partial(create_server, own))
     logger.info("Torchserve stopped.")
     logs.close()
     launcher.remove_pid()

@@ -1,4 +1,4 @@
-"""What only a server started as `torchserve` is told. Names are those of its config.properties."""
+"""Settings of TorchServe's dialect alone. Names are those of its config.properties."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from modelyard.serve.address import Address
+from modelyard.serve.settings import Address
 
 
 class TorchServeSettings(BaseModel):
-    """Settings of the TorchServe dialect; frozen. `Settings.torchserve` is None without it."""
+    """Settings of the dialect, beside those of every server; frozen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
@@ -72,3 +72,8 @@ class TorchServeSettings(BaseModel):
     disable_system_metrics: bool = False
     log_dir: Path = Path("logs")
     metrics_dir: Path = Path("logs")
+
+    @property
+    def addresses(self) -> tuple[Address, Address, Address]:
+        """Where the inference, the management and the metrics API listen."""
+        return self.inference_address, self.management_address, self.metrics_address

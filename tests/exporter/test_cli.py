@@ -82,7 +82,7 @@ def test_a_disagreement_ends_with_1_and_one_line(author: Author, tmp_path: Path)
         pytest.param(["--input", "y:float33[3]"], 2, '"float33" is not a dtype', id="input"),
         pytest.param(["--format", "tflite"], 2, '--format "tflite" is unknown', id="format"),
         pytest.param(["--model-args", "{"], 2, "--model-args { is not valid JSON", id="no json"),
-        pytest.param(["--model-args", "[1]"], 2, "is a JSON list", id="no object"),
+        pytest.param(["--model-args", "[1]"], 2, "it is a JSON list", id="no object"),
         pytest.param(["--model-args", '{"a": 1}'], 1, "Net(a=1) fails", id="wrong argument"),
         pytest.param(["--no-such-option"], 2, "No such option", id="unknown option"),
     ],

@@ -10,7 +10,7 @@ from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import to_exported_program, to_onnx, to_torchscript
 from modelyard.exporter.errors import ConversionError
 from modelyard.exporter.reference import observe
-from modelyard.exporter.rnn import any_length
+from modelyard.exporter.to_exported_program import any_length
 from modelyard.handlers.agree import compare
 from modelyard.handlers.backends import open_artifact
 

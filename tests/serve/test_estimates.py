@@ -13,7 +13,8 @@ import pytest
 from modelyard.serve.api.inference import parse_timeout, read_timeout
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Queue
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
-from modelyard.serve.dataplane.pool import Plan, Pool, ReplicaSlot, Worker, begins_in_s
+from modelyard.serve.dataplane.pool import Pool, ReplicaSlot, begins_in_s
+from modelyard.serve.dataplane.worker import Worker, WorkerPlan, WorkerPolicy
 from modelyard.serve.errors import BadRequest
 
 
@@ -50,8 +51,8 @@ class Slots:
 
     def __init__(self, workers: int) -> None:
         metrics = VersionMetrics(Metrics(), "m", "1")
-        plan = Plan("m 1", {}, Path("unused"), 1, 8, 60, 60, True, 1 << 20)
-        self.pool = Pool(plan, metrics)
+        plan = WorkerPlan("m 1", {}, Path("unused"), 1, 8, 60, 60, True, 1 << 20)
+        self.pool = Pool(plan, metrics, WorkerPolicy())
         for number in range(workers):
             slot = ReplicaSlot(number, worker=Worker(self.pool, number, number))
             assert slot.worker is not None

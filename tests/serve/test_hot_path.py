@@ -13,16 +13,16 @@ from typing import Any
 import pytest
 import uvloop
 
-from modelyard.serve.address import Address
 from modelyard.serve.api.asgi import Api, Phase
 from modelyard.serve.api.inference import Inference
-from modelyard.serve.control.lifecycle import Lifecycle
+from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.http.auth import TokenCheck
 from modelyard.serve.http.listener import Listener
-from modelyard.serve.settings import load_settings
+from modelyard.serve.policy import Policy
+from modelyard.serve.settings import Address, load_settings
 from tests.serve.live import LiveServer, build_archive
 
 REQUESTS = [
@@ -86,7 +86,7 @@ async def inference(folder: Path) -> AsyncIterator[tuple[Inference, Lifecycle]]:
     settings = load_settings({"model_store": store, "state_dir": state, "device": "cpu"}, None, {})
     StateDir(state).create()
     registry, metrics, phase = Registry(), Metrics(), Phase()
-    lifecycle = Lifecycle(settings, registry, metrics)
+    lifecycle = Lifecycle(Policy(settings), registry, metrics)
     phase.is_starting = False
     try:
         await lifecycle.register("picky", None, 1)

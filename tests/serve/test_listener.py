@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import uvloop
 
-from modelyard.serve.address import Address
 from modelyard.serve.errors import StartError
 from modelyard.serve.http.connection import Limits
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.http.tls import tls_context
+from modelyard.serve.settings import Address
 
 
 class App:

@@ -16,10 +16,11 @@ import pytest
 
 from modelyard.serve.api.asgi import Api, Phase
 from modelyard.serve.api.management import create_management
-from modelyard.serve.control.lifecycle import Lifecycle
+from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.http.auth import TokenCheck
+from modelyard.serve.policy import Policy
 from modelyard.serve.settings import load_settings
 from tests.serve.live import LiveServer, build_archive, is_alive, poll, running
 
@@ -27,7 +28,7 @@ from tests.serve.live import LiveServer, build_archive, is_alive, poll, running
 def management_api() -> Api:
     """Build the application whose routes the server has."""
     settings, registry, metrics = load_settings({}, None, {}), Registry(), Metrics()
-    lifecycle = Lifecycle(settings, registry, metrics)
+    lifecycle = Lifecycle(Policy(settings), registry, metrics)
     return create_management(registry, lifecycle, TokenCheck("key"), Phase())
 
 

@@ -146,5 +146,5 @@ def test_settings_of_models_are_a_mapping_in_a_file_and_yaml_in_the_environment(
     assert load_settings({}, file, {}).model_settings == {"m": {"minWorkers": 2}}
     environment = {"MODELYARD_MODEL_SETTINGS": "{m: {batchSize: 4}}"}
     assert load_settings({}, file, environment).model_settings == {"m": {"batchSize": 4}}
-    with pytest.raises(StartError, match=r"model_settings: .*no YAML"):
+    with pytest.raises(StartError, match=r"model_settings: .*not valid YAML"):
         load_settings({}, None, {"MODELYARD_MODEL_SETTINGS": "{"})

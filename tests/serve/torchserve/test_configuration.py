@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from modelyard.serve.address import Address
 from modelyard.serve.control.sizing import count_gpus
 from modelyard.serve.errors import StartError
-from modelyard.serve.settings import Settings
+from modelyard.serve.settings import Address, Settings
 from modelyard.serve.torchserve.arguments import parse_command_line
 from modelyard.serve.torchserve.configuration import (
     BOOLEANS,
@@ -48,9 +47,7 @@ def settings(folder: Path, text: str = "", *arguments: str, **environment: str) 
 
 
 def own(folder: Path, text: str = "", *arguments: str, **environment: str) -> TorchServeSettings:
-    found = settings(folder, text, *arguments, **environment).torchserve
-    assert found is not None
-    return found
+    return configure(folder, text, *arguments, **environment).dialect
 
 
 # -- which file counts -------------------------------------------------------------------------
@@ -72,13 +69,12 @@ def test_config_properties_is_read_where_nothing_is_named(tmp_path: Path) -> Non
 def test_without_any_file_the_defaults_are_torchserves(tmp_path: Path) -> None:
     loaded = load_configuration(parse_command_line(["--ncs"]), {}, tmp_path)
     assert loaded.file is None
-    assert [str(address) for address in loaded.settings.addresses] == [
+    assert [str(address) for address in loaded.dialect.addresses] == [
         "http://127.0.0.1:8080",
         "http://127.0.0.1:8081",
         "http://127.0.0.1:8082",
     ]
-    dialect = loaded.settings.torchserve
-    assert dialect is not None
+    dialect = loaded.dialect
     assert (loaded.settings.queue_size, loaded.settings.response_timeout_s) == (100, 120)
     assert dialect.metrics_mode == "log"
     assert dialect.disable_token_authorization is None
@@ -91,8 +87,8 @@ def test_text_beyond_ascii_is_read_in_either_encoding(tmp_path: Path, encoding: 
     file = tmp_path / "c.properties"
     file.write_bytes("default_service_handler=hänger".encode(encoding))
     given = parse_command_line(["--ncs", "--ts-config", str(file)])
-    dialect = load_configuration(given, {}, tmp_path).settings.torchserve
-    assert dialect is not None and dialect.default_service_handler == "hänger"
+    dialect = load_configuration(given, {}, tmp_path).dialect
+    assert dialect.default_service_handler == "hänger"
 
 
 # -- which value counts ------------------------------------------------------------------------
@@ -224,8 +220,8 @@ def test_an_unknown_key_is_named_with_the_one_that_was_meant(tmp_path: Path) -> 
         ("model_snapshot=[]", "expected a JSON object"),
         ("token_expiration_min=soon", "token_expiration_min"),
         ("service_envelope=box", "service_envelope"),
-        ("allowed_urls=http://(", "no regular expression"),
-        ("blacklist_env_vars=[", "no regular expression"),
+        ("allowed_urls=http://(", "not a regular expression"),
+        ("blacklist_env_vars=[", "not a regular expression"),
         ("certificate_file=c.pem", "go together"),
         ("keystore=no.p12", "keystore: file not found"),
         ("keystore_type=JKS", "expected PKCS12"),
@@ -239,8 +235,7 @@ def test_a_wrong_value_stops_the_start(tmp_path: Path, text: str, message: str) 
 
 def test_an_unknown_metrics_mode_is_log(tmp_path: Path) -> None:
     loaded = configure(tmp_path, "metrics_mode=graphite")
-    assert loaded.settings.torchserve is not None
-    assert loaded.settings.torchserve.metrics_mode == "log"
+    assert loaded.dialect.metrics_mode == "log"
     assert loaded.notices
 
 
@@ -318,8 +313,7 @@ def test_the_newest_snapshot_replaces_config_properties(tmp_path: Path) -> None:
     loaded = load_configuration(parse_command_line(["--models", "b"]), {}, tmp_path)
     assert loaded.file == newest
     assert (loaded.settings.queue_size, loaded.settings.max_request_bytes) == (7, 6_553_500)
-    assert loaded.settings.torchserve is not None
-    assert loaded.settings.torchserve.model_snapshot is not None
+    assert loaded.dialect.model_snapshot is not None
     assert any("restoring" in note and "--ncs" in note for note in loaded.notices)
 
 

@@ -14,6 +14,7 @@ from modelyard.serve.dataplane.exposition import Record
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.errors import StartError
 from modelyard.serve.torchserve.metrics import DEFAULT_CONFIG, TorchServeMetrics, read_config
+from modelyard.serve.torchserve.policy import TorchServeWorkers
 from modelyard.serve.torchserve.settings import TorchServeSettings
 from tests.serve.live import poll
 
@@ -85,11 +86,12 @@ def test_a_batch_gives_the_handlers_time_and_the_time_around_it(tmp_path: Path) 
 
 
 def test_a_worker_is_named_with_its_model(tmp_path: Path) -> None:
-    metrics = Metrics(settings(tmp_path))
-    VersionMetrics(metrics, "dump", "1.0").worker_loaded(9000, 1.5)
-    assert metrics.torchserve is not None
+    theirs = make(tmp_path)
+    metrics = Metrics(theirs)
+    VersionMetrics(metrics, "dump", "1.0").watch_workers(lambda: 1)
+    TorchServeWorkers(theirs).loaded("W-9000-dump_1.0", 1.5)
     start = f'WorkerLoadTime{{WorkerName="W-9000-dump_1.0",Level="Host",Hostname="{HOST}",}}'
-    assert sample(metrics.torchserve, start) == 1500
+    assert sample(theirs, start) == 1500
     assert "modelyard_ready_workers" in metrics.text()
     assert metrics.text(["WorkerLoadTime"]).count("# TYPE") == 1
     assert metrics.text(["modelyard_restarts", "NoSuchMetric"]) == ""
@@ -99,10 +101,10 @@ def test_in_log_mode_values_are_lines_and_nothing_is_exposed(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
-    metrics = Metrics(settings(tmp_path, metrics_mode="log"))
-    assert metrics.torchserve is not None
-    metrics.torchserve.accepted("m", None)
-    metrics.torchserve.reported([PREDICTION_TIME], 0.01)
+    theirs = make(tmp_path, metrics_mode="log")
+    metrics = Metrics(theirs)
+    theirs.accepted("m", None)
+    theirs.reported([PREDICTION_TIME], 0.01)
     lines = {record.name: record.message for record in caplog.records}
     assert metrics.text() == ""
     assert re.fullmatch(

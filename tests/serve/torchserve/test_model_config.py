@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 
 from modelyard.archiver import open_archive
-from modelyard.serve.control.model_config import ModelConfig, Options, load_model_config
+from modelyard.serve.control.model_config import ModelConfig, ModelSpec, Options
 from modelyard.serve.errors import BadModelConfig
 from modelyard.serve.settings import Settings
+from modelyard.serve.torchserve.model_config import load_torchserves_config
+from modelyard.serve.torchserve.settings import TorchServeSettings
 
 
 def load(
@@ -31,16 +33,11 @@ def load(
             model["configFile"] = "c.yaml"
             zipped.writestr("c.yaml", yaml)
         zipped.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
-    dialect = {"directory": folder, "models": {"m": {"1.0": listed or {}}}}
-    given = {"torchserve": dialect, "device": "cpu", **(settings or {})}
+    dialect = TorchServeSettings(directory=folder, models={"m": {"1.0": listed or {}}})
+    common = Settings.model_validate({"device": "cpu", **(settings or {})})
+    spec = ModelSpec("m.mar", options=Options(**said), at_start=at_start)
     with open_archive(folder / "m.mar") as archive:
-        return load_model_config(
-            archive,
-            Settings.model_validate(given),
-            Options(**said),
-            "m",
-            at_start,
-        )
+        return load_torchserves_config(archive, common, dialect, spec, "m")
 
 
 def test_torchserves_defaults(tmp_path: Path) -> None:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.serve.control.lifecycle import Lifecycle
+from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
+from modelyard.serve.control.restore import restore
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import FileNotInStore
+from modelyard.serve.policy import Policy
 from modelyard.serve.settings import load_settings
 
 
@@ -20,7 +22,8 @@ def start(state: Path) -> Registry:
     settings = load_settings({"state_dir": state, "model_store": state / "store"}, None, {})
     StateDir(state).create()
     registry = Registry()
-    asyncio.run(Lifecycle(settings, registry, Metrics()).start(lambda model, text: None))
+    lifecycle = Lifecycle(Policy(settings), registry, Metrics())
+    asyncio.run(restore(lifecycle, lambda model, text: None))
     return registry
 
 

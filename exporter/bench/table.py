@@ -7,7 +7,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from modelyard.exporter.bench import BenchReport, Cell, Footprint
+from modelyard.archiver.terminal import format_bytes
+from modelyard.exporter.bench.report import BenchReport, Cell, Footprint
 
 _BUSY = 0.5
 
@@ -17,7 +18,7 @@ def bench_table(report: BenchReport) -> RenderableType:
     machine = report.machine
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions.items())
     head = (
-        f"{machine.cpu}, {machine.cores} cores, {size(machine.memory_bytes)}, "
+        f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)}, "
         f"{machine.instructions}{''.join(f', {device}' for device in machine.devices)}; {versions}"
     )
     parts: list[RenderableType] = [Text(head, style="dim"), Text(), _cells(report.cells)]
@@ -64,9 +65,9 @@ def _footprints(footprints: Sequence[Footprint]) -> Table:
             one.subject,
             str(one.threads),
             seconds(one.load_s),
-            size(one.peak_bytes),
-            size(one.own_bytes),
-            size(one.file_bytes),
+            format_bytes(one.peak_bytes),
+            format_bytes(one.own_bytes),
+            format_bytes(one.file_bytes),
             count(one.parameters),
             count(one.flops_per_item) or "unknown",
         )
@@ -122,16 +123,6 @@ def spread(cell: Cell) -> str:
     """Write how far the rounds' medians lie apart, in per cent of their middle."""
     low, high = min(cell.round_p50_ms), max(cell.round_p50_ms)
     return f"±{(high - low) / (high + low):.0%}"
-
-
-def size(value: int | None) -> str:
-    """Write a number of bytes."""
-    if value is None:
-        return ""
-    for unit, bytes_ in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= bytes_:
-            return f"{value / bytes_:.1f} {unit}"
-    return f"{value} B"
 
 
 def count(value: int | None) -> str:

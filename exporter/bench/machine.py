@@ -5,7 +5,6 @@ import platform
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -26,19 +25,6 @@ class Machine:
     versions: dict[str, str]
     load: float
     """Mean number of busy processes over the last minute, before the measurement."""
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the form that reports hold."""
-        return {
-            "cpu": self.cpu,
-            "cores": self.cores,
-            "memory_bytes": self.memory_bytes,
-            "instructions": self.instructions,
-            "devices": list(self.devices),
-            "system": self.system,
-            "versions": dict(self.versions),
-            "load": self.load,
-        }
 
 
 def describe_machine() -> Machine:

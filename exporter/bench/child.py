@@ -1,8 +1,8 @@
-"""The process that one subject of a bench runs in: `python -P -m modelyard.exporter.bench_child`.
+"""The process that one subject of a bench runs in: `python -P -m modelyard.exporter.bench.child`.
 
-It reads one order per line from its standard input (a JSON object) and answers each with one line;
-whatever else is printed goes to the standard error. Orders: `wait` (answered once torch is
-imported), `open`, `time`, `profile`, `facts`.
+It writes `{}` once torch is imported. Then it reads one order per line, `["open", {arguments}]` or
+a method of `Session` with its arguments, and answers each with one JSON object, which holds "error"
+where the order failed. Whatever else is printed goes to the standard error.
 """
 
 import json
@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from modelyard.archiver.signature import Dim, parse_signature
 from modelyard.exporter.arguments import flatten, take_inputs
+from modelyard.exporter.bench.flops import count_flops
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.errors import cause
-from modelyard.exporter.flops import count_flops
 from modelyard.handlers.agree import full_precision
 from modelyard.handlers.backends import open_artifact
 from modelyard.handlers.probes import Probe, make_inputs
@@ -36,30 +36,38 @@ _SEED = 1
 class Session:
     """One subject, open: measures its calls."""
 
-    def __init__(self, task: Mapping[str, Any], stack: ExitStack) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        *,
+        kind: str,
+        path: str,
+        model: str | None,
+        model_args: Mapping[str, Any],
+        signature: Mapping[str, Any],
+        device: str,
+        folder: str,
+    ) -> None:
         self.before = _memory()
-        self.signature = parse_signature(task["signature"])
-        self.kind: str = task["kind"]
-        self.device = torch.device(task["device"])
-        self.folder = Path(task["folder"])
+        self.signature = parse_signature(signature)
+        self.kind = kind
+        self.device = torch.device(device)
+        self.folder = Path(folder)
         self.compile_s = 0.0
         self._inputs: dict[int, Tensors] = {}
         started = time.perf_counter()
-        self.run, self.module = self._open(task, stack)
-        self.load_s = time.perf_counter() - started
-
-    def _open(
-        self, task: Mapping[str, Any], stack: ExitStack
-    ) -> tuple[Callable[..., Any], nn.Module | None]:
-        path = Path(task["path"])
-        if self.kind not in ("eager", "compile"):
-            artifact = open_artifact(path, self.kind, self.device)
+        self.run: Callable[..., Any]
+        self.module: nn.Module | None
+        if kind in ("eager", "compile"):
+            built = stack.enter_context(open_model(Path(path), model, model_args))
+            self.module = take_inputs(built.to(self.device), self.signature)
+            compiled = kind == "compile"
+            self.run = torch.compile(self.module, dynamic=False) if compiled else self.module
+        else:
+            artifact = open_artifact(Path(path), kind, self.device)
             self.device = artifact.device
-            return artifact, artifact.module
-        built = stack.enter_context(open_model(path, task["model"], task["model_args"]))
-        module = take_inputs(built.to(self.device), self.signature)
-        compiled = self.kind == "compile"
-        return (torch.compile(module, dynamic=False) if compiled else module), module
+            self.run, self.module = artifact, artifact.module
+        self.load_s = time.perf_counter() - started
 
     def inputs(self, batch: int) -> Tensors:
         """Make the inputs of a batch size once; every process makes the same."""
@@ -91,8 +99,8 @@ class Session:
             torch.cuda.synchronize(self.device)
         return output
 
-    def time(self, batch: int, seconds: float) -> list[float]:
-        """Call for `seconds`, once at least; give each call's milliseconds."""
+    def time(self, batch: int, seconds: float) -> dict[str, Any]:
+        """Call for `seconds`, once at least; return each call's milliseconds."""
         self.inputs(batch)
         latencies = []
         with self._range(f"run batch {batch}"):
@@ -102,9 +110,9 @@ class Session:
                 self._call(batch)
                 latencies.append((time.perf_counter_ns() - started) / 1e6)
                 if time.perf_counter() >= ends:
-                    return latencies
+                    return {"latencies_ms": latencies}
 
-    def profile(self, batch: int, path: Path) -> None:
+    def profile(self, batch: int, path: str) -> dict[str, Any]:
         """Write a trace of a few calls that chrome://tracing and Perfetto show."""
         self.inputs(batch)
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -114,7 +122,8 @@ class Session:
             for _ in range(_WARM_CALLS):
                 with torch.profiler.record_function(f"call with batch {batch}"):
                     self._call(batch)
-        trace.export_chrome_trace(os.fspath(path))
+        trace.export_chrome_trace(path)
+        return {}
 
     def facts(self) -> dict[str, Any]:
         """Return the subject's cost beside its calls; memory first, since counting takes some."""
@@ -160,31 +169,24 @@ def main() -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what an author's code prints
     warnings.simplefilter("ignore")
-    session: Session | None = None
     with ExitStack() as stack:
+        methods: dict[str, Callable[..., dict[str, Any]]] = {}
+
+        def open_session(**arguments: Any) -> dict[str, Any]:
+            session = Session(stack, **arguments)
+            methods.update(time=session.time, profile=session.profile, facts=session.facts)
+            return {}
+
+        methods["open"] = open_session
+        print("{}", file=answers, flush=True)
         for line in sys.stdin:
-            task = json.loads(line)
+            method, arguments = json.loads(line)
             try:
-                answer: dict[str, Any] = {}
-                if task["order"] == "open":
-                    session = Session(task, stack)
-                elif task["order"] != "wait":
-                    assert session is not None
-                    answer = _obey(session, task)
+                answer = methods[method](**arguments)
             # Every backend fails in its own ways, and the author's code in any.
             except Exception as error:
                 answer = {"error": cause(error)}
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
-
-
-def _obey(session: Session, task: Mapping[str, Any]) -> dict[str, Any]:
-    if task["order"] == "time":
-        return {"latencies_ms": session.time(task["batch"], task["seconds"])}
-    if task["order"] == "profile":
-        session.profile(task["batch"], Path(task["path"]))
-        return {}
-    return session.facts()
+            print(json.dumps(answer), file=answers, flush=True)
 
 
 def _memory() -> int:

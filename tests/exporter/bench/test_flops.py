@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from modelyard.exporter.flops import count_flops
+from modelyard.exporter.bench.flops import count_flops
 
 
 def test_a_linear_layer_takes_two_operations_per_weight_and_row() -> None:

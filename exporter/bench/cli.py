@@ -1,0 +1,134 @@
+"""The command `modelyard bench`."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from modelyard.archiver.terminal import out, step_bar
+from modelyard.exporter.cli import exit_codes, read_model_args
+from modelyard.exporter.errors import UsageError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+_HELP = """Measure artifacts, and the checkpoint they came from, on this machine.
+
+Each runs in a fresh process of its own per thread count, all in turns. Figures: latency (p50, p99),
+items per second, peak memory, load time, file size, parameters, operations, and the largest
+difference of an output to the first subject.
+
+Example:
+
+    modelyard bench build/digits.pt2 build/digits.onnx --checkpoint digits.pt \\
+        --model net.py:DigitsNet --batch 1,8 --threads 1,2 --html bench.html
+
+Exit codes: 0 measured; 1 nothing could be measured; 2 wrong usage.
+"""
+
+
+@app.command("bench", help=_HELP)
+def bench_command(
+    artifacts: Annotated[
+        list[Path] | None, typer.Argument(help="Artifacts to measure, of any format.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(help="Measure its model too, eager and with torch.compile; needs --model."),
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="file.py:Class of the checkpoint, as for export.")
+    ] = None,
+    model_args: Annotated[
+        str, typer.Option(help="Keyword arguments of the class, a JSON object.")
+    ] = "{}",
+    inputs: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--input",
+            help=r"name:dtype\[dims], as for export. Default: what the first report says.",
+        ),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(help="Batch sizes, as 1,8. Default: 1 and the largest proven.")
+    ] = None,
+    threads: Annotated[str, typer.Option(help="Thread counts, as 1,2.")] = "1",
+    size: Annotated[
+        list[str] | None,
+        typer.Option(help="Size of another dim, as length=128. Default: its largest proven."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Turns that each subject takes.")] = 5,
+    seconds: Annotated[
+        float, typer.Option(min=0.0, help="Time per subject, thread count and batch size.")
+    ] = 2.0,
+    device: Annotated[str, typer.Option(help=r"cpu or cuda\[:N].")] = "cpu",
+    compiled: Annotated[
+        bool, typer.Option("--compile/--no-compile", help="Measure torch.compile too.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Write a page with tables and plots; it needs no network.")
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="Write a trace of each subject into this folder, for Perfetto."),
+    ] = None,
+) -> None:
+    """Parse, call `modelyard.exporter.bench.measure.bench` once, print."""
+    # Here, not above: importing torch takes a second that `--help` need not wait.
+    from modelyard.exporter.arguments import read_inputs
+    from modelyard.exporter.bench.measure import bench
+    from modelyard.exporter.bench.page import write_bench_page
+    from modelyard.exporter.bench.plan import (
+        Plan,
+        choose_batches,
+        choose_subjects,
+        fix_sizes,
+        read_signature,
+    )
+    from modelyard.exporter.bench.table import bench_table
+
+    with exit_codes():
+        arguments = read_model_args(model_args)
+        subjects = choose_subjects(artifacts or [], checkpoint, model, arguments, compiled=compiled)
+        if not inputs and not artifacts:
+            raise UsageError("--checkpoint alone does not state its inputs; give --input")
+        signature = read_inputs(inputs) if inputs else read_signature(subjects[-1].path)
+        plan = Plan(
+            subjects=subjects,
+            signature=fix_sizes(signature, dict(map(_dim_size, size or []))),
+            batches=choose_batches(signature, _numbers("--batch", batch)),
+            threads=tuple(dict.fromkeys(_numbers("--threads", threads))),
+            rounds=rounds,
+            cell_s=seconds,
+            device=device,
+            profile=profile,
+        )
+        if profile is not None:
+            profile.mkdir(parents=True, exist_ok=True)
+        with step_bar() as progress:
+            report = bench(plan, progress)
+        if html is not None:
+            write_bench_page(report, html)
+    if as_json:
+        typer.echo(json.dumps(report.to_json(), indent=2, allow_nan=False))
+    else:
+        out.print(bench_table(report))
+    if all(cell.error for cell in report.cells):
+        raise typer.Exit(1)
+
+
+def _numbers(option: str, text: str | None) -> list[int]:
+    if text is None:
+        return []
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and 0 < int(part) < 10**6 for part in parts):
+        raise UsageError(f'{option} "{text}" is not a list of numbers; expected such as 1,8')
+    return [int(part) for part in parts]
+
+
+def _dim_size(text: str) -> tuple[str, int]:
+    name, equals, number = text.partition("=")
+    if not name or not equals or not number.isdecimal() or int(number) < 1:
+        raise UsageError(f'--size "{text}" is not a size of a dim; expected such as length=128')
+    return name, int(number)

@@ -1,0 +1,116 @@
+"""What a bench measures: subjects, batch sizes, thread counts."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from modelyard.archiver.signature import Dim, Signature, parse_signature, with_dims
+from modelyard.exporter.errors import UsageError
+from modelyard.exporter.report import report_path
+from modelyard.handlers.backends import detect_format
+from modelyard.handlers.errors import LoadError
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One thing to measure: how a child process opens it."""
+
+    name: str
+    kind: str
+    """"eager", "compile", or an artifact's format."""
+    path: Path
+    model: str | None = None
+    model_args: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to measure."""
+
+    subjects: tuple[Subject, ...]
+    signature: Signature
+    batches: tuple[int, ...]
+    threads: tuple[int, ...]
+    rounds: int = 5
+    cell_s: float = 2.0
+    """Time for one cell (subject, threads, batch), over all rounds; one call runs in any case."""
+    device: str = "cpu"
+    profile: Path | None = None
+    """Folder for a trace of each subject."""
+
+
+def read_signature(artifact: Path) -> Signature:
+    """Read inputs and proven ranges from an artifact's report.
+
+    Raises:
+        UsageError: there is no report, or none that states a signature.
+    """
+    path = report_path(artifact)
+    try:
+        return parse_signature(json.loads(path.read_text(encoding="utf-8"))["signature"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f'"{artifact.name}" has no report that states its inputs ({path.name}); give --input'
+        ) from error
+
+
+def choose_subjects(
+    artifacts: Sequence[Path],
+    checkpoint: Path | None,
+    model: str | None,
+    model_args: Mapping[str, Any],
+    *,
+    compiled: bool = True,
+) -> tuple[Subject, ...]:
+    """Name what is measured: the checkpoint's model eager and compiled, then the artifacts.
+
+    Raises:
+        UsageError: nothing to measure, or a file that is not an artifact.
+    """
+    subjects = []
+    if checkpoint is not None:
+        subjects.append(Subject("eager", "eager", checkpoint, model, model_args))
+        if compiled:
+            subjects.append(Subject("torch.compile", "compile", checkpoint, model, model_args))
+    for path in artifacts:
+        try:
+            format = detect_format(path)
+        except (LoadError, OSError) as error:
+            raise UsageError(f"{error}; expected artifacts of modelyard export") from error
+        subjects.append(Subject(path.name, format, path))
+    names = [subject.name for subject in subjects]
+    if not subjects:
+        raise UsageError("nothing to measure; give artifacts, or --checkpoint with --model")
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise UsageError(f'two artifacts are named "{twice[0]}"; rename one, to tell them apart')
+    return tuple(subjects)
+
+
+def choose_batches(signature: Signature, wanted: Sequence[int]) -> tuple[int, ...]:
+    """Return the batch sizes to measure: those wanted, else 1 and the largest that is proven.
+
+    Raises:
+        UsageError: the batch is one fixed size, and another is wanted.
+    """
+    batch = signature.batch
+    if not isinstance(batch, int):
+        return tuple(dict.fromkeys(wanted or (1, batch.max if batch else 1)))
+    if any(size != batch for size in wanted):
+        raise UsageError(f"--batch {wanted[0]}: the model takes batches of {batch} only")
+    return (batch,)
+
+
+def fix_sizes(signature: Signature, sizes: Mapping[str, int]) -> Signature:
+    """Choose the size of dims other than the batch; the largest proven one is the default.
+
+    Raises:
+        UsageError: no such dim.
+    """
+    known = [name for name, dim in signature.dims.items() if dim != signature.batch]
+    if unknown := [name for name in sizes if name not in known]:
+        rest = ", ".join(known) or "none"
+        raise UsageError(f'--size names "{unknown[0]}"; beside the batch the dims are {rest}')
+    dims = {name: Dim(name, size, size) for name, size in sizes.items()}
+    return replace(signature, inputs=tuple(with_dims(signature.inputs, dims)))

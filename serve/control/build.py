@@ -1,0 +1,184 @@
+"""An archive → a model version: its folder, pools, queues and what its workers start with."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import secrets
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from modelyard.archiver import Archive
+from modelyard.archiver.manifest import MANIFEST_NAME
+from modelyard.archiver.signing import check_signature, read_trusted_keys
+from modelyard.serve.control.model_config import ModelConfig, ModelSpec
+from modelyard.serve.control.registry import ModelVersion
+from modelyard.serve.control.sizing import this_machine
+from modelyard.serve.control.store import file_stem
+from modelyard.serve.dataplane.batcher import Batcher
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
+from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
+from modelyard.serve.dataplane.pool import Pool
+from modelyard.serve.dataplane.worker import WorkerPlan
+from modelyard.serve.errors import BadRequest
+from modelyard.serve.policy import Policy
+from modelyard.serve.settings import Settings
+
+logger = logging.getLogger(__name__)
+
+MAX_REPLY_BYTES = 1 << 30
+"""Largest answer accepted from a worker."""
+EXPLAINERS_NICENESS = 10
+"""An explanation takes seconds of a core; predictions on the same core go first."""
+
+
+def check_signer(archive: Archive, settings: Settings) -> None:
+    """Refuse an archive that no trusted key signed, where the settings ask for that.
+
+    The file of keys is read each time, so a key can be added or taken out while serving.
+
+    Raises:
+        ArchiveError: its signature is missing, wrong or by another key.
+    """
+    if settings.require_signature and settings.trusted_keys is not None:
+        signer = check_signature(archive, read_trusted_keys(settings.trusted_keys))
+        logger.info("%s is signed by the trusted key %s", archive.path.name, signer[:12])
+
+
+class Builder:
+    """Builds the model versions of one server."""
+
+    def __init__(self, policy: Policy, metrics: Metrics) -> None:
+        self._policy = policy
+        self._metrics = metrics
+
+    @asynccontextmanager
+    async def build(
+        self, archive: Archive, name: str, spec: ModelSpec, config: ModelConfig, is_fetched: bool
+    ) -> AsyncIterator[ModelVersion]:
+        """Unpack an archive and connect what runs it; nothing is started yet.
+
+        When the block fails its folder goes again.
+
+        Raises:
+            ArchiveError, BadRequest: it cannot be served.
+        """
+        folder = self._policy.state.unpacked / f"{file_stem(name)}-{secrets.token_hex(4)}"
+        try:
+            await asyncio.to_thread(archive.unpack, folder)
+            python = await asyncio.to_thread(self._policy.interpreter, archive, folder, name)
+            yield self._connect(archive, name, spec, config, is_fetched, folder, python)
+        except BaseException:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            raise
+
+    def _connect(
+        self,
+        archive: Archive,
+        name: str,
+        spec: ModelSpec,
+        config: ModelConfig,
+        is_fetched: bool,
+        folder: Path,
+        interpreter: str,
+    ) -> ModelVersion:
+        manifest, file = archive.manifest, archive.path.name
+        has_manifest = MANIFEST_NAME in archive.names
+        raw_manifest = json.loads(archive.read(MANIFEST_NAME)) if has_manifest else None
+        plan = self._plan(archive, name, spec, config, folder, interpreter, raw_manifest)
+        metrics = VersionMetrics(self._metrics, name, manifest.model_version)
+        pool = Pool(plan, metrics, self._policy.workers)
+        metrics.watch_workers(lambda: pool.ready_count)
+        explainers = None
+        if config.explain_workers:
+            apart = replace(plan, log_stem="explainer", niceness=EXPLAINERS_NICENESS)
+            explainers = Pool(apart, metrics, self._policy.workers)
+        predictions, explanations = (
+            Batcher(
+                explainers if explainers and kind == EXPLAIN else pool,
+                kind,
+                metrics.kinds[kind],
+                batch_size=config.batch_size,
+                delay_s=config.batch_delay_ms / 1000,
+                queue_size=config.queue_size,
+                needs_ticket=config.needs_ticket,
+                call_bytes=config.call_bytes,
+            )
+            for kind in (PREDICT, EXPLAIN)
+        )
+        if explainers is None:
+            pool.feed((predictions, explanations))
+        else:
+            pool.feed((predictions,))
+            explainers.feed((explanations,))
+        return ModelVersion(
+            name=name,
+            version=manifest.model_version,
+            file=file,
+            url=spec.location if is_fetched else file,
+            digest=archive.digest,
+            manifest=raw_manifest,
+            runtime=spec.options.runtime or manifest.runtime,
+            options=spec.options,
+            config=config,
+            folder=folder,
+            pool=pool,
+            explainers=explainers,
+            batchers=(predictions, explanations),
+            metrics=metrics,
+            at_start=spec.at_start,
+            is_downloaded=is_fetched,
+        )
+
+    def _plan(
+        self,
+        archive: Archive,
+        name: str,
+        spec: ModelSpec,
+        config: ModelConfig,
+        folder: Path,
+        interpreter: str,
+        raw_manifest: Any,
+    ) -> WorkerPlan:
+        """Return what the workers are started with."""
+        manifest, policy = archive.manifest, self._policy
+        handler = spec.options.handler or manifest.handler or policy.default_handler
+        if not handler:
+            raise BadRequest(f"{archive.path.name}: the manifest names no handler")
+        version, seal = manifest.model_version, manifest.modelyard
+        log_dir = policy.state.log_file.parent / f"{file_stem(name)}-{version}"
+        log_dir.mkdir(mode=0o700, exist_ok=True)
+        has_quota = this_machine().has_quota
+        return WorkerPlan(
+            label=f"{name} {version}",
+            load={
+                "name": name,
+                "folder": str(folder),
+                "manifest": raw_manifest,
+                "handler": handler,
+                "config_file": manifest.config_file,
+                "device": config.device,
+                "device_ids": list(config.device_ids),
+                "batch_size": config.batch_size,
+                "by_length": config.by_length,
+                "poll_us": 0 if has_quota else policy.settings.worker_poll_us,
+                "golden": [asdict(golden) for golden in seal.golden] if seal else [],
+                **policy.worker_keys,
+            },
+            log_dir=log_dir,
+            threads=config.threads,
+            batch_size=config.batch_size,
+            startup_timeout_s=config.startup_timeout_s,
+            response_timeout_s=config.response_timeout_s,
+            retry=config.retry,
+            max_reply_bytes=MAX_REPLY_BYTES,
+            interpreter=interpreter,
+            hidden_variables=policy.hidden_variables,
+            variables=policy.worker_variables,
+            retry_window_s=config.retry_s,
+        )

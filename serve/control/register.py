@@ -1,0 +1,227 @@
+"""Register, scale and remove model versions of a server that runs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
+
+from modelyard.archiver import Archive, open_archive
+from modelyard.archiver.manifest import check_version
+from modelyard.serve.control.build import Builder, check_signer
+from modelyard.serve.control.model_config import ModelSpec, Options
+from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.control.sizing import (
+    Allocation,
+    ResourceRequest,
+    StartupAllocator,
+    choose,
+    describe_excess,
+    this_machine,
+)
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.dataplane.pool import Pool
+from modelyard.serve.errors import CleanupTimedOut, LoadFailed
+from modelyard.serve.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+
+class Lifecycle:
+    """Changes to what is served. Each change of one model waits for the one before it."""
+
+    def __init__(self, policy: Policy, registry: Registry, metrics: Metrics) -> None:
+        self.policy = policy
+        self.registry = registry
+        self._settings = policy.settings
+        self._builder = Builder(policy, metrics)
+        self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._unlisted: set[Pool] = set()
+        """Of versions that are coming or going: not in the registry, and to be stopped like it."""
+        self._loading: Counter[str] = Counter()
+
+    async def register(
+        self,
+        location: str,
+        name: str | None = None,
+        workers: int | None = None,
+        options: Options | None = None,
+        synchronous: bool = True,
+    ) -> ModelVersion:
+        """Check an archive that a location names, unpack it, start its workers, serve it.
+
+        Args:
+            name: to register it under; None takes the manifest's.
+            workers: how many; None takes the settings', else the archive's, else by cores.
+            synchronous: False serves it while its workers are loading.
+
+        Raises:
+            ArchiveError, ServeError: nothing was changed.
+        """
+        spec = ModelSpec(location, name, workers, options=options or Options())
+        return await self.add(spec, None, waits=synchronous, saves=True)
+
+    async def add(
+        self, spec: ModelSpec, allocator: StartupAllocator | None, waits: bool, saves: bool = False
+    ) -> ModelVersion:
+        """Serve a model version; the store and all else are as before when that fails.
+
+        Args:
+            allocator: at a start, of all its models.
+            waits: for its workers to be ready.
+            saves: whether the change is remembered.
+
+        Raises:
+            ArchiveError, ServeError.
+        """
+        file, is_fetched = await self.policy.locate(spec.location)
+        try:
+            needs_manifest = self.policy.needs_manifest
+            archive = await asyncio.to_thread(open_archive, file, needs_manifest=needs_manifest)
+            with archive:
+                return await self._add(archive, is_fetched, spec, allocator, waits, saves)
+        except BaseException:
+            if is_fetched:
+                file.unlink(missing_ok=True)
+            raise
+
+    async def _add(
+        self,
+        archive: Archive,
+        is_fetched: bool,
+        spec: ModelSpec,
+        allocator: StartupAllocator | None,
+        waits: bool,
+        saves: bool,
+    ) -> ModelVersion:
+        check_signer(archive, self._settings)
+        name = self.policy.choose_name(archive, spec)
+        check_version(archive.manifest.model_version)
+        config = self.policy.configure(archive, spec, name)
+        share = allocator.allocate if allocator else partial(self._beside, name)
+        size = await self.policy.size(spec, config, name, share)
+        config = replace(config, threads=size.threads)
+        async with self._counted(name, size.total_threads), self._locks[name]:
+            self.registry.refuse_duplicate(name, archive.manifest.model_version)
+            async with self._builder.build(archive, name, spec, config, is_fetched) as model:
+                self._unlisted.add(model.pool)
+                try:
+                    await model.pool.scale(size.workers, 0, most=size.most, wait=waits)
+                    with self.registry.change():
+                        self.registry.add(model)
+                        if saves:
+                            self._save()
+                except BaseException as error:
+                    await model.pool.stop(0)
+                    model.metrics.remove()
+                    if isinstance(error, LoadFailed):
+                        error.model = name, model.version
+                    raise
+                finally:
+                    self._unlisted.discard(model.pool)
+        logger.info("%s registered, archive %s", model.pool.plan.label, model.digest)
+        return model
+
+    async def _beside(self, name: str, request: ResourceRequest) -> Allocation:
+        """Return the allocation of a model that is registered while others are served.
+
+        Versions of one model do not count against each other: a new one that got only what the old
+        one leaves would be too small on the day that it takes over.
+        """
+        taken = sum(count for other, count in self._loading.items() if other != name)
+        taken += sum(
+            model.pool.least * model.pool.plan.threads
+            for model in self.registry
+            if model.name != name
+        )
+        machine = this_machine()
+        (allocation,) = choose(machine, [request], taken)
+        if (warning := describe_excess(machine, [allocation], taken)) is not None:
+            logger.warning("%s: %s", name, warning)
+        return allocation
+
+    @asynccontextmanager
+    async def _counted(self, name: str, threads: int) -> AsyncIterator[None]:
+        """Count a model's threads for others that are registered while it loads."""
+        self._loading[name] += threads
+        try:
+            yield
+        finally:
+            self._loading[name] -= threads
+
+    async def scale(
+        self, model: ModelVersion, least: int, most: int | None = None, synchronous: bool = True
+    ) -> None:
+        """Have at least `least` workers and at most `most`, by default exactly `least`.
+
+        Args:
+            synchronous: False returns as soon as the change is saved; workers come and go then, and
+                one that cannot load is tried again.
+
+        Raises:
+            LoadFailed: a new worker could not load; nothing was changed.
+        """
+        async with self._locks[model.name]:
+            self.registry.refuse_gone(model)
+            pool = model.pool
+            before = pool.least, pool.most
+            drain_s = self._settings.drain_timeout_s
+            try:
+                await pool.scale(least, drain_s, most=most, wait=synchronous)
+                if least == 0 and model.explainers is not None:
+                    await model.explainers.scale(0, drain_s, wait=synchronous)
+                self._save()
+            except BaseException:
+                pool.least, pool.most = before
+                raise
+
+    async def unregister(self, model: ModelVersion) -> None:
+        """Answer what was accepted, end the workers, remove the unpacked files.
+
+        Raises:
+            CleanupTimedOut: its workers have not ended in time; it is not served any more.
+        """
+        async with self._locks[model.name]:
+            with self.registry.change():
+                self.registry.remove(model)
+                self._save()
+            if model.is_downloaded and not any(m.file == model.file for m in self.registry):
+                (self._settings.model_store / model.file).unlink(missing_ok=True)
+            try:
+                async with asyncio.timeout(self.policy.unregister_timeout_s):
+                    await self._end(model, self._settings.drain_timeout_s)
+            except TimeoutError as error:
+                raise CleanupTimedOut(model.name) from error
+        logger.info("%s unregistered", model.pool.plan.label)
+
+    def set_default(self, name: str, version: str) -> None:
+        """Make a version the one that answers when a request names none."""
+        with self.registry.change():
+            self.registry.set_default(name, version)
+            self._save()
+
+    async def stop(self, drain_timeout_s: float) -> None:
+        """End all workers; what is registered stays remembered."""
+        self.policy.remember("shutdown", self.registry)
+        await asyncio.gather(
+            *(pool.stop(drain_timeout_s) for pool in self._unlisted),
+            *(self._end(model, drain_timeout_s) for model in self.registry),
+        )
+
+    async def _end(self, model: ModelVersion, drain_timeout_s: float) -> None:
+        pools = [pool for pool in (model.pool, model.explainers) if pool is not None]
+        self._unlisted.update(pools)
+        try:
+            await asyncio.gather(*(pool.stop(drain_timeout_s) for pool in pools))
+        finally:
+            self._unlisted.difference_update(pools)
+        model.metrics.remove()
+        await asyncio.to_thread(shutil.rmtree, model.folder, ignore_errors=True)
+
+    def _save(self) -> None:
+        self.policy.remember("snapshot", self.registry)

@@ -1,0 +1,84 @@
+"""What a server serves, in its state folder: read at the start, written at each change."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+from typing import Any
+
+from modelyard.serve.control.model_config import ModelSpec
+from modelyard.serve.control.registry import Registry
+from modelyard.serve.control.state import StateDir, write_json
+from modelyard.serve.errors import ServeError
+
+logger = logging.getLogger(__name__)
+
+SCHEMA = 1
+
+
+def read_models(state: StateDir, is_trial: bool = False) -> list[ModelSpec]:
+    """Return what the last change left; before it, where that file is damaged.
+
+    Args:
+        is_trial: a damaged file stays where it is.
+    """
+    for file in (state.models_file, state.previous_models_file):
+        try:
+            content = json.loads(file.read_text(encoding="utf-8"))
+            models = content["models"]
+            if (schema := content.get("schema", SCHEMA)) > SCHEMA:
+                raise ValueError(f"its schema is {schema}, this version reads {SCHEMA}")
+            return [_parse(entry) for entry in models if _is_entry(entry)]
+        except FileNotFoundError:
+            continue
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            logger.error("cannot read %s (%s); nothing restored from it", file, error)
+            if is_trial:
+                continue
+            with contextlib.suppress(OSError):  # the next change would write over it
+                file.replace(file.with_suffix(".damaged.json"))
+    return []
+
+
+def write_models(state: StateDir, registry: Registry) -> None:
+    """Replace the file, and keep the one before it.
+
+    Raises:
+        ServeError: it could not be written.
+    """
+    models = [
+        {
+            "name": model.name,
+            "version": model.version,
+            "file": model.file,
+            "digest": model.digest,
+            "workers": model.pool.least,
+            "default": registry.is_default(model),
+        }
+        for model in registry
+    ]
+    file, previous = state.models_file, state.previous_models_file
+    try:
+        with contextlib.suppress(OSError):
+            previous.unlink(missing_ok=True)
+            os.link(file, previous)
+        write_json(file, {"schema": SCHEMA, "models": models})
+    except OSError as error:
+        raise ServeError(f"the change could not be saved: {error.strerror}") from error
+
+
+def _is_entry(entry: Any) -> bool:
+    """Return whether a line can be restored."""
+    return (
+        isinstance(entry, dict)
+        and isinstance(entry.get("file"), str)
+        and isinstance(entry.get("name"), str | None)
+        and isinstance(entry.get("workers"), int | None)
+    )
+
+
+def _parse(entry: dict[str, Any]) -> ModelSpec:
+    is_default = bool(entry.get("default"))
+    return ModelSpec(entry["file"], entry.get("name"), entry.get("workers"), is_default=is_default)

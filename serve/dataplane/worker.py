@@ -1,0 +1,467 @@
+"""The server's end of one worker process: how it starts, what it is sent, what it answers.
+
+A worker is a process of its own session, joined by one end of a socket pair: no path that anybody
+else could open, and its end of file is the worker's death. Async ends here; in the worker is plain
+blocking code.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+from modelyard.archiver.threads import thread_environment
+from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, Stream
+from modelyard.serve.dataplane.process import ChildProcess
+from modelyard.serve.errors import (
+    DeadlinePassed,
+    LoadFailed,
+    OutOfMemory,
+    ServeError,
+    StreamBroken,
+    WorkerDied,
+    WorkerKilled,
+)
+
+if TYPE_CHECKING:
+    from modelyard.serve.dataplane.pool import Pool
+
+logger = logging.getLogger(__name__)
+
+EXIT_GRACE_S = 2.0
+"""From the end of file on its socket to SIGKILL."""
+REAP_GRACE_S = 0.1
+"""The same, when it holds requests."""
+LINGER_S = 0.5
+"""From its end to that of its socket, which a process that it forked may hold open."""
+LOG_TAIL_BYTES = 2000
+
+
+class Output(Protocol):
+    """Where the standard output and the standard error of one worker go."""
+
+    stdout: int
+    """Descriptor for the process, as is `stderr`."""
+    stderr: int
+
+    def close(self) -> None:
+        """Close the two descriptors, of which the process has its own copies."""
+
+    def finish(self) -> None:
+        """Take what is left, after the process has ended."""
+
+    @property
+    def last_line(self) -> str:
+        """What was written last, for messages."""
+
+
+class LogFile:
+    """A worker's output in a file of its own."""
+
+    def __init__(self, file: Path) -> None:
+        self._file = file
+        self.stdout = self.stderr = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+
+    def close(self) -> None:
+        """Close the server's copy."""
+        os.close(self.stdout)
+
+    def finish(self) -> None:
+        """Do nothing: the file holds all of it."""
+
+    @property
+    def last_line(self) -> str:
+        """The file's last line."""
+        with contextlib.suppress(OSError), self._file.open("rb") as log:
+            log.seek(max(0, self._file.stat().st_size - LOG_TAIL_BYTES))
+            return (log.read().decode(errors="replace").strip().splitlines() or [""])[-1]
+        return "(unreadable)"
+
+
+class WorkerPolicy:
+    """What a dialect decides of workers while they run. These are our own decisions."""
+
+    counts_handed_over = False
+    """Whether jobs that a worker holds and does not run yet still count as queued."""
+
+    def open_output(self, log: Path, worker: str) -> Output:
+        """Return where a worker's output goes; `log` is a file of its own."""
+        return LogFile(log)
+
+    def loaded(self, worker: str, seconds: float) -> None:
+        """Take note of a worker that is ready, and how long that took."""
+
+    def ended(self, worker: str) -> None:
+        """Take note of a worker that ended unasked."""
+
+    def retries(self, worker: str, id: int, pause_s: float) -> None:
+        """Take note that a worker will be replaced, and when."""
+
+    def silence(self, limit_s: float) -> ServeError:
+        """Return what a request is answered with which a worker hung."""
+        return DeadlinePassed(f"the worker gave no answer for {limit_s:g} s")
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What every worker of a model version is started with."""
+
+    label: str
+    """`name 1.0`, for logs and messages."""
+    load: dict[str, Any]
+    """The LOAD message, read by `worker.load`; a worker's number is added to it."""
+    log_dir: Path
+    threads: int
+    batch_size: int
+    startup_timeout_s: float
+    response_timeout_s: float
+    retry: bool
+    """Whether a request that a worker died with is tried once more."""
+    max_reply_bytes: int
+    interpreter: str = sys.executable
+    """Python of the workers; another one where the archive brings requirements."""
+    hidden_variables: str | None = None
+    """Regular expression; variables whose whole name it matches are kept from workers."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of the workers' environment, beside the server's."""
+    retry_window_s: float = math.inf
+    """How long a worker that cannot be started any more is tried again."""
+    log_stem: str = "worker"
+    """Of the log files' names."""
+    niceness: int = 0
+    """Of the processes: 0 to 19, the higher the sooner others go first."""
+
+
+class Worker(asyncio.Protocol):
+    """One worker process and the server's end of its socket."""
+
+    def __init__(self, pool: Pool, number: int, id: int) -> None:
+        self.started_at = datetime.now(UTC)
+        self._pool = pool
+        self._plan = pool.plan
+        self._loop = asyncio.get_running_loop()
+        self._decoder = wire.Decoder(pool.plan.max_reply_bytes)
+        self._transport: asyncio.Transport | None = None
+        self._process: ChildProcess | None = None
+        self._output: Output | None = None
+        self._has_exited = False
+        self._next_id = 0
+        self.number = number
+        self.name = f"W-{id}-{pool.plan.label.replace(' ', '_')}"
+        """Unique in this server, and the same for every worker of its slot."""
+        self.loaded: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        self.is_ready = False
+        self.is_alone = False
+        """It runs a retried job, and nothing beside it."""
+        self.is_reserved = False
+        """It takes nothing new until it is idle."""
+        self.is_closing = False
+        """It takes nothing new any more."""
+        self.is_condemned = False
+        """The server itself is about to kill it."""
+        self.flight: dict[int, Call] = {}
+        self.held = [0, 0]
+        self.running = 0
+        """Jobs of its current batch, as far as the server can know."""
+        self.busy_since = 0.0
+        """When it sent something last, or got work while it was idle, by the pool's clock."""
+        self.began_at = 0.0
+        """When its current batch began, by the pool's clock."""
+        self.answered = 0
+
+    # -- life ----------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start the process and wait until it is loaded and right.
+
+        Raises:
+            LoadFailed: with the worker's own error.
+        """
+        plan = self._plan
+        try:
+            ours = self._spawn()
+        except OSError as error:
+            raise LoadFailed(
+                f"{plan.label}: no worker process can be started: {error.strerror}"
+            ) from error
+        await self._loop.connect_accepted_socket(lambda: self, ours)
+        assert self._transport is not None
+        load = {**plan.load, "worker": self.number}
+        self._transport.write(wire.encode_control(wire.LOAD, load))
+        try:
+            async with asyncio.timeout(plan.startup_timeout_s):
+                await self.loaded
+        except TimeoutError:
+            self.condemn()
+            raise LoadFailed(
+                f"{plan.label}: not ready after {plan.startup_timeout_s:g} s (startup_timeout_s); "
+                f"the log ends: {self._log_tail}"
+            ) from None
+
+    def _spawn(self) -> socket.socket:
+        """Start the process and return our end of its socket."""
+        plan = self._plan
+        log = plan.log_dir / f"{plan.log_stem}-{self.number}.log"
+        ours, theirs = socket.socketpair()
+        with contextlib.ExitStack() as undo, theirs:
+            undo.callback(ours.close)
+            output = self._pool.policy.open_output(log, self.name)
+            undo.callback(output.finish)
+            try:
+                self._process = ChildProcess(
+                    [plan.interpreter, "-P", "-m", "modelyard.serve.worker", str(theirs.fileno())],
+                    _environment(plan),
+                    stdout=output.stdout,
+                    stderr=output.stderr,
+                    pass_fds=[theirs.fileno()],
+                    niceness=plan.niceness,
+                )
+            finally:
+                output.close()
+            undo.pop_all()
+        self._output = output
+        self._process.ended.add_done_callback(self._exited)
+        return ours
+
+    @property
+    def pid(self) -> int:
+        """Process id; -1 before the start."""
+        return self._process.pid if self._process else -1
+
+    def condemn(self) -> None:
+        """Kill a process that hangs or talks nonsense: its end is no lack of memory."""
+        self.is_condemned = True
+        if self._process is not None:
+            self._process.kill()
+
+    async def stop(self) -> None:
+        """Let an idle process end by itself, or kill it after a short while."""
+        if self._process is None:
+            return
+        if not self.is_ready or self.flight:
+            self.condemn()
+        if self._transport is not None:
+            self._transport.close()
+        await self._process.end(EXIT_GRACE_S)
+        await self.ended
+
+    def _exited(self, _: asyncio.Future[int]) -> None:
+        """The process has ended. Replies that it had sent may still be on their way."""
+        self._has_exited = True
+        self.is_ready = False
+        assert self._output is not None
+        self._output.finish()
+        if self._transport is None or self._transport.is_closing():
+            self._finish()
+        else:  # end of file comes by itself, unless a process it forked holds the socket open
+            self._loop.call_later(LINGER_S, self._transport.abort)
+
+    def _finish(self) -> None:
+        """Give back what it held, once both process and connection have ended."""
+        self._pool.lost(self)
+        if not self.loaded.done():
+            assert self._process is not None
+            self.loaded.set_exception(
+                LoadFailed(
+                    f"{self._plan.label}: the worker ended with {self._process.how_it_ended} "
+                    f"before it was ready; the log ends: {self._log_tail}"
+                )
+            )
+            self.loaded.exception()  # whoever waited may have left
+        if not self.ended.done():
+            self.ended.set_result(None)
+
+    @property
+    def _log_tail(self) -> str:
+        return (self._output.last_line if self._output is not None else "") or "(empty)"
+
+    # -- the connection ------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep the transport."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Take replies and control messages; a worker that talks nonsense is ended."""
+        try:
+            for frame in self._decoder.feed(data):
+                if frame[0].id == 0:
+                    self._control(frame[0])
+                else:
+                    self._replies(frame)
+        except wire.WireError as error:
+            logger.error("%s worker %d: %s; ending it", self._plan.label, self.number, error)
+            self.condemn()
+            assert self._transport is not None
+            self._transport.abort()  # nothing that follows means anything
+        self._pool.pump()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """End the process, if it still runs; how it ended decides over what it held."""
+        self.is_ready = False
+        assert self._process is not None
+        if self._has_exited:
+            self._finish()
+        elif error is not None or self.flight:
+            # Mostly it is ending by itself, and closed its socket a moment before it can be reaped.
+            self._loop.call_later(REAP_GRACE_S, self.condemn)
+        else:
+            self._loop.call_later(EXIT_GRACE_S, self._process.kill)
+
+    def _control(self, item: wire.Item) -> None:
+        message = wire.decode_control(item)
+        if item.code == wire.METRICS and self.loaded.done():
+            busy_s = self._pool.clock.read(monotonic()) - self.busy_since
+            self._pool.metrics.reported(message.get("records"), busy_s)
+        elif self.loaded.done():
+            raise wire.WireError(f"control message {item.code} from a worker that is loaded")
+        elif item.code == wire.READY and message.get("protocol") == wire.PROTOCOL:
+            self.is_ready = True
+            self.loaded.set_result(message)
+        elif item.code == wire.FAILED:
+            text = f"{self._plan.label}: {message.get('message', 'no reason given')}"
+            failed = OutOfMemory if message.get("out_of_memory") else LoadFailed
+            self.loaded.set_exception(failed(text))
+        else:
+            raise wire.WireError(f"control message {item.code} that nobody expects")
+
+    def _replies(self, frame: list[wire.Item]) -> None:
+        now = monotonic()
+        read_at = self._pool.clock.read(now)
+        kind = count = 0
+        before = len(self.flight)
+        for item in frame:
+            id, status, flags, headers, body, queue_us, handler_us = item
+            if id == 0:
+                self._control(item)
+                continue
+            job = self.flight.get(id)
+            if job is None:
+                raise wire.WireError(f"a reply to job {id}, which it does not hold")
+            if not 200 <= status <= 599 or (headers and headers.count(0) % 2 == 0):
+                raise wire.WireError(f"a reply with status {status} and headers {headers[:200]!r}")
+            if flags & wire.MORE:
+                self._chunk(id, job, status, headers, body)
+                continue
+            del self.flight[id]
+            self.held[job.kind] -= 1
+            if not flags & wire.UNREAD:
+                kind = job.kind
+                count += 1
+                self._pool.metrics.kinds[kind].ran(queue_us, handler_us)
+            if job.stream is not None:
+                if flags & wire.BROKEN:
+                    job.fail(StreamBroken(body.decode("utf-8", "replace")))
+                else:
+                    job.stream.put(body, is_last=True)
+            elif not job.sink.done():
+                job.sink.set_result(Reply(status, headers, body, queue_us, handler_us))
+        if len(self.flight) < before:
+            if count:
+                self.answered += count
+                self._pool.metrics.kinds[kind].batch_size.observe(count)
+                if not self._pool.clock.stood_still_since(self.began_at, now):
+                    self._pool.measured(kind, count, read_at - self.began_at)
+            self.began_at = read_at
+            # It takes what has arrived, up to a batch.
+            self.running = min(self._plan.batch_size, len(self.flight))
+        self.busy_since = read_at
+        if not self.flight:
+            self.is_alone = self.is_reserved = False
+
+    def _chunk(self, id: int, job: Call, status: int, headers: bytes, body: bytes) -> None:
+        """Pass on a chunk; status and headers go with the first one."""
+        if job.stream is None:
+            job.stream = Stream(job.has_left, partial(self.cancel, id))
+            if job.sink.done():  # its deadline has passed
+                job.stream.close()
+            else:
+                job.sink.set_result(Reply(status, headers, job.stream))
+        job.stream.put(body)
+
+    def cancel(self, id: int) -> None:
+        """Notify the worker that nobody reads this job's answer, or the rest of it."""
+        if id in self.flight and self._transport is not None:
+            self._transport.write(wire.encode_control(wire.CANCEL, {"ids": [id]}))
+
+    @property
+    def death(self) -> WorkerDied:
+        """What its end means to the requests that it held."""
+        code = self._process.exit_code if self._process else None
+        killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL) and not self.is_condemned
+        return WorkerKilled() if killed else WorkerDied()
+
+    # -- a replica, as the batcher knows it ----------------------------------------------------
+
+    def room(self, kind: int) -> int:
+        """Return how many more jobs of this kind it takes.
+
+        Two batches of predictions, one of explanations, which are long.
+        """
+        depth = 1 if kind == EXPLAIN else 2
+        return depth * self._plan.batch_size - self.held[kind]
+
+    def run(self, jobs: list[Call]) -> None:
+        """Send the jobs in one frame; `_replies` answers them, or the pool if it dies."""
+        assert self._transport is not None
+        if not self.flight:
+            self.busy_since = self.began_at = self._pool.clock.read(monotonic())
+            self.running = len(jobs)
+        frame, now_us = wire.Frame(), wire.now_us()
+        for job in jobs:
+            self._next_id = self._next_id % 0xFFFFFFFF + 1
+            self.flight[self._next_id] = job
+            self.held[job.kind] += 1
+            flags = job.flags
+            flags |= wire.EXPLAIN if job.kind == EXPLAIN else 0
+            flags |= wire.ALONE if job.retried else 0
+            frame.add(self._next_id, 0, flags, job.head, job.parts, now_us)
+        self._transport.writelines(frame.buffers())
+
+    def rest_s(self, now: float) -> float:
+        """Return in how many seconds it will have answered what it holds; 0 when it is idle.
+
+        A batch that has overrun its time is expected to overrun it by as much again.
+        """
+        if not self.flight:
+            return 0.0
+        pool, held = self._pool, self.held
+        all_s = held[PREDICT] * pool.job_s(PREDICT) + held[EXPLAIN] * pool.job_s(EXPLAIN)
+        running_s = all_s * self.running / len(self.flight)
+        return all_s - running_s + abs(running_s - (pool.clock.read(now) - self.began_at))
+
+    @property
+    def takes_work(self) -> bool:
+        """Whether it may be given anything new."""
+        return self.is_ready and not (self.is_alone or self.is_reserved or self.is_closing)
+
+
+def _environment(plan: WorkerPlan) -> dict[str, str]:
+    """Return the environment of a worker."""
+    hidden = re.compile(plan.hidden_variables) if plan.hidden_variables else None
+    return {
+        **{
+            name: value
+            for name, value in os.environ.items()
+            if hidden is None or not hidden.fullmatch(name)
+        },
+        **plan.variables,
+        **thread_environment(plan.threads),
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,131 @@
+"""What a dialect decides of models. These are our own decisions; another dialect overrides them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from modelyard.archiver import Archive
+from modelyard.archiver.manifest import check_name
+from modelyard.serve.control.environment import interpreter_for
+from modelyard.serve.control.model_config import ModelConfig, ModelSpec, load_model_config
+from modelyard.serve.control.registry import Registry
+from modelyard.serve.control.saved import read_models, write_models
+from modelyard.serve.control.sizing import Allocation, ResourceRequest
+from modelyard.serve.control.state import StateDir
+from modelyard.serve.control.store import find_archive, list_archives, parse_model_option
+from modelyard.serve.dataplane.worker import WorkerPolicy
+from modelyard.serve.settings import Settings
+
+Share = Callable[[ResourceRequest], Awaitable[Allocation]]
+"""Gives a model its part of the machine, beside the others that start with it or run already."""
+
+
+class Policy:
+    """The decisions of one server.
+
+    Args:
+        workers: what is decided of workers while they run.
+    """
+
+    is_strict = True
+    """A start opens the ports, ends when all workers are ready, and fails with the first model that
+    cannot be served. Else it opens the ports when the archives are registered, leaves out those
+    that cannot be, and workers load while the server serves."""
+    needs_manifest = True
+    """Whether an archive without a manifest is refused."""
+    default_handler: str | None = None
+    """Of archives that name none."""
+    unregister_timeout_s: float | None = None
+    """In which the workers of a version that is removed must have ended."""
+    hidden_variables: str | None = None
+    """Regular expression; variables whose whole name it matches are kept from workers."""
+    worker_variables: Mapping[str, str] = {}
+    """Of the workers' environment, beside the server's."""
+    worker_keys: Mapping[str, Any] = {"dialect": "modelyard"}
+    """Of the message with which workers load."""
+
+    def __init__(self, settings: Settings, workers: WorkerPolicy | None = None) -> None:
+        self.settings = settings
+        self.state = StateDir(settings.state_dir)
+        self.workers = workers or WorkerPolicy()
+
+    def models_at_start(self, is_trial: bool = False) -> list[ModelSpec]:
+        """Return what the settings name, or what was served last when they name nothing.
+
+        Args:
+            is_trial: files stay as they are.
+        """
+        options = list(self.settings.models)
+        if not options:
+            return read_models(self.state, is_trial)
+        if [option.upper() for option in options] == ["ALL"]:
+            options = list_archives(self.settings.model_store)
+        pairs = map(parse_model_option, options)
+        return [ModelSpec(location, name, at_start=True) for name, location in pairs]
+
+    async def locate(self, location: str) -> tuple[Path, bool]:
+        """Return the archive that a location names, and whether it was fetched just now.
+
+        Raises:
+            ServeError, ArchiveError: there is none that may be served.
+        """
+        return find_archive(self.settings.model_store, location), False
+
+    def choose_name(self, archive: Archive, spec: ModelSpec) -> str:
+        """Return the name under which an archive is registered.
+
+        Raises:
+            ArchiveError: it has none, or one that breaks the rule for names.
+        """
+        name = spec.name or archive.manifest.model_name or archive.path.stem
+        check_name(name)
+        return name
+
+    def configure(self, archive: Archive, spec: ModelSpec, name: str) -> ModelConfig:
+        """Return how a model version is run.
+
+        Raises:
+            BadModelConfig: something that says so is wrong.
+        """
+        return load_model_config(archive, self.settings, spec.options, name)
+
+    async def size(
+        self, spec: ModelSpec, config: ModelConfig, name: str, share: Share
+    ) -> Allocation:
+        """Return the workers of a model version, and the threads of each."""
+        return await share(self.request(spec, config, name))
+
+    def request(self, spec: ModelSpec, config: ModelConfig, name: str) -> ResourceRequest:
+        """Return what caller, settings and archive say of a model's size."""
+        workers, said_by = spec.workers, "asked for at its registration"
+        if workers is None and "minWorkers" in self.settings.model_settings.get(name, {}):
+            workers, said_by = config.workers or None, config.origins["minWorkers"]
+        elif workers is None and self.settings.workers:
+            workers, said_by = self.settings.workers, "the setting workers"
+        elif workers is None and config.workers:
+            workers, said_by = config.workers, config.origins["minWorkers"]
+        threads_said_by = config.origins.get("workerThreads", "")
+        return ResourceRequest(config.device, workers, said_by, config.threads, threads_said_by)
+
+    def interpreter(self, archive: Archive, folder: Path, name: str) -> str:
+        """Return the Python of a version's workers; it has what the archive requires. Blocking.
+
+        Raises:
+            BadRequest: something is missing and may not or cannot be installed.
+        """
+        environments = self.state.root / "environments"
+        return interpreter_for(archive, folder, environments, self.settings.install_requirements)
+
+    def remember(self, event: str, registry: Registry) -> None:
+        """Write what is registered; a change is acknowledged only after this.
+
+        Args:
+            event: startup; snapshot after each change; shutdown.
+
+        Raises:
+            ServeError: it could not be written.
+        """
+        if event != "shutdown":
+            write_models(self.state, registry)

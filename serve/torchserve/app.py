@@ -1,0 +1,76 @@
+"""Builds a server that speaks TorchServe's dialect."""
+
+from __future__ import annotations
+
+from modelyard.serve.api.asgi import Check, Phase, open_to_all
+from modelyard.serve.app import Server, listen
+from modelyard.serve.control.register import Lifecycle
+from modelyard.serve.control.registry import Registry
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.http.listener import Listener
+from modelyard.serve.http.tls import tls_context
+from modelyard.serve.settings import Address, Settings
+from modelyard.serve.torchserve.combined import Combined
+from modelyard.serve.torchserve.dialect import Dialect
+from modelyard.serve.torchserve.inference import PROBES, TorchServeInference
+from modelyard.serve.torchserve.logs import log_access
+from modelyard.serve.torchserve.management import TorchServeManagement
+from modelyard.serve.torchserve.metrics import TorchServeMetrics
+from modelyard.serve.torchserve.policy import TorchServePolicy
+from modelyard.serve.torchserve.scrape import Scrape
+from modelyard.serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.torchserve.tokens import Tokens
+
+
+def create_server(dialect: TorchServeSettings, settings: Settings) -> Server:
+    """Write new keys, build everything and bind the addresses; equal ones share a listener.
+
+    Raises:
+        StartError: an address cannot be bound, the keys cannot be written, or the metrics
+            configuration cannot be read.
+    """
+    theirs = TorchServeMetrics(dialect)
+    metrics, registry, phase = Metrics(theirs, theirs), Registry(), Phase()
+    lifecycle = Lifecycle(TorchServePolicy(settings, dialect, theirs), registry, metrics)
+    is_off = dialect.disable_token_authorization
+    tokens = None if is_off else Tokens(dialect.directory, dialect.token_expiration_min)
+    check: Check = open_to_all
+    if tokens is not None and not (is_off is None and dialect.inference_address.is_loopback):
+        check = tokens.check("inference", PROBES)
+    apis: list[Dialect] = [
+        TorchServeInference(registry, metrics, check, phase, settings, dialect),
+        TorchServeManagement(registry, lifecycle, tokens, phase, settings, dialect),
+    ]
+    for api in apis:
+        api.on_status = theirs.answered
+    theirs.start()
+    if dialect.enable_metrics_api:
+        apis.append(Scrape(metrics, phase, dialect, settings.max_request_bytes))
+    return Server(lifecycle, phase, *_listen(apis, dialect, settings))
+
+
+def _listen(
+    apis: list[Dialect], dialect: TorchServeSettings, settings: Settings
+) -> tuple[Listener, Listener, Listener | None]:
+    addresses = dialect.addresses[: len(apis)]
+    groups: dict[Address, list[Dialect]] = {}
+    for api, address in zip(apis, addresses, strict=True):
+        groups.setdefault(address, []).append(api)
+    if addresses[0] == addresses[1]:  # such a port answers for all three
+        groups[addresses[0]] = apis
+    ports = [
+        (Combined(group) if len(group) > 1 else group[0], address)
+        for address, group in groups.items()
+    ]
+    tls = None
+    if hosts := [address.host for address in groups if address.is_tls]:
+        tls = tls_context(
+            hosts,
+            dialect.certificate_file,
+            dialect.private_key_file,
+            dialect.keystore,
+            dialect.keystore_pass,
+        )
+    listeners = dict(zip(groups, listen(ports, settings, tls, log_access), strict=True))
+    inference, management, *scraped = (listeners[address] for address in addresses)
+    return inference, management, scraped[0] if scraped else None

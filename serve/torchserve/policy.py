@@ -1,0 +1,235 @@
+"""What TorchServe decides otherwise than we do."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from modelyard.archiver import Archive, ArchiveError
+from modelyard.serve.control.model_config import ModelConfig, ModelSpec, Options
+from modelyard.serve.control.registry import Registry
+from modelyard.serve.control.sizing import Allocation, ResourceRequest, choose, this_machine
+from modelyard.serve.control.store import list_archives
+from modelyard.serve.dataplane.worker import Output, WorkerPolicy
+from modelyard.serve.errors import (
+    FileNotInStore,
+    RequirementsFailed,
+    ServeError,
+    StartError,
+    WorkerDied,
+)
+from modelyard.serve.policy import Policy, Share
+from modelyard.serve.settings import Settings
+from modelyard.serve.torchserve.fetch import UrlRules, clear_leftovers, fetch_archive, is_url
+from modelyard.serve.torchserve.logs import WorkerPipes
+from modelyard.serve.torchserve.metrics import TorchServeMetrics
+from modelyard.serve.torchserve.model_config import load_torchserves_config
+from modelyard.serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.torchserve.snapshot import Snapshots, parse_model_snapshot
+from modelyard.serve.torchserve.store import (
+    TORCHSERVES_SUFFIXES,
+    check_torchserves_name,
+    find_as_torchserve,
+    name_of_file,
+    refuse_relative,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class TorchServePolicy(Policy):
+    """The decisions of a server in TorchServe's dialect."""
+
+    is_strict = False
+    needs_manifest = False
+
+    def __init__(
+        self, settings: Settings, dialect: TorchServeSettings, metrics: TorchServeMetrics
+    ) -> None:
+        super().__init__(settings, TorchServeWorkers(metrics))
+        self._dialect = dialect
+        self._snapshots = Snapshots(dialect)
+        self.default_handler = dialect.default_service_handler
+        self.unregister_timeout_s = dialect.unregister_model_timeout
+        self.hidden_variables = dialect.blacklist_env_vars
+        self.worker_variables = {
+            "TS_DECODE_INPUT_REQUEST": str(dialect.decode_input_request).lower(),
+            "TS_IPEX_ENABLE": "false",
+            "TS_IPEX_GPU_ENABLE": "false",
+            "TS_REQUEST_SEQUENCE_ID": dialect.ts_header_key_sequence_id,
+            "TS_REQUEST_SEQUENCE_START": dialect.ts_header_key_sequence_start,
+            "TS_REQUEST_SEQUENCE_END": dialect.ts_header_key_sequence_end,
+        }
+        self.worker_keys = {
+            "dialect": "torchserve",
+            "envelope": dialect.service_envelope,
+            "decode_input": dialect.decode_input_request,
+            "limit_max_image_pixels": dialect.limit_max_image_pixels,
+            "max_response_bytes": dialect.max_response_size,
+            "metrics": {"declared": metrics.model_metrics},
+        }
+
+    def models_at_start(self, is_trial: bool = False) -> list[ModelSpec]:
+        """Return what a snapshot loads, else what the settings name.
+
+        Raises:
+            StartError: the store lacks an archive of the snapshot.
+        """
+        store, options = self.settings.model_store, list(self.settings.models)
+        clear_leftovers(store)
+        if self._dialect.model_snapshot is not None:
+            snapshot = parse_model_snapshot(self._dialect.model_snapshot)
+            return [_from_snapshot(store, *entry) for entry in snapshot]
+        if [option.upper() for option in options] == ["ALL"]:
+            options = list_archives(store, TORCHSERVES_SUFFIXES)
+        parts = [option.partition("=") for option in options]
+        pairs = [(name, rest) if equals else (None, name) for name, equals, rest in parts]
+        return [ModelSpec(location, name, at_start=True) for name, location in pairs]
+
+    async def locate(self, location: str) -> tuple[Path, bool]:
+        """Return an archive of the store; what a URL names is fetched into it."""
+        store = self.settings.model_store
+        if not is_url(location):
+            return find_as_torchserve(store, location), False
+        refuse_relative(location)
+        rules = UrlRules(self._dialect.allowed_urls)
+        return await _in_daemon(partial(fetch_archive, location, store, rules)), True
+
+    def choose_name(self, archive: Archive, spec: ModelSpec) -> str:
+        """Return the caller's name, the manifest's, or at the start the file's."""
+        name = spec.name or archive.manifest.model_name
+        if name is None:
+            if not spec.at_start:
+                raise ArchiveError("Model name is not defined.")
+            name = name_of_file(archive.path.name)
+        check_torchserves_name(name)
+        return name
+
+    def configure(self, archive: Archive, spec: ModelSpec, name: str) -> ModelConfig:
+        """Return how a model version is run."""
+        return load_torchserves_config(archive, self.settings, self._dialect, spec, name)
+
+    async def size(
+        self, spec: ModelSpec, config: ModelConfig, name: str, share: Share
+    ) -> Allocation:
+        """Return the workers that caller, archive or server say; models do not share the cores.
+
+        Over the register API there are none where nobody says anything.
+        """
+        workers, most = config.workers, config.most_workers
+        if spec.workers is not None:
+            workers, most = spec.workers, spec.most or 0
+        elif not workers:
+            workers = self._dialect.default_workers_per_model
+            if not workers and spec.at_start:
+                workers = choose(this_machine(), [ResourceRequest(config.device)])[0].workers
+        return Allocation(workers, config.threads or 1, most=max(workers, most))
+
+    def interpreter(self, archive: Archive, folder: Path, name: str) -> str:
+        """Return the Python of a version's workers."""
+        try:
+            return super().interpreter(archive, folder, name)
+        except RequirementsFailed as error:
+            text = f"Custom pip package installation failed for model {name}"
+            raise RequirementsFailed(text) from error
+
+    def remember(self, event: str, registry: Registry) -> None:
+        """Write a snapshot; one that cannot be written is logged and no more."""
+        self._snapshots.write(event, registry)
+
+
+class TorchServeWorkers(WorkerPolicy):
+    """Workers whose output, life and end are logged as TorchServe's users search for them."""
+
+    counts_handed_over = True
+
+    def __init__(self, metrics: TorchServeMetrics) -> None:
+        self._metrics = metrics
+
+    def open_output(self, log: Path, worker: str) -> Output:
+        """Return pipes whose lines go to the log of models."""
+        return WorkerPipes(worker)
+
+    def loaded(self, worker: str, seconds: float) -> None:
+        """Log it, and how long it took."""
+        self._metrics.worker_loaded(worker, seconds)
+        logger.info("%s State change WORKER_STARTED -> WORKER_MODEL_LOADED", worker)
+
+    def ended(self, worker: str) -> None:
+        """Log it."""
+        logger.info("%s Backend worker process died.", worker)
+
+    def retries(self, worker: str, id: int, pause_s: float) -> None:
+        """Log it."""
+        logger.info("%s Retry worker: %d in %g seconds.", worker, id, pause_s)
+
+    def silence(self, limit_s: float) -> ServeError:
+        """Return the error of a worker that died."""
+        return WorkerDied()
+
+
+async def _in_daemon(fetch: Callable[[], Path]) -> Path:
+    """Run in a thread that a server which is being stopped does not wait for."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Path] = loop.create_future()
+
+    def settle(path: Path | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            discard(path)
+        elif path is not None:
+            done.set_result(path)
+        elif error is not None:
+            done.set_exception(error)
+
+    def discard(path: Path | None) -> None:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+    def run() -> None:
+        path: Path | None = None
+        error: BaseException | None = None
+        try:
+            path = fetch()
+        except BaseException as raised:
+            error = raised
+        try:
+            loop.call_soon_threadsafe(settle, path, error)
+        except RuntimeError:  # the loop has ended
+            discard(path)
+
+    threading.Thread(target=run, daemon=True, name="fetch").start()
+    return await done
+
+
+def _from_snapshot(store: Path, name: str, version: str, entry: dict[str, Any]) -> ModelSpec:
+    """Return what a snapshot asks for; it comes before the archive's own configuration.
+
+    Raises:
+        StartError: the store does not hold the archive.
+    """
+    try:
+        file = find_as_torchserve(store, entry["marName"])
+    except FileNotInStore as error:
+        raise StartError(
+            f"Model archive file for model :{name}, version :{version} not found in model store"
+        ) from error
+    return ModelSpec(
+        file.name,
+        name,
+        entry["minWorkers"],
+        entry["maxWorkers"],
+        Options(
+            batch_size=entry["batchSize"],
+            batch_delay_ms=entry["maxBatchDelay"],
+            response_timeout_s=entry.get("responseTimeout"),
+            startup_timeout_s=entry.get("startupTimeout"),
+            runtime=entry.get("runtimeType"),
+            comes_first=True,
+        ),
+        is_default=entry["defaultVersion"],
+    )

@@ -1,0 +1,62 @@
+"""What locations and names mean in TorchServe's dialect."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from modelyard.archiver.errors import BadName
+from modelyard.archiver.untrusted.names import quoted
+from modelyard.serve.control.store import SUFFIXES, file_stem, is_archive
+from modelyard.serve.errors import FileNotInStore
+
+TORCHSERVES_SUFFIXES = (*SUFFIXES, ".model")
+MAX_QUOTED_NAME = 200
+"""Of a file name's 255 bytes, in which logs and unpacked files carry the model's name."""
+
+
+def find_as_torchserve(store: Path, location: str) -> Path:
+    """Return the archive that a location names.
+
+    Of a path only the last part counts, so nothing outside the store is reached.
+
+    Raises:
+        FileNotInStore: nothing is there; TorchServe's words.
+    """
+    refuse_relative(location)
+    name = location.rstrip("/").rpartition("/")[2]
+    missing = FileNotInStore(f"Model not found at: {location}")
+    if "://" in location or name.startswith(".") or not name.isprintable() or not name:
+        raise missing
+    if not is_archive(store / name):
+        raise missing
+    return store / name
+
+
+def refuse_relative(location: str) -> None:
+    """Raise FileNotInStore for a location that is empty or climbs; TorchServe's words."""
+    if not location:
+        raise FileNotInStore("empty url")
+    if ".." in location:
+        raise FileNotInStore(f"Relative path is not allowed in url: {location}")
+
+
+def check_torchserves_name(name: str) -> None:
+    """Refuse what cannot be one part of a path; TorchServe takes any other name over its API.
+
+    Raises:
+        BadName: the message says what is taken.
+    """
+    is_plain = name.isprintable() and not set(name) & set("/\\") and name not in (".", "..")
+    if not name.strip() or not is_plain or len(file_stem(name)) > MAX_QUOTED_NAME:
+        raise BadName(
+            f"model name {quoted(name)}: expected printable characters without '/' and '\\', and "
+            f"no more than {MAX_QUOTED_NAME} bytes where special ones take three"
+        )
+
+
+def name_of_file(file: str) -> str:
+    """Return the name that TorchServe gives at its start to an archive that states none."""
+    has_suffix = ".mar" in file or ".model" in file
+    stem = file.rpartition(".")[0] if has_suffix else file
+    return re.sub(r"\W|^_", "_", stem)
