@@ -16,6 +16,7 @@ from modelyard.archiver.report import Report, read_report
 from modelyard.archiver.requirements import Resolved, resolve
 from modelyard.archiver.signature import TensorSpec
 from modelyard.archiver.source_checks import Source, source_warnings
+from modelyard.archiver.untrusted.container import MAX_ENTRIES
 from modelyard.archiver.untrusted.names import (
     LOCK_NAME,
     MANIFEST_NAME,
@@ -27,7 +28,6 @@ from modelyard.archiver.untrusted.names import (
     file_name_problem,
     quoted,
 )
-from modelyard.archiver.untrusted.zip_directory import MAX_ENTRIES
 
 # Formats that give gradients: they explain themselves and others.
 DIFFERENTIABLE_FORMATS = ("pt2", "torchscript")

@@ -24,11 +24,18 @@ from modelyard.archiver.manifest import (
     Seal,
     parse_manifest,
 )
-from modelyard.archiver.untrusted.container import Damaged, Member, Progress, Reader
+from modelyard.archiver.untrusted.container import (
+    Damaged,
+    Member,
+    OpenFile,
+    Progress,
+    Reader,
+    open_regular,
+)
 from modelyard.archiver.untrusted.folder import FolderReader
 from modelyard.archiver.untrusted.names import SIGNATURE_NAME, quoted
-from modelyard.archiver.untrusted.tar_reader import GZIP_MAGIC, TarReader
-from modelyard.archiver.untrusted.zip_reader import ZipReader
+from modelyard.archiver.untrusted.tar import GZIP_MAGIC, TarReader
+from modelyard.archiver.untrusted.zip import ZipReader
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,7 @@ class Archive:
     Attributes:
         path: the file it was opened from.
         manifest: its manifest.
+        kind: the container in a word: zip, gzip'ed tar or folder.
         files: its files, the manifest included, in the archive's order.
         digest: one SHA-256 that names the whole content: of the manifest when the manifest holds
             the other files' digests, else of the sorted lines `sha256  name` of all files. The
@@ -57,6 +65,7 @@ class Archive:
     ) -> None:
         self.path = path
         self.manifest = manifest
+        self.kind = reader.kind
         self.files = tuple(files.values())
         self.digest = _archive_digest(manifest, files)
         self._reader = reader
@@ -76,6 +85,25 @@ class Archive:
             RefusedArchive: the archive was changed after it was opened.
         """
         return b"".join(self._checked_chunks(self._files[name]))
+
+    def view(self, name: str) -> memoryview:
+        """Return one file's content, mapped copy-on-write where it lies uncompressed.
+
+        Pages of a mapping are read when they are looked at: whoever can write to the archive
+        meanwhile changes them.
+
+        Raises:
+            KeyError: the archive has no such file.
+            RefusedArchive: the archive was changed after it was opened.
+        """
+        file = self._files[name]
+        try:
+            mapped = self._reader.map(self._members[name])
+        except Damaged as error:
+            raise self._changed(name) from error
+        if mapped is None:
+            mapped = memoryview(bytearray().join(self._checked_chunks(file)))
+        return mapped
 
     def unpack(self, folder: Path) -> None:
         """Write all files under `folder`, which must be absent or empty; on failure nothing stays.
@@ -172,7 +200,7 @@ def _open(path: Path) -> Reader:
         with path.open("rb") as file:
             if file.read(len(GZIP_MAGIC)) == GZIP_MAGIC:
                 return TarReader(path)
-    return ZipReader(path)
+    return ZipReader(OpenFile(open_regular(path)))
 
 
 def _verify(path: Path, reader: Reader, progress: Progress, needs_manifest: bool) -> Archive:

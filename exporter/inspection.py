@@ -1,12 +1,10 @@
 """A checkpoint, an artifact or an archive → what a person wants to know of it, as JSON.
 
 Nothing that a file holds is run: weights come from `ingest`, a program's description from its own
-JSON or protobuf, an archive's from its manifest. Archives are read here, not by `archiver`, because
-their weights are, and no room imports another for its command line; `modelyard verify` is what
-checks an archive's digests.
+JSON or protobuf, an archive's from its manifest. What `modelyard verify` refuses of an archive
+before it runs anything is refused here too.
 """
 
-import hashlib
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -16,8 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.read import Archive
+from modelyard.archiver.untrusted.json import parse_json
+from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNATURE_NAME
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import Checkpoint
+from modelyard.exporter.ingest.archive import checked_archive, read_weights, serialized_source
 from modelyard.exporter.ingest.exported_program import ExportedProgram, read_exported_program
 from modelyard.exporter.ingest.plain import Placeholder
 from modelyard.exporter.ingest.read import choose, parse_checkpoint, take_weights
@@ -25,14 +27,12 @@ from modelyard.exporter.ingest.single_file import danger_notes
 from modelyard.exporter.ingest.sniff import sniff, sniff_source
 from modelyard.exporter.ingest.source import Source
 from modelyard.exporter.ingest.torchscript import read_script
-from modelyard.exporter.ingest.torchserve import MANIFEST, ServeArchive, open_serve_archive
 from modelyard.exporter.ingest.value import count_parameters, digest_files
 
 _MAX_DEPTH = 12
 _MAX_ITEMS = 1000
 _MAX_TEXT = 2000
 _ELEMENTS_AT_ONCE = 1 << 24
-_SIGNATURE_FILE = "MAR-INF/MANIFEST.sig.json"
 
 
 def describe(path: Path, weights_key: str | None = None, *, ema: bool = False) -> dict[str, Any]:
@@ -49,7 +49,8 @@ def describe(path: Path, weights_key: str | None = None, *, ema: bool = False) -
     """
     found = sniff(path)
     if found == "TorchServe archive":
-        return {"file": path.name, **_archive(path)}
+        with checked_archive(path) as archive:
+            return {"file": path.name, **_archive(archive)}
     if found in _ARTIFACTS:
         content = _ARTIFACTS[found](Source.of_file(path))
         return {"file": path.name, **content, "files": _files(path, [path])}
@@ -122,8 +123,7 @@ def _program(source: Source) -> dict[str, Any]:
 
 def _program_notes(program: ExportedProgram) -> list[str]:
     notes = [f"schema version {program.schema_version}"] if program.schema_version else []
-    if program.unsafe:
-        notes.append(f"not safe to load: it holds {'; '.join(program.unsafe)}")
+    notes += [f"not safe to load: {finding}" for finding in program.findings]
     return [*notes, *danger_notes(program.refused)]
 
 
@@ -223,68 +223,51 @@ def _onnx_dtype(number: int) -> str:
     return {"float": "float32", "double": "float64"}.get(name, name)
 
 
-def _archive(path: Path) -> dict[str, Any]:
-    archive = open_serve_archive(path)
-    seal = archive.manifest.get("modelyard")
-    name = archive.file_named("serializedFile")
-    notes = [] if isinstance(seal, dict) else ["it holds no digests: not made by modelyard"]
+def _archive(archive: Archive) -> dict[str, Any]:
+    manifest, seal = archive.manifest, archive.manifest.modelyard
+    notes = [] if seal else ["it holds no digests: not made by modelyard"]
     inside: dict[str, Any] = {}
-    if name is None:
+    source = serialized_source(archive)
+    if source is None:
         notes.append("it names no file of weights: its handler makes the model itself")
     else:
         try:
-            inside = _describe_inside(archive, name)
+            inside = _describe_inside(archive, source)
         except CheckpointError as error:
             notes.append(str(error))
     notes += inside.pop("notes", [])
     return {
         **inside,
         "what": "archive",
-        "kind": f"model archive ({archive.form})",
-        "writer": "modelyard" if isinstance(seal, dict) else "torch-model-archiver",
+        "kind": f"model archive ({archive.kind})",
+        "writer": "modelyard" if seal else "torch-model-archiver",
         # A sealed archive states the archiver of TorchServe's that it is compatible with.
-        "writer_version": archive.manifest.get("archiverVersion") if seal is None else None,
-        "model": _model_facts(archive, seal if isinstance(seal, dict) else {}),
-        "manifest": jsonable(archive.manifest),
-        "serialized": {"name": name, "kind": inside.get("kind")},
+        "writer_version": None if seal else manifest.archiver_version,
+        "model": {
+            "name": manifest.model_name,
+            "version": manifest.model_version,
+            "handler": manifest.handler,
+            "digest": archive.digest if seal else None,
+            "is_signed": SIGNATURE_NAME in archive.names,
+            "explained_by": seal.explain.artifact if seal and seal.explain else None,
+            "golden_requests": len(seal.golden) if seal else 0,
+            "requirements": list(seal.requirements) if seal else [],
+        },
+        "manifest": jsonable(parse_json(archive.read(MANIFEST_NAME))),
+        "serialized": {"name": source and source.name, "kind": inside.get("kind")},
         "notes": notes,
-        "files": [
-            {"name": name, "size_bytes": size, "sha256": _digest(archive, name)}
-            for name, size in sorted(archive.sizes.items())
-        ],
+        "files": [vars(file) for file in sorted(archive.files, key=lambda file: file.name)],
     }
 
 
-def _model_facts(archive: ServeArchive, seal: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the manifest says of the model where it is well-formed; nothing is checked."""
-    model = archive.manifest.get("model")
-    model = model if isinstance(model, dict) else {}
-    golden, explain, pins = (seal.get(key) for key in ("golden", "explain", "requirements"))
-    digest = _digest(archive, MANIFEST)
-    return {
-        "name": jsonable(model.get("modelName")),
-        "version": jsonable(model.get("modelVersion")),
-        "handler": jsonable(model.get("handler")),
-        "digest": digest if seal else None,
-        "is_signed": _SIGNATURE_FILE in archive.sizes,
-        "explained_by": jsonable(explain.get("artifact")) if isinstance(explain, dict) else None,
-        "golden_requests": len(golden) if isinstance(golden, list) else 0,
-        "requirements": jsonable(pins) if isinstance(pins, list) else [],
-    }
-
-
-def _describe_inside(archive: ServeArchive, name: str) -> dict[str, Any]:
-    source = archive.open(name)
+def _describe_inside(archive: Archive, source: Source) -> dict[str, Any]:
     found = sniff_source(source)
     if found in _ARTIFACTS:
         return _ARTIFACTS[found](source)
-    parsed = parse_checkpoint(archive.path)
-    described = _checkpoint(take_weights(parsed, archive.path, choose(parsed, name)), ())
+    parsed = read_weights(archive)
+    key = choose(parsed, source.name)
+    described = _checkpoint(take_weights(parsed, archive.path, key), ())
     return {key: value for key, value in described.items() if key not in ("files", "sha256")}
-
-
-def _digest(archive: ServeArchive, name: str) -> str:
-    return hashlib.sha256(archive.open(name).data if archive.sizes[name] else b"").hexdigest()
 
 
 def _files(root: Path, paths: list[Path]) -> list[dict[str, Any]]:

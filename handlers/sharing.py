@@ -6,13 +6,13 @@ write) and never to the file. Removing the file while it is mapped is safe; cutt
 so only files in a folder of the version's own are mapped, which nobody changes.
 """
 
+import contextlib
 import ctypes
 import fcntl
 import logging
-import mmap
+import os
 import shutil
 import tempfile
-import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from modelyard.handlers.program.check import DAMAGED_ZIP, data_range
+from modelyard.archiver.untrusted.container import OpenFile
+from modelyard.archiver.untrusted.zip import STORED, TORCH_RULES, ZipReader
 
 _log = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def map_weights(tensors: Iterable[Tensor], path: Path) -> int:
         return 0
     try:
         records = _records(path)
-    except DAMAGED_ZIP as error:
+    except OSError as error:
         _log.info("each worker keeps a copy of the weights of %s: %s", path.name, error)
         return 0
     mapped_bytes = 0
@@ -122,18 +123,18 @@ def release_freed_memory() -> None:
 def _records(path: Path) -> defaultdict[tuple[int, bytes], list[torch.UntypedStorage]]:
     """Map a zip's entries that tensors can lie in, by their size and first bytes."""
     found: defaultdict[tuple[int, bytes], list[torch.UntypedStorage]] = defaultdict(list)
-    with path.open("rb") as file, zipfile.ZipFile(file) as container:
-        mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        for info in container.filelist:
-            is_plain = info.compress_type == zipfile.ZIP_STORED and not info.flag_bits & 1
-            if not is_plain or info.file_size < MIN_STORAGE_BYTES:
-                continue
-            start, end = data_range(file, info)
-            if start % _ALIGNMENT or end > len(mapping) or end - start != info.file_size:
-                continue
-            record = torch.frombuffer(mapping, dtype=torch.uint8, count=end - start, offset=start)
-            head = mapping[start : start + _HEAD_BYTES]
-            found[end - start, head].append(record.untyped_storage())
+    with contextlib.closing(OpenFile(os.open(path, os.O_RDONLY))) as file:
+        reader = ZipReader(file, TORCH_RULES)
+        if problems := reader.check():
+            raise OSError(problems[0])
+        mapping = file.map(range(file.size))
+    for member in reader.members:
+        start, size = member.data.start, member.size_bytes
+        if member.method != STORED or size < MIN_STORAGE_BYTES or start % _ALIGNMENT:
+            continue
+        record = torch.frombuffer(mapping, dtype=torch.uint8, count=size, offset=start)
+        head = bytes(mapping[start : start + _HEAD_BYTES])
+        found[size, head].append(record.untyped_storage())
     return found
 
 

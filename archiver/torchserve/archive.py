@@ -12,7 +12,7 @@ from modelyard.archiver.collect import Part, Plan, created_on
 from modelyard.archiver.errors import ArchiveExists, BadName, CannotArchive
 from modelyard.archiver.manifest import ARCHIVER_VERSION, Manifest
 from modelyard.archiver.torchserve.extra_files import expand_extra_files
-from modelyard.archiver.untrusted.container import SUFFIXES
+from modelyard.archiver.untrusted.container import MAX_ENTRIES, SUFFIXES
 from modelyard.archiver.untrusted.names import (
     MANIFEST_NAME,
     check_name,
@@ -21,7 +21,6 @@ from modelyard.archiver.untrusted.names import (
     file_name_problem,
 )
 from modelyard.archiver.untrusted.names import quoted as quote
-from modelyard.archiver.untrusted.zip_directory import MAX_ENTRIES
 from modelyard.archiver.write import write_plan
 
 # What `--archive-format` says → how we call it.

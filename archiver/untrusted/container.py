@@ -8,9 +8,11 @@
 | `no-archive` | a folder `<name>` | for work in progress |
 """
 
+import mmap
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +22,9 @@ CHUNK_BYTES = 1024 * 1024
 
 SUFFIXES = {"zip-store": ".mar", "zip-deflate": ".mar", "tgz": ".tar.gz", "no-archive": ""}
 """Format → what follows the model's name in the archive's."""
+
+MAX_ENTRIES = 10_000
+"""Files in one archive."""
 
 MAX_RATIO = 200
 RATIO_FROM_BYTES = 100_000
@@ -73,6 +78,9 @@ class Reader(Protocol):
     def check(self, progress: Progress) -> list[str]:
         """Read what says where and how large the files are; return all problems."""
 
+    def map(self, member: Any) -> memoryview | None:
+        """Map the content of one of `members`, copy-on-write; None where it must be unpacked."""
+
     def chunks(self, member: Any) -> Iterator[bytes]:
         """Yield the content of one of `members`, at most 1 MiB at a time.
 
@@ -82,6 +90,66 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Close what is open; a second call does nothing."""
+
+
+class Bytes(Protocol):
+    """What is read at given positions: an open file, or memory."""
+
+    @property
+    def size(self) -> int:
+        """The number of bytes."""
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Read `count` bytes, and fewer only where the bytes end."""
+
+
+class OpenFile:
+    """A file behind one descriptor, so that replacing it on disk changes nothing.
+
+    Attributes:
+        size: in bytes.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.size = os.fstat(fd).st_size
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Read `count` bytes, and fewer only where the file ends."""
+        return os.pread(self._fd, count, offset)
+
+    def map(self, place: range) -> memoryview:
+        """Map a part of the file, copy-on-write."""
+        return map_file(self._fd)[place.start : place.stop]
+
+    def close(self) -> None:
+        """Close the file; a second call does nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+        self._fd = -1
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that are in memory."""
+
+    data: bytes
+
+    @property
+    def size(self) -> int:
+        """Return the number of bytes."""
+        return len(self.data)
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Read `count` bytes, and fewer only where the bytes end."""
+        return self.data[offset : offset + count]
+
+
+def map_file(fd: int) -> memoryview:
+    """Map a whole file copy-on-write; it stays readable when the descriptor is closed."""
+    if not os.fstat(fd).st_size:
+        return memoryview(bytearray())
+    return memoryview(mmap.mmap(fd, 0, access=mmap.ACCESS_COPY))
 
 
 class Writer(Protocol):

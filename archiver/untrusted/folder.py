@@ -7,9 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelyard.archiver.errors import ArchiveError
-from modelyard.archiver.untrusted.container import CHUNK_BYTES, Damaged, Progress
+from modelyard.archiver.untrusted.container import (
+    CHUNK_BYTES,
+    MAX_ENTRIES,
+    Damaged,
+    Progress,
+    map_file,
+)
 from modelyard.archiver.untrusted.names import collisions, file_name_problem, quoted
-from modelyard.archiver.untrusted.zip_directory import MAX_ENTRIES
 
 _MAX_DEPTH = 64
 
@@ -104,6 +109,24 @@ class FolderReader:
             if (problem := file_name_problem(name.removesuffix("/")))
         ]
         return problems + list(collisions(names))
+
+    def map(self, member: FolderMember) -> memoryview:
+        """Map a file; a later change of its size is noticed here, of its content nowhere.
+
+        Raises:
+            Damaged: the file has gone, is another kind, or has another size.
+        """
+        try:
+            fd = self._open(member.name)
+            try:
+                mapped = map_file(fd)
+            finally:
+                os.close(fd)
+        except OSError as error:
+            raise Damaged(f"it cannot be read any more: {error.strerror}") from error
+        if len(mapped) != member.size_bytes:
+            raise Damaged("its size has changed")
+        return mapped
 
     def chunks(self, member: FolderMember) -> Iterator[bytes]:
         """Yield a file's content, at most 1 MiB at a time.

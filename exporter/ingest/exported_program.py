@@ -1,7 +1,8 @@
 """torch.export's `.pt2` → its weights and signature, from JSON and raw bytes alone.
 
 `torch.export.load` unpickles sample inputs and some weights, evaluates shape expressions and
-compiles guards. Nothing here does; what would be unpickled or is native code is named.
+compiles guards. Nothing here does; whether it would run code is judged by `handlers.program`, as
+before a worker loads it.
 """
 
 import re
@@ -15,11 +16,10 @@ from torch import Tensor
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest.pickles import BadPickle
 from modelyard.exporter.ingest.rebuild import is_known
-from modelyard.exporter.ingest.source import Entry, Source, read_directory, read_entry
-from modelyard.exporter.ingest.strict_json import MAX_BYTES, parse_object
+from modelyard.exporter.ingest.source import MAX_JSON_BYTES, Source, TorchZip, parse_object
 from modelyard.exporter.ingest.torch_file import read_torch_file
+from modelyard.handlers.program.check import check
 
-_NATIVE = re.compile(r"\.(so|dylib|dll|o|cubin|ptx|cpp)$|/aotinductor/")
 _DTYPES: Mapping[int, torch.dtype] = {
     1: torch.uint8,
     2: torch.int8,
@@ -58,8 +58,8 @@ class ExportedProgram:
     torch_version: str | None
     schema_version: str | None
     operators: int
-    unsafe: tuple[str, ...]
-    """What would run code when torch loads it, a phrase each."""
+    findings: tuple[str, ...]
+    """Why a worker refuses to load it; `part: what is wrong`."""
     refused: tuple[str, ...]
     """Names that its pickles want imported."""
 
@@ -70,69 +70,49 @@ def read_exported_program(source: Source) -> ExportedProgram:
     Raises:
         CheckpointError: it holds no program, or its JSON or weights are damaged.
     """
-    entries = read_directory(source)
-    unsafe = [f"native code in {name}" for name in entries if _NATIVE.search(name)]
+    findings = tuple(f"{part}: {problem}" for part, problem in check(source))
+    container = TorchZip(source, may_deflate=lambda name: True)
     refused: set[str] = set()
     tensors: dict[str, Tensor] = {}
-    for name, entry in entries.items():
-        if "/data/sample_inputs/" in f"/{name}" and entry.size:
-            wanted = _wanted(source, entry)
-            refused |= wanted
-            if wanted:
-                unsafe.append(f"sample inputs that want {', '.join(sorted(wanted))}")
+    program: dict[str, Any] = {}
+    for name, entry in container.entries.items():
+        if "/data/sample_inputs/" in f"/{name}" and entry.size_bytes:
+            refused |= _wanted(container.part(name))
         elif name.endswith("_weights_config.json"):
-            found, pickled = _read_weights(source, entries, entry)
-            tensors.update(found)
-            unsafe += [f"the weight {weight!r}, stored as a pickle" for weight in pickled]
-        elif name.endswith("_constants_config.json"):
-            config = parse_object(read_entry(source, entry, limit=MAX_BYTES), name)
-            unsafe += [
-                f"the constant {constant!r}, stored as a pickle"
-                for constant, value in (config.get("config") or {}).items()
-                if not isinstance(value, dict) or _is_pickled(value)
-            ]
-    model = next((e for n, e in entries.items() if re.search(r"(^|/)models/[^/]+\.json$", n)), None)
-    program = {} if model is None else _read_json(source, model)
-    if not program and not unsafe:
+            tensors.update(_read_weights(container, name))
+        elif not program and re.search(r"(^|/)models/[^/]+\.json$", name):
+            program = _read_json(container, name)
+    if not program and not findings:
         raise CheckpointError(f'"{source.name}" holds no exported program; export it again')
-    return _describe(program, tensors, tuple(unsafe), tuple(sorted(refused)))
+    return _describe(program, tensors, findings, tuple(sorted(refused)))
 
 
-def _read_json(source: Source, entry: Entry) -> dict[str, Any]:
-    return parse_object(read_entry(source, entry, limit=MAX_BYTES), entry.name)
+def _read_json(container: TorchZip, name: str) -> dict[str, Any]:
+    return parse_object(container.read(name, limit=MAX_JSON_BYTES), name)
 
 
-def _wanted(source: Source, entry: Entry) -> set[str]:
-    part = source.part(entry.name, entry.start, entry.stored)
+def _wanted(samples: Source) -> set[str]:
     try:
-        return {name for name in read_torch_file(part).wanted if not is_known(name)}
+        return {name for name in read_torch_file(samples).wanted if not is_known(name)}
     except (CheckpointError, BadPickle):
         return {"?"}
 
 
-def _is_pickled(value: Mapping[str, Any]) -> bool:
-    return bool(value.get("use_pickle")) or not isinstance(value.get("tensor_meta"), dict)
-
-
-def _read_weights(
-    source: Source, entries: Mapping[str, Entry], config: Entry
-) -> tuple[dict[str, Tensor], list[str]]:
-    folder = config.name.rpartition("/")[0]
+def _read_weights(container: TorchZip, config: str) -> dict[str, Tensor]:
+    folder = config.rpartition("/")[0]
     tensors: dict[str, Tensor] = {}
-    pickled: list[str] = []
     storages: dict[str, torch.UntypedStorage] = {}
-    content = _read_json(source, config).get("config")
-    for name, value in (content if isinstance(content, dict) else {}).items():
-        if not isinstance(value, dict) or _is_pickled(value):
-            pickled.append(name)
-            continue
-        payload = entries.get(f"{folder}/{value.get('path_name')}")
-        if payload is None:
-            raise CheckpointError(f'"{source.name}": the weight "{name}" is missing')
-        if payload.name not in storages:
-            storages[payload.name] = source.storage(payload.start, payload.size)
-        tensors[name] = _tensor(source, name, storages[payload.name], value["tensor_meta"])
-    return tensors, pickled
+    for name, value in _dict(_read_json(container, config).get("config")).items():
+        meta = _dict(value).get("tensor_meta")
+        if not isinstance(meta, dict) or value.get("use_pickle"):
+            continue  # a pickle, which is among the findings
+        payload = f"{folder}/{value.get('path_name')}"
+        if payload not in container.entries:
+            raise CheckpointError(f'"{container.source.name}": the weight "{name}" is missing')
+        if payload not in storages:
+            storages[payload] = container.storage(payload)
+        tensors[name] = _tensor(container.source, name, storages[payload], meta)
+    return tensors
 
 
 def _tensor(
@@ -166,7 +146,7 @@ def _ints(values: Any) -> list[int] | None:
 def _describe(
     program: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
-    unsafe: tuple[str, ...],
+    findings: tuple[str, ...],
     refused: tuple[str, ...],
 ) -> ExportedProgram:
     module = _dict(program.get("graph_module"))
@@ -182,7 +162,7 @@ def _describe(
         torch_version=_text(program.get("torch_version")),
         schema_version=f"{schema['major']}.{schema.get('minor')}" if "major" in schema else None,
         operators=len(_list(graph.get("nodes"))),
-        unsafe=unsafe,
+        findings=findings,
         refused=refused,
     )
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import dcp
+from modelyard.exporter.ingest.archive import read_archive
 from modelyard.exporter.ingest.kinds import Weights
 from modelyard.exporter.ingest.parsed import ParsedCheckpoint
 from modelyard.exporter.ingest.profiles import refused_names
@@ -29,10 +30,8 @@ from modelyard.exporter.ingest.single_file import (
     spread_over_ranks,
 )
 from modelyard.exporter.ingest.sniff import DETERMINED_WEIGHTS, sniff
-from modelyard.exporter.ingest.source import Source
-from modelyard.exporter.ingest.strict_json import parse_object, read_object, read_object_or_nothing
-from modelyard.exporter.ingest.torchserve import ServeArchive, open_serve_archive
-from modelyard.exporter.ingest.value import ClassHint
+from modelyard.exporter.ingest.source import Source, read_object, read_object_or_nothing
+from modelyard.exporter.ingest.value import ClassHint, parse_labels
 
 _MAX_YAML = 1 << 20
 _WEIGHT_FILES = (
@@ -57,47 +56,6 @@ def read_folder(folder: Path, announce: Announce | None = None) -> ParsedCheckpo
     if reader is None:
         raise refusal(found, folder.name)
     return reader(folder, announce)
-
-
-def read_serve_archive(path: Path, announce: Announce | None) -> ParsedCheckpoint:
-    """Read the weights inside a TorchServe archive, a file or a folder.
-
-    Raises:
-        CheckpointError: it has none, or they are refused.
-    """
-    archive = open_serve_archive(path)
-    name = archive.file_named("serializedFile")
-    if name is None:
-        raise CheckpointError(
-            f'"{path.name}" names no serializedFile that is in it; its handler makes the model '
-            "itself, so there are no weights to export"
-        )
-    inner = read_file(archive.open(name), announce)
-    model_file = archive.file_named("modelFile")
-    return replace(
-        inner,
-        kind=f"TorchServe archive ({inner.kind})",
-        paths=_archive_paths(archive),
-        writer="TorchServe",
-        writer_version=_text(archive.manifest.get("archiverVersion")),
-        class_hint=ClassHint(model_file, "modelFile of its manifest")
-        if model_file
-        else inner.class_hint,
-        sources={model_file: archive.text(model_file)} if model_file else inner.sources,
-        labels=_archive_labels(archive),
-    )
-
-
-def _archive_paths(archive: ServeArchive) -> tuple[Path, ...]:
-    if archive.form != "folder":
-        return (archive.path,)
-    return tuple(archive.path / name for name in archive.sizes)
-
-
-def _archive_labels(archive: ServeArchive) -> dict[int, str]:
-    if "index_to_name.json" not in archive.sizes:
-        return {}
-    return _labels(parse_object(archive.text("index_to_name.json").encode(), "index_to_name.json"))
 
 
 def _determined(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
@@ -160,7 +118,7 @@ def _hugging_face(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         writer_version=_text(config.get("transformers_version")),
         hyper_parameters=config,
         class_hint=ClassHint(name, "config.json") if name else None,
-        labels=_labels(config.get("id2label")),
+        labels=parse_labels(config.get("id2label")),
         training={
             key: state[key]
             for key in ("epoch", "global_step", "best_metric", "best_model_checkpoint")
@@ -385,18 +343,6 @@ def _ray(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     return replace(parsed, kind=f"Ray Train checkpoint ({parsed.kind})", writer="Ray Train")
 
 
-def _labels(value: Any) -> dict[int, str]:
-    if not isinstance(value, Mapping):
-        return {}
-    found = {}
-    for key, label in value.items():
-        if isinstance(label, list) and label:
-            label = label[-1]
-        if str(key).isdecimal() and isinstance(label, str):
-            found[int(key)] = label
-    return found
-
-
 def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
@@ -409,5 +355,5 @@ _READERS: Mapping[str, Callable[[Path, Announce | None], ParsedCheckpoint]] = {
     "DeepSpeed": _deepspeed,
     "MLflow": _mlflow,
     "Ray Train": _ray,
-    "TorchServe archive": read_serve_archive,
+    "TorchServe archive": read_archive,
 }

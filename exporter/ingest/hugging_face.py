@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from modelyard.exporter.errors import CheckpointError, ModelError, cause
-from modelyard.exporter.ingest.strict_json import read_object
+from modelyard.exporter.ingest.source import read_object
 from modelyard.exporter.ingest.value import Checkpoint
 
 

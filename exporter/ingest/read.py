@@ -4,7 +4,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from modelyard.exporter.errors import CheckpointError, UsageError
-from modelyard.exporter.ingest.folders import read_folder, read_serve_archive
+from modelyard.exporter.ingest.archive import read_archive
+from modelyard.exporter.ingest.folders import read_folder
 from modelyard.exporter.ingest.names import nearest, strip_wrappers
 from modelyard.exporter.ingest.parsed import ParsedCheckpoint
 from modelyard.exporter.ingest.single_file import Announce, read_file
@@ -80,7 +81,7 @@ def parse_checkpoint(path: Path, announce: Announce | None = None) -> ParsedChec
     """
     found = sniff(path)
     if found == "TorchServe archive":
-        return read_serve_archive(path, announce)
+        return read_archive(path, announce)
     if path.is_dir():
         newest = _newest_of_run(path) if found == "unknown" else None
         return read_folder(newest or path, announce)

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from modelyard.exporter.errors import CheckpointError
-from modelyard.exporter.ingest.source import Source
-from modelyard.exporter.ingest.strict_json import parse_object, read_object
+from modelyard.exporter.ingest.source import Source, parse_object, read_object
 
 _MAX_HEADER = 100_000_000
 _DTYPES: Mapping[str, torch.dtype] = {

@@ -267,11 +267,10 @@ def _read_script(source: Source, announce: Announce | None) -> ParsedCheckpoint:
 
 def _read_program(source: Source, announce: Announce | None) -> ParsedCheckpoint:
     program = read_exported_program(source)
-    if program.unsafe:
+    if program.findings:
         raise CheckpointError(
-            f'"{source.name}" is refused: this exported program holds '
-            f"{'; '.join(program.unsafe)}, and loading that could run code; nothing was run. "
-            "Export the checkpoint anew"
+            f'"{source.name}" is refused: {"; ".join(program.findings)}. Loading this exported '
+            "program could run code; nothing was run. Export the checkpoint anew"
         )
     return ParsedCheckpoint(
         kind="exported program",

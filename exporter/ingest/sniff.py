@@ -1,13 +1,14 @@
 """What a file or folder is, by its bytes and its shape; its name and suffix say nothing."""
 
+import io
 import json
-import tarfile
-import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from modelyard.archiver.untrusted.container import Damaged
+from modelyard.archiver.untrusted.tar import BLOCK_BYTES, GZIP_MAGIC, Inflated, read_entries
 from modelyard.exporter.errors import CheckpointError
-from modelyard.exporter.ingest.source import Source, read_directory, read_entry
+from modelyard.exporter.ingest.source import Source, Window, zip_names
 from modelyard.exporter.ingest.torch_file import LEGACY_MAGIC
 
 _TAR_MAGIC_AT = 257
@@ -76,45 +77,47 @@ def sniff_source(source: Source) -> str:
 
 
 def _sniff_zip(source: Source) -> str:
-    # The formats that are written by others than torch compress what they hold.
-    entries = read_directory(source, may_deflate=lambda name: True)
-    names = [name.rpartition("/")[2] for name in entries]
+    entries = zip_names(source)
     if "MAR-INF/MANIFEST.json" in entries:
         return "TorchServe archive"
     if any(name.endswith("/constants.pkl") for name in entries):
         return "TorchScript"
-    for name, entry in entries.items():
-        if name.endswith("/archive_format") and read_entry(source, entry, limit=64) == b"pt2":
-            return "exported program"
+    if any(name.endswith("/archive_format") and entries[name] == b"pt2" for name in entries):
+        return "exported program"
     if "serialized_exported_program.json" in entries:
         return "exported program 1"
-    if "data.pkl" in names and any(name.endswith("/data.pkl") for name in entries):
+    if any(name.endswith("/data.pkl") for name in entries):
         return "torch zip"
     return "unknown"
 
 
 def _sniff_tar(source: Source) -> str:
+    names = set()
     try:
-        names = _tar_names(source)
-    except (tarfile.TarError, OSError, EOFError, zlib.error):
+        for name in _tar_names(source):
+            if name.endswith("MAR-INF/MANIFEST.json"):
+                return "TorchServe archive"
+            names.add(name)
+    except Damaged:
         return "unknown"
-    if any(name.endswith("MAR-INF/MANIFEST.json") for name in names):
-        return "TorchServe archive"
-    if {"storages", "tensors", "pickle"} <= set(names):
+    if {"storages", "tensors", "pickle"} <= names:
         return "torch tar"
     if any(name.endswith("model_config.yaml") for name in names):
         return "NeMo archive"
     return "unknown"
 
 
-def _tar_names(source: Source) -> list[str]:
-    with tarfile.open(fileobj=source.open()) as container:
-        names = []
-        for member in container:
-            names.append(member.name.removeprefix("./"))
-            if len(names) > 10_000:
-                break
-        return names
+def _tar_names(source: Source) -> Iterator[str]:
+    """Yield the names of a tar, or of a gzip'ed one."""
+    is_packed = bytes(source.data[:2]) == GZIP_MAGIC
+    stream = Inflated(source) if is_packed else Window(source.data)
+    for entry in read_entries(stream.read):
+        yield entry.name.removeprefix("./")
+        left = entry.size_bytes + -entry.size_bytes % BLOCK_BYTES
+        if isinstance(stream, Inflated):
+            stream.skip(left)
+        else:
+            stream.seek(left, io.SEEK_CUR)
 
 
 def _is_safetensors(source: Source) -> bool:

@@ -1,27 +1,25 @@
-"""The bytes of a checkpoint, mapped and never copied, and the directory of a zip among them."""
+"""The bytes of a checkpoint, mapped and never copied; the zips and the JSON among them."""
 
 import io
 import mmap
-import re
-import struct
-import zipfile
-import zlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import torch
 
+from modelyard.archiver.untrusted.container import Damaged
+from modelyard.archiver.untrusted.json import parse_json
+from modelyard.archiver.untrusted.zip import TORCH_RULES, ZipMember, ZipReader
 from modelyard.exporter.errors import CheckpointError
 
+MAX_JSON_BYTES = 256 << 20
+_MAX_DEPTH = 200  # graphs lie in the nodes of graphs
 _MAX_LINE = 64 * 1024
-_MAX_RATIO = 200
-_MAX_INFLATED = 8 << 30
-_LOCAL_HEADER = struct.Struct("<4s5H3L2H")
-_LOCAL_MAGIC = b"PK\x03\x04"
-_END_MAGIC = b"PK\x05\x06"
-_END_BYTES = 22
+_PEEKED_BYTES = 64
+_SHOWN = 5
 
 
 class Source:
@@ -54,10 +52,14 @@ class Source:
             raise CheckpointError(f'"{path}" cannot be read: {error.strerror}') from error
         return cls(path.name, memoryview(mapped), path)
 
-    @classmethod
-    def of_bytes(cls, name: str, data: bytes) -> "Source":
-        """Take bytes that were read already; tensors on them can be written to."""
-        return cls(name, memoryview(bytearray(data)))
+    @property
+    def size(self) -> int:
+        """Return the number of bytes."""
+        return len(self.data)
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Read `count` bytes, and fewer only where the bytes end."""
+        return bytes(self.data[offset : offset + count])
 
     def __len__(self) -> int:
         return len(self.data)
@@ -128,143 +130,131 @@ class Window:
         return self._position
 
 
-@dataclass(frozen=True)
-class Entry:
-    """One file of a zip; `start` and `stored` are the place and number of its bytes there."""
+class TorchZip:
+    """A zip as torch writes it; every name and range has been checked.
 
-    name: str
-    start: int
-    stored: int
-    size: int
-    is_deflated: bool
-    crc: int
-
-
-def read_directory(
-    source: Source, may_deflate: Callable[[str], bool] = lambda name: False
-) -> Mapping[str, Entry]:
-    """List a zip's entries; every name and range has been checked when it returns.
-
-    What torch writes is plain: entries are stored, without a comment, without bytes in front. Only
-    that is taken, so that another zip reader cannot see another content in the same bytes.
+    What torch writes is plain: entries are stored, but for the text of a program. Only that is
+    taken, so that another zip reader cannot see another content in the same bytes.
 
     Args:
         source: all bytes of the zip.
         may_deflate: says of a name whether its entry may be compressed.
 
+    Attributes:
+        entries: by name.
+
     Raises:
-        CheckpointError: no sound zip, or one that torch would not write.
+        CheckpointError: it is not a sound zip, or is one that torch would not write.
     """
-    data = source.data
-    if bytes(data[-_END_BYTES:][:4]) != _END_MAGIC:
-        raise CheckpointError(
-            f'"{source.name}" starts as a zip and does not end as one: it is cut short, or has '
-            "bytes behind its directory; copy it again"
+
+    def __init__(
+        self, source: Source, may_deflate: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        self.source = source
+        self._reader = ZipReader(source, replace(TORCH_RULES, may_deflate=may_deflate))
+        if problems := self._reader.check():
+            raise CheckpointError(
+                f'"{source.name}" is refused: {"; ".join(problems[:_SHOWN])}; expected a file as '
+                "torch writes it: it is damaged or cut short, or was changed; copy it again"
+            )
+        self.entries: Mapping[str, ZipMember] = {m.name: m for m in self._reader.members}
+
+    def read(self, name: str, *, limit: int) -> bytes:
+        """Return an entry's content, inflated when it is deflated.
+
+        Args:
+            name: of the entry.
+            limit: largest size that is read, in bytes.
+
+        Raises:
+            CheckpointError: it is larger, or is damaged.
+        """
+        entry = self.entries[name]
+        if entry.size_bytes > limit:
+            raise self._refused(name, f"has {entry.size_bytes} bytes; at most {limit} are read")
+        return b"".join(self._chunks(entry))
+
+    def part(self, name: str) -> Source:
+        """Return a stored entry as a source of its own; its CRC-32 is compared first."""
+        place = self._checked(name)
+        return self.source.part(name, place.start, len(place))
+
+    def storage(self, name: str) -> torch.UntypedStorage:
+        """Return a stored entry as a storage for tensors; its CRC-32 is compared first."""
+        place = self._checked(name)
+        return self.source.storage(place.start, len(place))
+
+    def _checked(self, name: str) -> range:
+        for _ in self._chunks(self.entries[name]):
+            pass
+        return self.entries[name].data
+
+    def _chunks(self, entry: ZipMember) -> Iterator[bytes]:
+        try:
+            yield from self._reader.chunks(entry)
+        except Damaged as error:
+            raise self._refused(entry.name, f"is damaged: {error}") from error
+
+    def _refused(self, name: str, why: str) -> CheckpointError:
+        return CheckpointError(
+            f'"{self.source.name}" is refused: its entry {name!r} {why}; copy the file again'
         )
-    try:
-        with zipfile.ZipFile(Window(data)) as container:
-            listed = container.infolist()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, struct.error) as error:
-        raise CheckpointError(
-            f'"{source.name}" is a damaged zip ({error}); copy it again'
-        ) from error
-    entries: dict[str, Entry] = {}
-    for info in listed:
-        entry = _check_entry(source, info, may_deflate)
-        if entry.name in entries:
-            raise _refused(source, entry.name, "is there twice")
-        entries[entry.name] = entry
-    _check_overlap(source, entries)
-    return entries
 
 
-def read_entry(source: Source, entry: Entry, *, limit: int) -> bytes:
-    """Return an entry's content, inflated when it is deflated.
-
-    Args:
-        source: the zip.
-        entry: one of its entries.
-        limit: largest size that is read, in bytes.
+def zip_names(source: Source) -> Mapping[str, bytes]:
+    """List a zip of any kind by name, with the content of what says its format.
 
     Raises:
-        CheckpointError: it is larger, or is damaged.
+        CheckpointError: it is cut short, or is not a zip.
     """
-    if entry.size > limit:
-        raise _refused(source, entry.name, f"has {entry.size} bytes; at most {limit} are read")
-    raw = bytes(source.data[entry.start : entry.start + entry.stored])
-    if not entry.is_deflated:
-        return raw
-    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    reader = ZipReader(source, replace(TORCH_RULES, may_deflate=lambda name: True))
+    problems = reader.check()
+    if not reader.members and problems:
+        raise CheckpointError(
+            f'"{source.name}" starts as a zip and is none: {problems[0]}; it is damaged or cut '
+            "short: copy it again"
+        )
+    names = {}
+    for member in reader.members:
+        names[member.name] = b""
+        if member.name.endswith("/archive_format") and member.size_bytes <= _PEEKED_BYTES:
+            with suppress(Damaged):
+                names[member.name] = b"".join(reader.chunks(member))
+    return names
+
+
+def parse_object(content: bytes | memoryview, name: str) -> dict[str, Any]:
+    """Parse a JSON object.
+
+    Raises:
+        CheckpointError: it is not strict JSON, or not an object.
+    """
     try:
-        content = inflater.decompress(raw, entry.size + 1)
-    except zlib.error as error:
-        raise _refused(source, entry.name, f"is damaged ({error})") from error
-    if len(content) != entry.size or zlib.crc32(content) != entry.crc:
-        raise _refused(source, entry.name, "is not what the zip's directory says")
-    return content
+        value = parse_json(bytes(content), MAX_JSON_BYTES, max_depth=_MAX_DEPTH)
+    except ValueError as error:
+        raise CheckpointError(
+            f'"{name}" is not valid JSON that can be read ({error}); copy the checkpoint again'
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f'"{name}" is a JSON {type(value).__name__}; expected an object')
+    return value
 
 
-def is_safe_name(name: str) -> bool:
-    """Return whether a name inside a container stays inside it, on every system."""
-    parts = name.split("/")
-    return bool(name) and not (
-        re.search(r"[\\\x00-\x1f]|^[A-Za-z]:", name) or ".." in parts or parts[0] == ""
-    )
+def read_object(path: Path) -> dict[str, Any]:
+    """Read a file that holds a JSON object.
+
+    Raises:
+        CheckpointError: it is missing, too large, or not an object.
+    """
+    try:
+        if path.stat().st_size > MAX_JSON_BYTES:
+            raise CheckpointError(f'"{path.name}" has more than {MAX_JSON_BYTES} bytes')
+        content = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f'"{path}" cannot be read: {error.strerror}') from error
+    return parse_object(content, path.name)
 
 
-def _check_entry(
-    source: Source, info: zipfile.ZipInfo, may_deflate: Callable[[str], bool]
-) -> Entry:
-    name = info.orig_filename
-    if name != info.filename or not is_safe_name(name):
-        raise _refused(source, name, "leaves the file's own folder")
-    if info.flag_bits & 1:
-        raise _refused(source, name, "is encrypted")
-    is_deflated = info.compress_type == zipfile.ZIP_DEFLATED
-    if info.compress_type != zipfile.ZIP_STORED and not (is_deflated and may_deflate(name)):
-        raise _refused(source, name, "is compressed, and torch stores what it writes")
-    if not is_deflated and info.file_size != info.compress_size:
-        raise _refused(source, name, "has two sizes")
-    if is_deflated and info.file_size > max(_MAX_RATIO * info.compress_size, 4096):
-        raise _refused(source, name, f"would grow by more than {_MAX_RATIO} times")
-    if is_deflated and info.file_size > _MAX_INFLATED:
-        raise _refused(source, name, f"would grow to {info.file_size} bytes")
-    return Entry(
-        name=name,
-        start=_payload_start(source, info),
-        stored=info.compress_size,
-        size=info.file_size,
-        is_deflated=is_deflated,
-        crc=info.CRC,
-    )
-
-
-def _payload_start(source: Source, info: zipfile.ZipInfo) -> int:
-    name, offset = info.orig_filename, info.header_offset
-    header = bytes(source.data[max(offset, 0) : max(offset, 0) + _LOCAL_HEADER.size])
-    if offset < 0 or len(header) < _LOCAL_HEADER.size or header[:4] != _LOCAL_MAGIC:
-        raise _refused(source, name, "is not where the zip's directory says")
-    name_bytes, extra_bytes = map(int, _LOCAL_HEADER.unpack(header)[-2:])
-    start: int = offset + _LOCAL_HEADER.size
-    own = bytes(source.data[start : start + name_bytes])
-    if own != name.encode("utf-8" if info.flag_bits & 0x800 else "cp437"):
-        raise _refused(source, name, "has another name in its own header")
-    start += name_bytes + extra_bytes
-    if start + info.compress_size > len(source):
-        raise _refused(source, name, "ends behind the end of the file")
-    return start
-
-
-def _check_overlap(source: Source, entries: Mapping[str, Entry]) -> None:
-    end = 0
-    for entry in sorted(entries.values(), key=lambda entry: entry.start):
-        if entry.start < end:
-            raise _refused(source, entry.name, "shares bytes with another entry")
-        end = entry.start + entry.stored
-
-
-def _refused(source: Source, name: str, why: str) -> CheckpointError:
-    return CheckpointError(
-        f'"{source.name}" is refused: its entry {name!r} {why}; '
-        "expected a file as torch.save writes it"
-    )
+def read_object_or_nothing(path: Path) -> dict[str, Any]:
+    """Read a file that may be there."""
+    return read_object(path) if path.is_file() else {}

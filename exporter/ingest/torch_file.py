@@ -14,14 +14,7 @@ import torch
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest.pickles import BadPickle, Global, Pickled, read_pickle
 from modelyard.exporter.ingest.rebuild import Rebuilder, Storage, global_value, storage_dtype
-from modelyard.exporter.ingest.source import (
-    Entry,
-    Source,
-    Window,
-    copy_swapped,
-    read_directory,
-    read_entry,
-)
+from modelyard.exporter.ingest.source import Source, TorchZip, Window, copy_swapped
 
 MAX_PICKLE_BYTES = 1 << 29
 # The number's own opcode, behind the pickle's protocol (and, from 4 on, its frame).
@@ -53,7 +46,7 @@ def read_torch_file(source: Source) -> TorchFile:
     """
     try:
         if bytes(source.data[:2]) == b"PK":
-            return read_zip(source, read_directory(source))
+            return read_zip(TorchZip(source))
         return _read_legacy(source)
     except BadPickle as error:
         raise CheckpointError(
@@ -62,38 +55,35 @@ def read_torch_file(source: Source) -> TorchFile:
         ) from error
 
 
-def read_zip(source: Source, entries: Mapping[str, Entry]) -> TorchFile:
+def read_zip(container: TorchZip) -> TorchFile:
     """Read the `data.pkl` of a zip that torch wrote, with the storages beside it.
-
-    Args:
-        source: the zip.
-        entries: its directory, checked.
 
     Raises:
         BadPickle: the pickle is damaged or hostile.
-        CheckpointError: a storage is missing or has another size.
+        CheckpointError: a storage is missing, is damaged, or has another size.
     """
+    entries = container.entries
     # The folder on top is the file's stem when it was saved, whatever it is called now.
     path = next(name for name in entries if name.endswith("/data.pkl"))
     top = path.removesuffix("data.pkl")
-    order = entries.get(f"{top}byteorder")
-    is_swapped = order is not None and read_entry(source, order, limit=16) != sys.byteorder.encode()
+    order = f"{top}byteorder"
+    is_swapped = order in entries and container.read(order, limit=16) != sys.byteorder.encode()
     storages: dict[str, torch.UntypedStorage] = {}
 
     def load(identifier: Any) -> Storage:
         dtype, key, numel = _storage_identifier(identifier, length=5)
         entry = entries.get(f"{top}data/{key}")
-        if entry is None or entry.is_deflated or entry.size != numel * dtype.itemsize:
-            seen = "is missing" if entry is None else f"has {entry.size} bytes"
+        if entry is None or entry.size_bytes != numel * dtype.itemsize:
+            seen = "is missing" if entry is None else f"has {entry.size_bytes} bytes"
             raise BadPickle(f"storage {key!r} of {numel} × {dtype}, which {seen}")
         if key not in storages:
-            storages[key] = source.storage(entry.start, entry.size)
+            storages[key] = container.storage(entry.name)
             if is_swapped:
                 storages[key] = copy_swapped(storages[key], dtype)
         return Storage(storages[key], dtype)
 
     rebuild = Rebuilder()
-    content = memoryview(read_entry(source, entries[path], limit=MAX_PICKLE_BYTES))
+    content = memoryview(container.read(path, limit=MAX_PICKLE_BYTES))
     pickled = read_pickle(Window(content), load, rebuild, global_value)
     rebuild.check_contents()
     return TorchFile(

@@ -18,7 +18,7 @@ from modelyard.exporter.ingest.pickles import (
     UnresolvedCall,
     read_pickle,
 )
-from modelyard.exporter.ingest.source import Entry, Source, Window, read_directory, read_entry
+from modelyard.exporter.ingest.source import Source, TorchZip, Window
 from modelyard.exporter.ingest.torch_file import read_zip
 
 _MAX_CODE = 64 << 20
@@ -49,17 +49,18 @@ def read_script(source: Source) -> Script:
     Raises:
         CheckpointError: it is damaged.
     """
-    entries = read_directory(source, may_deflate=_is_code)
+    container = TorchZip(source, may_deflate=_is_code)
+    entries = container.entries
     code = {
-        name.partition("/code/")[2]: read_entry(source, entry, limit=_MAX_CODE).decode(
+        name.partition("/code/")[2]: container.read(name, limit=_MAX_CODE).decode(
             "utf-8", "replace"
         )
-        for name, entry in entries.items()
+        for name in entries
         if "/code/" in name and name.endswith(".py")
     }
     try:
-        root = read_zip(source, entries).value
-        traced = _traced(source, entries)
+        root = read_zip(container).value
+        traced = _traced(container)
     except BadPickle as error:
         raise CheckpointError(
             f'"{source.name}" is refused: its pickle holds {error}; expected a file as '
@@ -72,7 +73,9 @@ def read_script(source: Source) -> Script:
         class_name=root.dotted.removeprefix("__torch__."),
         code=code,
         traced_shapes=traced,
-        has_rows=any("/traced_inputs/" in name and entry.size for name, entry in entries.items()),
+        has_rows=any(
+            "/traced_inputs/" in name and entry.size_bytes for name, entry in entries.items()
+        ),
         is_mobile=any(name.endswith("/bytecode.pkl") for name in entries),
         extra=tuple(name for name in entries if "/extra/" in name),
     )
@@ -82,10 +85,10 @@ def _is_code(name: str) -> bool:
     return "/code/" in name or name.endswith(".debug_pkl")
 
 
-def _traced(source: Source, entries: Mapping[str, Entry]) -> tuple[tuple[int, ...], ...]:
+def _traced(container: TorchZip) -> tuple[tuple[int, ...], ...]:
     """Read the shapes of the example rows; some versions of torch leave their content out."""
-    entry = next((e for name, e in entries.items() if name.endswith("/traced_inputs.pkl")), None)
-    if entry is None:
+    name = next((name for name in container.entries if name.endswith("/traced_inputs.pkl")), None)
+    if name is None:
         return ()
     shapes: list[tuple[int, ...]] = []
 
@@ -94,7 +97,7 @@ def _traced(source: Source, entries: Mapping[str, Entry]) -> tuple[tuple[int, ..
             shapes.append(tuple(size for size in args[2] if isinstance(size, int)))
         return NOT_REBUILT
 
-    content = memoryview(read_entry(source, entry, limit=_MAX_CODE))
+    content = memoryview(container.read(name, limit=_MAX_CODE))
     read_pickle(Window(content), lambda _: None, record)
     return tuple(shapes)
 

@@ -135,3 +135,16 @@ def digest_files(root: Path, paths: Iterable[Path]) -> tuple[CheckpointFile, ...
             raise CheckpointError(f'"{path}" cannot be read: {error.strerror}') from error
         found.append(CheckpointFile(name, path.stat().st_size, digest))
     return tuple(found)
+
+
+def parse_labels(value: Any) -> dict[int, str]:
+    """Read labels by class index, as `id2label` or `index_to_name.json` hold them."""
+    if not isinstance(value, Mapping):
+        return {}
+    labels = {}
+    for key, label in value.items():
+        if isinstance(label, list) and label:
+            label = label[-1]
+        if str(key).isdecimal() and isinstance(label, str):
+            labels[int(key)] = label
+    return labels

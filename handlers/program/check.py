@@ -1,31 +1,36 @@
 """Exported program (`.pt2`) → proof that loading it runs nothing of its own, then the program.
 
 `torch.export.load` trusts its file: it loads pickles, evaluates expressions, and pastes names into
-source (`program_grammar` lists the fields). Here the file is first read as what it claims to be, a
-zip of raw tensors and one JSON graph, with `zipfile`, `json` and `ast` alone. All of it but the raw
+source (`grammar` lists the fields). Here the file is first read as what it claims to be, a
+zip of raw tensors and one JSON graph, by `archiver.untrusted` and `ast`. All of it but the raw
 tensors is held in memory, and that is what torch then loads: nobody can exchange it in between.
 
 Not covered: a program may ask for endless time or memory when it is called, as any model may.
 """
 
 import bisect
+import collections
+import contextlib
 import io
 import itertools
-import json
 import math
+import os
 import re
-import struct
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
 
 import torch
 
+from modelyard.archiver.untrusted.container import CHUNK_BYTES, Bytes, Damaged, Held, OpenFile
+from modelyard.archiver.untrusted.json import RefusedJson, parse_json
+from modelyard.archiver.untrusted.zip import TORCH_RULES, ZipMember, ZipReader
 from modelyard.handlers.errors import UnsafeProgram
 from modelyard.handlers.program.grammar import check_document, path_problem, shown
 
-MAX_ENTRIES = 100_000
+_RULES = replace(TORCH_RULES, may_deflate=lambda name: False)
+_MAX_DEPTH = 500
 MAX_TEXT_BYTES = 256 << 20
 MAX_FINDINGS = 20
 # A tensor that repeats its payload (stride 0) may become this large when it is copied.
@@ -45,32 +50,19 @@ _ELEMENT_BYTES = dict(enumerate((1, 1, 2, 4, 8, 2, 4, 8, 4, 8, 16, 1, 2), start=
     **dict.fromkeys(range(29, 34), 1),
 }
 
-_LOCAL_HEADER = struct.Struct("<4s5H3I2H")
-_DIRECTORY_END = struct.Struct("<4s4H2IH")
-_DIRECTORY_END_64 = struct.Struct("<4sQ2H2I4Q")
-_LOCATOR_64 = struct.Struct("<4sIQI")
-_TRAILER_BYTES = 24  # what may follow an entry: its sizes and checksum once more
-
-DAMAGED_ZIP = (
-    zipfile.BadZipFile,
-    *(NotImplementedError, RuntimeError, OSError, EOFError, ValueError, OverflowError),
-    struct.error,
-)
-"""What zipfile raises on a damaged file."""
-
-_Finding = tuple[str, str]
+Finding = tuple[str, str]
+"""A part of the file, and what is wrong with it."""
 _Range = tuple[int, int]
 _Piece = tuple[int, int, bytearray | None]
 
 
-def check_program(path: Path) -> None:
-    """Refuse an exported program that could run code of its own; nothing of it is run.
+def check(source: Bytes) -> list[Finding]:
+    """Find what an exported program holds beside a program; nothing of it is run.
 
-    Raises:
-        UnsafeProgram: lists every part that is refused.
+    Returns:
+        At most 21 findings; none where loading it runs nothing of its own.
     """
-    with path.open("rb", buffering=0) as file:
-        _check(path.name, file)
+    return _read(source)[1]
 
 
 def load_program(path: Path) -> torch.export.ExportedProgram:
@@ -79,45 +71,57 @@ def load_program(path: Path) -> torch.export.ExportedProgram:
     Raises:
         UnsafeProgram: lists every part that is refused; nothing of it was run.
     """
-    with path.open("rb", buffering=0) as file:
-        return torch.export.load(cast(IO[bytes], _check(path.name, file)))
+    with contextlib.closing(OpenFile(os.open(path, os.O_RDONLY))) as file:
+        snapshot, findings = _read(file)
+        if findings:
+            raise UnsafeProgram(path.name, findings)
+        snapshot.seek(0)
+        return torch.export.load(cast(IO[bytes], snapshot))
 
 
-def _check(name: str, file: IO[bytes]) -> "_Snapshot":
+def _read(source: Bytes) -> "tuple[_Snapshot, list[Finding]]":
+    """Hold all of a program but its tensors, and read what is held."""
+    snapshot = _Snapshot(source)
     try:
-        snapshot = _Snapshot(file, _payload_ranges(file))
-        with zipfile.ZipFile(snapshot) as container:
-            findings = list(itertools.islice(_findings(snapshot, container), MAX_FINDINGS + 1))
-    except DAMAGED_ZIP as error:
-        findings = [("the file", f"it is not a zip that can be read ({error})")]
+        members = _members(source)
+        payloads = [m.data for m in members if _PAYLOAD.fullmatch(_inner(m.name)) and m.data]
+        snapshot = _Snapshot(source, sorted((data.start, data.stop) for data in payloads))
+        reader = ZipReader(snapshot, _RULES)
+        if reader.check() or reader.members != members:
+            raise Damaged("it changed while it was read")
+        findings = list(itertools.islice(_findings(reader), MAX_FINDINGS + 1))
+    except Damaged as error:
+        findings = [("the file", str(error))]
     if len(findings) > MAX_FINDINGS:
         findings[MAX_FINDINGS:] = [("the file", "and more")]
-    if findings:
-        raise UnsafeProgram(name, findings)
-    snapshot.seek(0)
-    return snapshot
+    return snapshot, findings
+
+
+def _members(source: Bytes) -> tuple[ZipMember, ...]:
+    reader = ZipReader(source, _RULES)
+    if problems := reader.check():
+        raise Damaged("; ".join(problems[:MAX_FINDINGS]))
+    return reader.members
 
 
 class _Snapshot(io.RawIOBase):
     """A file of which everything but some ranges is held in memory, and cannot change any more.
 
     Args:
-        file: open, unbuffered, and still read for the ranges.
-        loose: (start, end) of the ranges left in the file, in their order.
+        source: still read for the ranges.
+        loose: (start, end) of the ranges that are not held, in their order; by default all.
     """
 
-    def __init__(self, file: IO[bytes], loose: Sequence[_Range]) -> None:
+    def __init__(self, source: Bytes, loose: Sequence[_Range] | None = None) -> None:
         super().__init__()
-        self.size = file.seek(0, io.SEEK_END)
-        self.loose = tuple(loose)
-        self._file = file
+        self.size = source.size
+        self._source = source
         self._position = 0
+        loose = [(0, self.size)] if loose is None else loose
         borders = [0, *itertools.chain.from_iterable(loose), self.size]
-        if sorted(borders) != borders:
-            raise zipfile.BadZipFile("its entries overlap or end outside it")
         held = list(zip(borders[::2], borders[1::2], strict=True))
         if sum(end - start for start, end in held) > MAX_TEXT_BYTES:
-            raise zipfile.BadZipFile(f"over {MAX_TEXT_BYTES >> 20} MB of it are not tensors")
+            raise Damaged(f"over {MAX_TEXT_BYTES >> 20} MB of it are not tensors")
         pieces: list[_Piece] = [(*piece, None) for piece in loose]
         pieces += [(start, end, self._hold(start, end)) for start, end in held]
         self._pieces = sorted((piece for piece in pieces if piece[0] < piece[1]), key=_first)
@@ -136,6 +140,11 @@ class _Snapshot(io.RawIOBase):
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self.size}[whence]
         self._position = max(base + offset, 0)
         return self._position
+
+    def read_at(self, offset: int, count: int) -> bytes:
+        """Read `count` bytes, and fewer only where the file ends."""
+        self.seek(offset)
+        return self.read(count) or b""
 
     def readinto(self, buffer: Any) -> int:
         """Fill the buffer unless the file ends before; torch asks for whole tensors at once."""
@@ -162,116 +171,55 @@ class _Snapshot(io.RawIOBase):
         return data
 
     def _fill(self, target: memoryview, start: int) -> None:
-        self._file.seek(start)
         filled = 0
         while filled < len(target):
-            got = self._file.readinto(target[filled:])  # type: ignore[attr-defined]
-            if not got:
-                raise EOFError("it became shorter while it was read")
-            filled += got
+            chunk = self._source.read_at(start + filled, min(CHUNK_BYTES, len(target) - filled))
+            if not chunk:
+                raise Damaged("it became shorter while it was read")
+            target[filled : filled + len(chunk)] = chunk
+            filled += len(chunk)
 
 
 def _first(piece: _Piece) -> int:
     return piece[0]
 
 
-def _payload_ranges(file: IO[bytes]) -> list[_Range]:
-    """Find where the raw tensors lie; what lies there is never read as anything else."""
-    with zipfile.ZipFile(file) as container:
-        if len(container.filelist) > MAX_ENTRIES:
-            raise zipfile.BadZipFile(f"it has over {MAX_ENTRIES} entries")
-        payloads = [info for info in container.filelist if _PAYLOAD.fullmatch(_inner(info))]
-    return sorted(data_range(file, info) for info in payloads if info.compress_size)
-
-
-def data_range(file: IO[bytes], info: zipfile.ZipInfo) -> _Range:
-    """Return where the content of a zip's entry starts and ends in the file, as stored."""
-    file.seek(info.header_offset)
-    *_, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-    start = info.header_offset + _LOCAL_HEADER.size + name_bytes + extra_bytes
-    return start, start + info.compress_size
-
-
-def _inner(info: zipfile.ZipInfo) -> str:
+def _inner(name: str) -> str:
     """Return an entry's name below the folder that torch puts all entries in."""
-    return info.orig_filename.partition("/")[2]
+    return name.partition("/")[2]
 
 
-def _findings(snapshot: _Snapshot, container: zipfile.ZipFile) -> Iterator[_Finding]:
-    """Read the zip, then each entry by what its name says it is."""
-    problems = [*_layout(snapshot, container), *_names(container.filelist)]
+def _findings(reader: ZipReader) -> Iterator[Finding]:
+    """Read each entry by what its name says it is."""
+    problems = list(_place_problems([member.name for member in reader.members]))
     if problems:  # it cannot be said what a reader would find in such a file
         yield from problems
         return
-    sizes = {_inner(info): info.file_size for info in container.filelist}
-    for info in container.filelist:
-        name = _inner(info)
+    sizes = {_inner(member.name): member.size_bytes for member in reader.members}
+    for member in reader.members:
+        name = _inner(member.name)
+        try:
+            if _PAYLOAD.fullmatch(name):
+                collections.deque(reader.chunks(member), maxlen=0)  # compares its CRC-32
+                continue
+            data = b"".join(reader.chunks(member))
+        except Damaged as error:
+            yield name, str(error)
+            continue
         if _MODEL.fullmatch(name):
-            yield from _model(name, container.read(info))
+            yield from _model(name, data)
         elif _CONFIG.fullmatch(name):
-            yield from _config(name, container.read(info), sizes)
+            yield from _config(name, data, sizes)
         elif _SAMPLES.fullmatch(name):
-            yield from _samples(name, container.read(info))
+            yield from _samples(name, data)
 
 
-def _layout(snapshot: _Snapshot, container: zipfile.ZipFile) -> Iterator[_Finding]:
-    """Ask for a zip that can be read in one way only: torch's reader is not Python's."""
-    directory, entries = _directory(snapshot)
-    if entries != len(container.filelist):
-        yield "the file", f"its directory counts {entries} of {len(container.filelist)} entries"
-    ends_at, payloads = 0, []
-    for info in sorted(container.filelist, key=lambda info: info.header_offset):
-        start, end = data_range(snapshot, info)  # type: ignore[arg-type]
-        if not ends_at <= info.header_offset <= ends_at + _TRAILER_BYTES:
-            yield info.orig_filename, "it overlaps another entry, or hidden bytes precede it"
-        if _PAYLOAD.fullmatch(_inner(info)) and end > start:
-            payloads.append((start, end))
-        ends_at = end
-    if not ends_at <= directory <= ends_at + _TRAILER_BYTES:
-        yield "the file", "hidden bytes lie before its directory"
-    if tuple(payloads) != snapshot.loose:
-        yield "the file", "it changed while it was read"
-
-
-def _directory(snapshot: _Snapshot) -> tuple[int, int]:
-    """Return where the directory starts and its number of entries, as the file's last bytes say."""
-    at = snapshot.size - _DIRECTORY_END.size
-    magic, *_, entries, size, start, comment = _DIRECTORY_END.unpack(_read(snapshot, at))
-    if magic != b"PK\5\6" or comment:
-        raise zipfile.BadZipFile("something follows its directory")
-    locator_at = at - _LOCATOR_64.size
-    magic, _, end_at, _ = _LOCATOR_64.unpack(_read(snapshot, locator_at)[: _LOCATOR_64.size])
-    if magic == b"PK\6\7":
-        if end_at + _DIRECTORY_END_64.size != locator_at:
-            raise zipfile.BadZipFile("it has two directories")
-        snapshot.seek(end_at)
-        fields = _DIRECTORY_END_64.unpack(snapshot.read(_DIRECTORY_END_64.size) or b"")
-        at, (entries, size, start) = end_at, fields[-3:]
-    if start + size != at:
-        raise zipfile.BadZipFile("its directory is not where it says")
-    return start, entries
-
-
-def _read(snapshot: _Snapshot, at: int) -> bytes:
-    snapshot.seek(max(at, 0))
-    return snapshot.read(_DIRECTORY_END.size) or b""
-
-
-def _names(entries: Sequence[zipfile.ZipInfo]) -> Iterator[_Finding]:
-    seen: set[str] = set()
-    folders = {info.orig_filename.partition("/")[0] for info in entries}
+def _place_problems(names: Sequence[str]) -> Iterator[Finding]:
+    folders = {name.partition("/")[0] for name in names}
     if len(folders) > 1:
         yield "the file", f"its entries lie in {len(folders)} folders, expected one"
-    for info in entries:
-        name = info.orig_filename
-        if name.casefold() in seen:  # torch's reader does not tell cases apart
-            yield name, "two entries have this name"
-        seen.add(name.casefold())
-        if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
-            yield name, "it is compressed, which torch.export.save never does"
-        elif info.flag_bits & 1:
-            yield name, "it is encrypted"
-        elif problem := _place_problem(name):
+    for name in names:
+        if problem := _place_problem(name):
             yield name, problem
 
 
@@ -281,7 +229,7 @@ def _place_problem(name: str) -> str | None:
     if not slash or not top or top.startswith(".") or path_problem(top):
         return "it lies in no folder of the archive"
     known = (_PAYLOAD, _CONFIG, _MODEL, _SAMPLES, _INERT)
-    if any(pattern.fullmatch(inner) for pattern in known) and ".." not in inner.split("/"):
+    if any(pattern.fullmatch(inner) for pattern in known):
         return None
     if _PICKLE.fullmatch(inner):
         return "it is a pickle or a custom object"
@@ -290,7 +238,7 @@ def _place_problem(name: str) -> str | None:
     return "it has no place in an exported program"
 
 
-def _model(name: str, data: bytes) -> Iterator[_Finding]:
+def _model(name: str, data: bytes) -> Iterator[Finding]:
     document = _parse(data)
     if isinstance(document, str):
         yield name, document
@@ -299,17 +247,17 @@ def _model(name: str, data: bytes) -> Iterator[_Finding]:
 
 
 def _parse(data: bytes) -> dict[str, Any] | str:
-    """Read a JSON object, else say what is wrong."""
+    """Read a JSON object, else return what is wrong."""
     try:
-        document = json.loads(data.decode())
-    except RecursionError:
-        return "it is nested too deep"
+        document = parse_json(data, max_depth=_MAX_DEPTH)
+    except RefusedJson as error:
+        return str(error)
     except ValueError as error:
         return f"it is not valid JSON ({error})"
     return document if isinstance(document, dict) else "it is not a JSON object"
 
 
-def _config(name: str, data: bytes, sizes: Mapping[str, int]) -> Iterator[_Finding]:
+def _config(name: str, data: bytes, sizes: Mapping[str, int]) -> Iterator[Finding]:
     """Check that every tensor of a config is raw, and lies inside its payload."""
     document = _parse(data)
     if isinstance(document, str):
@@ -369,14 +317,12 @@ def _whole(value: Mapping[str, Any]) -> int:
     return number
 
 
-def _samples(name: str, data: bytes) -> Iterator[_Finding]:
+def _samples(name: str, data: bytes) -> Iterator[Finding]:
     """Load sample inputs as torch first does; where that fails it would unpickle them freely."""
     if not data:
         return
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as container:
-            if any(info.compress_type != zipfile.ZIP_STORED for info in container.filelist):
-                raise zipfile.BadZipFile("it is compressed")
+        _members(Held(data))
         samples = torch.load(io.BytesIO(data), weights_only=True)
     # Whatever torch raises here is what would send it to the unsafe way.
     except Exception as error:

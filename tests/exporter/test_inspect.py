@@ -16,6 +16,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 from modelyard import cli
+from modelyard.archiver.manifest import SCHEMA
 from modelyard.exporter.errors import CheckpointError, UsageError
 from modelyard.exporter.inspect_cli import inspect_app
 from modelyard.exporter.inspection import describe, is_finite
@@ -269,13 +270,23 @@ def test_an_archive_is_described_with_its_manifest_and_weights(tmp_path: Path) -
 
 
 def test_an_archive_of_an_artifact_shows_the_artifact(tmp_path: Path) -> None:
-    artifact = _onnx_file(tmp_path / "net.onnx")
+    names = ("net.onnx", "net.pt2", "net.pt2.report.json", "0.request", "0.expected.json")
+    files = dict.fromkeys(names, b"{}")
+    files["net.onnx"] = _onnx_file(tmp_path / "net.onnx").read_bytes()
     model = {"modelName": "net", "modelVersion": "1.0", "handler": "base_handler"}
-    seal = {"golden": [{}], "explain": {"artifact": "net.pt2"}, "requirements": ["six==1.0 --hash"]}
-    manifest = {"model": {**model, "serializedFile": "net.onnx"}, "modelyard": seal}
+    golden = {"request": "0.request", "content_type": "image/png", "expected": "0.expected.json"}
+    seal = {
+        "schema": SCHEMA,
+        "digests": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
+        "golden": [{**golden, "tolerance": 0.1}],
+        "explain": {"artifact": "net.pt2", "report": "net.pt2.report.json"},
+        "requirements": [f"six==1.0 --hash=sha256:{'0' * 64}"],
+    }
+    manifest = {"runtime": "python", "model": {**model, "serializedFile": "net.onnx"}}
     with zipfile.ZipFile(tmp_path / "net.mar", "w") as archive:
-        archive.write(artifact, "net.onnx")
-        archive.writestr("MAR-INF/MANIFEST.json", json.dumps(manifest))
+        for name, content in files.items():
+            archive.writestr(name, content)
+        archive.writestr("MAR-INF/MANIFEST.json", json.dumps({**manifest, "modelyard": seal}))
     found = describe(tmp_path / "net.mar")
     assert (found["writer"], found["serialized"]["kind"]) == ("modelyard", "ONNX")
     assert found["inputs"][0]["name"] == "x"
@@ -286,12 +297,13 @@ def test_an_archive_of_an_artifact_shows_the_artifact(tmp_path: Path) -> None:
     assert re.search("requires +six==1.0 *\n", printed)
 
 
-def test_a_manifest_of_wrong_types_is_described_as_it_is(tmp_path: Path) -> None:
+def test_a_manifest_of_wrong_types_is_refused_as_verify_does(tmp_path: Path) -> None:
     seal = {"golden": 3, "explain": "x", "requirements": 7}
     with zipfile.ZipFile(tmp_path / "net.mar", "w") as archive:
         archive.writestr("MAR-INF/MANIFEST.json", json.dumps({"model": 5, "modelyard": seal}))
-    assert describe(tmp_path / "net.mar")["model"]["requirements"] == []
-    assert _run(str(tmp_path / "net.mar")).exit_code == 0
+    result = _run(str(tmp_path / "net.mar"))
+    assert result.exit_code == 1
+    assert "modelyard.requirements: expected a list, found 7" in result.output
 
 
 def test_the_one_command_knows_inspect(loop: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,13 +1,19 @@
-"""An open gzip'ed tar: is it safe, and what do its files hold?
+"""A gzip'ed tar, read strictly: one meaning for every reader.
+
+`tarfile` is lenient where archives from strangers must not be: it makes up for broken headers,
+follows links, and knows many ways to name a file. Here a member is a file or a folder, and
+anything unusual is a problem.
 
 A gzip stream can only be read from its start. So `check` runs through all of it once and hashes
 every file on its way, and contents are read by a second run that goes on from file to file; only a
 step back starts a new one.
+
+Format: POSIX.1-2017, pax, "ustar Interchange Format" and "pax Header Block".
 """
 
-import os
+import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,14 +21,169 @@ from modelyard.archiver.digest import Digest
 from modelyard.archiver.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
 from modelyard.archiver.untrusted.container import (
     CHUNK_BYTES,
+    MAX_ENTRIES,
     MAX_RATIO,
     RATIO_FROM_BYTES,
+    Bytes,
     Damaged,
+    OpenFile,
     Progress,
     open_regular,
 )
 from modelyard.archiver.untrusted.names import collisions, file_name_problem, quoted
-from modelyard.archiver.untrusted.tar_headers import BLOCK_BYTES, TarEntry, read_entries
+
+BLOCK_BYTES = 512
+
+# Names have at most 1024 bytes; what else tools put into these headers is short.
+_MAX_EXTENDED_BYTES = 64 * 1024
+_USTAR, _GNU = b"ustar\x0000", b"ustar  \0"
+_FILE, _FOLDER = b"0\0", b"5"
+_PAX, _PAX_GLOBAL, _GNU_NAME = b"x", b"g", b"L"
+_KINDS = {
+    b"1": "a hard link",
+    b"2": "a symbolic link",
+    b"3": "a character device",
+    b"4": "a block device",
+    b"6": "a named pipe",
+    b"S": "a sparse file",
+}
+# Tools add times, owners and comments; these change what is unpacked, in ways that readers differ.
+_REFUSED_KEYS = re.compile(r"linkpath|hdrcharset|GNU\.sparse\..*")
+_RECORD = re.compile(rb"([1-9][0-9]{0,5}) ([^=\n]+)=")
+
+Read = Callable[[int], bytes]
+"""Read exactly that many bytes of the unpacked tar, or raise Damaged."""
+
+
+@dataclass(frozen=True)
+class TarEntry:
+    """One file or folder of a tar."""
+
+    name: str
+    size_bytes: int
+    kind: str | None
+    """What it is when it is neither a file nor a folder."""
+    is_folder: bool
+
+
+def read_entries(read: Read) -> Iterator[TarEntry]:
+    """Yield the entries up to the empty block that ends the tar.
+
+    The caller reads each entry's content, padded to whole blocks, before it asks for the next.
+
+    Raises:
+        Damaged: a header cannot be understood.
+    """
+    count = 0
+    while any(block := read(BLOCK_BYTES)):
+        extended: dict[str, str] = {}
+        while (flag := block[156:157]) in (_PAX, _PAX_GLOBAL, _GNU_NAME):
+            extended |= _extended(flag, _content(read, _header(block)), extended)
+            block = read(BLOCK_BYTES)
+        count += 1
+        if count > MAX_ENTRIES:
+            raise Damaged(f"it holds more than {MAX_ENTRIES} files")
+        yield _entry(_header(block), flag, extended)
+
+
+@dataclass(frozen=True)
+class _Header:
+    name: str
+    size_bytes: int
+
+
+def _header(block: bytes) -> _Header:
+    """Read one header block's name and size.
+
+    Raises:
+        Damaged: the checksum or a field is wrong.
+    """
+    if _number(block[148:156]) != sum(block[:148]) + sum(block[156:]) + 8 * ord(" "):
+        raise Damaged("the checksum of a header is wrong")
+    name, magic, prefix = _text(block[:100]), block[257:265], _text(block[345:500])
+    if magic not in (_USTAR, _GNU):
+        raise Damaged("a header is of no kind that is known")
+    if magic == _USTAR and prefix:
+        name = f"{prefix}/{name}"
+    return _Header(name, _number(block[124:136]))
+
+
+def _entry(header: _Header, flag: bytes, extended: dict[str, str]) -> TarEntry:
+    name = extended.get("path", header.name)
+    size = int(extended["size"]) if "size" in extended else header.size_bytes
+    kind = None
+    if flag not in _FILE + _FOLDER:
+        kind = _KINDS.get(flag, "neither a file nor a folder")
+    elif flag != _FOLDER and name.endswith("/"):
+        kind = "a file with the name of a folder"
+    elif flag == _FOLDER and size:
+        kind = "a folder with content"
+    if flag == _FOLDER:
+        name = name.rstrip("/") + "/"
+    return TarEntry(name, size, kind, flag == _FOLDER)
+
+
+def _content(read: Read, header: _Header) -> bytes:
+    if header.size_bytes > _MAX_EXTENDED_BYTES:
+        raise Damaged(f"an extended header has {header.size_bytes} bytes")
+    padded = header.size_bytes + -header.size_bytes % BLOCK_BYTES
+    return read(padded)[: header.size_bytes]
+
+
+def _extended(flag: bytes, data: bytes, before: dict[str, str]) -> dict[str, str]:
+    """Read an extended header: what it says of the next entry."""
+    if flag == _GNU_NAME:
+        found = {"path": _text(data)}
+    else:
+        found = dict(_pax_records(data))
+        if flag == _PAX_GLOBAL and found:
+            raise Damaged("a header for all entries names a path or a size")
+    if found.keys() & before.keys():
+        raise Damaged("an entry is named, or its size is given, twice")
+    return found
+
+
+def _pax_records(data: bytes) -> Iterator[tuple[str, str]]:
+    """Yield the records that say where and how large the next entry is."""
+    seen, at = set(), 0
+    while at < len(data):
+        start = _RECORD.match(data, at)
+        end = at + int(start[1]) if start else 0
+        if start is None or not start.end() < end <= len(data) or data[end - 1 : end] != b"\n":
+            raise Damaged("a pax header is damaged")
+        key, value = _text(start[2]), _text(data[start.end() : end - 1])
+        if _REFUSED_KEYS.fullmatch(key):
+            raise Damaged(f"a pax header holds {key}, which is not read")
+        if key in seen:
+            raise Damaged(f"a pax header holds {key} twice")
+        if key == "size" and not re.fullmatch(r"[0-9]{1,19}", value):
+            raise Damaged("the size in a pax header is not a number")
+        seen.add(key)
+        if key in ("path", "size"):
+            yield key, value
+        at = end
+
+
+def _text(field: bytes) -> str:
+    """Decode a field up to its first NUL; nothing may follow that."""
+    text, _, rest = field.partition(b"\0")
+    if any(rest):
+        raise Damaged("bytes follow the end of a name in a header")
+    try:
+        return text.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise Damaged("a name is not UTF-8") from error
+
+
+def _number(field: bytes) -> int:
+    """Read an octal number, or the binary one that GNU's tar writes for large files."""
+    if field[:1] == b"\x80":
+        return int.from_bytes(field[1:], "big")
+    digits = field.rstrip(b"\0 ").lstrip(b" ")
+    if not re.fullmatch(rb"[0-7]*", digits):
+        raise Damaged("a number in a header is damaged")
+    return int(digits or b"0", 8)
+
 
 GZIP_MAGIC = b"\x1f\x8b"
 
@@ -61,22 +222,20 @@ class TarReader:
 
     def __init__(self, path: Path) -> None:
         """Open the file; errors as `open_regular`."""
-        self._fd = open_regular(path)
+        self._file = OpenFile(open_regular(path))
         self.members: tuple[TarMember, ...] = ()
         self.digests: dict[str, str] = {}
         self.is_readable = False
         self._manifest = b""
-        self._run: _Run | None = None
+        self._run: Inflated | None = None
 
     def close(self) -> None:
         """Close the file; a second call does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-        self._fd = -1
+        self._file.close()
 
     def check(self, progress: Progress) -> list[str]:
         """Run through the whole stream; return all problems of its headers and names."""
-        run = _Run(self._fd, progress)
+        run = Inflated(self._file, progress)
         entries: list[TarEntry] = []
         offsets: list[int] = []
         digests: list[str] = []
@@ -105,7 +264,7 @@ class TarReader:
         self.is_readable = not any(entry.kind for entry in entries)
         return problems
 
-    def _hash(self, run: "_Run", entry: TarEntry) -> str:
+    def _hash(self, run: "Inflated", entry: TarEntry) -> str:
         """Read one file; keep the manifest, for which the stream would be unpacked once more."""
         keep = entry.name.partition("/")[2] == MANIFEST_NAME
         kept = []
@@ -120,6 +279,9 @@ class TarReader:
             self._manifest = b"".join(kept) or self._manifest
             return digest.hexdigest()
 
+    def map(self, member: TarMember) -> None:
+        """Return None: every member must be unpacked."""
+
     def chunks(self, member: TarMember) -> Iterator[bytes]:
         """Yield a member's content, at most 1 MiB at a time; the gzip checksum holds for all.
 
@@ -132,7 +294,7 @@ class TarReader:
         # Taken out while it is used: two readers of one archive must not move each other's place.
         run, self._run = self._run, None
         if run is None or run.position > member.offset:
-            run = _Run(self._fd)
+            run = Inflated(self._file)
         run.skip(member.offset - run.position)
         left = member.size_bytes
         while left:
@@ -142,18 +304,18 @@ class TarReader:
         self._run = run
 
 
-class _Run:
-    """One run through the unpacked stream, forward only.
+class Inflated:
+    """One run through what a gzip stream unpacks to, forward only.
 
     Attributes:
         position: how many unpacked bytes have been read.
     """
 
-    def __init__(self, fd: int, progress: Progress = lambda done, total: None) -> None:
+    def __init__(self, source: Bytes, progress: Progress = lambda done, total: None) -> None:
         self.position = 0
-        self._fd = fd
+        self._source = source
         self._progress = progress
-        self._size = os.fstat(fd).st_size
+        self._size = source.size
         self._limit = max(RATIO_FROM_BYTES, MAX_RATIO * self._size)
         self._offset = 0
         self._inflater = zlib.decompressobj(_GZIP_WBITS)
@@ -211,7 +373,7 @@ class _Run:
         return b""
 
     def _read_packed(self) -> bytes:
-        packed = os.pread(self._fd, CHUNK_BYTES, self._offset)
+        packed = self._source.read_at(self._offset, CHUNK_BYTES)
         if not packed:
             raise Damaged("its compressed data ends too early")
         self._offset += len(packed)
