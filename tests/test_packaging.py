@@ -1,0 +1,68 @@
+"""The wheel: all four packages below `modelyard`, with the files that are no modules."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("archiver", "exporter", "handlers", "serve")
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the wheel from a copy: setuptools leaves files beside what it builds."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    shutil.copytree(ROOT / "modelyard", source / "modelyard", symlinks=True)
+    for package in PACKAGES:
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / package, source / package, ignore=ignored)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation",
+               "--no-index", str(source), "-w", str(folder), "-q"]  # fmt: skip
+    subprocess.run(command, check=True, timeout=150, cwd=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def test_a_wheel_holds_every_file_of_the_packages_once(wheel: Path) -> None:
+    files = {
+        file.relative_to(ROOT).as_posix()
+        for package in PACKAGES
+        for file in (ROOT / package).rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    own = {f"modelyard/{name}" for name in ("__init__.py", "__main__.py", "cli.py", "py.typed")}
+    with zipfile.ZipFile(wheel) as zipped:
+        held = [name for name in zipped.namelist() if ".dist-info/" not in name]
+    assert len(held) == len(set(held))
+    assert set(held) - own == {f"modelyard/{file}" for file in files}
+    assert own <= set(held)
+
+
+def test_what_is_installed_from_a_wheel_runs_anywhere(wheel: Path, tmp_path: Path) -> None:
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as zipped:
+        zipped.extractall(installed)
+    environment = {**os.environ, "PYTHONPATH": str(installed)}
+
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-P", *arguments]
+        ran = subprocess.run(
+            command, cwd=tmp_path, env=environment, check=True, capture_output=True, text=True
+        )
+        return ran.stdout
+
+    assert "checkpoint" in run("-m", "modelyard", "export", "--help")
+    shim = run("-c", "from modelyard.serve.worker import load; print(load.import_shim().__file__)")
+    assert Path(shim.strip()).is_relative_to(installed)
