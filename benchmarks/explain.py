@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from modelyard.handlers.backends import Artifact, open_artifact
 from modelyard.handlers.explain.attribution import DEFAULT_TOLERANCE
-from modelyard.handlers.explain.explanation import Subject, explain_batch
+from modelyard.handlers.explain.explanation import ExplainedModel, explain_batch
 from modelyard.handlers.explain.options import parse_options
 
 NETWORKS = Path(__file__).parent.parent / "tests" / "networks.py"
@@ -92,7 +92,7 @@ def _exported(model: nn.Module) -> Artifact:
 
 
 def _ours(artifact: Artifact, image: Tensor, steps: int) -> Tensor:
-    subject = Subject(
+    version = ExplainedModel(
         artifact,
         artifact,
         None,
@@ -101,7 +101,7 @@ def _ours(artifact: Artifact, image: Tensor, steps: int) -> Tensor:
         lambda sizes, _side: tuple(sizes),
     )
     options = parse_options({"n_steps": str(steps), "target": str(TARGET)})
-    ((explanation,),) = explain_batch(subject, (image,), [options])
+    ((explanation,),) = explain_batch(version, (image,), [options])
     assert options.tolerance == DEFAULT_TOLERANCE
     return explanation.attributions[0]
 

@@ -36,9 +36,9 @@ from modelyard.handlers.backends import (
 from modelyard.handlers.bodies import body_of, parse_json, read_numbers, stack
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError, NoGradients
-from modelyard.handlers.explain import draw as heatmap
+from modelyard.handlers.explain import draw
 from modelyard.handlers.explain.attribution import Tensors
-from modelyard.handlers.explain.explanation import Explanation, Subject, explain_batch
+from modelyard.handlers.explain.explanation import ExplainedModel, Explanation, explain_batch
 from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
 from modelyard.handlers.labels import load_label_mapping
 
@@ -168,17 +168,19 @@ class BaseHandler:
         read = [self._each(index, self._read_options, index, row) for index, row in enumerate(data)]
         inputs = self.preprocess([row for _, row in read])
         tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
-        explanations = explain_batch(self.subject(), tensors, [options for options, _ in read])
+        explanations = explain_batch(
+            self.explained_model(), tensors, [options for options, _ in read]
+        )
         return [
             self._present(index, tuple(tensor[index] for tensor in tensors), found)
             for index, found in enumerate(explanations)
         ]
 
-    def subject(self) -> Subject:
+    def explained_model(self) -> ExplainedModel:
         """Return what explanations need to know of the model version."""
         served = self._served()
         twin = served if self.explainer is None and served.is_differentiable else self.explainer
-        return Subject(
+        return ExplainedModel(
             served,
             twin,
             self.agreement,
@@ -329,7 +331,7 @@ class BaseHandler:
         options = explanations[0].options
         if options.format == "png":
             self.context.set_response_content_type(index, "image/png")
-            return heatmap.stack([self.heat_map(inputs[0], each) for each in explanations])
+            return draw.stack([self.heat_map(inputs[0], each) for each in explanations])
         wants_sum = (options.aggregate or self.default_aggregate) == "sum"
         if wants_sum:
             explanations = [self._aggregated(each) for each in explanations]
@@ -342,8 +344,9 @@ class BaseHandler:
             "version": str(version),
             "archive_digest": self.digest,
         }
-        told = [each.as_json() | self.describe(index, each) for each in explanations]
-        return answer | ({"explanations": told} if options.target.startswith("top-") else told[0])
+        answers = [each.as_json() | self.describe(index, each) for each in explanations]
+        has_several = options.target.startswith("top-")
+        return answer | ({"explanations": answers} if has_several else answers[0])
 
     def _aggregated(self, explanation: Explanation) -> Explanation:
         summed = tuple(self.aggregate(each) for each in explanation.attributions)

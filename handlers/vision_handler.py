@@ -19,7 +19,7 @@ from modelyard.handlers.base import BaseHandler, Inputs
 from modelyard.handlers.bodies import body_of, read_numbers, stack
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
-from modelyard.handlers.explain import draw as heatmap
+from modelyard.handlers.explain import draw
 from modelyard.handlers.explain.explanation import Explanation
 
 MAX_PIXELS = 89_478_485
@@ -169,7 +169,7 @@ class VisionHandler(BaseHandler):
         if attributions.shape[1:] != inputs.shape[1:]:
             shares = attributions.sum(0, keepdim=True)[None].float()
             attributions = torch.nn.functional.interpolate(shares, tuple(inputs.shape[1:]))[0]
-        return heatmap.render(
+        return draw.render(
             self.picture(inputs),
             attributions.float().cpu().numpy(),
             label=explanation.label,

@@ -20,7 +20,7 @@ Tensors = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Score:
+class ForwardFunction:
     """The one number per row that is explained, as a function of some of a model's inputs.
 
     M below is the number of explanations: a request that asks for three targets counts three times.
@@ -49,18 +49,18 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Question:
+class AttributionRequest:
     """M explanations that one call of a method answers together."""
 
-    score: Score
+    forward: ForwardFunction
     inputs: Tensors
     """(M, *S) each."""
     baseline_sets: tuple[Tensors, ...]
     """For each of the M: (B, *S) per input; B is 1 but for a set from a file of the archive."""
     f_input: Tensor
-    """(M,) float64: the score at the input."""
+    """(M,) float64: the output at the input."""
     f_baseline: Tensor
-    """(M,) float64: the score at the baseline, the mean over a set."""
+    """(M,) float64: the output at the baseline, the mean over a set."""
     chunk_rows: int = 8
     """Points that share one forward and backward pass; bounds the memory."""
     between_chunks: Callable[[], None] = field(default=lambda: None)
@@ -80,16 +80,16 @@ class Question:
         """Where the inputs are."""
         return self.inputs[0].device
 
-    def part(self, chunk: slice) -> "Question":
-        """Return some of the explanations, as a question of their own."""
-        score = replace(
-            self.score,
-            targets=self.score.targets[chunk],
-            fixed=tuple(tensor[chunk] for tensor in self.score.fixed),
+    def part(self, chunk: slice) -> "AttributionRequest":
+        """Return some of the explanations, as a request of their own."""
+        forward = replace(
+            self.forward,
+            targets=self.forward.targets[chunk],
+            fixed=tuple(tensor[chunk] for tensor in self.forward.fixed),
         )
         return replace(
             self,
-            score=score,
+            forward=forward,
             inputs=tuple(tensor[chunk] for tensor in self.inputs),
             baseline_sets=self.baseline_sets[chunk],
             f_input=self.f_input[chunk],
@@ -99,7 +99,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Attribution:
-    """What a method found for the M explanations of a question."""
+    """What a method found for the M explanations of a request."""
 
     attributions: Tensors
     """(M, *S) per input, in units of the output."""
@@ -108,20 +108,20 @@ class Attribution:
 
 
 def integrated_gradients(
-    question: Question,
+    request: AttributionRequest,
     *,
     n_steps: int | None = None,
     tolerance: float = DEFAULT_TOLERANCE,
     max_steps: int = MAX_STEPS,
 ) -> Attribution:
-    """Attribute the score to each input value, by the midpoint rule.
+    """Attribute the output to each input value, by the midpoint rule.
 
     Without `n_steps`, rows begin with 10 points and triple them while their delta is above the
     tolerance; the midpoints of n steps are among those of 3n, so no point is computed twice, and
     a row that has met the tolerance costs no further passes.
 
     Args:
-        question: inputs are real-valued; values as after preprocess.
+        request: inputs are real-valued; values as after preprocess.
         n_steps: points for every row; None chooses them per row.
         tolerance: the largest |delta| as a share of |f_input − f_baseline|.
         max_steps: no row gets more points than this.
@@ -132,14 +132,14 @@ def integrated_gradients(
     Source: Sundararajan et al. 2017, section 3, https://arxiv.org/abs/1703.01365
     """
     with recording():
-        path = _Path(question)
+        path = _Path(request)
         steps = n_steps or min(FIRST_STEPS, max_steps)
-        used = torch.full((len(question),), steps, device=question.device)
-        rows = torch.arange(len(question), device=question.device)
+        used = torch.full((len(request),), steps, device=request.device)
+        rows = torch.arange(len(request), device=request.device)
         path.add(rows, _midpoints(steps))
         while n_steps is None and 3 * steps <= max_steps:
-            delta = sums_of(path.attributions(used)) - (question.f_input - question.f_baseline)
-            rows = rows[~is_met(question, delta, tolerance)[rows]]
+            delta = sums_of(path.attributions(used)) - (request.f_input - request.f_baseline)
+            rows = rows[~is_met(request, delta, tolerance)[rows]]
             if not len(rows):
                 break
             # All open rows are at the same number of steps: one leaves for good once it is met.
@@ -152,50 +152,52 @@ def integrated_gradients(
 class _Path:
     """Gradients along the straight lines from baselines to inputs, summed point by point."""
 
-    def __init__(self, question: Question) -> None:
-        self.question = question
+    def __init__(self, request: AttributionRequest) -> None:
+        self.request = request
         # Tensors made under inference_mode cannot take part in autograd; copies can.
-        self.start = tuple(tensor.detach().clone() for tensor in question.baselines)
-        self.way = tuple(
-            tensor.detach() - start
-            for tensor, start in zip(question.inputs, self.start, strict=True)
+        self.baselines = tuple(tensor.detach().clone() for tensor in request.baselines)
+        self.deltas = tuple(
+            tensor.detach() - baseline
+            for tensor, baseline in zip(request.inputs, self.baselines, strict=True)
         )
         self.sums = tuple(
-            torch.zeros_like(way, dtype=torch.promote_types(way.dtype, torch.float32))
-            for way in self.way
+            torch.zeros_like(delta, dtype=torch.promote_types(delta.dtype, torch.float32))
+            for delta in self.deltas
         )
 
     def add(self, rows: Tensor, alphas: Tensor) -> None:
-        """Add the gradients at start + alpha · way, for each of `rows` (R,) and `alphas` (A,)."""
+        """Add gradients at baseline + alpha · delta, for `rows` (R,) and each of `alphas` (A,)."""
         which = rows.repeat_interleave(len(alphas))
         where = alphas.to(rows.device).repeat(len(rows))
-        for chunk in chunks(len(which), self.question.chunk_rows):
-            self.question.between_chunks()
+        for chunk in chunks(len(which), self.request.chunk_rows):
+            self.request.between_chunks()
             row = which[chunk]
             points = tuple(
-                (start[row] + _column(where[chunk].to(way), way) * way[row]).requires_grad_()
-                for start, way in zip(self.start, self.way, strict=True)
+                (
+                    baseline[row] + _column(where[chunk].to(delta), delta) * delta[row]
+                ).requires_grad_()
+                for baseline, delta in zip(self.baselines, self.deltas, strict=True)
             )
             for total, gradient in zip(
-                self.sums, gradients(self.question.score, points, row), strict=True
+                self.sums, gradients(self.request.forward, points, row), strict=True
             ):
                 total.index_add_(0, row, gradient.to(total.dtype))
 
     def attributions(self, steps: Tensor) -> Tensors:
         """Return what the points so far amount to, for the steps (M,) that each row has."""
         return tuple(
-            way * (total / _column(steps, way))
-            for way, total in zip(self.way, self.sums, strict=True)
+            delta * (total / _column(steps, delta))
+            for delta, total in zip(self.deltas, self.sums, strict=True)
         )
 
 
-def gradients(score: Score, points: Tensors, rows: Tensor) -> Tensors:
-    """Return the gradient of the score at each point (R, *S); zero for an input without influence.
+def gradients(forward: ForwardFunction, points: Tensors, rows: Tensor) -> Tensors:
+    """Return the gradient of the output at each point (R, *S); zero for an input without influence.
 
     Raises:
         NoGradients: none of the inputs has any.
     """
-    picked = score(points, rows)
+    picked = forward(points, rows)
     found: tuple[Tensor | None, ...] = (None,) * len(points)
     if picked.requires_grad:
         found = torch.autograd.grad(picked.sum(), points, allow_unused=True)
@@ -265,9 +267,9 @@ def sums_of(attributions: Tensors) -> Tensor:
     )
 
 
-def is_met(question: Question, delta: Tensor, tolerance: float) -> Tensor:
+def is_met(request: AttributionRequest, delta: Tensor, tolerance: float) -> Tensor:
     """Return for each row (M,) whether |delta| ≤ tolerance · |f_input − f_baseline|."""
-    return delta.abs() <= tolerance * (question.f_input - question.f_baseline).abs()
+    return delta.abs() <= tolerance * (request.f_input - request.f_baseline).abs()
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:

@@ -13,9 +13,9 @@ from modelyard.handlers.backends import Artifact
 from modelyard.handlers.errors import BadInput, HandlerError, NoGradients, TwinDiffers
 from modelyard.handlers.explain.attribution import (
     Attribution,
+    AttributionRequest,
+    ForwardFunction,
     Model,
-    Question,
-    Score,
     Tensors,
     evaluate,
     is_met,
@@ -32,7 +32,7 @@ SHOWN_LABELS = 10
 
 
 @dataclass(frozen=True)
-class Subject:
+class ExplainedModel:
     """A model version as its handler knows it."""
 
     artifact: Artifact
@@ -129,8 +129,8 @@ class Explanation:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """The part of a model that is differentiated or asked, and what it is given."""
+class _Split:
+    """What of a model is differentiated or evaluated, and the tensors that it is called with."""
 
     artifact: Artifact
     model: Model
@@ -141,12 +141,12 @@ class _Part:
     """(N, …) each."""
     names: tuple[str, ...]
     """Of the explained tensors."""
-    start: Callable[[Tensors], Tensors]
+    select: Callable[[Tensors], Tensors]
     """Inputs of the model (B, …) → what of them, or of what follows from them, is explained."""
 
 
 def explain_batch(
-    subject: Subject, inputs: Tensors, options: Sequence[ExplainOptions]
+    version: ExplainedModel, inputs: Tensors, options: Sequence[ExplainOptions]
 ) -> list[list[Explanation]]:
     """Explain inputs, (N, *S) each; requests that ask for the same share passes.
 
@@ -158,9 +158,9 @@ def explain_batch(
         NoGradients: see `modelyard.handlers.explain.attribution`.
         TwinDiffers: artifact and twin give different outputs for these inputs.
     """
-    outputs = _ask(subject, subject.artifact, inputs)
+    outputs = _evaluate(version, version.artifact, inputs)
     targets = [
-        _resolve(option.target, row, subject.label)
+        _resolve(option.target, row, version.label)
         for option, row in zip(options, outputs, strict=True)
     ]
     found: dict[int, list[Explanation]] = {}
@@ -171,7 +171,7 @@ def explain_batch(
             [options[row] for row in rows],
             [targets[row] for row in rows],
         )
-        found |= zip(rows, _explain_alike(subject, batch), strict=True)
+        found |= zip(rows, _explain_alike(version, batch), strict=True)
     return [found[row] for row in range(len(options))]
 
 
@@ -187,93 +187,93 @@ class _Batch:
     """Places in a row's flattened output."""
 
 
-def _explain_alike(subject: Subject, batch: _Batch) -> list[list[Explanation]]:
-    asked = batch.options[0]
-    method = METHODS[asked.method]
-    artifact = _choose(subject, asked.method)
+def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanation]]:
+    options = batch.options[0]
+    method = METHODS[options.method]
+    artifact = _choose(version, options.method)
     inputs = tuple(tensor.to(artifact.device) for tensor in batch.inputs)
-    part = _part(subject, artifact, inputs, asked)
+    split = _split(version, artifact, inputs, options)
     sets = [
-        _baselines(subject, part, tuple(tensor[row : row + 1] for tensor in inputs), option)
+        _baselines(version, split, tuple(tensor[row : row + 1] for tensor in inputs), option)
         for row, option in enumerate(batch.options)
     ]
-    question, owners = _question(subject, batch, part, inputs, sets)
-    settings: dict[str, Any] = asked.settings()
+    request, owners = _request(version, batch, split, inputs, sets)
+    settings: dict[str, Any] = options.settings()
     if method.needs_windows:
         settings["shapes"] = tuple(
-            _window(subject, each.shape[1:], asked.window) for each in question.inputs
+            _window(version, each.shape[1:], options.window) for each in request.inputs
         )
-    attribution = _run(method, question, settings)
+    attribution = _run(method, request, settings)
     found: list[list[Explanation]] = [[] for _ in batch.options]
     for at, (row, target) in enumerate(owners):
         options = batch.options[row]
         found[row].append(
             Explanation(
                 options=options,
-                baseline=options.baseline or subject.default_baseline,
-                names=part.names,
-                **_name(target, batch.outputs[row], subject.label),
-                **_numbers(question.part(slice(at, at + 1)), attribution, at, options, settings),
+                baseline=options.baseline or version.default_baseline,
+                names=split.names,
+                **_name(target, batch.outputs[row], version.label),
+                **_numbers(request.part(slice(at, at + 1)), attribution, at, options, settings),
             )
         )
     return found
 
 
-def _run(method: Method, question: Question, settings: Mapping[str, Any]) -> Attribution:
-    if not method.is_random or len(question) == 1:
-        return method.run(question, **settings)
-    alone = [
-        method.run(question.part(slice(at, at + 1)), **settings) for at in range(len(question))
-    ]
+def _run(method: Method, request: AttributionRequest, settings: Mapping[str, Any]) -> Attribution:
+    if not method.is_random or len(request) == 1:
+        return method.run(request, **settings)
+    alone = [method.run(request.part(slice(at, at + 1)), **settings) for at in range(len(request))]
     columns = zip(*(each.attributions for each in alone), strict=True)
     return Attribution(tuple(map(torch.cat, columns)), torch.cat([each.n_steps for each in alone]))
 
 
-def _question(
-    subject: Subject,
+def _request(
+    version: ExplainedModel,
     batch: _Batch,
-    part: _Part,
+    split: _Split,
     inputs: Tensors,
     sets: Sequence[Tensors],
-) -> tuple[Question, list[tuple[int, int]]]:
-    """Return the question, and for each of its explanations the request and the target."""
-    asked = batch.options[0]
-    outputs = batch.outputs.to(part.artifact.device)
-    if part.artifact is not subject.artifact:
-        outputs = _ask(subject, part.artifact, inputs)
-        _check_agreement(subject.agreement, batch.outputs.to(outputs), outputs)
+) -> tuple[AttributionRequest, list[tuple[int, int]]]:
+    """Return what a method is called with, and whose request and target each row of it is."""
+    options = batch.options[0]
+    outputs = batch.outputs.to(split.artifact.device)
+    if split.artifact is not version.artifact:
+        outputs = _evaluate(version, split.artifact, inputs)
+        _check_agreement(version.agreement, batch.outputs.to(outputs), outputs)
     counts = [len(rows[0]) for rows in sets]
     repeated = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)])
-    begun = evaluate(
-        part.model,
+    baseline_outputs = evaluate(
+        split.model,
         (
             *(torch.cat(column) for column in zip(*sets, strict=True)),
-            *(tensor[repeated.to(tensor.device)] for tensor in part.fixed),
+            *(tensor[repeated.to(tensor.device)] for tensor in split.fixed),
         ),
-        _forward_rows(asked, part.artifact),
-        subject.between_chunks,
+        _forward_rows(options, split.artifact),
+        version.between_chunks,
     )
-    ends, starts = (_explained(each, asked.output) for each in (outputs, begun))
-    start_rows = torch.split(starts, counts)
+    at_inputs, at_baselines = (
+        _explained(each, options.output) for each in (outputs, baseline_outputs)
+    )
+    start_rows = torch.split(at_baselines, counts)
     owners = [(row, target) for row, each in enumerate(batch.targets) for target in each]
     rows = torch.tensor([row for row, _ in owners], device=outputs.device)
-    score = Score(
-        part.model,
+    forward = ForwardFunction(
+        split.model,
         torch.tensor([target for _, target in owners], device=outputs.device),
-        tuple(tensor[rows] for tensor in part.fixed),
-        asked.output == "probability",
+        tuple(tensor[rows] for tensor in split.fixed),
+        options.output == "probability",
     )
-    explained = tuple(tensor[rows] for tensor in part.explained)
-    question = Question(
-        score,
+    explained = tuple(tensor[rows] for tensor in split.explained)
+    request = AttributionRequest(
+        forward,
         explained,
         tuple(sets[row] for row, _ in owners),
-        torch.stack([ends[row, target] for row, target in owners]),
+        torch.stack([at_inputs[row, target] for row, target in owners]),
         torch.stack([start_rows[row][:, target].mean() for row, target in owners]),
-        _chunk_rows(asked, part.artifact, score, explained),
-        subject.between_chunks,
+        _chunk_rows(options, split.artifact, forward, explained),
+        version.between_chunks,
     )
-    return question, owners
+    return request, owners
 
 
 def _explained(outputs: Tensor, output: str) -> Tensor:
@@ -283,19 +283,19 @@ def _explained(outputs: Tensor, output: str) -> Tensor:
 
 
 def _numbers(
-    question: Question,
+    request: AttributionRequest,
     attribution: Attribution,
     at: int,
     options: ExplainOptions,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return what one explanation says of itself, for the question that it alone answers."""
+    """Return what one explanation says of itself, for the request that it alone answers."""
     attributions = tuple(each[at : at + 1] for each in attribution.attributions)
     total = sums_of(attributions)
-    delta = total - (question.f_input - question.f_baseline)
+    delta = total - (request.f_input - request.f_baseline)
     numbers = {
-        "f_input": float(question.f_input),
-        "f_baseline": float(question.f_baseline),
+        "f_input": float(request.f_input),
+        "f_baseline": float(request.f_baseline),
         "sum_attributions": float(total),
         "convergence_delta": float(delta),
     }
@@ -308,48 +308,50 @@ def _numbers(
     )
     return numbers | {
         "n_steps": steps,
-        "tolerance_met": bool(is_met(question, delta, options.tolerance)),
+        "tolerance_met": bool(is_met(request, delta, options.tolerance)),
         "attributions": tuple(each[0] for each in attributions),
-        "quality": measure(question, attributions, METHODS[options.method], fixed, options.seed)
+        "quality": measure(request, attributions, METHODS[options.method], fixed, options.seed)
         if options.quality
         else None,
     }
 
 
-def _choose(subject: Subject, name: str) -> Artifact:
+def _choose(version: ExplainedModel, name: str) -> Artifact:
     """Return what a method computes with: the artifact itself wherever that will do."""
     if not METHODS[name].needs_gradients:
-        return subject.artifact
-    if subject.twin is None or not subject.twin.is_differentiable:
+        return version.artifact
+    if version.twin is None or not version.twin.is_differentiable:
         free = ", ".join(key for key, method in METHODS.items() if not method.needs_gradients)
         raise NoGradients(
             f"{name} needs gradients, and this archive holds no differentiable twin of its "
             "artifact; build it again with `modelyard archive … --explain-with FILE.pt2`, exported "
             f"from the same checkpoint, or choose one of {free}"
         )
-    return subject.twin
+    return version.twin
 
 
-def _part(subject: Subject, artifact: Artifact, inputs: Tensors, asked: ExplainOptions) -> _Part:
+def _split(
+    version: ExplainedModel, artifact: Artifact, inputs: Tensors, options: ExplainOptions
+) -> _Split:
     """Decide between which tensors and the outputs the explanation is to be."""
     names = artifact.input_names
-    cut = _cut(subject, artifact, asked) if METHODS[asked.method].needs_gradients else None
+    cut = _cut(version, artifact, options) if METHODS[options.method].needs_gradients else None
     if cut is not None:
         front = cut.front
 
-        def start(whole: Tensors) -> Tensors:
+        def select(whole: Tensors) -> Tensors:
             with torch.no_grad():
                 return (front(*whole).detach(),)
 
-        name = asked.layer or names[subject.embedded or 0]
-        return _Part(artifact, cut.back, start(inputs), inputs, (name,), start)
+        name = options.layer or names[version.embedded or 0]
+        return _Split(artifact, cut.back, select(inputs), inputs, (name,), select)
     places = [at for at, each in enumerate(inputs) if each.is_floating_point()]
-    if subject.embedded is not None:
-        places = [subject.embedded]
-    elif not places and METHODS[asked.method].needs_gradients:
+    if version.embedded is not None:
+        places = [version.embedded]
+    elif not places and METHODS[options.method].needs_gradients:
         takes = ", ".join(map(str, artifact.inputs))
         raise NoGradients(
-            f"{asked.method} needs real-valued inputs, this model takes {takes}; choose a method "
+            f"{options.method} needs real-valued inputs, this model takes {takes}; choose a method "
             "without gradients, as occlusion"
         )
     places = places or list(range(len(inputs)))
@@ -359,7 +361,7 @@ def _part(subject: Subject, artifact: Artifact, inputs: Tensors, asked: ExplainO
     def model(*tensors: Tensor) -> Any:
         return artifact(*(tensors[at] for at in back))
 
-    return _Part(
+    return _Split(
         artifact,
         artifact if back == sorted(back) else model,
         tuple(inputs[at] for at in places),
@@ -369,22 +371,24 @@ def _part(subject: Subject, artifact: Artifact, inputs: Tensors, asked: ExplainO
     )
 
 
-def _cut(subject: Subject, artifact: Artifact, asked: ExplainOptions) -> Cut | None:
-    if asked.layer is not None:
-        return cut_at_layer(artifact, asked.layer)
-    if subject.embedded is not None:
-        return cut_at_embedding(artifact, subject.embedded)
-    if asked.method == "layer_integrated_gradients":
+def _cut(version: ExplainedModel, artifact: Artifact, options: ExplainOptions) -> Cut | None:
+    if options.layer is not None:
+        return cut_at_layer(artifact, options.layer)
+    if version.embedded is not None:
+        return cut_at_embedding(artifact, version.embedded)
+    if options.method == "layer_integrated_gradients":
         raise BadInput('layer is not given; layer_integrated_gradients needs one, as "features.0"')
     return None
 
 
-def _baselines(subject: Subject, part: _Part, inputs: Tensors, asked: ExplainOptions) -> Tensors:
+def _baselines(
+    version: ExplainedModel, split: _Split, inputs: Tensors, options: ExplainOptions
+) -> Tensors:
     """Return the baselines (B, *S) of one request, whose inputs are (1, …)."""
-    name = asked.baseline or subject.default_baseline
-    if name == "zero" and subject.embedded is not None:
-        return tuple(torch.zeros_like(each[:1]) for each in part.explained)
-    found = subject.baselines(name, inputs, asked.seed)
+    name = options.baseline or version.default_baseline
+    if name == "zero" and version.embedded is not None:
+        return tuple(torch.zeros_like(each[:1]) for each in split.explained)
+    found = version.baselines(name, inputs, options.seed)
     count = len(found[0])
     for each, own in zip(found, inputs, strict=True):
         if each.shape[1:] != own.shape[1:]:
@@ -392,35 +396,37 @@ def _baselines(subject: Subject, part: _Part, inputs: Tensors, asked: ExplainOpt
                 f"baseline {name} has the shape {list(each.shape[1:])}; expected the input's, "
                 f"{list(own.shape[1:])}"
             )
-    if count > 1 and asked.method != "gradient_shap":
+    if count > 1 and options.method != "gradient_shap":
         raise BadInput(
-            f"baseline {name} holds {count} rows; {asked.method} takes one, gradient_shap several"
+            f"baseline {name} holds {count} rows; {options.method} takes one, gradient_shap several"
         )
-    return part.start(tuple(each.to(own) for each, own in zip(found, inputs, strict=True)))
+    return split.select(tuple(each.to(own) for each, own in zip(found, inputs, strict=True)))
 
 
-def _window(subject: Subject, sizes: torch.Size, side: int | None) -> tuple[int, ...]:
-    shape = subject.window(sizes, side)
+def _window(version: ExplainedModel, sizes: torch.Size, side: int | None) -> tuple[int, ...]:
+    shape = version.window(sizes, side)
     return tuple(min(pair) for pair in zip(shape, sizes, strict=True))
 
 
-def _chunk_rows(asked: ExplainOptions, artifact: Artifact, score: Score, explained: Tensors) -> int:
-    if asked.internal_batch_size is None and METHODS[asked.method].needs_gradients:
-        rows = gradient_rows(artifact, score, explained)
+def _chunk_rows(
+    options: ExplainOptions, artifact: Artifact, forward: ForwardFunction, explained: Tensors
+) -> int:
+    if options.internal_batch_size is None and METHODS[options.method].needs_gradients:
+        rows = gradient_rows(artifact, forward, explained)
         return min(rows, most_rows(artifact))
-    return _forward_rows(asked, artifact)
+    return _forward_rows(options, artifact)
 
 
-def _forward_rows(asked: ExplainOptions, artifact: Artifact) -> int:
+def _forward_rows(options: ExplainOptions, artifact: Artifact) -> int:
     """Return how many points share a pass: what is asked for, as far as the artifact takes it."""
-    rows = asked.internal_batch_size or FORWARD_ROWS
+    rows = options.internal_batch_size or FORWARD_ROWS
     return min(rows, most_rows(artifact))
 
 
-def _ask(subject: Subject, artifact: Artifact, inputs: Tensors) -> Tensor:
+def _evaluate(version: ExplainedModel, artifact: Artifact, inputs: Tensors) -> Tensor:
     """Return the outputs (N, …) of the requests' inputs, which came as one batch and so fit one."""
     inputs = tuple(tensor.to(artifact.device) for tensor in inputs)
-    return evaluate(artifact, inputs, len(inputs[0]), subject.between_chunks)
+    return evaluate(artifact, inputs, len(inputs[0]), version.between_chunks)
 
 
 def _check_agreement(rule: Rule | None, outputs: Tensor, twin: Tensor) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribution import (
     Attribution,
-    Question,
+    AttributionRequest,
     Tensors,
     chunks,
     integrated_gradients,
@@ -36,10 +36,10 @@ DEFAULT_NOISE = 0.15
 
 @dataclass(frozen=True)
 class Method:
-    """How to answer a question, and what may be asked with it."""
+    """How to answer a request, and what may be asked with it."""
 
     run: Callable[..., Attribution]
-    """Called with the question and those of `options` that are given."""
+    """Called with the request and those of `options` that are given."""
     options: tuple[str, ...] = ()
     """Fields of `ExplainOptions` that it takes besides those that all methods take."""
     needs_gradients: bool = True
@@ -56,28 +56,28 @@ class Method:
     """Runs for each request by itself, so that its seed alone decides over the answer."""
 
 
-def saliency(question: Question) -> Attribution:
+def saliency(request: AttributionRequest) -> Attribution:
     """Return the size of the gradient at the input.
 
     Source: Simonyan et al. 2013, section 3, https://arxiv.org/abs/1312.6034
     """
     from captum.attr import Saliency
 
-    return _at_inputs(question, Saliency)
+    return _at_inputs(request, Saliency)
 
 
-def input_x_gradient(question: Question) -> Attribution:
+def input_x_gradient(request: AttributionRequest) -> Attribution:
     """Return the gradient at the input times the input.
 
     Source: Shrikumar et al. 2016, https://arxiv.org/abs/1605.01713
     """
     from captum.attr import InputXGradient
 
-    return _at_inputs(question, InputXGradient)
+    return _at_inputs(request, InputXGradient)
 
 
 def smoothgrad(
-    question: Question,
+    request: AttributionRequest,
     *,
     n_samples: int = DEFAULT_SAMPLES,
     noise: float = DEFAULT_NOISE,
@@ -86,7 +86,7 @@ def smoothgrad(
     """Return the mean of the gradients at noisy copies of the input.
 
     Args:
-        question: of one explanation.
+        request: of one explanation.
         n_samples: copies.
         noise: standard deviation of the normal noise, as a share of the input's range.
         seed: of the noise.
@@ -95,22 +95,22 @@ def smoothgrad(
     """
     from captum.attr import NoiseTunnel, Saliency
 
-    ranges = tuple(float(each.max() - each.min()) for each in question.inputs)
+    ranges = tuple(float(each.max() - each.min()) for each in request.inputs)
     with recording(), seeded(seed):
-        found = NoiseTunnel(Saliency(_forward(question))).attribute(
-            _copies(question.inputs),
+        found = NoiseTunnel(Saliency(_forward(request))).attribute(
+            _copies(request.inputs),
             nt_type="smoothgrad",
             nt_samples=n_samples,
-            nt_samples_batch_size=min(n_samples, question.chunk_rows),
+            nt_samples_batch_size=min(n_samples, request.chunk_rows),
             stdevs=tuple(max(noise * each, 1e-12) for each in ranges),
             abs=False,
-            additional_forward_args=_rows(question),
+            additional_forward_args=_rows(request),
         )
-    return _found(question, found, n_samples)
+    return _found(request, found, n_samples)
 
 
 def gradient_shap(
-    question: Question,
+    request: AttributionRequest,
     *,
     n_samples: int = DEFAULT_SAMPLES,
     noise: float = 0.0,
@@ -119,7 +119,7 @@ def gradient_shap(
     """Return expected gradients: random points between input and baselines drawn from the set.
 
     Args:
-        question: of one explanation; its baseline set is drawn from.
+        request: of one explanation; its baseline set is drawn from.
         n_samples: points.
         noise: standard deviation of normal noise on the input, as a share of its range.
         seed: of the draws.
@@ -128,27 +128,29 @@ def gradient_shap(
     """
     from captum.attr import GradientShap
 
-    (baselines,) = question.baseline_sets
-    ranges = tuple(float(each.max() - each.min()) for each in question.inputs)
-    totals = tuple(torch.zeros_like(each) for each in question.inputs)
+    (baselines,) = request.baseline_sets
+    ranges = tuple(float(each.max() - each.min()) for each in request.inputs)
+    totals = tuple(torch.zeros_like(each) for each in request.inputs)
     with recording(), seeded(seed):
-        explainer = GradientShap(_forward(question))
+        explainer = GradientShap(_forward(request))
         # It takes all points in one pass, whatever their number; so it is asked for few at a time.
-        for chunk in chunks(n_samples, question.chunk_rows):
+        for chunk in chunks(n_samples, request.chunk_rows):
             count = min(chunk.stop, n_samples) - chunk.start
             found = explainer.attribute(
-                _copies(question.inputs),
+                _copies(request.inputs),
                 _copies(baselines),
                 n_samples=count,
                 stdevs=tuple(noise * each for each in ranges),
-                additional_forward_args=_rows(question),
+                additional_forward_args=_rows(request),
             )
             for total, each in zip(totals, found, strict=True):
                 total += each.detach() * (count / n_samples)
-    return _found(question, totals, n_samples)
+    return _found(request, totals, n_samples)
 
 
-def occlusion(question: Question, *, shapes: Shapes, stride: int | None = None) -> Attribution:
+def occlusion(
+    request: AttributionRequest, *, shapes: Shapes, stride: int | None = None
+) -> Attribution:
     """Return by how much the output falls when a window is replaced by the baseline.
 
     Args:
@@ -160,12 +162,12 @@ def occlusion(question: Question, *, shapes: Shapes, stride: int | None = None) 
     """
     from captum.attr import Occlusion
 
-    sizes = tuple(each.shape[1:] for each in question.inputs)
+    sizes = tuple(each.shape[1:] for each in request.inputs)
     strides = tuple(_strides(*pair, stride) for pair in zip(shapes, sizes, strict=True))
     count = sum(map(_places, sizes, shapes, strides))
     _check_evaluations(count)
 
-    def run(explainer: Any, part: Question, together: int) -> Any:
+    def run(explainer: Any, part: AttributionRequest, together: int) -> Any:
         return explainer.attribute(
             part.inputs,
             sliding_window_shapes=shapes,
@@ -175,10 +177,10 @@ def occlusion(question: Question, *, shapes: Shapes, stride: int | None = None) 
             perturbations_per_eval=together,
         )
 
-    return _without_gradients(question, Occlusion, run, count)
+    return _without_gradients(request, Occlusion, run, count)
 
 
-def feature_ablation(question: Question, *, shapes: Shapes) -> Attribution:
+def feature_ablation(request: AttributionRequest, *, shapes: Shapes) -> Attribution:
     """Return by how much the output falls when a feature is replaced by the baseline.
 
     Args:
@@ -187,9 +189,9 @@ def feature_ablation(question: Question, *, shapes: Shapes) -> Attribution:
     """
     from captum.attr import FeatureAblation
 
-    masks, count = _features(question.inputs, shapes)
+    masks, count = _features(request.inputs, shapes)
 
-    def run(explainer: Any, part: Question, together: int) -> Any:
+    def run(explainer: Any, part: AttributionRequest, together: int) -> Any:
         return explainer.attribute(
             part.inputs,
             baselines=part.baselines,
@@ -198,11 +200,11 @@ def feature_ablation(question: Question, *, shapes: Shapes) -> Attribution:
             perturbations_per_eval=together,
         )
 
-    return _without_gradients(question, FeatureAblation, run, count)
+    return _without_gradients(request, FeatureAblation, run, count)
 
 
 def kernel_shap(
-    question: Question,
+    request: AttributionRequest,
     *,
     shapes: Shapes,
     n_samples: int | None = None,
@@ -211,7 +213,7 @@ def kernel_shap(
     """Estimate Shapley values by weighted regression on random sets of features.
 
     Args:
-        question: of one explanation.
+        request: of one explanation.
         shapes: as in `feature_ablation`.
         n_samples: sets; 4 for each feature and 200 more without it.
         seed: of the draws.
@@ -220,7 +222,7 @@ def kernel_shap(
     """
     from captum.attr import KernelShap
 
-    masks, features = _features(question.inputs, shapes)
+    masks, features = _features(request.inputs, shapes)
     count = n_samples or 4 * features + 200
     if count < features + 2:
         raise BadInput(
@@ -228,7 +230,7 @@ def kernel_shap(
         )
     _check_evaluations(count)
 
-    def run(explainer: Any, part: Question, together: int) -> Any:
+    def run(explainer: Any, part: AttributionRequest, together: int) -> Any:
         # captum's own regression needs scikit-learn, of which we use nothing else.
         explainer.interpretable_model = _LeastSquares()
         return explainer.attribute(
@@ -241,7 +243,7 @@ def kernel_shap(
         )
 
     with seeded(seed):
-        return _without_gradients(question, KernelShap, run, count)
+        return _without_gradients(request, KernelShap, run, count)
 
 
 _SMOOTH = ("n_samples", "noise", "seed")
@@ -280,64 +282,60 @@ METHODS: Mapping[str, Method] = {
 }
 
 
-def _at_inputs(question: Question, kind: Callable[..., Any]) -> Attribution:
+def _at_inputs(request: AttributionRequest, kind: Callable[..., Any]) -> Attribution:
     """Run a method that looks at the input alone, a chunk of explanations at a time."""
     parts = []
     with recording():
-        explainer = kind(_forward(question))
-        for chunk in chunks(len(question), question.chunk_rows):
-            points = tuple(
-                each[chunk].detach().clone().requires_grad_() for each in question.inputs
-            )
-            parts.append(
-                explainer.attribute(points, additional_forward_args=_rows(question)[chunk])
-            )
+        explainer = kind(_forward(request))
+        for chunk in chunks(len(request), request.chunk_rows):
+            points = tuple(each[chunk].detach().clone().requires_grad_() for each in request.inputs)
+            parts.append(explainer.attribute(points, additional_forward_args=_rows(request)[chunk]))
     found = tuple(
         torch.cat([each.detach() for each in column]) for column in zip(*parts, strict=True)
     )
-    return _found(question, found, 1)
+    return _found(request, found, 1)
 
 
 def _without_gradients(
-    question: Question,
+    request: AttributionRequest,
     kind: Callable[..., Any],
-    run: Callable[[Any, Question, int], Tensors],
+    run: Callable[[Any, AttributionRequest, int], Tensors],
     evaluations: int,
 ) -> Attribution:
     """Run a method on a few explanations at a time, so that no pass is larger than a chunk."""
     parts = []
-    size = question.chunk_rows
+    size = request.chunk_rows
     with torch.no_grad():
-        for chunk in chunks(len(question), size):
-            part = question.part(chunk)
+        for chunk in chunks(len(request), size):
+            part = request.part(chunk)
             together = max(1, size // len(part))
             parts.append(run(kind(_forward(part)), part, together))
     found = tuple(torch.cat(column) for column in zip(*parts, strict=True))
-    return _found(question, found, evaluations)
+    return _found(request, found, evaluations)
 
 
-def _forward(question: Question) -> Callable[..., Tensor]:
-    """Return the score as captum calls it: inputs, then the row that each point belongs to."""
+def _forward(request: AttributionRequest) -> Callable[..., Tensor]:
+    """Return the output as captum calls it: inputs, then the row that each point belongs to."""
 
     def forward(*arguments: Tensor) -> Tensor:
-        question.between_chunks()
+        request.between_chunks()
         *points, rows = arguments
         # Of one explanation, kernel_shap repeats the row as a number.
-        return question.score(tuple(points), rows.expand(len(points[0])))
+        return request.forward(tuple(points), rows.expand(len(points[0])))
 
     return forward
 
 
-def _rows(question: Question) -> Tensor:
-    return torch.arange(len(question), device=question.device)
+def _rows(request: AttributionRequest) -> Tensor:
+    return torch.arange(len(request), device=request.device)
 
 
 def _copies(tensors: Tensors) -> Tensors:
     return tuple(tensor.detach().clone() for tensor in tensors)
 
 
-def _found(question: Question, attributions: Tensors, evaluations: int) -> Attribution:
-    steps = torch.full((len(question),), evaluations, device=question.device)
+def _found(request: AttributionRequest, attributions: Tensors, evaluations: int) -> Attribution:
+    steps = torch.full((len(request),), evaluations, device=request.device)
     return Attribution(tuple(each.detach() for each in attributions), steps)
 
 

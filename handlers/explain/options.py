@@ -88,7 +88,7 @@ class ExplainOptions:
 
 
 _FOR_OTHERS = ("window", "layer")
-"""Options of a method that its function does not take: they decide over the question."""
+"""Options of a method that its function does not take: they decide over the request."""
 
 
 def gather_options(query: Mapping[str, str], row: Row) -> tuple[dict[str, str], Row]:

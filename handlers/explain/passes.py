@@ -10,7 +10,7 @@ from torch import Tensor
 
 from modelyard.archiver.signature import UNLIMITED, Dim
 from modelyard.handlers.backends import Artifact
-from modelyard.handlers.explain.attribution import Score, Tensors, recording
+from modelyard.handlers.explain.attribution import ForwardFunction, Tensors, recording
 
 FORWARD_ROWS = 32
 """Without gradients nothing is kept, so memory decides little."""
@@ -38,21 +38,21 @@ def most_rows(artifact: Artifact) -> int:
     return min(sizes, default=UNLIMITED)
 
 
-def gradient_rows(artifact: Artifact, score: Score, inputs: Tensors) -> int:
+def gradient_rows(artifact: Artifact, forward: ForwardFunction, inputs: Tensors) -> int:
     """Choose how many points share a pass with gradients.
 
     The tensors that autograd keeps for one more row are counted once per shape of the inputs.
 
     Args:
-        artifact: what `score` computes with.
-        score: of at least one row.
+        artifact: what `forward` computes with.
+        forward: of at least one row.
         inputs: (M, *S) each.
     """
     shapes = tuple(each.shape[1:] for each in inputs)
     known = _row_bytes.setdefault(artifact, {})
     if shapes not in known:
         rows = min(2, most_rows(artifact))
-        first, both = (_kept_bytes(score, inputs, count) for count in (1, rows))
+        first, both = (_kept_bytes(forward, inputs, count) for count in (1, rows))
         known[shapes] = max(1, both - first if rows > 1 else first)
     budget = min(PASS_BYTES, free_bytes(inputs[0].device) // MEMORY_SHARE)
     return max(1, min(MOST_ROWS, budget // known[shapes]))
@@ -86,10 +86,10 @@ def _lines(path: str) -> Sequence[str]:
         return []
 
 
-def _kept_bytes(score: Score, inputs: Tensors, count: int) -> int:
+def _kept_bytes(forward: ForwardFunction, inputs: Tensors, count: int) -> int:
     rows = torch.zeros(count, dtype=torch.int64, device=inputs[0].device)
     with recording(), _counting() as kept:
-        score(tuple(each.detach()[rows].clone().requires_grad_() for each in inputs), rows)
+        forward(tuple(each.detach()[rows].clone().requires_grad_() for each in inputs), rows)
     return sum(kept.values())
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.attribution import Question, Tensors
+from modelyard.handlers.explain.attribution import AttributionRequest, Tensors
 from modelyard.handlers.explain.methods import Method, seeded
 
 SAMPLES = 10
@@ -34,7 +34,7 @@ class Quality:
 
 
 def measure(
-    question: Question,
+    request: AttributionRequest,
     attributions: Tensors,
     method: Method,
     settings: Mapping[str, Any],
@@ -43,7 +43,7 @@ def measure(
     """Measure an explanation with `SAMPLES` draws; sensitivity explains again for each of them.
 
     Args:
-        question: of one explanation.
+        request: of one explanation.
         attributions: (1, *S) per input.
         method: that made them.
         settings: that it was called with, steps fixed.
@@ -56,9 +56,9 @@ def measure(
     """
     from captum.metrics import infidelity, infidelity_perturb_func_decorator, sensitivity_max
 
-    if not all(each.is_floating_point() for each in question.inputs):
+    if not all(each.is_floating_point() for each in request.inputs):
         raise BadInput("quality does not apply: the explained inputs are not real numbers")
-    ranges = tuple(float(each.max() - each.min()) or 1.0 for each in question.inputs)
+    ranges = tuple(float(each.max() - each.min()) or 1.0 for each in request.inputs)
 
     @infidelity_perturb_func_decorator(method.multiplies)  # type: ignore[untyped-decorator]
     def near(inputs: Tensor | Tensors, baselines: object = None) -> Tensors:
@@ -66,12 +66,12 @@ def measure(
         return tuple(each + NOISE * size * torch.randn_like(each) for each, size in pairs)
 
     def forward(*points: Tensor) -> Tensor:
-        question.between_chunks()
-        rows = torch.zeros(len(points[0]), dtype=torch.int64, device=question.device)
-        return question.score(points, rows)
+        request.between_chunks()
+        rows = torch.zeros(len(points[0]), dtype=torch.int64, device=request.device)
+        return request.forward(points, rows)
 
     def explain(inputs: Tensor | Tensors) -> Tensors:
-        moved = replace(question, inputs=_as_tuple(inputs))
+        moved = replace(request, inputs=_as_tuple(inputs))
         return method.run(moved, **settings).attributions
 
     def around(inputs: Tensor | Tensors, radius: float) -> Tensors:
@@ -82,15 +82,15 @@ def measure(
         first = infidelity(
             forward,
             near,
-            question.inputs,
+            request.inputs,
             attributions,
-            baselines=question.baselines if method.multiplies else None,
+            baselines=request.baselines if method.multiplies else None,
             n_perturb_samples=SAMPLES,
-            max_examples_per_batch=min(question.chunk_rows, SAMPLES),
+            max_examples_per_batch=min(request.chunk_rows, SAMPLES),
         )
         second = sensitivity_max(
             explain,
-            question.inputs,
+            request.inputs,
             around,
             perturb_radius=RADIUS,
             n_perturb_samples=SAMPLES,

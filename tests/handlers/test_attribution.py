@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from modelyard.handlers.backends import open_artifact
 from modelyard.handlers.errors import BadInput, NoGradients
 from modelyard.handlers.explain.attribution import (
+    AttributionRequest,
+    ForwardFunction,
     Model,
-    Question,
-    Score,
     evaluate,
     integrated_gradients,
     is_met,
@@ -36,7 +36,7 @@ class CountingModel:
 
 def ask(
     model: Model, inputs: Tensor, baselines: Tensor, targets: list[int], chunk_rows: int = 8
-) -> Question:
+) -> AttributionRequest:
     """Ask about rows (N, *S) of one input, one target each; baselines (N or 1, *S)."""
     with torch.no_grad():
         ends, starts = (
@@ -45,8 +45,8 @@ def ask(
         )
     places = torch.tensor(targets)
     rows = torch.arange(len(inputs))
-    return Question(
-        Score(model, places),
+    return AttributionRequest(
+        ForwardFunction(model, places),
         (inputs,),
         tuple((each[None],) for each in baselines.expand_as(inputs)),
         ends[rows, places],
@@ -55,17 +55,17 @@ def ask(
     )
 
 
-def deltas(question: Question, attributions: tuple[Tensor, ...]) -> Tensor:
-    return sums_of(attributions) - (question.f_input - question.f_baseline)
+def deltas(request: AttributionRequest, attributions: tuple[Tensor, ...]) -> Tensor:
+    return sums_of(attributions) - (request.f_input - request.f_baseline)
 
 
 def attribute(f: Function, x: list[float], baseline: list[float] | None = None) -> list[float]:
     """Attribute a function of float64 rows (N, S) → (N,) at one point."""
     inputs = torch.tensor([x], dtype=torch.float64)
     start = torch.zeros_like(inputs) if baseline is None else torch.tensor([baseline]).to(inputs)
-    question = ask(f, inputs, start, [0], chunk_rows=1000)
-    found = integrated_gradients(question, n_steps=6000).attributions
-    assert abs(float(deltas(question, found))) < 1e-6
+    request = ask(f, inputs, start, [0], chunk_rows=1000)
+    found = integrated_gradients(request, n_steps=6000).attributions
+    assert abs(float(deltas(request, found))) < 1e-6
     shares: list[float] = found[0][0].tolist()
     return shares
 
@@ -150,8 +150,8 @@ def conv_net() -> nn.Module:
 @pytest.mark.parametrize("n_steps", [2, 7, 30])
 def test_equals_captum_at_equal_steps(conv_net: nn.Module, n_steps: int) -> None:
     inputs, baselines = torch.rand(3, 2, 6, 6), torch.rand(1, 2, 6, 6)
-    question = ask(conv_net, inputs, baselines, [4, 0, 2], chunk_rows=5)
-    ours = integrated_gradients(question, n_steps=n_steps)
+    request = ask(conv_net, inputs, baselines, [4, 0, 2], chunk_rows=5)
+    ours = integrated_gradients(request, n_steps=n_steps)
     theirs, delta = IntegratedGradients(conv_net).attribute(
         inputs,
         baselines,
@@ -161,7 +161,7 @@ def test_equals_captum_at_equal_steps(conv_net: nn.Module, n_steps: int) -> None
         return_convergence_delta=True,
     )
     assert torch.allclose(ours.attributions[0], theirs, rtol=0, atol=1e-6)
-    found = deltas(question, ours.attributions)
+    found = deltas(request, ours.attributions)
     assert torch.allclose(found.float(), delta, rtol=0, atol=1e-5)
     assert ours.n_steps.tolist() == [n_steps] * 3
 
@@ -175,8 +175,8 @@ def test_artifact_gives_the_attributions_that_captum_gives_of_the_checkpoint(
     torch.manual_seed(0)
     inputs = torch.rand(3, 1, 8, 8)
     artifact = open_artifact(digits_folder / name, format)
-    question = ask(artifact, inputs, torch.zeros(1, 1, 8, 8), [7, 0, 3])
-    ours = integrated_gradients(question, n_steps=30)
+    request = ask(artifact, inputs, torch.zeros(1, 1, 8, 8), [7, 0, 3])
+    ours = integrated_gradients(request, n_steps=30)
     theirs = IntegratedGradients(digits_net).attribute(
         inputs, target=torch.tensor([7, 0, 3]), n_steps=30, method="riemann_middle"
     )
@@ -206,12 +206,12 @@ def test_no_pass_has_more_rows_than_a_chunk(conv_net: nn.Module) -> None:
 def test_tripled_steps_reuse_every_earlier_point() -> None:
     model = CountingModel(lambda x: x[:, :1] ** 3)
     inputs = torch.ones(1, 1, dtype=torch.float64)
-    question = ask(model, inputs, inputs * 0, [0])
+    request = ask(model, inputs, inputs * 0, [0])
     model.rows.clear()
-    result = integrated_gradients(question, tolerance=1e-12)
+    result = integrated_gradients(request, tolerance=1e-12)
     assert result.n_steps.tolist() == [270]
     assert sum(model.rows) == 270
-    at_once = integrated_gradients(question, n_steps=270)
+    at_once = integrated_gradients(request, n_steps=270)
     assert torch.allclose(result.attributions[0], at_once.attributions[0], rtol=0, atol=1e-14)
 
 
@@ -223,51 +223,53 @@ def test_row_that_met_the_tolerance_costs_no_further_passes() -> None:
 
     model = CountingModel(linear_in_one_and_steep_in_the_other)
     inputs = torch.ones(2, 2, dtype=torch.float64)
-    question = ask(model, inputs, inputs[:1] * 0, [0, 1])
+    request = ask(model, inputs, inputs[:1] * 0, [0, 1])
     model.rows.clear()
-    result = integrated_gradients(question, tolerance=0.001)
+    result = integrated_gradients(request, tolerance=0.001)
     assert result.n_steps.tolist() == [10, 90]
-    assert is_met(question, deltas(question, result.attributions), 0.001).tolist() == [True, True]
+    assert is_met(request, deltas(request, result.attributions), 0.001).tolist() == [True, True]
     assert sum(model.rows) == 10 + 90
 
 
 def test_steps_end_at_the_most_that_are_allowed() -> None:
     inputs = torch.ones(1, 1, dtype=torch.float64)
-    question = ask(lambda x: x**3, inputs, inputs * 0, [0])
-    result = integrated_gradients(question, tolerance=1e-9, max_steps=100)
+    request = ask(lambda x: x**3, inputs, inputs * 0, [0])
+    result = integrated_gradients(request, tolerance=1e-9, max_steps=100)
     assert result.n_steps.tolist() == [90]
-    delta = deltas(question, result.attributions)
-    assert is_met(question, delta, 1e-9).tolist() == [False]
+    delta = deltas(request, result.attributions)
+    assert is_met(request, delta, 1e-9).tolist() == [False]
     assert abs(float(delta)) > 1e-9
 
 
 def test_attributions_of_several_inputs_add_up_together() -> None:
     first, second = torch.tensor([[3.0, 1.0]]).double(), torch.tensor([[4.0]]).double()
-    score = Score(lambda a, b: a[:, :1] * b + a[:, 1:], torch.tensor([0]))
+    score = ForwardFunction(lambda a, b: a[:, :1] * b + a[:, 1:], torch.tensor([0]))
     zeros = (torch.zeros(1, 2).double(), torch.zeros(1, 1).double())
-    question = Question(score, (first, second), (zeros,), torch.tensor([13.0]), torch.tensor([0.0]))
-    found = integrated_gradients(question, n_steps=1).attributions
+    request = AttributionRequest(
+        score, (first, second), (zeros,), torch.tensor([13.0]), torch.tensor([0.0])
+    )
+    found = integrated_gradients(request, n_steps=1).attributions
     assert [each.tolist() for each in found] == [[[6.0, 1.0]], [[6.0]]]
 
 
 def test_fixed_inputs_stay_as_they_are() -> None:
     ids, mask = torch.tensor([[1.0, 2.0]] * 2), torch.tensor([[1.0, 0.0], [1.0, 1.0]])
-    score = Score(lambda x, m: (x * m).sum(1), torch.tensor([0, 0]), fixed=(mask,))
-    question = Question(
+    score = ForwardFunction(lambda x, m: (x * m).sum(1), torch.tensor([0, 0]), fixed=(mask,))
+    request = AttributionRequest(
         score, (ids,), ((ids[:1] * 0,),) * 2, torch.tensor([1.0, 3.0]), torch.zeros(2)
     )
-    (found,) = integrated_gradients(question, n_steps=3).attributions
+    (found,) = integrated_gradients(request, n_steps=3).attributions
     assert torch.allclose(found, ids * mask)
 
 
 def test_probability_is_the_softmax_of_the_outputs() -> None:
     logits = torch.tensor([[1.0, 2.0, 0.5]])
-    score = Score(lambda x: x, torch.tensor([1]), is_probability=True)
+    score = ForwardFunction(lambda x: x, torch.tensor([1]), is_probability=True)
     assert float(score((logits,), torch.tensor([0]))) == float(logits.softmax(1)[0, 1])
 
 
 def test_probability_of_outputs_that_are_no_classes_is_refused() -> None:
-    score = Score(lambda x: x, torch.tensor([0]), is_probability=True)
+    score = ForwardFunction(lambda x: x, torch.tensor([0]), is_probability=True)
     with pytest.raises(BadInput, match=r"expected logit: this model gives \[N, 1\] numbers"):
         score((torch.ones(1, 1),), torch.tensor([0]))
 
@@ -281,9 +283,9 @@ def test_work_ends_between_two_chunks_when_it_is_told_to(conv_net: nn.Module) ->
         if len(asked) == 3:
             raise TimeoutError
 
-    question = ask(conv_net, inputs, inputs * 0, [0], chunk_rows=2)
+    request = ask(conv_net, inputs, inputs * 0, [0], chunk_rows=2)
     with pytest.raises(TimeoutError):
-        integrated_gradients(replace(question, between_chunks=end_at_the_third), n_steps=10)
+        integrated_gradients(replace(request, between_chunks=end_at_the_third), n_steps=10)
     assert len(asked) == 3
 
 
@@ -321,5 +323,5 @@ def test_output_that_holds_no_real_numbers_is_refused() -> None:
 
 def test_target_is_a_place_in_the_flattened_output() -> None:
     inputs = torch.arange(12.0).view(1, 3, 4)
-    score = Score(lambda x: 2 * x, torch.tensor([7]))
+    score = ForwardFunction(lambda x: 2 * x, torch.tensor([7]))
     assert float(score((inputs,), torch.tensor([0]))) == 14.0

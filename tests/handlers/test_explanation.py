@@ -10,8 +10,8 @@ from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers import BadInput, NoGradients, TwinDiffers
 from modelyard.handlers.agree import Rule
 from modelyard.handlers.backends import Artifact
-from modelyard.handlers.explain.attribution import Score
-from modelyard.handlers.explain.explanation import Explanation, Subject, explain_batch
+from modelyard.handlers.explain.attribution import ForwardFunction
+from modelyard.handlers.explain.explanation import ExplainedModel, Explanation, explain_batch
 from modelyard.handlers.explain.options import parse_options
 from modelyard.handlers.explain.passes import MOST_ROWS, free_bytes, gradient_rows
 
@@ -36,15 +36,17 @@ def artifact(f: Callable[..., Tensor], *specs: TensorSpec, differentiable: bool 
     return Artifact("pt2", module, inputs, torch.device("cpu"), module if differentiable else None)
 
 
-def subject(model: Artifact, **others: Any) -> Subject:
+def subject(model: Artifact, **others: Any) -> ExplainedModel:
     def zeros(name: str, inputs: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:
         return tuple(each * 0 if each.is_floating_point() else each for each in inputs)
 
-    given = Subject(model, model, None, "class {}".format, zeros, lambda sizes, side: (side or 1,))
+    given = ExplainedModel(
+        model, model, None, "class {}".format, zeros, lambda sizes, side: (side or 1,)
+    )
     return replace(given, **others)
 
 
-def explain(model: Subject, x: Tensor, *queries: dict[str, str]) -> list[list[Explanation]]:
+def explain(model: ExplainedModel, x: Tensor, *queries: dict[str, str]) -> list[list[Explanation]]:
     return explain_batch(model, (x,), [parse_options(query) for query in queries])
 
 
@@ -205,8 +207,8 @@ def test_larger_activations_make_smaller_passes() -> None:
     def chunk(width: int) -> int:
         spec = TensorSpec("x", "float32", (Dim("batch"), width))
         model = artifact(lambda x: (x**2).exp().sum(1), spec)
-        question = torch.zeros(1, width)
-        return gradient_rows(model, Score(model, torch.zeros(2).long()), (question,))
+        request = torch.zeros(1, width)
+        return gradient_rows(model, ForwardFunction(model, torch.zeros(2).long()), (request,))
 
     assert free_bytes(torch.device("cpu")) > 1 << 20
     small, large = chunk(10), chunk(30_000_000)

@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from modelyard.handlers.explain import draw as heatmap
+from modelyard.handlers.explain import draw
 
 
 def drawn(
     image: np.ndarray, attributions: np.ndarray, label: str = "7", footer: str = ""
 ) -> np.ndarray:
-    png = heatmap.render(
+    png = draw.render(
         Image.fromarray(image),
         attributions,
         label=label,
@@ -103,7 +103,7 @@ def test_pictures_are_put_below_one_another() -> None:
     one, other = (io.BytesIO() for _ in range(2))
     Image.new("RGB", (4, 2), "red").save(one, "PNG")
     Image.new("RGB", (6, 3), "blue").save(other, "PNG")
-    both = Image.open(io.BytesIO(heatmap.stack([one.getvalue(), other.getvalue()])))
+    both = Image.open(io.BytesIO(draw.stack([one.getvalue(), other.getvalue()])))
     assert both.size == (6, 5)
     assert [both.getpixel((0, y)) for y in (0, 2)] == [(255, 0, 0), (0, 0, 255)]
-    assert heatmap.stack([one.getvalue()]) == one.getvalue()
+    assert draw.stack([one.getvalue()]) == one.getvalue()
