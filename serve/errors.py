@@ -1,4 +1,4 @@
-"""The errors of `serve`, and the one table that maps every room's errors to HTTP.
+"""The errors of `serve`, and the one table that maps every package's errors to HTTP.
 
     ServeError
     ├── BadRequest            a parameter or body is wrong
@@ -42,7 +42,7 @@ from modelyard.archiver.errors import ArchiveError
 
 
 class ServeError(Exception):
-    """Base of all errors of this room."""
+    """Base of all errors of this package."""
 
 
 class BadRequest(ServeError):
@@ -93,7 +93,7 @@ class UrlRefused(FileNotInStore):
     """The settings do not allow to fetch from there.
 
     Args:
-        url: what was asked for.
+        url: as it was given.
         reason: why not, for operators.
     """
 
@@ -144,7 +144,7 @@ class BadMessage(ServeError):
     """What a client sent is not an HTTP request that is taken here."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(f"this is not HTTP/1.1 request: {reason}")
+        super().__init__(f"this is not an HTTP/1.1 request: {reason}")
 
 
 class TargetTooLong(BadMessage):
@@ -168,13 +168,13 @@ class RequestTooSlow(ServeError):
 
     Args:
         part: which of them.
-        rate: bytes per second that are wanted; 0: all of it.
+        rate: least bytes per second; 0: all of it.
         timeout_s: measured over this time.
     """
 
     def __init__(self, part: str, rate: int, timeout_s: float) -> None:
-        wanted = f"at {rate} bytes/s over" if rate else "within"
-        super().__init__(f"the {part} of the request did not come {wanted} {timeout_s:g} s")
+        pace = f"at {rate} bytes/s over" if rate else "within"
+        super().__init__(f"the {part} of the request did not come {pace} {timeout_s:g} s")
 
 
 class Unauthorized(ServeError):
@@ -288,7 +288,7 @@ def http_status(error: Exception) -> tuple[int, str]:
 def error_body(error: Exception, request_id: str) -> dict[str, object]:
     """Return the JSON object that a client gets for `error`.
 
-    An error that no room declared may say anything, so only its class reaches the client.
+    An error that no package declared may say anything, so only its class reaches the client.
     """
     code, kind = http_status(error)
     declared = isinstance(error, (ServeError, ArchiveError))

@@ -31,7 +31,7 @@ Report = Callable[[Event], None]
 Create = Callable[[Settings], Server]
 
 ANNOUNCE_S = 0.2
-"""After SIGTERM connections are still taken for this long, and told to close with their answer."""
+"""After SIGTERM connections are still taken for this long, and close with their answer."""
 FLUSH_S = 2.0
 """For the last error answers to reach their clients."""
 

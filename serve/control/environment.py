@@ -59,9 +59,9 @@ def interpreter_for(archive: Archive, folder: Path, environments: Path, is_allow
     if not missing:
         return sys.executable
     if not is_allowed:
-        wanted = ", ".join(f"{pin.name} {pin.version}" for pin in missing)
+        pins = ", ".join(f"{pin.name} {pin.version}" for pin in missing)
         raise BadRequest(
-            f"{name} requires {wanted}, not installed here; start the server with "
+            f"{name} requires {pins}, not installed here; start the server with "
             "--install-requirements, and it gets an environment of its own"
         )
     arguments = ["--no-deps", "--ignore-installed", "--require-hashes", "--only-binary", ":all:"]

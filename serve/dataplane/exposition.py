@@ -67,8 +67,8 @@ class Family:
 
     def value(self, values: Values) -> float:
         """Return a counter's or gauge's value, a histogram's count; 0 where there is none yet."""
-        found = self._series.get(values, 0.0)
-        return sum(found[:-1]) if isinstance(found, list) else found
+        value = self._series.get(values, 0.0)
+        return sum(value[:-1]) if isinstance(value, list) else value
 
     def forget(self, label: str, value: str) -> None:
         """Drop the series in which a label has this value."""
@@ -80,21 +80,21 @@ class Family:
         """Yield the text, HELP and TYPE first."""
         yield f"# HELP {self.name} Torchserve prometheus {self.kind} metric with unit: {self.unit}"
         yield f"# TYPE {self.name} {self.kind}"
-        for values, found in list(self._series.items()):
+        for values, state in list(self._series.items()):
             pairs = "".join(
                 f'{label}="{value.translate(_ESCAPES)}",'
                 for label, value in zip(self.labels, values, strict=True)
             )
-            if not isinstance(found, list):
-                yield f"{self.name}{{{pairs}}} {found}" if pairs else f"{self.name} {found}"
+            if not isinstance(state, list):
+                yield f"{self.name}{{{pairs}}} {state}" if pairs else f"{self.name} {state}"
                 continue
             total = 0.0
-            for bound, count in zip((*map(str, BUCKETS), "+Inf"), found, strict=False):
+            for bound, count in zip((*map(str, BUCKETS), "+Inf"), state, strict=False):
                 total += count
                 yield f'{self.name}_bucket{{{pairs}le="{bound}",}} {total}'
             braced = f"{{{pairs}}}" if pairs else ""
             yield f"{self.name}_count{braced} {total}"
-            yield f"{self.name}_sum{braced} {found[-1]}"
+            yield f"{self.name}_sum{braced} {state[-1]}"
 
 
 def text(families: Iterable[Family], names: Collection[str] = ()) -> str:
@@ -119,7 +119,7 @@ class Record(NamedTuple):
 
 
 def read_records(records: object) -> Iterator[Record]:
-    """Yield the records of a worker, without what is none: authors' code runs in that process."""
+    """Yield a worker's records, and leave out what is not one: authors' code runs there."""
     for record in records if isinstance(records, list) else ():
         try:
             yield Record(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Protocol
 
 from prometheus_client import (
@@ -62,80 +62,51 @@ class Metrics:
         self.recorder: Recorder = recorder or HandlerMetrics(socket.gethostname())
         self.observer = observer
         disable_created_metrics()  # type: ignore[no-untyped-call]  # a time stamp beside every series, which nobody reads
-        self.registry = CollectorRegistry()
+        registry = self.registry = CollectorRegistry()
         model = ("model", "version")
         kind = (*model, "kind")
-        self.requests = Counter(
-            "modelyard_requests",
-            "Requests answered, by HTTP status.",
-            (*kind, "code"),
-            registry=self.registry,
+
+        def count(name: str, text: str, labels: Sequence[str]) -> Counter:
+            return Counter(f"modelyard_{name}", text, labels, registry=registry)
+
+        def observe(name: str, text: str, bounds: Sequence[float] = SECONDS) -> Histograms:
+            return Histograms(f"modelyard_{name}", text, kind, bounds, registry)
+
+        def gauge(name: str, text: str, labels: Sequence[str]) -> Gauge:
+            return Gauge(f"modelyard_{name}", text, labels, registry=registry)
+
+        coded = (*kind, "code")
+        self.requests = count("requests", "Requests answered, by HTTP status.", coded)
+        self.errors = count("errors", "Requests answered with status 400 or above.", coded)
+        self.latency = observe(
+            "request_latency_seconds", "From the whole body read to the answer ready, in seconds."
         )
-        self.errors = Counter(
-            "modelyard_errors",
-            "Requests answered with status 400 or above.",
-            (*kind, "code"),
-            registry=self.registry,
+        self.queue_time = observe(
+            "queue_time_seconds", "From arrival in the queue to hand-over to a worker, in seconds."
         )
-        self.latency = Histograms(
-            "modelyard_request_latency_seconds",
-            "From the whole body read to the answer ready, in seconds.",
-            kind,
-            SECONDS,
-            self.registry,
-        )
-        self.queue_time = Histograms(
-            "modelyard_queue_time_seconds",
-            "From arrival in the queue to hand-over to a worker, in seconds.",
-            kind,
-            SECONDS,
-            self.registry,
-        )
-        self.worker_queue = Histograms(
-            "modelyard_worker_queue_seconds",
+        self.worker_queue = observe(
+            "worker_queue_seconds",
             "From hand-over to a worker to the start of the batch there, in seconds.",
-            kind,
-            SECONDS,
-            self.registry,
         )
-        self.handler = Histograms(
-            "modelyard_handler_seconds",
-            "The handler's call that answered the request, in seconds.",
-            kind,
-            SECONDS,
-            self.registry,
+        self.handler = observe(
+            "handler_seconds", "The handler's call that answered the request, in seconds."
         )
-        self.batch_size = Histograms(
-            "modelyard_batch_size",
-            "Requests in one handler call.",
-            kind,
-            SIZES,
-            self.registry,
-        )
-        self.queue_length = Gauge(
-            "modelyard_queue_length", "Requests waiting now.", kind, registry=self.registry
-        )
-        self.refused = Counter(
-            "modelyard_refused_requests",
+        self.batch_size = observe("batch_size", "Requests in one handler call.", SIZES)
+        self.queue_length = gauge("queue_length", "Requests waiting now.", kind)
+        self.refused = count(
+            "refused_requests",
             "Requests refused because too many waited (full) or none would be answered in its time "
             "(deadline).",
             (*kind, "reason"),
-            registry=self.registry,
         )
-        self.restarts = Counter(
-            "modelyard_worker_restarts",
-            "Workers that ended unasked and were replaced.",
-            model,
-            registry=self.registry,
+        self.restarts = count(
+            "worker_restarts", "Workers that ended unasked and were replaced.", model
         )
-        self.ready_workers = Gauge(
-            "modelyard_ready_workers", "Workers that can take work.", model, registry=self.registry
-        )
-        self.unrouted = Counter(
-            "modelyard_unrouted_requests",
+        self.ready_workers = gauge("ready_workers", "Workers that can take work.", model)
+        self.unrouted = count(
+            "unrouted_requests",
             "Requests for no registered model, or without the right to it, by HTTP status.",
             ("code",),
-            registry=self.registry,
         )
 
     def text(self, names: Collection[str] = ()) -> str:

@@ -72,7 +72,7 @@ class Pool:
         self._closing: set[asyncio.Task[None]] = set()
         self.slots: list[ReplicaSlot] = []
         self.least = self.most = 0
-        """How many workers were asked for, last."""
+        """How many workers the last scaling set."""
 
     def feed(self, batchers: Sequence[Batcher]) -> None:
         """Name the batchers to wake when a worker has room."""

@@ -245,7 +245,7 @@ class Worker(asyncio.Protocol):
         return self._process.pid if self._process else -1
 
     def condemn(self) -> None:
-        """Kill a process that hangs or talks nonsense: its end is no lack of memory."""
+        """Kill a process that hangs or talks nonsense: its end is not for lack of memory."""
         self.is_condemned = True
         if self._process is not None:
             self._process.kill()

@@ -74,49 +74,6 @@ BOOLEANS = {
     "use_native_io",
 }
 
-TEXTS = {
-    "allowed_urls",
-    "blacklist_env_vars",
-    "certificate_file",
-    "cors_allowed_headers",
-    "cors_allowed_methods",
-    "cors_allowed_origin",
-    "cpp_log_config",
-    "cpu_launcher_args",
-    "default_service_handler",
-    "grpc_inference_address",
-    "grpc_management_address",
-    "inference_address",
-    "keystore",
-    "keystore_pass",
-    "keystore_type",
-    "load_models",
-    "management_address",
-    "metrics_address",
-    "metrics_config",
-    "metrics_mode",
-    "model_server_home",
-    "model_snapshot",
-    "model_store",
-    "models",
-    "plugins_path",
-    "private_key_file",
-    "python",
-    "service_envelope",
-    "system_metrics_cmd",
-    "token_expiration_min",
-    "tsConfigFile",
-    "ts_header_key_sequence_end",
-    "ts_header_key_sequence_id",
-    "ts_header_key_sequence_start",
-    "ts_open_inference_protocol",
-    "version",
-    "vmargs",
-    "workflow_store",
-}
-
-KEYS = INTEGERS.keys() | BOOLEANS | TEXTS
-
 NOT_FROM_ENVIRONMENT = {
     "enable_envvars_config",
     "io_ratio",
@@ -178,6 +135,26 @@ WITHOUT_EFFECT = {
     "workflow_store": "workflows are not served",
 }
 """Keys that are accepted, and why nothing follows from them."""
+
+PLACES = {"config_file", "directory", "log_dir", "metrics_dir", "properties", "snapshot_dir"}
+"""Settings of the dialect that no key sets."""
+TEXTS = (
+    (
+        {
+            "keystore_type",
+            "load_models",
+            "model_server_home",
+            "model_store",
+            "python",
+            "tsConfigFile",
+        }
+        | {"version"}
+        | (TorchServeSettings.model_fields.keys() | WITHOUT_EFFECT.keys()) - INTEGERS.keys()
+    )
+    - BOOLEANS
+    - PLACES
+)
+KEYS = INTEGERS.keys() | BOOLEANS | TEXTS
 
 ADDRESS = re.compile(
     r"(?P<scheme>https?)://(?P<host>\[[0-9a-f:]+\]|[^:/]+)(:(?P<port>\d+))?|unix:(?P<path>/.*)",

@@ -311,10 +311,10 @@ def _first(addresses: Sequence[str], port: int, timeout_s: float) -> socket.sock
 
 def _resolve(url: Url) -> list[str]:
     try:
-        found = socket.getaddrinfo(url.host.strip("[]"), url.port, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(url.host.strip("[]"), url.port, type=socket.SOCK_STREAM)
     except OSError as error:
         raise FetchFailed(str(url), f"its host is unknown: {error}") from error
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    return list(dict.fromkeys(str(address[0]) for *_, address in resolved))
 
 
 def _is_public(address: str) -> bool:

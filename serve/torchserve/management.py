@@ -221,10 +221,10 @@ class TorchServeManagement(Dialect):
             fields = wire.unpack_meta(reply.headers)
             return reply.status, list(zip(fields[::2], fields[1::2], strict=True)), body
         try:
-            said = json.loads(body)
+            metadata = json.loads(body)
         except ValueError:
-            said = None
-        customized = said if isinstance(said, dict) else {}
+            metadata = None
+        customized = metadata if isinstance(metadata, dict) else {}
         return json_answer([{**describe(model), "customizedMetadata": customized}])
 
 

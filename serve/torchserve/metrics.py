@@ -141,8 +141,8 @@ class TorchServeMetrics:
     ) -> str:
         """Return a line as TorchServe's log parsers know it."""
         shown = ",".join(f"{k}:{v}" for k, v in labels if k.lower() != "hostname")
-        asked = f",requestID:{request_id}" if request_id else ""
-        stamp = f"hostname:{self._hostname}{asked},timestamp:{int(time.time())}"
+        of_request = f",requestID:{request_id}" if request_id else ""
+        stamp = f"hostname:{self._hostname}{of_request},timestamp:{int(time.time())}"
         return f"{name}.{unit}:{float(value)}|#{shown}|#{stamp}"
 
     def forget(self, model: str) -> None:
@@ -241,9 +241,9 @@ def _gpu_usage() -> list[tuple[float, ...]]:
     """Return index, percent of time busy, percent of time its memory was, and MB used, by GPU."""
     if shutil.which("nvidia-smi") is None:
         return []
-    asked = "index,utilization.gpu,utilization.memory,memory.used"
+    fields = "index,utilization.gpu,utilization.memory,memory.used"
     ran = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={asked}", "--format=csv,noheader,nounits"],
+        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
         capture_output=True,
         text=True,
         timeout=SMI_TIMEOUT_S,

@@ -87,9 +87,9 @@ def _unescape(text: str) -> str:
             return chr(int(escape[1:], 16))
         return _ESCAPES.get(escape, escape)
 
-    found = re.sub(r"\\(u[0-9A-Fa-f]{4}|.|$)", one, text, flags=re.DOTALL)
+    plain = re.sub(r"\\(u[0-9A-Fa-f]{4}|.|$)", one, text, flags=re.DOTALL)
     # Java's strings are UTF-16: a character beyond \uFFFF is written as two escapes.
-    return found.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return plain.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def _escape(text: str, *, is_key: bool) -> str:

@@ -38,11 +38,11 @@ def main() -> int:
         _claim(configuration.settings.state_dir)
         logs = _open_logs(own)
     except StartError as error:
-        _say(f"Invalid configuration: {error}")
+        _print(f"Invalid configuration: {error}")
         return 1
     threading.current_thread().name = "main"
     if StateDir(configuration.settings.state_dir).is_locked():
-        _say(launcher.ALREADY_RUNNING)
+        _print(launcher.ALREADY_RUNNING)
         return 1
     if own.number_of_gpu is not None:
         limit_gpus(own.number_of_gpu)
@@ -65,12 +65,12 @@ def main() -> int:
         if event["event"] == "locked":
             launcher.write_pid()
         elif event["event"] == "started":
-            _say("Model server started.")
+            _print("Model server started.")
             if started != "-":
                 os.write(int(started), b"1")
                 os.close(int(started))
         elif event["event"] == "error":
-            _say(event["message"])
+            _print(event["message"])
 
     # The web framework, once it is sure to be needed.
     from modelyard.serve.server import run
@@ -94,10 +94,10 @@ def _claim(folder: Path) -> None:
     """Make the server's folder in a temp folder where others may write too."""
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()
+        there = folder.lstat()
     except OSError as error:
         raise StartError(f"cannot use the folder {folder}: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not stat.S_ISDIR(there.st_mode) or there.st_uid != os.getuid():
         raise StartError(f"{folder} belongs to somebody else; set TEMP to a folder of your own")
 
 
@@ -115,7 +115,7 @@ def _describe(configuration: Configuration, own: TorchServeSettings) -> list[str
     """Return the lines of the start-up log that scripts search, in TorchServe's order."""
     settings: Settings = configuration.settings
 
-    def said(key: str, default: object = "N/A") -> str:
+    def written(key: str, default: object = "N/A") -> str:
         return own.properties.get(key) or str(default)
 
     gpus = count_gpus()
@@ -137,23 +137,23 @@ def _describe(configuration: Configuration, own: TorchServeSettings) -> list[str
         "Initial Models": ",".join(settings.models) or "N/A",
         "Log dir": own.log_dir,
         "Metrics dir": own.metrics_dir,
-        "Netty threads": said("number_of_netty_threads", 0),
-        "Netty client threads": said("netty_client_threads", 0),
+        "Netty threads": written("number_of_netty_threads", 0),
+        "Netty client threads": written("netty_client_threads", 0),
         "Default workers per model": own.default_workers_per_model or gpus or os.cpu_count(),
         "Blacklist Regex": own.blacklist_env_vars or "N/A",
         "Maximum Response Size": own.max_response_size,
         "Maximum Request Size": settings.max_request_bytes,
         "Limit Maximum Image Pixels": _word(own.limit_max_image_pixels),
-        "Prefer direct buffer": said("prefer_direct_buffer", "false"),
+        "Prefer direct buffer": written("prefer_direct_buffer", "false"),
         "Allowed Urls": list(own.allowed_urls),
         "Custom python dependency for model allowed": _word(settings.install_requirements),
         "Enable metrics API": _word(own.enable_metrics_api),
         "Metrics mode": own.metrics_mode.upper(),
         "Disable system metrics": _word(own.disable_system_metrics),
-        "Workflow Store": said("workflow_store", settings.model_store),
-        "CPP log config": said("cpp_log_config"),
-        "Model config": said("models"),
-        "System metrics command": said("system_metrics_cmd", "default"),
+        "Workflow Store": written("workflow_store", settings.model_store),
+        "CPP log config": written("cpp_log_config"),
+        "Model config": written("models"),
+        "System metrics command": written("system_metrics_cmd", "default"),
         "Model API enabled": _word(own.enable_model_api),
     }
     return [f"{name}: {fact}" for name, fact in facts.items()]
@@ -163,7 +163,7 @@ def _word(value: bool) -> str:
     return "true" if value else "false"
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(text, flush=True)  # noqa: T201 - scripts wait for these lines on standard output
 
 

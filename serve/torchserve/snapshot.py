@@ -33,7 +33,7 @@ REQUIRED = {
     "batchSize": int,
     "maxBatchDelay": int,
 }
-"""What a snapshot says of each version; time limits and runtime have defaults."""
+"""Keys of each version in a snapshot; time limits and runtime have defaults."""
 
 
 class Snapshots:
@@ -121,14 +121,14 @@ def parse_model_snapshot(snapshot: Any) -> list[tuple[str, str, dict[str, Any]]]
     """Return name, version and what is said of each version that a `model_snapshot` loads.
 
     Raises:
-        StartError: it has not the form of a snapshot; the message names the model and key.
+        StartError: it does not have the form of a snapshot; the message names the model and key.
     """
     models = snapshot.get("models") if isinstance(snapshot, dict) else None
     if not isinstance(models, dict):
         raise StartError('model_snapshot: expected a JSON object with "models"')
     if snapshot.get("modelCount", 0) <= 0:
         return []
-    found = []
+    entries = []
     for name, versions in models.items():
         if not isinstance(versions, dict):
             raise StartError(f"model_snapshot: {name}: expected an object of versions")
@@ -140,5 +140,5 @@ def parse_model_snapshot(snapshot: Any) -> list[tuple[str, str, dict[str, Any]]]
                         f"model_snapshot: {name} {version}: {key}: expected {kind.__name__}, "
                         f"got {value!r}"
                     )
-            found.append((name, version, entry))
-    return found
+            entries.append((name, version, entry))
+    return entries

@@ -264,7 +264,7 @@ def test_what_is_no_http_gets_one_400_and_hides_nothing(server: LiveServer, data
                     client.sendall(whole[at : at + step])
             error = refusal(read_all(client), 400)
         assert error["type"] == "BadRequestException"
-        assert error["message"].startswith("this is not HTTP/1.1 request: ")
+        assert error["message"].startswith("this is not an HTTP/1.1 request: ")
 
 
 GOOD = POST + b"Content-Length: 4\r\n\r\nwell"
