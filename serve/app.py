@@ -6,19 +6,21 @@ import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from modelyard.serve.api.asgi import Phase
+from modelyard.serve.api.description import DESCRIPTION, described_calls
 from modelyard.serve.api.docs import add_docs
 from modelyard.serve.api.health import OPEN_PATHS, health_routes
-from modelyard.serve.api.inference import Inference
-from modelyard.serve.api.management import create_management
-from modelyard.serve.api.metrics import create_metrics
+from modelyard.serve.api.inference import Calls
+from modelyard.serve.api.management import management_routes
+from modelyard.serve.api.metrics import metrics_routes
 from modelyard.serve.api.oip import oip_routes
+from modelyard.serve.api.routes import Routes
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.state import make_keys
 from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.http.application import Answers, Application, ServerState
 from modelyard.serve.http.auth import TokenCheck
-from modelyard.serve.http.connection import Access, Application, Limits
+from modelyard.serve.http.connection import Accepts, Access, Limits
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import Address, Settings
@@ -29,7 +31,7 @@ class Server:
     """A server that is built and bound, but does not accept yet."""
 
     lifecycle: Lifecycle
-    phase: Phase
+    state: ServerState
     inference: Listener
     management: Listener
     metrics: Listener | None
@@ -48,29 +50,42 @@ def create_server(settings: Settings) -> Server:
     Raises:
         StartError: an address cannot be bound, or the keys cannot be written.
     """
-    policy, metrics, registry, phase = Policy(settings), Metrics(), Registry(), Phase()
+    policy, metrics, registry, state = Policy(settings), Metrics(), Registry(), ServerState()
     lifecycle = Lifecycle(policy, registry, metrics)
     keys = make_keys(policy.state.key_file)
     is_open = settings.auth == "never" or (settings.auth == "auto" and settings.is_loopback)
     client_key = None if is_open else keys["inference"]
     operator_key = None if settings.auth == "never" else keys["management"]
-    inference_api = Inference(
-        registry, metrics, TokenCheck(client_key, OPEN_PATHS), phase, settings.max_request_bytes
+    answers = Answers(state)
+    clients = Routes(
+        "Modelyard",
+        DESCRIPTION,
+        answers,
+        described_calls(),
+        health_routes(registry, state),
+        oip_routes(registry, state),
     )
-    inference_api.include_router(health_routes(registry, phase))
-    inference_api.include_router(oip_routes(registry, phase))
-    management_api = create_management(registry, lifecycle, TokenCheck(operator_key), phase)
-    metrics_api = create_metrics(metrics, TokenCheck(client_key), phase)
-    apis = (inference_api, management_api, metrics_api)
+    operators = Routes(
+        "Modelyard management",
+        "Register, scale and remove models.",
+        answers,
+        management_routes(registry, lifecycle),
+    )
+    scraper = Routes("Modelyard metrics", "Prometheus metrics.", answers, metrics_routes(metrics))
+    calls = Calls(registry, metrics, state, answers)
+    apis = (
+        Application(TokenCheck(client_key, OPEN_PATHS), answers, clients, calls),
+        Application(TokenCheck(operator_key), answers, operators),
+        Application(TokenCheck(client_key), answers, scraper),
+    )
     inference, management, scraped = listen(zip(apis, settings.addresses, strict=True), settings)
-    add_docs(
-        inference_api, {management.url: management_api, scraped.url: metrics_api}, inference.url
-    )
-    return Server(lifecycle, phase, inference, management, scraped)
+    others = {management.url: operators.fastapi, scraped.url: scraper.fastapi}
+    add_docs(clients.fastapi, others, inference.url)
+    return Server(lifecycle, state, inference, management, scraped)
 
 
 def listen(
-    apis: Iterable[tuple[Application, Address]],
+    apis: Iterable[tuple[Accepts, Address]],
     settings: Settings,
     tls: ssl.SSLContext | None = None,
     access: Access | None = None,

@@ -84,7 +84,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         else:
             warnings = await _load(server, stop, report)
             await open_ports()
-        server.phase.is_starting = False
+        server.state.is_starting = False
         gc.collect()
         gc.freeze()
         logger.info("ready: %s", about)
@@ -160,7 +160,7 @@ async def _drain(server: Server, timeout_s: float, now: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + timeout_s
     logger.info("stopping; up to %g s for requests in progress", timeout_s)
-    server.phase.is_draining = True
+    server.state.is_draining = True
     await asyncio.sleep(min(ANNOUNCE_S, timeout_s))
     for listener in server.listeners:
         await listener.stop_accepting()

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from importlib.resources import files
 from typing import Any
 
+from fastapi import FastAPI
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 
-from modelyard.serve.api.asgi import Api
 
-
-def add_docs(api: Api, others: Mapping[str, Api], own_url: str) -> None:
+def add_docs(api: FastAPI, others: Mapping[str, FastAPI], own_url: str) -> None:
     """Serve `/docs` and `/openapi.json` of all APIs on `api`.
 
     Args:
@@ -41,7 +40,7 @@ def add_docs(api: Api, others: Mapping[str, Api], own_url: str) -> None:
         )
 
 
-def _merged(api: Api, others: Mapping[str, Api], own_url: str) -> dict[str, Any]:
+def _merged(api: FastAPI, others: Mapping[str, FastAPI], own_url: str) -> dict[str, Any]:
     """Return one OpenAPI document; a route of another port names its server."""
     document = {**api.openapi(), "servers": [{"url": own_url}]}
     document["paths"] = dict(document["paths"])

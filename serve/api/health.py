@@ -5,14 +5,14 @@ from __future__ import annotations
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from modelyard.serve.api.asgi import Phase
 from modelyard.serve.control.registry import Registry
+from modelyard.serve.http.application import ServerState
 
 OPEN_PATHS = ("/ping", "/health/live", "/health/ready")
 """Probes carry no token."""
 
 
-def health_routes(registry: Registry, phase: Phase) -> APIRouter:
+def health_routes(registry: Registry, state: ServerState) -> APIRouter:
     """Return the routes that probes ask."""
     router = APIRouter(tags=["health"])
 
@@ -31,17 +31,17 @@ def health_routes(registry: Registry, phase: Phase) -> APIRouter:
     @router.get("/health/ready", summary="Ready")
     async def ready() -> JSONResponse:
         """Predictions can be answered now; else the reason."""
-        if (reason := why_not_ready(registry, phase)) is not None:
+        if (reason := why_not_ready(registry, state)) is not None:
             return JSONResponse({"ready": False, "reason": reason}, 503)
         return JSONResponse({"ready": True})
 
     return router
 
 
-def why_not_ready(registry: Registry, phase: Phase) -> str | None:
+def why_not_ready(registry: Registry, state: ServerState) -> str | None:
     """Return why predictions cannot be answered now, or None when they can."""
-    if phase.is_starting or phase.is_draining:
-        return f"the server is {'starting' if phase.is_starting else 'being stopped'}"
+    if state.is_starting or state.is_draining:
+        return f"the server is {'starting' if state.is_starting else 'being stopped'}"
     if sick := without_worker(registry):
         return f"no worker is ready for {', '.join(sick)}"
     return None

@@ -7,28 +7,18 @@ from typing import Annotated, Any
 import psutil
 from fastapi import APIRouter, Query
 
-from modelyard.serve.api.asgi import Api, Phase
-from modelyard.serve.api.inference import ModelName, Version, error_responses
+from modelyard.serve.api.description import ModelName, Version, error_responses
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
 from modelyard.serve.dataplane.pool import ReplicaSlot
 from modelyard.serve.errors import BadRequest
-from modelyard.serve.http.auth import TokenCheck
 
 PAGE = 100
 
 
-def create_management(
-    registry: Registry, lifecycle: Lifecycle, check: TokenCheck, phase: Phase
-) -> Api:
-    """Return the application for operators."""
-    api = Api("Modelyard management", "Register, scale and remove models.", check, phase)
-    api.include_router(_routes(registry, lifecycle))
-    return api
-
-
-def _routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
+def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
+    """Return the routes for operators."""
     router = APIRouter(tags=["management"], responses=error_responses(400, 401, 404))
 
     def describe(model: ModelVersion) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from modelyard.serve.api.asgi import Phase
+from modelyard.serve.api.description import ModelName, Version
 from modelyard.serve.api.health import why_not_ready
-from modelyard.serve.api.inference import ModelName, Version
 from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.http.application import ServerState
 
 DATATYPES = {
     "bool": "BOOL",
@@ -34,7 +34,7 @@ DATATYPES = {
 """Names of element types: the signature's → the protocol's."""
 
 
-def oip_routes(registry: Registry, phase: Phase) -> APIRouter:
+def oip_routes(registry: Registry, state: ServerState) -> APIRouter:
     """Return the routes that tell; those that infer are the inference API's."""
     router = APIRouter(prefix="/v2", tags=["open inference protocol"])
 
@@ -51,7 +51,7 @@ def oip_routes(registry: Registry, phase: Phase) -> APIRouter:
     @router.get("/health/ready", summary="Ready")
     async def ready() -> JSONResponse:
         """Predictions can be answered now."""
-        reason = why_not_ready(registry, phase)
+        reason = why_not_ready(registry, state)
         return JSONResponse({"ready": reason is None}, 200 if reason is None else 503)
 
     @router.get("/models/{model}", summary="A model's inputs and outputs")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -47,19 +48,25 @@ class ModelVersion:
     is_downloaded: bool = False
     """Whether its file was fetched, and goes when it is unregistered."""
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
+    _starting: asyncio.Task[None] | None = field(default=None, init=False, repr=False)
 
     @property
     def request_timeout_s(self) -> float:
         """The longest that a call may take."""
         return self.config.request_timeout_s
 
-    async def start_explainers(self) -> None:
+    def start_explainers(self) -> asyncio.Task[None] | None:
         """Start the workers that only explain, unless they are there or the model has none.
 
-        It does not wait until they are ready; what is queued meanwhile waits for them.
+        The task does not wait until they are ready; what is queued meanwhile waits for them.
         """
-        if self.explainers is not None and not self.explainers.slots and self.pool.slots:
-            await self.explainers.scale(self.config.explain_workers, 0, wait=False)
+        if self.explainers is None or self.explainers.slots or not self.pool.slots:
+            return None
+        if self._starting is None or self._starting.done():
+            self._starting = asyncio.get_running_loop().create_task(
+                self.explainers.scale(self.config.explain_workers, 0, wait=False)
+            )
+        return self._starting
 
 
 class Registry:

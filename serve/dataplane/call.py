@@ -21,6 +21,22 @@ PREDICT, EXPLAIN = 0, 1
 
 HasLeft = Callable[[], bool]
 
+
+class Target(NamedTuple):
+    """What a request asks a model for."""
+
+    kind: int
+    path: list[str]
+    """Model, version (optional), rest (optional)."""
+    flags: int = 0
+    """Of `wire`, for the worker."""
+
+    @property
+    def version(self) -> str | None:
+        """The version, None for the default one."""
+        return self.path[1] if len(self.path) > 1 and self.path[1] else None
+
+
 MOST_UNREAD_BYTES = 64 << 20
 """Chunks that a client may leave unread before its stream is broken."""
 
@@ -139,6 +155,9 @@ class Model(Protocol):
     def request_timeout_s(self) -> float:
         """The longest that a call may take."""
 
+    def start_explainers(self) -> asyncio.Task[None] | None:
+        """Start the workers that only explain; None where there is nothing to start."""
+
 
 class Call:
     """One request for a model's answer.
@@ -204,7 +223,16 @@ class Call:
     def submit(self, parts: list[bytes]) -> None:
         """Queue it with its body; a refusal is its reply."""
         self.arrived(parts, monotonic())
+        starting = self.model.start_explainers() if self.kind == EXPLAIN else None
+        if starting is None:
+            self._queue()
+        else:
+            starting.add_done_callback(self._queue)
+
+    def _queue(self, starting: asyncio.Task[None] | None = None) -> None:
         try:
+            if starting is not None:
+                starting.result()
             self.model.batchers[self.kind].submit(self)
         except Exception as error:
             self.sink.set_exception(error)

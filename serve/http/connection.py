@@ -12,7 +12,7 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic
@@ -21,6 +21,7 @@ from urllib.parse import unquote
 
 from modelyard.serve.errors import (
     BadMessage,
+    BodyTooLarge,
     HeadTooLarge,
     RequestTooSlow,
     ServeError,
@@ -37,18 +38,8 @@ else:
 
 logger = logging.getLogger(__name__)
 
-ANSWER = "modelyard.answer"
-"""ASGI extension: sends a whole answer at once, see `Exchange.send_at_once`."""
-EXCHANGE = "modelyard.exchange"
-"""ASGI extension: the request's `Exchange`, which tells when the client leaves."""
-SPELLING = "modelyard.spelling"
-"""ASGI extension: the names of `scope["headers"]` as the client spelled them, a list of bytes."""
-
 JOIN_BYTES = 1 << 16
 """Bodies below this are copied behind their head: uvloop's write of one buffer is the fast one."""
-PART_BYTES = 1 << 18
-"""The application gets a body in parts of at least this size, its last part aside. While one waits
-to be taken, no more is read."""
 SLICE_BYTES = 8192
 """Heads and chunks are parsed in pieces of this size, so that limits are seen before the end of
 what was received: uvloop reads 256 KB at once."""
@@ -67,54 +58,25 @@ LINGER_S = 2.0
 """How long a client may go on sending after the last answer, so that it can read that answer: a
 socket that is closed with bytes unread resets the connection."""
 
-Headers = Iterable[tuple[bytes, bytes]]
-Message = MutableMapping[str, Any]
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+"""Names in lower case, and values."""
+Answer = tuple[int, Headers, bytes]
+"""Status, headers and body."""
 Access = Callable[[object, str, str, int, float], None]
 """Called with each answer: client, method, target, status, seconds since the request's head."""
 
 
-class WholeRequest(Protocol):
-    """A request whose body is there, as `Application.take` sees it."""
+class Accepts(Protocol):
+    """What answers requests: an application, or several on one port."""
 
-    scope: Scope
+    def accept(self, cycle: RequestResponseCycle) -> None:
+        """Begin to answer a request, whose head is there and whose body may come later.
 
-    @property
-    def received(self) -> int:
-        """Bytes of the body."""
-
-    def take_body(self) -> list[bytes]:
-        """Return the body, in the parts in which it came; ASGI's `receive` has none of it then."""
-
-    def is_left(self) -> bool:
-        """Return whether nobody waits for the answer any more."""
-
-    def send_at_once(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> bool:
-        """Send a whole answer; return False where only ASGI's way will do."""
-
-    async def send(self, message: Message) -> None:
-        """Send the head of the answer or a part of its body: ASGI."""
-
-    def run(self, answering: Awaitable[None]) -> None:
-        """Have a task answer."""
-
-
-class Application(Protocol):
-    """What answers: ASGI, and a form for what is refused before it becomes a request."""
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request."""
-
-    def take(self, exchange: WholeRequest) -> bool:
-        """Answer a request whose body is there, without a task; False leaves it to ASGI's call.
-
-        It raises nothing; the answer may come later, by `send_at_once` or `run`.
+        It raises nothing. The answer comes now or later, by `send_whole` or from a task (`run`).
         """
 
-    def refuse(self, error: Exception) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        """Return status, headers and body of the last answer on a connection."""
+    def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
+        """Return the last answer on a connection, to what is not a request, or to its body."""
 
 
 @dataclass(frozen=True)
@@ -127,13 +89,11 @@ class Limits:
     keep_alive_s: float = 75
     connections: int = 4096
     body_bytes: int = 6_553_500
-    """What crosses it goes to the application at once, so that it can refuse it."""
 
 
 IDLE, HEAD, BODY, ENDING = range(4)
 """What a connection reads: nothing, a request's head, its body; or it only waits for its end."""
 
-_ASGI = {"version": "3.0", "spec_version": "2.3"}
 _BAD_NAME = re.compile(rb'[\x00-\x20\x7f()<>@,;:\[\]={}\\"]')
 _BAD_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
@@ -142,16 +102,21 @@ STATUS_LINES = {status: f"HTTP/1.1 {status} \r\n".encode() for status in range(1
 STATUS_LINES |= {each: f"HTTP/1.1 {each} {each.phrase}\r\n".encode() for each in HTTPStatus}
 
 
-class Exchange:
-    """One request and its answer, as the application sees them.
+class RequestResponseCycle:
+    """One request and its answer, as an application sees them.
+
+    Args:
+        path: decoded; `raw_path` is as the client wrote it.
+        headers: names in lower case.
+        spelled: names and values in turn, as the client spelled them.
 
     Attributes:
         received: bytes of the body so far.
-        framing: bytes that came with them and are none of the body's.
+        framing: bytes that came with them and are not part of the body.
         has_left: nobody waits for the answer.
     """
 
-    received: int = 0
+    received = 0
     framing = 0
     is_chunked = False
     is_received = False
@@ -163,20 +128,75 @@ class Exchange:
     keeps_alive = True
     began = 0.0
     task: asyncio.Task[None]
-    _taken = 0
-    _is_taken = False
-    on_leave: Callable[[], None] | None = None
-    """Called when the client leaves before its answer."""
-    _news: asyncio.Event | None = None
+    _then: Callable[[list[bytes]], None] | None = None
+    """What gets the body."""
     _is_answer_chunked: bool | None = None
     _missing = 0
     """Bytes of the answer that its Content-Length still promises."""
 
-    def __init__(self, connection: Connection, scope: Scope) -> None:
+    def __init__(
+        self,
+        connection: Connection,
+        method: str,
+        path: str,
+        raw_path: bytes,
+        query: bytes,
+        headers: Headers,
+        spelled: list[bytes],
+    ) -> None:
         self.connection = connection
         self.transport = connection.transport
-        self.scope = scope
+        self.method = method
+        self.path = path
+        self.raw_path = raw_path
+        self.query = query
+        self.headers = headers
+        self.spelled = spelled
         self.parts: list[bytes] = []
+
+    # -- the request -----------------------------------------------------------------------------
+
+    def read_body(self, then: Callable[[list[bytes]], None]) -> None:
+        """Call `then`, which raises nothing, with the body as it came in parts, once it is whole.
+
+        Where it does not come, or is too large, the connection answers.
+        """
+        self._then = then
+        if self.is_received:
+            self.deliver()
+        elif self.expects_continue and not self.is_started:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def deliver(self) -> None:
+        """Hand the body, which is whole, to who waits for it."""
+        if self._then is not None:
+            then, self._then = self._then, None
+            parts, self.parts = self.parts, []
+            then(parts or [b""])
+
+    def put(self, body: bytes) -> None:
+        """Take a piece of the body.
+
+        Raises:
+            BodyTooLarge: it crosses the limit.
+        """
+        self.received += len(body)
+        if self.is_complete or self.has_left:
+            return
+        if self.received > self.connection.limits.body_bytes:
+            raise BodyTooLarge(self.connection.limits.body_bytes)
+        self.parts.append(body)
+
+    def is_left(self) -> bool:
+        """Return whether nobody waits for the answer any more."""
+        return self.has_left
+
+    def leave(self) -> None:
+        """Note that nobody waits for the answer any more."""
+        self.has_left = True
+        self._then = None
+
+    # -- the answer ------------------------------------------------------------------------------
 
     def run(self, answering: Awaitable[None]) -> None:
         """Have a task answer."""
@@ -186,104 +206,52 @@ class Exchange:
     async def _run(self, answering: Awaitable[None]) -> None:
         try:
             await answering
-            if self.is_complete or self.has_left:
+            if self.is_complete or self.has_left or self.task is not asyncio.current_task():
                 return
             if not self.is_started:
                 raise RuntimeError("the application returned without an answer")
         except Exception as error:
-            logger.exception("%s %s failed", self.scope["method"], self.scope["path"])
+            logger.exception("%s %s failed", self.method, self.path)
             if not self.is_started and not self.has_left:
-                status, headers, body = self.connection.app.refuse(error)
+                status, headers, body = self.connection.app.refuse(error, self)
                 headers = [*headers, (b"content-length", b"%d" % len(body))]
                 self.keeps_alive = False
-                await self.send(
-                    {"type": "http.response.start", "status": status, "headers": headers}
-                )
-                await self.send({"type": "http.response.body", "body": body})
-        finally:
-            self.scope.pop("extensions", None)  # they hold this object: no work for the collector
+                await self.start(status, headers)
+                await self.write(body)
         if not self.is_complete and not self.has_left:
             self.transport.close()  # without its end, so that no part is taken for the whole
 
-    def put(self, body: bytes) -> None:
-        """Take a piece of the body."""
-        self.received += len(body)
-        if self.is_complete or self.has_left:
-            return
-        self.parts.append(body)
-        if self._has_part():
-            self.connection.pause_reading()
-            self.tell()
-
-    def _has_part(self) -> bool:
-        is_over = self.received > self.connection.limits.body_bytes
-        return self.received - self._taken >= (1 if is_over else PART_BYTES)
-
-    def take_body(self) -> list[bytes]:
-        """Return the whole body, in the parts in which it came; `receive` has none of it then."""
-        self._is_taken, self._taken = True, self.received
-        parts, self.parts = self.parts, []
-        return parts or [b""]
-
-    def tell(self) -> None:
-        """Wake who waits in `receive`."""
-        if self._news is not None:
-            self._news.set()
-
-    def is_left(self) -> bool:
-        """Return whether nobody waits for the answer any more."""
-        return self.has_left
-
-    def leave(self) -> None:
-        """Note that nobody waits for the answer any more."""
-        self.has_left = True
-        self.tell()
-        if self.on_leave is not None:
-            self.on_leave()
-
-    async def receive(self) -> Message:
-        """Return the next part of the body, in the end that the client has gone: ASGI."""
-        is_awaited = self.expects_continue and not (self.is_received or self.is_started)
-        if is_awaited and not self.transport.is_closing():
-            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        self.expects_continue = False
-        while not (self.has_left or self.is_complete):
-            if self._has_part() or (self.is_received and not self._is_taken):
-                parts, self.parts = self.parts, []
-                self._taken = self.received
-                self._is_taken = self.is_received
-                body = parts[0] if len(parts) == 1 else b"".join(parts)
-                return {"type": "http.request", "body": body, "more_body": not self.is_received}
-            self.connection.resume_reading()
-            if self._news is None:
-                self._news = asyncio.Event()
-            self._news.clear()
-            await self._news.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(self, message: Message) -> None:
-        """Send the head of the answer or a part of its body: ASGI.
+    async def start(self, status: int, headers: Headers) -> None:
+        """Send the head of an answer; where it names no length, the body goes in chunks.
 
         Raises:
-            RuntimeError: the application breaks ASGI's or HTTP's rules.
+            RuntimeError: it is not HTTP.
+        """
+        await self.connection.drain()
+        if not self.has_left:
+            self._send_head(status, headers)
+
+    async def write(self, body: bytes, is_more: bool = False) -> None:
+        """Send a part of the body.
+
+        Raises:
+            RuntimeError: the body is not as long as the head says, or over.
         """
         await self.connection.drain()
         if self.has_left:
             return
-        expected = "http.response.body" if self.is_started else "http.response.start"
-        if message["type"] != expected or self.is_complete:
-            raise RuntimeError(f"{message['type']} was sent where {expected} was expected")
-        if self.is_started:
-            self._send_part(message.get("body", b""), message.get("more_body", False))
-        else:
-            self._send_head(message["status"], message.get("headers", ()))
+        if not self.is_started or self.is_complete:
+            raise RuntimeError("a part of a body before its head, or after its end")
+        self._send_part(body, is_more)
 
     def _send_head(self, status: int, headers: Headers) -> None:
+        if self.is_started:
+            raise RuntimeError("a second head")
         lines = [STATUS_LINES[status]]
         is_closing = False
         for name, value in headers:
             if _BAD_NAME.search(name) or _BAD_VALUE.search(value):
-                raise RuntimeError(f"the header {name!r}: {value!r} is none of HTTP")
+                raise RuntimeError(f"the header {name!r}: {value!r} is not HTTP")
             name = name.lower()
             if name == b"content-length" and self._is_answer_chunked is None:
                 self._missing = int(value)
@@ -296,17 +264,17 @@ class Exchange:
         self.is_started = True
         if not self.keeps_alive and not is_closing:
             lines.append(b"connection: close\r\n")
-        if self.scope["method"] == "HEAD" or status in (204, 304):
+        if self.method == "HEAD" or status in (204, 304):
             self._missing, self._is_answer_chunked = 0, self._is_answer_chunked or False
         elif self._is_answer_chunked is None:
             self._is_answer_chunked = True
             lines.append(b"transfer-encoding: chunked\r\n")
         lines.append(b"\r\n")
         self._write(b"".join(lines))
-        self._log(status)
+        self.log(status)
 
     def _send_part(self, body: bytes, is_more: bool) -> None:
-        if self.scope["method"] == "HEAD":
+        if self.method == "HEAD":
             pass
         elif self._is_answer_chunked:
             lines = (b"%x\r\n" % len(body), body, b"\r\n") if body else ()
@@ -324,13 +292,13 @@ class Exchange:
         self.connection.written += len(data)
         self.transport.write(data)
 
-    def send_at_once(self, status: int, headers: list[tuple[bytes, bytes]], body: bytes) -> bool:
-        """Write head and body in one system call; return False where only ASGI's way will do."""
+    def send_whole(self, status: int, headers: Headers, body: bytes) -> bool:
+        """Write an answer in one system call; return False where only `start`, `write` will do."""
         if self.connection.writable is not None or self.is_started:
             return False
         if self.has_left:
             return True
-        if self.scope["method"] == "HEAD":
+        if self.method == "HEAD":
             return False
         lines = [STATUS_LINES[status]]
         for name, value in headers:
@@ -339,7 +307,7 @@ class Exchange:
         head = b"".join(lines)
         line_count = len(headers) + 2 + (not self.keeps_alive)
         if head.count(b"\n") != line_count or head.count(b"\r") != line_count:
-            return False  # a line break inside a header; `send` refuses it
+            return False  # a line break inside a header; `start` refuses it
         self.connection.written += len(head) + len(body)
         if len(body) < JOIN_BYTES:
             self.transport.write(head + body)
@@ -347,24 +315,20 @@ class Exchange:
             self.transport.writelines((head, body))
         self.is_started = True
         if self.connection.access is not None:
-            self._log(status)
-        self.scope.pop("extensions", None)
+            self.log(status)
         self._complete()
         return True
 
     def _complete(self) -> None:
         self.is_complete = True
-        if self._news is not None:
-            self._news.set()
         self.connection.answered(self)
 
-    def _log(self, status: int) -> None:
-        connection, scope = self.connection, self.scope
-        if connection.access is not None:
-            query = scope["query_string"]
-            target = (scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
+    def log(self, status: int) -> None:
+        """Write the answer into the access log, where there is one."""
+        if (access := self.connection.access) is not None:
+            target = (self.raw_path + (b"?" + self.query if self.query else b"")).decode("latin-1")
             took_s = monotonic() - self.began
-            connection.access(connection.client, scope["method"], target, status, took_s)
+            access(self.connection.client, self.method, target, status, took_s)
 
 
 class Connection(asyncio.Protocol):
@@ -392,18 +356,18 @@ class Connection(asyncio.Protocol):
     url = b""
     head_bytes = 0
     written = 0
-    answering: Exchange | None = None
-    reading: Exchange | None = None
+    answering: RequestResponseCycle | None = None
+    reading: RequestResponseCycle | None = None
     writable: asyncio.Event | None = None
     client: tuple[str, int] | None = None
     _is_reading_paused = False
-    _refusal: Exception | None = None
+    _refusal: tuple[Exception, RequestResponseCycle | None] | None = None
     _window: tuple[object, float, int] = (None, 0.0, 0)
     """What is measured, since when, and how far it was then."""
 
     def __init__(
         self,
-        app: Application,
+        app: Accepts,
         limits: Limits,
         access: Access | None,
         connections: set[Connection],
@@ -416,9 +380,9 @@ class Connection(asyncio.Protocol):
         self._closed = closed
         self.loop = asyncio.get_running_loop()
         self._time = self.loop.time
-        self._queue: deque[Exchange] = deque()
-        self._headers: list[tuple[bytes, bytes]] = []
-        self._spelling: list[bytes] = []
+        self._queue: deque[RequestResponseCycle] = deque()
+        self._headers: Headers = []
+        self._spelled: list[bytes] = []
         self.parser: Any = httptools.HttpRequestParser(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -427,16 +391,19 @@ class Connection(asyncio.Protocol):
         self._connections.add(self)
         self.since = self._time()
         self.client = _endpoint(transport, "peername")
-        self._server = _endpoint(transport, "sockname")
-        self._scheme = "https" if transport.get_extra_info("sslcontext") else "http"
+        self.endpoints = {
+            "scheme": "https" if transport.get_extra_info("sslcontext") else "http",
+            "server": _endpoint(transport, "sockname"),
+            "client": self.client,
+        }
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Notify who waits for this client."""
         self._connections.discard(self)
         self.parser = None
-        for exchange in (self.answering, self.reading, *self._queue):
-            if exchange is not None:
-                exchange.leave()
+        for cycle in (self.answering, self.reading, *self._queue):
+            if cycle is not None:
+                cycle.leave()
         self._queue.clear()
         self.resume_writing()
         self._closed()
@@ -454,8 +421,12 @@ class Connection(asyncio.Protocol):
                 self._feed(rest[:size])
                 rest = rest[size:]
         answering = self.answering
-        if answering is not None and not answering.is_begun:
+        if answering is None:
+            return
+        if not answering.is_begun:
             self._begin(answering)  # most bodies are there by now
+        elif answering.is_received:
+            answering.deliver()
 
     def _feed(self, data: bytes | memoryview) -> None:
         if self.parser is None:
@@ -498,8 +469,8 @@ class Connection(asyncio.Protocol):
         would lose the body, so a new one reads the head again without the offer.
         """
         start = b"%s %s HTTP/1.1\r\n" % (self.parser.get_method(), self.url)
-        fields = zip(self._spelling, self._headers, strict=True)
-        lines = [b"%s: %s\r\n" % (name, v) for name, (n, v) in fields if n != b"upgrade"]
+        fields = zip(self._spelled[::2], self._spelled[1::2], strict=True)
+        lines = [b"%s: %s\r\n" % field for field in fields if field[0].lower() != b"upgrade"]
         self.parser = httptools.HttpRequestParser(self)
         self._feed(b"".join((start, *lines, b"\r\n")))
         if rest:
@@ -516,7 +487,7 @@ class Connection(asyncio.Protocol):
         self.url = b""
         self.head_bytes = 0
         self._headers = []
-        self._spelling = []
+        self._spelled = []
 
     def on_url(self, url: bytes) -> None:
         """Take the target, or a piece of it."""
@@ -524,14 +495,14 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Keep a name as it came beside ASGI's lower-case one."""
-        self._spelling.append(name)
+        self._spelled += (name, value)
         self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        """Check the head, and hand the request to the application.
+        """Check the head; `data_received` hands the request to the application.
 
         Raises:
-            BadMessage: it is refused.
+            BadMessage, BodyTooLarge: it is refused.
         """
         parser = self.parser
         headers = self._headers
@@ -543,43 +514,35 @@ class Connection(asyncio.Protocol):
         self._check_head(version, method, fields)
         raw_path, query = self._split_target()
         path = raw_path.decode()
-        scope: Scope = {
-            "type": "http",
-            "asgi": _ASGI,
-            "http_version": version,
-            "method": method,
-            "scheme": self._scheme,
-            "path": unquote(path) if "%" in path else path,
-            "raw_path": raw_path,
-            "query_string": query,
-            "root_path": "",
-            "headers": headers,
-            "server": self._server,
-            "client": self.client,
-        }
-        exchange = Exchange(self, scope)
-        scope["extensions"] = {
-            ANSWER: exchange.send_at_once,
-            EXCHANGE: exchange,
-            SPELLING: self._spelling,
-        }
+        cycle = RequestResponseCycle(
+            self,
+            method,
+            unquote(path) if "%" in path else path,
+            raw_path,
+            query,
+            headers,
+            self._spelled,
+        )
         if version == "1.0" or not parser.should_keep_alive():
-            exchange.keeps_alive = False
+            cycle.keeps_alive = False
         if b"transfer-encoding" in fields:
-            exchange.is_chunked = True
+            cycle.is_chunked = True
         if b"expect" in fields and fields[b"expect"].lower() == b"100-continue":
-            exchange.expects_continue = True
+            cycle.expects_continue = True
         if self.access is not None:
-            exchange.began = monotonic()
+            cycle.began = monotonic()
         # What the parser takes for headers from here on are trailers, and never looked at.
-        self._headers, self._spelling = [], []
+        self._headers, self._spelled = [], []
         self.phase = BODY
-        self.reading = exchange
+        self.reading = cycle
         if self.answering is None:
-            self.answering = exchange
+            self.answering = cycle
         else:
-            self._queue.append(exchange)
+            self._queue.append(cycle)
             self.pause_reading()
+        limit = self.limits.body_bytes
+        if int(fields.get(b"content-length", 0)) > limit:
+            raise BodyTooLarge(limit)
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of a body."""
@@ -588,11 +551,10 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         """Note that the body is whole."""
-        exchange = self.reading
-        if exchange is None:
+        cycle = self.reading
+        if cycle is None:
             return  # an offer to change the protocol
-        exchange.is_received = True
-        exchange.tell()
+        cycle.is_received = True
         self.reading = None
         self.phase = IDLE
 
@@ -637,23 +599,23 @@ class Connection(asyncio.Protocol):
         path, _, query = url.partition(b"?")
         return path, query
 
-    def _begin(self, exchange: Exchange) -> None:
+    def _begin(self, cycle: RequestResponseCycle) -> None:
         """Have the application answer."""
-        exchange.is_begun = True
-        if not (exchange.is_received and self.app.take(exchange)):
-            exchange.run(self.app(exchange.scope, exchange.receive, exchange.send))
+        cycle.is_begun = True
+        self.app.accept(cycle)
+        self.resume_reading()
 
-    def answered(self, exchange: Exchange) -> None:
+    def answered(self, cycle: RequestResponseCycle) -> None:
         """Go on after an answer: with the next request, or with the end."""
         self.answering = None
         self.since = self._time()
-        if not exchange.keeps_alive:
+        if not cycle.keeps_alive:
             self._end()
         elif self._queue:
             self.answering = self._queue.popleft()
             self._begin(self.answering)
         elif self._refusal is not None:
-            self._send_refusal(self._refusal)
+            self._send_refusal(*self._refusal)
         elif self._is_reading_paused:
             self.resume_reading()
 
@@ -673,13 +635,13 @@ class Connection(asyncio.Protocol):
                 self._end()
                 return
         if self.answering is None:
-            self._send_refusal(error)
+            self._send_refusal(error, reading)
         else:
-            self._refusal = error
+            self._refusal = error, reading
 
-    def _send_refusal(self, error: Exception) -> None:
+    def _send_refusal(self, error: Exception, cycle: RequestResponseCycle | None) -> None:
         self._refusal = None
-        status, headers, body = self.app.refuse(error)
+        status, headers, body = self.app.refuse(error, cycle)
         logger.warning("%s: refused, %d: %s", self.client or "a client", status, error)
         lines = [STATUS_LINES[status]]
         for name, value in headers:
@@ -688,6 +650,8 @@ class Connection(asyncio.Protocol):
         answer = b"".join((*lines, body))
         self.written += len(answer)
         self.transport.write(answer)
+        if cycle is not None:
+            cycle.log(status)
         self.phase = BODY
         self._end()
 
@@ -697,9 +661,10 @@ class Connection(asyncio.Protocol):
         self.parser = self.reading = None
         self.phase = ENDING
         self._queue.clear()
-        if is_sending and not self.transport.is_closing() and self.transport.can_write_eof():
+        if is_sending and not self.transport.is_closing():
             self.since = self._time()
-            self.transport.write_eof()
+            if self.transport.can_write_eof():  # not under TLS, which ends both ways at once
+                self.transport.write_eof()
             self.resume_reading()
         else:
             self.transport.close()

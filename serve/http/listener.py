@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from modelyard.serve.errors import StartError
-from modelyard.serve.http.connection import HAS_PARSER, Access, Application, Connection, Limits
+from modelyard.serve.http.connection import HAS_PARSER, Accepts, Access, Connection, Limits
 from modelyard.serve.settings import Address
 
 logger = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Listener:
 
     def __init__(
         self,
-        app: Application,
+        app: Accepts,
         address: Address,
         limits: Limits = Limits(),  # noqa: B008 - frozen
         tls: ssl.SSLContext | None = None,

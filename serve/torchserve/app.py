@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from modelyard.serve.api.asgi import Check, Phase, open_to_all
 from modelyard.serve.app import Server, listen
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.http.application import Check, ServerState, open_to_all
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.http.tls import tls_context
 from modelyard.serve.settings import Address, Settings
 from modelyard.serve.torchserve.combined import Combined
-from modelyard.serve.torchserve.dialect import Dialect
+from modelyard.serve.torchserve.dialect import Dialect, dialect_answers
 from modelyard.serve.torchserve.inference import PROBES, TorchServeInference
 from modelyard.serve.torchserve.logs import log_access
 from modelyard.serve.torchserve.management import TorchServeManagement
@@ -30,23 +30,24 @@ def create_server(dialect: TorchServeSettings, settings: Settings) -> Server:
             configuration cannot be read.
     """
     theirs = TorchServeMetrics(dialect)
-    metrics, registry, phase = Metrics(theirs, theirs), Registry(), Phase()
+    metrics, registry, state = Metrics(theirs, theirs), Registry(), ServerState()
     lifecycle = Lifecycle(TorchServePolicy(settings, dialect, theirs), registry, metrics)
     is_off = dialect.disable_token_authorization
     tokens = None if is_off else Tokens(dialect.directory, dialect.token_expiration_min)
     check: Check = open_to_all
     if tokens is not None and not (is_off is None and dialect.inference_address.is_loopback):
         check = tokens.check("inference", PROBES)
-    apis: list[Dialect] = [
-        TorchServeInference(registry, metrics, check, phase, settings, dialect),
-        TorchServeManagement(registry, lifecycle, tokens, phase, settings, dialect),
+    answers = dialect_answers(state, dialect, theirs.answered)
+    apis = [
+        TorchServeInference(registry, metrics, check, state, answers, dialect).dialect,
+        TorchServeManagement(
+            registry, lifecycle, tokens, answers, dialect.enable_model_api
+        ).dialect,
     ]
-    for api in apis:
-        api.on_status = theirs.answered
     theirs.start()
     if dialect.enable_metrics_api:
-        apis.append(Scrape(metrics, phase, dialect, settings.max_request_bytes))
-    return Server(lifecycle, phase, *_listen(apis, dialect, settings))
+        apis.append(Scrape(metrics, dialect_answers(state, dialect)).dialect)
+    return Server(lifecycle, state, *_listen(apis, dialect, settings))
 
 
 def _listen(
@@ -59,7 +60,7 @@ def _listen(
     if addresses[0] == addresses[1]:  # such a port answers for all three
         groups[addresses[0]] = apis
     ports = [
-        (Combined(group) if len(group) > 1 else group[0], address)
+        (Combined(group) if len(group) > 1 else group[0].application, address)
         for address, group in groups.items()
     ]
     tls = None

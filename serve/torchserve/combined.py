@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from modelyard.serve.api.asgi import Receive, Scope, Send
-from modelyard.serve.http.answers import Answer
-from modelyard.serve.http.connection import WholeRequest
-from modelyard.serve.torchserve.dialect import Dialect, segments
-from modelyard.serve.torchserve.management import TorchServeManagement, is_management
-from modelyard.serve.torchserve.scrape import Scrape
+from modelyard.serve.http.application import Application
+from modelyard.serve.http.connection import Answer, RequestResponseCycle
+from modelyard.serve.torchserve.dialect import Dialect
 
 
 class Combined:
@@ -21,27 +18,17 @@ class Combined:
     """
 
     def __init__(self, apis: Sequence[Dialect]) -> None:
-        self._first = apis[0]
-        self._apis = {type(api): api for api in apis}
+        self._first, *self._others = apis
         paths = {path: item for api in apis for path, item in api.document["paths"].items()}
         self._first.document = {**self._first.document, "paths": paths}
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def accept(self, cycle: RequestResponseCycle) -> None:
         """Dispatch by path."""
-        await self._choose(scope["path"])(scope, receive, send)
+        self._choose(cycle.path).accept(cycle)
 
-    def take(self, exchange: WholeRequest) -> bool:
-        """Dispatch by path."""
-        return self._choose(exchange.scope["path"]).take(exchange)
+    def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
+        """Return the last answer on a connection."""
+        return self._first.application.refuse(error, cycle)
 
-    def refuse(self, error: Exception) -> Answer:
-        """Return the last answer on a connection, to what could not be read as a request."""
-        return self._first.refuse(error)
-
-    def _choose(self, path: str) -> Dialect:
-        kind = type(self._first)
-        if is_management(path):
-            kind = TorchServeManagement
-        elif segments(path) == ["metrics"]:
-            kind = Scrape
-        return self._apis.get(kind, self._first)
+    def _choose(self, path: str) -> Application:
+        return next((api for api in self._others if api.owns(path)), self._first).application

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
 from modelyard.archiver import ArchiveError
-from modelyard.serve.api.asgi import Check, Front, Phase, Receive, Scope, Send
-from modelyard.serve.api.inference import refuse_body
 from modelyard.serve.errors import (
     BadMessage,
     BodyTooLarge,
@@ -23,8 +21,8 @@ from modelyard.serve.errors import (
     UrlRefused,
     http_status,
 )
-from modelyard.serve.http.answers import Answer, Headers, request_id
-from modelyard.serve.http.body import ClientLeft, read_body
+from modelyard.serve.http.application import Answers, Application, Calls, Check, ServerState
+from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
 from modelyard.serve.torchserve.openapi import Document
 from modelyard.serve.torchserve.settings import TorchServeSettings
 
@@ -37,96 +35,114 @@ MAX_REASON = 500
 UUID = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 
 
-class Dialect(Front):
-    """An API whose answers and errors are TorchServe's.
+Respond = Callable[[RequestResponseCycle, list[str], bytes, str], Awaitable[Answer]]
+"""Called with a request, its path, body and id; what it raises is answered."""
+Begin = Callable[[RequestResponseCycle, list[str], list[bytes], str], bool]
+"""Called before that, with the body in parts; returns whether it has made a call."""
+
+
+class Dialect:
+    """One API of TorchServe's, behind an `Application`.
 
     Args:
-        settings: for the CORS headers.
-        max_request_bytes: a larger body is answered 413.
+        check: the token check.
+        answers: as `dialect_answers` makes them.
         document: the OpenAPI document of its port.
+        respond: answers what is not a call, once its body is there.
+        owns: whether a path is this API's, where one port carries several.
+        calls: as of `Application`.
+        begin: makes calls of requests that say only in the body for which model they are.
     """
 
     def __init__(
         self,
         check: Check,
-        phase: Phase,
-        settings: TorchServeSettings,
-        max_request_bytes: int,
+        answers: Answers,
         document: Document,
+        respond: Respond,
+        owns: Callable[[str], bool],
+        calls: Calls | None = None,
+        begin: Begin | None = None,
     ) -> None:
-        Front.__init__(self, check, phase)
+        self.application = Application(check, answers, self._route, calls)
         self.document = document
-        self.closes_after_errors = True
-        self.max_request_bytes = max_request_bytes
-        self.more_headers = [
-            (name, value.encode("latin-1"))
-            for name, value in (
-                (b"access-control-allow-origin", settings.cors_allowed_origin),
-                (b"access-control-allow-methods", settings.cors_allowed_methods),
-                (b"access-control-allow-headers", settings.cors_allowed_headers),
-            )
-            if value
-        ]
+        self.owns = owns
+        self._answers = answers
+        self._respond = respond
+        self._begin = begin
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request: what is open to all, then the token check, then the rest."""
-        id = self.request_id(scope)
+    def _route(self, cycle: RequestResponseCycle, id: str) -> None:
+        """Answer with the API's description, or as soon as the body is there."""
+        path = segments(cycle.path)
+        if not path and cycle.method != "OPTIONS":
+            raise MethodNotAllowed
+        if not path or path == ["api-description"]:
+            self._answers.send(cycle, id, *json_answer(self.document))
+        else:
+            cycle.read_body(lambda parts: self._with_body(cycle, path, parts, id))
+
+    def _with_body(
+        self, cycle: RequestResponseCycle, path: list[str], parts: list[bytes], id: str
+    ) -> None:
         try:
-            path = segments(scope["path"])
-            answer = self.describe_api(scope["method"], path)
-            if answer is None:
-                self.check(scope["path"], scope["headers"])
-                body = await read_body(scope, receive, self.max_request_bytes)
-                answer = await self.route(scope, path, b"".join(body), id)
-        except ClientLeft:
-            return
-        except BodyTooLarge as error:
-            await refuse_body(self, receive, send, id, error)
-            return
+            if self._begin is not None and self._begin(cycle, path, parts, id):
+                return
+        except ServeError as error:
+            self._answers.send(cycle, id, *self._answers.error(error, id))
+        else:
+            cycle.run(self._run(cycle, path, b"".join(parts), id))
+
+    async def _run(
+        self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
+    ) -> None:
+        try:
+            answer = await self._respond(cycle, path, body, id)
         except Exception as error:
-            answer = self.form_error(error, id)
-        await self.send_answer(scope, send, id, *answer)
+            answer = self._answers.error(error, id)
+        self._answers.send(cycle, id, *answer)
 
-    def describe_api(self, method: str, path: list[str]) -> Answer | None:
-        """Return the API's description where it is asked for; it needs no token."""
-        if not path:
-            if method != "OPTIONS":
-                raise MethodNotAllowed
-            return json_answer(self.document)
-        return json_answer(self.document) if path == ["api-description"] else None
 
-    async def route(self, scope: Scope, path: list[str], body: bytes, id: str) -> Answer:
-        """Answer a request that has passed the token check.
+def dialect_answers(
+    state: ServerState,
+    settings: TorchServeSettings,
+    on_status: Callable[[int], None] | None = None,
+) -> Answers:
+    """Return the form of TorchServe's answers: its errors, request ids and CORS headers."""
+    cors = (
+        (b"access-control-allow-origin", settings.cors_allowed_origin),
+        (b"access-control-allow-methods", settings.cors_allowed_methods),
+        (b"access-control-allow-headers", settings.cors_allowed_headers),
+    )
+    more = [(name, value.encode("latin-1")) for name, value in cors if value]
+    return Answers(state, form_error, UUID, more, closes_after_errors=True, on_status=on_status)
 
-        Raises:
-            ServeError, ArchiveError: what is answered instead.
-        """
-        raise NotImplementedError
 
-    def request_id(self, scope: Scope) -> str:
-        """Return a UUID, the client's where it sent one."""
-        return request_id(scope["headers"], UUID)
+class Refused(Unavailable):
+    """No worker takes a request; TorchServe's words, and ours as the reason."""
 
-    def form_error(self, error: Exception, id: str) -> Answer:
-        """Return status, headers and body for an error."""
-        if isinstance(error, BodyTooLarge):
-            return 413, [], b""
-        status, kind = http_status(error)
-        reason = None
-        if isinstance(error, Unauthorized):
-            status = 400
-        elif not isinstance(error, (ServeError, ArchiveError)):
-            logger.error("request %s", id, exc_info=error)
-        elif isinstance(error, BadMessage):
-            return error_answer(400, "BadRequestException", "Invalid HTTP message.", str(error))
-        elif isinstance(error, FetchFailed | UrlRefused):
-            reason = error.reason
-        declared = isinstance(error, (ServeError, ArchiveError))
-        message = str(error) if declared else f"internal error ({type(error).__name__})"
-        answer = error_answer(status, kind, message, reason)
-        if isinstance(error, Unavailable):
-            answer[1].append((b"retry-after", str(error.retry_after_s).encode()))
-        return answer
+    def __init__(self, message: str, cause: Unavailable) -> None:
+        super().__init__(message, cause.retry_after_s)
+        self.reason = str(cause)
+
+
+def form_error(error: Exception, id: str) -> Answer:
+    """Return status, headers and body for an error."""
+    if isinstance(error, BodyTooLarge):
+        return 413, [], b""
+    if isinstance(error, BadMessage):
+        return error_answer(400, "BadRequestException", "Invalid HTTP message.", str(error))
+    status, kind = http_status(error)
+    if isinstance(error, Unauthorized):
+        status = 400
+    reason = error.reason if isinstance(error, FetchFailed | UrlRefused) else None
+    declared = isinstance(error, (ServeError, ArchiveError))
+    message = str(error) if declared else f"internal error ({type(error).__name__})"
+    answer = error_answer(status, kind, message, reason)
+    if isinstance(error, Unavailable):
+        answer[1].append((b"retry-after", str(error.retry_after_s).encode()))
+    if isinstance(error, Refused):
+        answer[1].append((REASON, error.reason.encode("ascii", "replace")))
+    return answer
 
 
 def segments(path: str) -> list[str]:
@@ -137,9 +153,9 @@ def segments(path: str) -> list[str]:
     return parts
 
 
-def parameters(scope: Scope) -> dict[str, str]:
-    """Return the query's parameters; the first of a name counts."""
-    pairs = parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True)
+def parameters(query: bytes) -> dict[str, str]:
+    """Return a query's parameters; the first of a name counts."""
+    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
     return dict(reversed(pairs))
 
 

@@ -11,22 +11,20 @@
 
 from __future__ import annotations
 
-from modelyard.serve.api.asgi import Check, Phase, Receive, Scope, Send
 from modelyard.serve.api.health import why_not_ready
-from modelyard.serve.api.inference import KINDS, Answering, Target, refuse_body
+from modelyard.serve.api.inference import KINDS, Calls
 from modelyard.serve.api.oip import describe_signature, readiness
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
-from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Target
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.errors import BadRequest, BodyTooLarge, NoSuchRoute, ServeError, Unavailable
-from modelyard.serve.http.answers import Answer
-from modelyard.serve.http.body import ClientLeft, read_body
-from modelyard.serve.settings import Settings
+from modelyard.serve.errors import BadRequest, NoSuchRoute, Unavailable
+from modelyard.serve.http.application import Answers, Check, ServerState
+from modelyard.serve.http.connection import Answer, RequestResponseCycle
 from modelyard.serve.torchserve import TORCHSERVE_VERSION, openapi
 from modelyard.serve.torchserve.dialect import (
-    REASON,
     Dialect,
+    Refused,
     error_answer,
     json_answer,
     parameters,
@@ -41,7 +39,7 @@ OIP_NAMES = ("oip", "true")
 """What switches the Open Inference Protocol on: by environment, and by file."""
 
 
-class TorchServeInference(Dialect, Answering):
+class TorchServeInference:
     """Routes for clients."""
 
     def __init__(
@@ -49,29 +47,27 @@ class TorchServeInference(Dialect, Answering):
         registry: Registry,
         metrics: Metrics,
         check: Check,
-        phase: Phase,
-        settings: Settings,
-        dialect: TorchServeSettings,
+        state: ServerState,
+        answers: Answers,
+        settings: TorchServeSettings,
     ) -> None:
-        limit = settings.max_request_bytes
-        self._has_oip = (dialect.ts_open_inference_protocol or "").lower() in OIP_NAMES
-        document = openapi.server(inference=True, oip=self._has_oip)
-        Answering.__init__(self, registry, metrics, check, phase, limit)
-        Dialect.__init__(self, check, phase, dialect, limit, document)
         self._registry = registry
+        self._state = state
+        self._has_oip = (settings.ts_open_inference_protocol or "").lower() in OIP_NAMES
+        self._calls = Calls(registry, metrics, state, answers, self._target, word)
+        self.dialect = Dialect(
+            check,
+            answers,
+            openapi.server(inference=True, oip=self._has_oip),
+            self._respond,
+            lambda path: True,
+            self._calls,
+            self._begin,
+        )
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer predictions and explanations here, everything else by `Dialect`."""
-        if (target := self.target(scope)) is not None:
-            await self.run_job(scope, receive, send, self.request_id(scope), target)
-        elif scope["method"] != "OPTIONS" and segments(scope["path"]) == ["invocations"]:
-            await self._invoke(scope, receive, send, self.request_id(scope))
-        else:
-            await Dialect.__call__(self, scope, receive, send)
-
-    def target(self, scope: Scope) -> Target | None:
+    def _target(self, cycle: RequestResponseCycle) -> Target | None:
         """Return what a request asks a model for; None for all other requests."""
-        return None if scope["method"] == "OPTIONS" else self._aim(segments(scope["path"]))
+        return None if cycle.method == "OPTIONS" else self._aim(segments(cycle.path))
 
     def _aim(self, path: list[str]) -> Target | None:
         """Return what a path asks a model for; None for all other paths."""
@@ -93,48 +89,30 @@ class TorchServeInference(Dialect, Answering):
                 return Target(PREDICT, path[:-1], wire.LEGACY)
         return None
 
-    async def _invoke(self, scope: Scope, receive: Receive, send: Send, id: str) -> None:
-        """Run the model that the query or the form names, else the one that there is."""
-        try:
-            self.check(scope["path"], scope["headers"])
-            parts = await read_body(scope, receive, self.max_request_bytes)
-            name = parameters(scope).get("model_name")
-            name = name or form_field(scope["headers"], b"".join(parts), "model_name")
-            if not (name := name or self._only_model()):
-                raise BadRequest("Parameter model_name is required.")
-            target = Target(PREDICT, [name], wire.LEGACY)
-            answer = await self.answer(scope, receive, target, id, parts)
-        except ClientLeft:
-            return
-        except BodyTooLarge as error:
-            await refuse_body(self, receive, send, id, error)
-            return
-        except ServeError as error:
-            answer = self.form_error(error, id)
-        await self.send_answer(scope, send, id, *answer)
+    def _begin(
+        self, cycle: RequestResponseCycle, path: list[str], parts: list[bytes], id: str
+    ) -> bool:
+        """Call the model that an invocation names in its query or form, else the one there is."""
+        if path != ["invocations"] or cycle.method == "OPTIONS":
+            return False
+        name = parameters(cycle.query).get("model_name")
+        name = name or form_field(cycle.headers, b"".join(parts), "model_name")
+        if not (name := name or self._only_model()):
+            raise BadRequest("Parameter model_name is required.")
+        cycle.parts = parts  # the call reads them again
+        self._calls.begin(cycle, id, Target(PREDICT, [name], wire.LEGACY))
+        return True
 
     def _only_model(self) -> str | None:
         """Return the model that was loaded at the start, when it is one."""
         names = {model.name for model in self._registry if model.at_start}
         return names.pop() if len(names) == 1 else None
 
-    def word(self, error: Exception, path: list[str]) -> Exception:
-        """Return of a request that no worker takes what TorchServe says; the reason is kept."""
-        if not isinstance(error, Unavailable):
-            return error
-        version = f" Version {path[1]}" if len(path) > 1 and path[1] else ""
-        return Refused(f'Model "{path[0]}"{version} {NO_WORKER}', error)
-
-    def form_error(self, error: Exception, id: str) -> Answer:
-        """Return status, headers and body for an error."""
-        answer = super().form_error(error, id)
-        if isinstance(error, Refused):
-            answer[1].append((REASON, error.reason.encode("ascii", "replace")))
-        return answer
-
-    async def route(self, scope: Scope, path: list[str], body: bytes, id: str) -> Answer:
+    async def _respond(
+        self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
+    ) -> Answer:
         """Answer what is not a prediction."""
-        if scope["method"] == "OPTIONS" and (target := self._aim(path)) is not None:
+        if cycle.method == "OPTIONS" and (target := self._aim(path)) is not None:
             name, version = (*target.path, "")[:2]
             return json_answer(openapi.model(self._registry.get(name, version or None).name))
         match path:
@@ -160,7 +138,7 @@ class TorchServeInference(Dialect, Answering):
         return json_answer({"status": "Unhealthy" if sick else "Healthy"}, 500 if sick else 200)
 
     def _ready(self) -> Answer:
-        if (reason := why_not_ready(self._registry, self.phase)) is not None:
+        if (reason := why_not_ready(self._registry, self._state)) is not None:
             return json_answer({"ready": False, "reason": reason}, 503)
         return json_answer({"ready": True})
 
@@ -190,12 +168,12 @@ class TorchServeInference(Dialect, Answering):
         return json_answer(describe_signature(self._registry, model))
 
 
-class Refused(Unavailable):
-    """No worker takes a request; TorchServe's words, and ours as the reason."""
-
-    def __init__(self, message: str, cause: Unavailable) -> None:
-        super().__init__(message, cause.retry_after_s)
-        self.reason = str(cause)
+def word(error: Exception, path: list[str]) -> Exception:
+    """Return of a request that no worker takes what TorchServe says; the reason is kept."""
+    if not isinstance(error, Unavailable):
+        return error
+    version = f" Version {path[1]}" if len(path) > 1 and path[1] else ""
+    return Refused(f'Model "{path[0]}"{version} {NO_WORKER}', error)
 
 
 NO_WORKER = (

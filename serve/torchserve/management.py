@@ -7,7 +7,6 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from modelyard.serve.api.asgi import Phase, Scope, open_to_all
 from modelyard.serve.api.inference import pack_head
 from modelyard.serve.api.management import memory_bytes
 from modelyard.serve.control.model_config import ModelConfig, Options
@@ -25,8 +24,8 @@ from modelyard.serve.errors import (
     VersionNotFound,
     http_status,
 )
-from modelyard.serve.http.answers import Answer
-from modelyard.serve.settings import Settings
+from modelyard.serve.http.application import Answers, open_to_all
+from modelyard.serve.http.connection import Answer, RequestResponseCycle
 from modelyard.serve.torchserve import openapi
 from modelyard.serve.torchserve.dialect import (
     JSON,
@@ -39,7 +38,6 @@ from modelyard.serve.torchserve.dialect import (
     segments,
     status_answer,
 )
-from modelyard.serve.torchserve.settings import TorchServeSettings
 from modelyard.serve.torchserve.tokens import Tokens
 
 PAGE = 100
@@ -51,11 +49,12 @@ NO_WORKER = (
 )
 
 
-class TorchServeManagement(Dialect):
+class TorchServeManagement:
     """Routes for operators.
 
     Args:
         tokens: None lets everybody in.
+        has_model_api: whether models may be registered and unregistered.
     """
 
     def __init__(
@@ -63,31 +62,32 @@ class TorchServeManagement(Dialect):
         registry: Registry,
         lifecycle: Lifecycle,
         tokens: Tokens | None,
-        phase: Phase,
-        settings: Settings,
-        dialect: TorchServeSettings,
+        answers: Answers,
+        has_model_api: bool,
     ) -> None:
-        check = tokens.check("management", ["/token"]) if tokens else open_to_all
-        document = openapi.server(management=True)
-        super().__init__(check, phase, dialect, settings.max_request_bytes, document)
         self._registry = registry
         self._lifecycle = lifecycle
         self._tokens = tokens
-        self._has_model_api = dialect.enable_model_api
+        self._has_model_api = has_model_api
+        check = tokens.check("management", ["/token"]) if tokens else open_to_all
+        document = openapi.server(management=True)
+        self.dialect = Dialect(check, answers, document, self._respond, is_management)
 
-    async def route(self, scope: Scope, path: list[str], body: bytes, id: str) -> Answer:
+    async def _respond(
+        self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
+    ) -> Answer:
         """Answer a request by path and method."""
-        method, query = scope["method"], parameters(scope)
+        method, query = cycle.method, parameters(cycle.query)
         match path:
             case ["models"]:
                 if method == "GET":
                     return self._list(query)
                 if method == "POST" and self._has_model_api:
-                    return await self._register(_body_or_query(scope, body, query))
+                    return await self._register(_body_or_query(cycle, body, query))
             case ["models", name]:
-                return await self._one(scope, method, name, None, query, id)
+                return await self._one(cycle, method, name, None, query, id)
             case ["models", name, version]:
-                return await self._one(scope, method, name, version, query, id)
+                return await self._one(cycle, method, name, version, query, id)
             case ["models", name, version, "set-default"]:
                 if method == "PUT":
                     return self._set_default(name, version)
@@ -96,7 +96,7 @@ class TorchServeManagement(Dialect):
                     model = self._registry.get(name)
                     return json_answer({"name": model.name, "ready": bool(model.pool.slots)})
             case ["token"] if self._tokens is not None:
-                self._tokens.replace(query.get("type", ""), scope["headers"])
+                self._tokens.replace(query.get("type", ""), cycle.headers)
                 return 200, list(JSON), b"\n"
             case ["workflows"]:
                 if method == "GET":
@@ -111,7 +111,7 @@ class TorchServeManagement(Dialect):
 
     async def _one(
         self,
-        scope: Scope,
+        cycle: RequestResponseCycle,
         method: str,
         name: str,
         version: str | None,
@@ -121,7 +121,7 @@ class TorchServeManagement(Dialect):
         """Answer a request for a model or one of its versions."""
         if method == "GET":
             if boolean(query, "customized", False) and version != "all":
-                return await self._describe_customized(scope, self._get(name, version), id)
+                return await self._describe_customized(cycle, self._get(name, version), id)
             return self._describe(name, version)
         if method == "PUT":
             return await self._scale(name, version or query.get("model_version"), query)
@@ -207,10 +207,12 @@ class TorchServeManagement(Dialect):
             return json_answer([describe(model) for model in self._registry.versions(name)])
         return json_answer([describe(self._get(name, version))])
 
-    async def _describe_customized(self, scope: Scope, model: ModelVersion, id: str) -> Answer:
+    async def _describe_customized(
+        self, cycle: RequestResponseCycle, model: ModelVersion, id: str
+    ) -> Answer:
         """Ask the handler too; an answer that is not an object counts as none."""
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        head = pack_head(scope, "", id)
+        head = pack_head(cycle, "", id)
         Call(model, PREDICT, head, future, flags=wire.DESCRIBE, must_fit=False).submit([b""])
         try:
             reply = await future
@@ -228,9 +230,11 @@ class TorchServeManagement(Dialect):
         return json_answer([{**describe(model), "customizedMetadata": customized}])
 
 
-def _body_or_query(scope: Scope, body: bytes, query: Mapping[str, str]) -> Mapping[str, Any]:
+def _body_or_query(
+    cycle: RequestResponseCycle, body: bytes, query: Mapping[str, str]
+) -> Mapping[str, Any]:
     """Return what a request gives: a JSON body, else the query."""
-    headers = (value for name, value in scope["headers"] if name == b"content-type")
+    headers = (value for name, value in cycle.headers if name == b"content-type")
     media_type = next(headers, b"").partition(b";")[0].strip().lower()
     if media_type != b"application/json":
         return query

@@ -4,35 +4,34 @@ from __future__ import annotations
 
 from urllib.parse import parse_qsl
 
-from modelyard.serve.api.asgi import Phase, Scope, open_to_all
 from modelyard.serve.api.metrics import CONTENT_TYPE
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import NoSuchRoute
-from modelyard.serve.http.answers import Answer
+from modelyard.serve.http.application import Answers, open_to_all
+from modelyard.serve.http.connection import Answer, RequestResponseCycle
 from modelyard.serve.torchserve import openapi
-from modelyard.serve.torchserve.dialect import Dialect
-from modelyard.serve.torchserve.settings import TorchServeSettings
+from modelyard.serve.torchserve.dialect import Dialect, segments
+
+PATH = "metrics"
 
 
-class Scrape(Dialect):
+class Scrape:
     """One path, in any method; it needs no token."""
 
-    def __init__(
-        self,
-        metrics: Metrics,
-        phase: Phase,
-        settings: TorchServeSettings,
-        max_request_bytes: int,
-    ) -> None:
-        document = openapi.server(metrics=True)
-        super().__init__(open_to_all, phase, settings, max_request_bytes, document)
+    def __init__(self, metrics: Metrics, answers: Answers) -> None:
         self._metrics = metrics
+        document = openapi.server(metrics=True)
+        self.dialect = Dialect(
+            open_to_all, answers, document, self._respond, lambda path: segments(path) == [PATH]
+        )
 
-    async def route(self, scope: Scope, path: list[str], body: bytes, id: str) -> Answer:
+    async def _respond(
+        self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
+    ) -> Answer:
         """Return the metrics, all or those that `name[]` names."""
-        if path != ["metrics"]:
+        if path != [PATH]:
             raise NoSuchRoute
-        query = parse_qsl(scope["query_string"].decode("latin-1"))
+        query = parse_qsl(cycle.query.decode("latin-1"))
         names = [value for name, value in query if name == "name[]"]
         headers = [(b"content-type", CONTENT_TYPE.encode())]
         return 200, headers, self._metrics.text(names).encode()

@@ -12,13 +12,12 @@ from pathlib import Path
 
 from modelyard.serve.control.state import write_json
 from modelyard.serve.errors import StartError, Unauthorized
+from modelyard.serve.http.connection import Headers
 
 KEY_FILE = "key_file.json"
 EXPIRING = ("management", "inference")
 """Keys that open one API each and expire; the third, `API`, only replaces them."""
 BEARER = re.compile(rb"Bearer\s+(\S+)")
-
-Headers = Iterable[tuple[bytes, bytes]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ class Tokens:
             name: of the key that opens the API.
             open_paths: paths that need none.
         """
-        is_open = frozenset(open_paths)
+        is_open = frozenset((*open_paths, "", "/api-description"))  # these describe the API
 
         def check(path: str, headers: Headers) -> None:
             if path not in is_open and path.rstrip("/") not in is_open:

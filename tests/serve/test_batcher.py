@@ -75,6 +75,9 @@ class Model:
     batchers: tuple[Queue, ...] = ()
     request_timeout_s = math.inf
 
+    def start_explainers(self) -> None:
+        raise AssertionError
+
 
 def make(engine: Engine, metrics: Metrics | None = None, **options: Any) -> Batcher:
     chosen = {"batch_size": 8, "delay_s": 0.0, "queue_size": 100, **options}

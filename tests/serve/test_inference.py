@@ -16,6 +16,8 @@ import pytest
 from tests.serve.live import LiveServer, build_archive, poll, running
 
 LIMIT = 100_000
+OPERATIONS = Path(__file__).with_name("operations.jsonl")
+"""One operation of /openapi.json a line, with its method and path."""
 SCANS = Path(__file__).parents[2] / "examples" / "digits" / "scans"
 
 
@@ -434,6 +436,18 @@ def test_one_document_describes_all_three_apis(server: LiveServer) -> None:
     assert servers["/metrics"] == [{"url": server.about["metrics"]}]
 
 
+def test_every_operation_is_described_as_it_was_recorded(server: LiveServer) -> None:
+    document = server.client.get("/openapi.json").json()
+    described = [
+        json.dumps({"method": method, "path": path, **operation}, sort_keys=True)
+        for path, item in document["paths"].items()
+        for method, operation in item.items()
+        if method != "servers"
+    ]
+    recorded = map(json.loads, OPERATIONS.read_text(encoding="utf-8").splitlines())
+    assert sorted(described) == sorted(json.dumps(each, sort_keys=True) for each in recorded)
+
+
 def test_the_documentation_needs_nothing_from_elsewhere(server: LiveServer) -> None:
     page = server.client.get("/docs")
     assert page.status_code == 200
@@ -444,7 +458,7 @@ def test_the_documentation_needs_nothing_from_elsewhere(server: LiveServer) -> N
         assert server.client.get(f"/docs/assets/{asset}").status_code == 200
 
 
-@pytest.mark.parametrize("path", ["../../etc/passwd", "%2e%2e/%2e%2e/asgi.py", "..%2fasgi.py"])
+@pytest.mark.parametrize("path", ["../../etc/passwd", "%2e%2e/%2e%2e/docs.py", "..%2fdocs.py"])
 def test_the_documentations_files_are_all_that_is_served(server: LiveServer, path: str) -> None:
     assert server.client.get(f"/docs/assets/{path}").status_code == 404
 

@@ -23,13 +23,12 @@ from modelyard.serve.settings import Address
 class App:
     """Nobody asks it."""
 
-    async def __call__(self, scope: object, receive: object, send: object) -> None:
+    def accept(self, cycle: object) -> None:
         raise AssertionError
 
-    def take(self, exchange: object) -> bool:
-        raise AssertionError
-
-    def refuse(self, error: Exception) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+    def refuse(
+        self, error: Exception, cycle: object
+    ) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
         raise AssertionError
 
 

@@ -1,0 +1,157 @@
+"""What the inference API's documentation says; requests for these paths never come to FastAPI.
+
+`Calls` takes them before routing. The routes here only describe, and let other methods be 405.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path
+
+from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
+
+DESCRIPTION = """\
+Predictions and explanations of the models that this server holds.
+
+`curl ADDRESS/predictions/digits -T 0.png`, where ADDRESS is this page's without `/docs`.
+
+The management and metrics routes live on ports of their own, named in each route's *servers*.
+"""
+
+ModelName = Annotated[str, Path(description="Registered name.", examples=["digits"])]
+Version = Annotated[str, Path(description="Registered version.", examples=["1.0"])]
+TIMEOUT_PARAMETER = {
+    "name": "X-Request-Timeout",
+    "in": "header",
+    "schema": {"type": "string"},
+    "examples": {"seconds": {"value": "0.5"}, "milliseconds": {"value": "150ms"}},
+    "description": "How long the client waits, if less than the model allows. A request whose "
+    "answer is not to be expected in this time is refused at once.",
+}
+BODY: dict[str, Any] = {
+    "parameters": [TIMEOUT_PARAMETER],
+    "requestBody": {
+        "description": "What the model's handler takes: an image, JSON, text, or a form.",
+        "content": {
+            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+            "application/json": {"schema": {}},
+        },
+    },
+}
+EXPLAIN_BODY: dict[str, Any] = {
+    **BODY,
+    "parameters": [
+        TIMEOUT_PARAMETER,
+        *(
+            {"name": name, "in": "query", "schema": {"type": "string"}, "description": each.text}
+            for name, each in EXPLAIN_OPTIONS.items()
+        ),
+    ],
+}
+ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["code", "type", "message", "request_id"],
+    "properties": {
+        "code": {"type": "integer"},
+        "type": {"type": "string"},
+        "message": {"type": "string"},
+        "request_id": {"type": "string"},
+    },
+}
+
+
+def error_responses(*codes: int) -> dict[int | str, dict[str, Any]]:
+    """Describe error answers for the documentation."""
+    texts = {
+        400: "The input or a parameter is wrong; the message names it.",
+        401: "The token is missing or wrong.",
+        403: "Refused.",
+        404: "No such model or version.",
+        409: "The version is registered already.",
+        413: "The body is over the limit.",
+        500: "The handler failed, or the worker died.",
+        503: "The queue is full, the time too short or no worker there; see Retry-After.",
+        504: "Not answered in time.",
+    }
+    return {
+        code: {
+            "description": texts[code],
+            "content": {"application/json": {"schema": ERROR_SCHEMA}},
+        }
+        for code in codes
+    }
+
+
+CALLS = [
+    (
+        "predict",
+        "/predictions/{model}",
+        BODY,
+        "Predict",
+        "Run the default version of a model on one input.",
+    ),
+    (
+        "predict_version",
+        "/predictions/{model}/{version}",
+        BODY,
+        "Predict, version",
+        "Run one version of a model on one input.",
+    ),
+    (
+        "explain",
+        "/explanations/{model}",
+        EXPLAIN_BODY,
+        "Explain",
+        "Attribute the default version's answer to each input value, with the error of the sum.\n\n"
+        'The handler reads the parameters; a JSON body `{"data": input, "explain": {…}}` and a '
+        "part\n`explain` of a form take them too.",
+    ),
+    (
+        "explain_version",
+        "/explanations/{model}/{version}",
+        EXPLAIN_BODY,
+        "Explain, version",
+        "Attribute one version's answer to each input value.",
+    ),
+    (
+        "infer",
+        "/v2/models/{model}/infer",
+        BODY,
+        "Infer",
+        "Run the default version, by the path of the Open Inference Protocol.\n\n"
+        "The handler gets the body as it is, and answers in its own form.",
+    ),
+    (
+        "infer_version",
+        "/v2/models/{model}/versions/{version}/infer",
+        BODY,
+        "Infer, version",
+        "Run one version, by the path of the Open Inference Protocol.",
+    ),
+]
+"""Name, path, what the body may be, summary, text."""
+
+
+def _of_model(model: ModelName) -> None:
+    """Describe the parameters of a path."""
+
+
+def _of_version(model: ModelName, version: Version) -> None:
+    """Describe the parameters of a path."""
+
+
+def described_calls() -> APIRouter:
+    """Return the routes that document the calls."""
+    router = APIRouter(tags=["inference"], responses=error_responses(400, 404, 413, 500, 503, 504))
+    for name, path, body, summary, text in CALLS:
+        router.add_api_route(
+            path,
+            _of_version if "{version}" in path else _of_model,
+            methods=["POST"],
+            name=name,
+            summary=summary,
+            description=text,
+            openapi_extra=body,
+        )
+    return router

@@ -1,0 +1,109 @@
+"""FastAPI's routes behind an `Application`: everything that is not a call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, MutableMapping
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from modelyard.archiver import ArchiveError
+from modelyard.serve.errors import BadRequest, MethodNotAllowed, NoSuchRoute, ServeError
+from modelyard.serve.http.application import Answers
+from modelyard.serve.http.connection import RequestResponseCycle
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class Routes:
+    """A FastAPI application whose errors are our JSON.
+
+    Args:
+        description: for the documentation.
+        answers: shared with the `Application` in front.
+    """
+
+    def __init__(self, title: str, description: str, answers: Answers, *routers: APIRouter) -> None:
+        self._answers = answers
+        self.fastapi = FastAPI(
+            title=title,
+            description=description,
+            version=version("modelyard"),
+            openapi_url=None,  # `docs.py` describes all three APIs in one document
+        )
+        for kind in (ServeError, ArchiveError, Exception):
+            self.fastapi.add_exception_handler(kind, self._answer_error)
+        self.fastapi.add_exception_handler(RequestValidationError, self._answer_validation)  # type: ignore[arg-type]
+        self.fastapi.add_exception_handler(HTTPException, self._answer_http)  # type: ignore[arg-type]
+        for router in routers:
+            self.fastapi.include_router(router)
+
+    def __call__(self, cycle: RequestResponseCycle, id: str) -> None:
+        """Have a task route a request, which need not have its body yet, and answer it."""
+        cycle.run(self._run(cycle, id))
+
+    async def _run(self, cycle: RequestResponseCycle, id: str) -> None:
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": cycle.method,
+            "path": cycle.path,
+            "raw_path": cycle.raw_path,
+            "query_string": cycle.query,
+            "root_path": "",
+            "headers": cycle.headers,
+            "state": {"request_id": id},
+            **cycle.connection.endpoints,
+        }
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                common = self._answers.begin(cycle, id, status)
+                await cycle.start(status, [*message["headers"], *common])
+            else:
+                await cycle.write(message.get("body", b""), message.get("more_body", False))
+
+        await self.fastapi(scope, _receive, send)
+
+    def _respond(self, request: Request, error: Exception) -> Response:
+        status, headers, body = self._answers.error(error, request.state.request_id)
+        return Response(body, status, {k.decode(): v.decode() for k, v in headers})
+
+    async def _answer_error(self, request: Request, error: Exception) -> Response:
+        return self._respond(request, error)
+
+    async def _answer_validation(self, request: Request, error: RequestValidationError) -> Response:
+        problems = "; ".join(
+            f"{'.'.join(str(part) for part in e['loc'][1:])}: {e['msg']}, got {e.get('input')!r}"
+            for e in error.errors()
+        )
+        return self._respond(request, BadRequest(problems))
+
+    async def _answer_http(self, request: Request, error: HTTPException) -> Response:
+        known = {404: NoSuchRoute, 405: MethodNotAllowed}.get(error.status_code)
+        if known is not None:
+            answer = self._respond(request, known())
+            answer.headers.update(error.headers or {})  # 405 says what is allowed
+            return answer
+        content = {
+            "code": error.status_code,
+            "type": "InternalServerException",
+            "message": str(error.detail),
+            "request_id": request.state.request_id,
+        }
+        return Response(
+            json.dumps(content), error.status_code, error.headers, media_type="application/json"
+        )
+
+
+async def _receive() -> Message:
+    """Return an empty body: no route reads one, and all parameters are in path and query."""
+    return {"type": "http.request", "body": b"", "more_body": False}

@@ -1,0 +1,245 @@
+"""One API on a port: the way of every request from its head to its answer, in one order.
+
+    accept → request id → token → a call, or a route → the form of the answer
+
+What differs between dialects is handed in: the token check, the form of answers and errors, which
+requests are calls, and what answers the others.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import re
+import secrets
+import uuid
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from modelyard.archiver import ArchiveError
+from modelyard.serve.dataplane.call import Stream, Target
+from modelyard.serve.errors import (
+    BodyTooLarge,
+    ServeError,
+    Unauthorized,
+    Unavailable,
+    error_body,
+    http_status,
+)
+from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
+
+logger = logging.getLogger(__name__)
+
+COMMON_HEADERS: Headers = [
+    (b"pragma", b"no-cache"),
+    (b"cache-control", b"no-cache; no-store, must-revalidate, private"),
+    (b"expires", b"Thu, 01 Jan 1970 00:00:00 UTC"),
+]
+"""On every answer, as TorchServe's clients know them."""
+
+REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+"""What of a client's own ids is taken."""
+_RUN = str(uuid.uuid4())[:24]
+_count = itertools.count(secrets.randbits(32))
+"""A new id is a UUID whose last twelve digits count: a tenth of the cost of a random one."""
+
+Check = Callable[[str, Headers], None]
+"""Called with path and headers; raises Unauthorized unless the request may pass."""
+Route = Callable[[RequestResponseCycle, str], None]
+"""Called with a request and its id: answers now, or from a task. What it raises is answered."""
+
+
+class ServerState:
+    """Where the server is in its life; shared by all that must know."""
+
+    is_starting = True
+    """Models are being loaded; one that is not there yet may come."""
+    is_draining = False
+    """The server is being stopped; connections close with their answer."""
+
+
+def open_to_all(path: str, headers: Headers) -> None:
+    """Check nothing."""
+
+
+def request_id(
+    headers: Iterable[tuple[bytes, bytes]], pattern: re.Pattern[bytes] = REQUEST_ID
+) -> str:
+    """Return the client's own request id when it has this form, else a new one."""
+    for name, value in headers:
+        if name == b"x-request-id" and pattern.fullmatch(value):
+            return value.decode()
+    return f"{_RUN}{next(_count):012x}"
+
+
+def error_answer(error: Exception, id: str) -> Answer:
+    """Return status, headers and JSON body for an error."""
+    status, _ = http_status(error)
+    body = json.dumps(error_body(error, id)).encode()
+    headers = [(b"content-type", b"application/json")]
+    if isinstance(error, Unavailable):
+        headers.append((b"retry-after", str(error.retry_after_s).encode()))
+    if isinstance(error, Unauthorized):
+        headers.append((b"www-authenticate", b"Bearer"))
+    return status, headers, body
+
+
+class Answers:
+    """How the answers of an API are made and sent.
+
+    Args:
+        state: shared with the server.
+        form_error: status, headers and body for an error and a request id.
+        id_pattern: what of a client's own request ids is taken.
+        more_headers: on every answer, beside the common ones.
+        closes_after_errors: whether a connection ends with an error.
+        on_status: told the status of every answer.
+    """
+
+    def __init__(
+        self,
+        state: ServerState,
+        form_error: Callable[[Exception, str], Answer] = error_answer,
+        id_pattern: re.Pattern[bytes] = REQUEST_ID,
+        more_headers: Headers | None = None,
+        closes_after_errors: bool = False,
+        on_status: Callable[[int], None] | None = None,
+    ) -> None:
+        self._form_error = form_error
+        self._state = state
+        self._id_pattern = id_pattern
+        self._common = [*COMMON_HEADERS, *(more_headers or ())]
+        self._closes_after_errors = closes_after_errors
+        self._on_status = on_status
+
+    def request_id(self, headers: Headers) -> str:
+        """Return the client's own request id where it has the right form, else a new one."""
+        return request_id(headers, self._id_pattern)
+
+    def error(self, error: Exception, id: str) -> Answer:
+        """Return status, headers and body for an error; what nobody declared goes to the log."""
+        if not isinstance(error, (ServeError, ArchiveError)):
+            logger.error("request %s", id, exc_info=error)
+        return self._form_error(error, id)
+
+    def begin(self, cycle: RequestResponseCycle, id: str, status: int) -> Headers:
+        """Count an answer, and return the headers that every answer of this status has."""
+        if self._on_status is not None:
+            self._on_status(status)
+        if self._state.is_draining or (self._closes_after_errors and status >= 400):
+            cycle.keeps_alive = False
+        return [(b"x-request-id", id.encode()), *self._common]
+
+    def send(
+        self, cycle: RequestResponseCycle, id: str, status: int, headers: Headers,
+        body: bytes | Stream,
+    ) -> None:  # fmt: skip
+        """Send an answer: in one piece, or by a task where that cannot be done."""
+        common = self.begin(cycle, id, status)
+        if len(headers) > 1 or (headers and headers[0][0] != b"content-type"):
+            # What a handler says, of caching for instance, counts.
+            own = {name for name, _ in headers}
+            common = [pair for pair in common if pair[0] not in own]
+        if isinstance(body, bytes):
+            headers = [*headers, (b"content-length", b"%d" % len(body)), *common]
+            if not cycle.send_whole(status, headers, body):
+                cycle.run(_send_parts(cycle, status, headers, body))
+        else:
+            cycle.run(_send_stream(cycle, status, [*headers, *common], body, id))
+
+    def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
+        """Return the last answer on a connection, to what is not a request, or to its body."""
+        id = self.request_id(cycle.headers if cycle is not None else [])
+        status, headers, body = self.error(error, id)
+        if self._on_status is not None:
+            self._on_status(status)
+        return status, [*headers, (b"x-request-id", id.encode()), *self._common], body
+
+
+async def _send_parts(
+    cycle: RequestResponseCycle, status: int, headers: Headers, body: bytes
+) -> None:
+    await cycle.start(status, headers)
+    await cycle.write(body)
+
+
+async def _send_stream(
+    cycle: RequestResponseCycle, status: int, headers: Headers, stream: Stream, id: str
+) -> None:
+    """Send each chunk as it comes.
+
+    A stream that breaks is left without its end, which closes the connection: a client must not
+    take a part for the whole.
+    """
+    try:
+        await cycle.start(status, headers)
+        async for chunk in stream.read():
+            await cycle.write(chunk, is_more=True)
+        await cycle.write(b"")
+    except ServeError as error:
+        logger.error("request %s: the stream is broken: %s", id, error)
+    finally:
+        stream.close()
+
+
+class Calls(Protocol):
+    """What turns the requests for a model's answer into calls."""
+
+    def target(self, cycle: RequestResponseCycle) -> Target | None:
+        """Return what a request asks a model for; None for all other requests."""
+
+    def begin(self, cycle: RequestResponseCycle, id: str, target: Target) -> None:
+        """Make a call that is submitted when its body is there.
+
+        Raises:
+            ServeError: it cannot be made.
+        """
+
+    def count_unrouted(self, status: int) -> None:
+        """Count the answer to a request that has become no call."""
+
+
+class Application:
+    """One API.
+
+    Args:
+        check: the token check; it comes before everything, so that no route can forget it.
+        answers: their form.
+        route: what answers requests that are not calls.
+        calls: what makes calls; None where there are none.
+    """
+
+    def __init__(
+        self, check: Check, answers: Answers, route: Route, calls: Calls | None = None
+    ) -> None:
+        self._check = check
+        self._answers = answers
+        self._route = route
+        self._calls = calls
+
+    def accept(self, cycle: RequestResponseCycle) -> None:
+        """Begin to answer a request, whose head is there and whose body may come later."""
+        id = self._answers.request_id(cycle.headers)
+        calls, target = self._calls, None
+        try:
+            target = calls.target(cycle) if calls is not None else None
+            self._check(cycle.path, cycle.headers)
+            if calls is None or target is None:
+                self._route(cycle, id)
+            else:
+                calls.begin(cycle, id, target)
+        except Exception as error:
+            answer = self._answers.error(error, id)
+            if calls is not None and target is not None:
+                calls.count_unrouted(answer[0])
+            self._answers.send(cycle, id, *answer)
+
+    def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
+        """Return the last answer on a connection, to what is not a request, or to its body."""
+        answer = self._answers.refuse(error, cycle)
+        calls = self._calls
+        large = cycle if isinstance(error, BodyTooLarge) else None
+        if large is not None and calls is not None and calls.target(large) is not None:
+            calls.count_unrouted(answer[0])
+        return answer
