@@ -231,7 +231,7 @@ def test_a_wall_clock_that_jumps_by_days_changes_nothing(
 
 WALL_CLOCK = {
     "serve/control/registry.py": "when a version was registered, as it is shown",
-    "serve/dataplane/pool.py": "when a worker was started, as it is shown",
+    "serve/dataplane/worker.py": "when a worker was started, as it is shown",
     "serve/server.py": "when the server was started, as it is shown",
     "serve/http/tls.py": "certificates are valid by the calendar",
     "serve/torchserve/logs.py": "the time and the day of a line",

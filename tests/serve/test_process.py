@@ -1,0 +1,86 @@
+"""A child process: its end, what it leaves behind, and the pauses before the next one."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from modelyard.serve.dataplane.process import Backoff, ChildProcess, describe_exit
+from tests.serve.live import is_alive, poll
+
+
+def start(code: str, niceness: int = 0) -> ChildProcess:
+    with Path(os.devnull).open("wb") as null:
+        return ChildProcess(
+            [sys.executable, "-c", code],
+            os.environ,
+            stdout=null.fileno(),
+            stderr=null.fileno(),
+            niceness=niceness,
+        )
+
+
+def test_a_process_that_ends_by_itself_is_reaped_and_described() -> None:
+    async def scenario() -> None:
+        process = start("raise SystemExit(3)")
+        assert process.exit_code is None
+        assert await process.ended == process.exit_code == 3
+        assert process.how_it_ended == "exit code 3"
+        assert not Path(f"/proc/{process.pid}").exists()
+        process.kill()  # nobody else's process of the same number
+
+    asyncio.run(scenario())
+
+
+def test_one_that_goes_on_is_killed_when_its_time_is_over() -> None:
+    async def scenario() -> None:
+        process = start("import time; time.sleep(600)", niceness=7)
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == 7
+        await process.end(0.01)
+        assert process.how_it_ended == "signal SIGKILL"
+
+    asyncio.run(scenario())
+
+
+def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    code = (
+        "import pathlib, subprocess, sys\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        f"pathlib.Path({str(file)!r}).write_text(str(child.pid))"
+    )
+
+    async def scenario() -> None:
+        assert await start(code).ended == 0
+        poll(lambda: not is_alive(int(file.read_text())), "the grandchild ends")
+
+    asyncio.run(scenario())
+
+
+def test_one_that_cannot_be_started_is_an_error() -> None:
+    async def scenario() -> None:
+        with pytest.raises(OSError, match="absent"):
+            ChildProcess(["/absent"], {}, stdout=1, stderr=2)
+
+    asyncio.run(scenario())
+
+
+def test_every_signal_and_code_has_its_words() -> None:
+    assert [describe_exit(code) for code in (0, 1, -9)] == [
+        "exit code 0", "exit code 1", "signal SIGKILL",
+    ]  # fmt: skip
+
+
+def test_pauses_grow_to_their_limit_and_begin_anew() -> None:
+    backoff, pauses = Backoff(), []
+    for _ in range(12):
+        pauses.append(backoff.pause_s)
+        backoff.grow()
+    assert pauses[:3] == [0.05, 0.1, 0.2]
+    assert pauses == sorted(pauses) and pauses[-1] == 30
+    backoff.reset()
+    assert backoff.pause_s == 0.05
