@@ -52,7 +52,7 @@ EXPLAIN = 1
 ALONE = 2
 """The job is run in a batch of one: a worker died while it held this job."""
 DESCRIBE = 4
-"""The handler is asked to describe itself; run in a batch of one, without a body."""
+"""A request for the handler to describe itself; run in a batch of one, without a body."""
 LEGACY = 8
 """From one of TorchServe's oldest routes: the query's parameters are the handler's too, and the
 headers `explain` and `url_path` are not made."""

@@ -93,20 +93,20 @@ def load_service(message: dict[str, Any]) -> Service:
     )
 
 
-def choose_device(wanted: str, worker: int) -> str:
-    """Return `cpu` or `cuda:N` for what the server was told: auto, cpu, cuda or cuda:N.
+def choose_device(requested: str, worker: int) -> str:
+    """Return `cpu` or `cuda:N` for the device of a LOAD message: auto, cpu, cuda or cuda:N.
 
     Workers are spread over the devices by their number.
     """
-    if wanted == "cpu":
+    if requested == "cpu":
         return "cpu"
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if wanted == "auto":
+    if requested == "auto":
         return f"cuda:{(worker - 1) % count}" if count else "cpu"
-    index = int(wanted.partition(":")[2] or (worker - 1) % max(1, count))
+    index = int(requested.partition(":")[2] or (worker - 1) % max(1, count))
     if index >= count:
         raise LoadError(
-            f"device {wanted} was asked for but this process sees {count} CUDA devices; "
+            f"device {requested} was asked for but this process sees {count} CUDA devices; "
             "start with --device auto or cpu, or check the driver with nvidia-smi"
         )
     return f"cuda:{index}"

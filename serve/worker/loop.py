@@ -83,14 +83,14 @@ class Reader:
             self.cancelled.clear()
 
     def read_arrived(self, must_wait: bool = False) -> list[wire.Item]:
-        """Return the items of all frames that have arrived; wait for a first one where asked to.
+        """Return the items of all frames that have arrived; wait for a first one if `must_wait`.
 
         Raises:
             EOFError: the server closed its end.
         """
         if must_wait:
             while not self._frames:
-                self._wait()  # gives all that has arrived, up to the size of a receive
+                self._wait()  # takes all that has arrived, up to the size of a receive
         else:
             self.poll()
         items = [item for frame in self._frames for item in frame]

@@ -121,7 +121,7 @@ class TsModelLoader:
 
 
 class ModelLoaderFactory:
-    """Gives the one model loader."""
+    """Makes the one kind of model loader."""
 
     @staticmethod
     def get_model_loader() -> TsModelLoader:
