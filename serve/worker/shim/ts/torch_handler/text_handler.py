@@ -92,8 +92,8 @@ class TextHandler(BaseHandler):
             vocabulary = load_weights(path)
         except LoadError as error:
             raise LoadError(
-                f"the vocabulary is not a dict, which is what can be read here; save it as "
-                f"torch.save(dict(vocab.get_stoi()), {path.name!r}): {error}"
+                "the vocabulary is not a dict, which is what can be read here; save it as one, as "
+                f"in torch.save(dict(vocab.get_stoi()), {path.name!r}): {error}"
             ) from error
         if not isinstance(vocabulary, Mapping):
             raise LoadError(f"{path.name} holds {type(vocabulary).__name__}; expected a dict")
