@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from modelyard.archiver import write_archive
-from modelyard.exporter import export
 from tests.serve.live import LiveServer, running
 
 DIGITS = Path(__file__).parent.parent / "examples" / "digits"
@@ -18,13 +16,18 @@ FORMATS = ("pt2", "onnx", "torchscript")
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip what needs a CUDA device, asked for or not, on a machine without one."""
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
-        pytest.skip("this machine has no CUDA device that torch can use")
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("this machine has no CUDA device that torch can use")
 
 
 @pytest.fixture(scope="session")
 def digits_artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Export the digits checkpoint; give format → artifact, each with its report beside it."""
+    from modelyard.exporter import export  # torch, which most tests do without
+
     reports = export(
         DIGITS / "digits.pt",
         f"{DIGITS / 'net.py'}:DigitsNet",
