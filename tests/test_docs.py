@@ -31,6 +31,8 @@ PORTS = {
     "8081": "MODELYARD_MANAGEMENT_PORT",
     "8082": "MODELYARD_METRICS_PORT",
 }
+MEASURE = ("bench", "tune")
+"""Pages whose commands measure, which takes a minute and more."""
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="the docs' commands use curl")
 
 
@@ -133,8 +135,11 @@ def test_the_readme_leaves_an_archive_and_a_heat_map_and_no_server(yard: Yard) -
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "page",
-    [page for page in (REPO / "CONTRIBUTING.md", *PAGES) if blocks(page)],
-    ids=lambda page: page.stem,
+    [
+        pytest.param(page, id=page.stem, marks=pytest.mark.nightly if page.stem in MEASURE else [])
+        for page in (REPO / "CONTRIBUTING.md", *PAGES)
+        if blocks(page)
+    ],
 )
 def test_every_command_of_a_page_runs_and_no_server_is_left(page: Path, yard: Yard) -> None:
     try:

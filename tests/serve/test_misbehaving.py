@@ -133,21 +133,26 @@ ENDS = {
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "misdeeds",
+    [("leave 3", "kill_itself", "segfault"), pytest.param(tuple(ENDS), marks=pytest.mark.nightly)],
+    ids=["three", "all"],
+)
 def test_requests_that_end_their_worker_get_one_error_and_their_mates_answers(
-    server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path
+    server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path, misdeeds: tuple[str, ...]
 ) -> None:
     before, logged = server.restarts("sick"), ends_in_log(server, "sick")
-    bodies = [body for misdeed in ENDS for body in (misdeed, f"mate of {misdeed}")]
+    bodies = [body for misdeed in misdeeds for body in (misdeed, f"mate of {misdeed}")]
     answers = in_one_batch(server, threads, tmp_path / "gate", *bodies)
     for body, answer in zip(bodies, answers, strict=True):
-        if body in ENDS:
+        if body in misdeeds:
             check_error(answer, *ENDS[body])
         else:
             assert (answer.status, json.loads(answer.body)) == (200, {"body": body})
     assert ask(server, "sick", "after").status == 200
     # Once together, then each of them alone.
-    assert server.restarts("sick") == before + 1 + len(ENDS)
-    assert ends_in_log(server, "sick") == logged + 1 + len(ENDS)
+    assert server.restarts("sick") == before + 1 + len(misdeeds)
+    assert ends_in_log(server, "sick") == logged + 1 + len(misdeeds)
 
 
 @pytest.fixture
@@ -347,21 +352,30 @@ LIES = {
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "lies",
+    [
+        ("garbage", "half_a_frame", "control 2"),
+        pytest.param(tuple(LIES), marks=pytest.mark.nightly),
+    ],
+    ids=["three", "all"],
+)
 def test_a_worker_that_writes_to_the_wire_is_ended_with_one_line_in_the_log(
-    server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path
+    server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path, lies: tuple[str, ...]
 ) -> None:
     before = server.restarts("sick")
-    bodies = [body for misdeed in LIES for body in (misdeed, f"mate of {misdeed}")]
+    logged = len(server.log)
+    bodies = [body for misdeed in lies for body in (misdeed, f"mate of {misdeed}")]
     answers = in_one_batch(server, threads, tmp_path / "gate", *bodies)
     for body, answer in zip(bodies, answers, strict=True):
-        if body in LIES:
+        if body in lies:
             check_error(answer, *DIED)
         else:
             assert (answer.status, json.loads(answer.body)) == (200, {"body": body})
-    assert server.restarts("sick") == before + 1 + len(LIES)
-    said = Counter(re.findall(r"sick 1\.0 worker 1: (.*); ending it", server.log))
+    assert server.restarts("sick") == before + 1 + len(lies)
+    said = Counter(re.findall(r"sick 1\.0 worker 1: (.*); ending it", server.log[logged:]))
     # The first one is said twice: it ended the batch too.
-    assert said == Counter([LIES["garbage"], *filter(None, LIES.values())])
+    assert said == Counter(filter(None, (LIES[lie] for lie in (lies[0], *lies))))
 
 
 def test_a_replayed_answer_harms_only_the_worker_that_sent_it(server: LiveServer) -> None:

@@ -196,7 +196,14 @@ def draw(
     return lambda client: client.delete(path), after, 200
 
 
-@pytest.mark.parametrize(("kind", "changes"), [(Ours, 500), (TorchServes, 250)])
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        (Ours, 250),
+        (TorchServes, 250),
+        pytest.param(Ours, 1000, marks=pytest.mark.nightly),
+    ],
+)
 def test_what_was_acknowledged_survives_kills_at_any_moment(
     kind: type[Ours] | type[TorchServes], changes: int, store: Path, tmp_path: Path
 ) -> None:
