@@ -48,9 +48,9 @@ class ChildProcess:
         )
         self.pid = self._process.pid
         try:
-            self._pidfd = os.pidfd_open(self.pid)
             if niceness:
                 os.setpriority(os.PRIO_PROCESS, self.pid, niceness)
+            self._pidfd = os.pidfd_open(self.pid)
         except OSError:
             self._process.kill()
             self._process.wait()

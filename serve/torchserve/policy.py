@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -175,35 +176,25 @@ class TorchServeWorkers(WorkerPolicy):
 
 async def _in_daemon(fetch: Callable[[], Path]) -> Path:
     """Run in a thread that a server which is being stopped does not wait for."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Path] = loop.create_future()
-
-    def settle(path: Path | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            discard(path)
-        elif path is not None:
-            done.set_result(path)
-        elif error is not None:
-            done.set_exception(error)
-
-    def discard(path: Path | None) -> None:
-        if path is not None:
-            path.unlink(missing_ok=True)
+    fetched: Future[Path] = Future()
+    fetched.set_running_or_notify_cancel()
 
     def run() -> None:
-        path: Path | None = None
-        error: BaseException | None = None
         try:
-            path = fetch()
-        except BaseException as raised:
-            error = raised
-        try:
-            loop.call_soon_threadsafe(settle, path, error)
-        except RuntimeError:  # the loop has ended
-            discard(path)
+            fetched.set_result(fetch())
+        except BaseException as error:
+            fetched.set_exception(error)
+
+    def discard(late: Future[Path]) -> None:
+        if late.exception() is None:
+            late.result().unlink(missing_ok=True)
 
     threading.Thread(target=run, daemon=True, name="fetch").start()
-    return await done
+    try:
+        return await asyncio.wrap_future(fetched)
+    except asyncio.CancelledError:
+        fetched.add_done_callback(discard)
+        raise
 
 
 def _from_snapshot(store: Path, name: str, version: str, entry: dict[str, Any]) -> ModelSpec:

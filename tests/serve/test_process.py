@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.serve.dataplane.process import Backoff, ChildProcess, describe_exit
+from modelyard.serve.dataplane.process import Backoff, ChildProcess
 from tests.serve.live import is_alive, poll
 
 
@@ -67,12 +67,6 @@ def test_one_that_cannot_be_started_is_an_error() -> None:
             ChildProcess(["/absent"], {}, stdout=1, stderr=2)
 
     asyncio.run(scenario())
-
-
-def test_every_signal_and_code_has_its_words() -> None:
-    assert [describe_exit(code) for code in (0, 1, -9)] == [
-        "exit code 0", "exit code 1", "signal SIGKILL",
-    ]  # fmt: skip
 
 
 def test_pauses_grow_to_their_limit_and_begin_anew() -> None:
