@@ -7,7 +7,7 @@ ArchiveError
 ├── ArchiveNotFound  there is no archive at the given path
 ├── BadManifest      MAR-INF/MANIFEST.json cannot be read as a manifest
 ├── RefusedArchive   the archive is damaged, was changed, or is unsafe to unpack
-├── BadSignature     the archive is not signed by a key that is trusted, or a key cannot be used
+├── NotTrusted       the archive is not signed by a key that is trusted, or a key cannot be used
 ├── DoesNotRun       a worker could not load the archive; the message is the worker's own
 └── Differs          the archive does not answer here as it did where it was made
 """
@@ -53,7 +53,7 @@ class RefusedArchive(ArchiveError):
     """Raise when an archive is damaged, was changed, or is unsafe to unpack."""
 
 
-class BadSignature(ArchiveError):
+class NotTrusted(ArchiveError):
     """Raise when an archive is not signed by a trusted key, or a key file cannot be used."""
 
 

@@ -33,7 +33,7 @@ from modelyard.archiver.untrusted.container import (
     open_regular,
 )
 from modelyard.archiver.untrusted.folder import FolderReader
-from modelyard.archiver.untrusted.names import SIGNATURE_NAME, quoted
+from modelyard.archiver.untrusted.names import SIGNING_NAME, quoted
 from modelyard.archiver.untrusted.tar import GZIP_MAGIC, TarReader
 from modelyard.archiver.untrusted.zip import ZipReader
 
@@ -276,7 +276,7 @@ def _changed_files(digests: Mapping[str, str], files: Mapping[str, ArchivedFile]
 
 def _seal_problems(manifest: Manifest, seal: Seal, reader: Reader) -> list[str]:
     """Compare the files that are there with those that the manifest lists and names."""
-    there = {member.name for member in reader.members} - {MANIFEST_NAME, SIGNATURE_NAME}
+    there = {member.name for member in reader.members} - {MANIFEST_NAME, SIGNING_NAME}
     there -= _parents([*seal.digests, MANIFEST_NAME])
     listed = set(seal.digests)
     problems = [f"{quoted(name)} is missing" for name in sorted(listed - there)]

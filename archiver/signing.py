@@ -13,10 +13,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from modelyard.archiver.errors import BadSignature
+from modelyard.archiver.errors import NotTrusted
 from modelyard.archiver.read import Archive
 from modelyard.archiver.untrusted.json import Fields, parse_json
-from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNATURE_NAME
+from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNING_NAME
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
@@ -59,7 +59,7 @@ def read_signing_key(file: Path | None) -> "PrivateKey | None":
         None where neither names a key.
 
     Raises:
-        BadSignature: it is not an Ed25519 private key.
+        NotTrusted: it is not an Ed25519 private key.
     """
     text = os.environ.get(ENVIRONMENT_KEY, "")
     if file is None and not text:
@@ -75,7 +75,7 @@ def read_trusted_keys(file: Path) -> "dict[str, PublicKey]":
     """Read one or more public keys in PEM, one after the other; return them by their ids.
 
     Raises:
-        BadSignature: the file cannot be read, or holds something else.
+        NotTrusted: the file cannot be read, or holds something else.
     """
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
@@ -86,12 +86,12 @@ def read_trusted_keys(file: Path) -> "dict[str, PublicKey]":
         try:
             key = load_pem_public_key((_PEM_BEGIN + block).encode())
         except ValueError as error:
-            raise BadSignature(f"{file}: key {len(keys) + 1} is not a public key in PEM") from error
+            raise NotTrusted(f"{file}: key {len(keys) + 1} is not a public key in PEM") from error
         if not isinstance(key, Ed25519PublicKey):
-            raise BadSignature(f"{file}: key {len(keys) + 1} is not an {_ALGORITHM} key")
+            raise NotTrusted(f"{file}: key {len(keys) + 1} is not an {_ALGORITHM} key")
         keys[key_id(key)] = key
     if not keys:
-        raise BadSignature(f"{file} holds no public key; expected PEM as `modelyard keygen` writes")
+        raise NotTrusted(f"{file} holds no public key; expected PEM as `modelyard keygen` writes")
     return keys
 
 
@@ -111,29 +111,29 @@ def sign(manifest: bytes, key: "PrivateKey") -> bytes:
     return (json.dumps(document, indent=2) + "\n").encode()
 
 
-def check_signature(archive: Archive, keys: "Mapping[str, PublicKey]") -> str:
+def find_signer(archive: Archive, keys: "Mapping[str, PublicKey]") -> str:
     """Check that one of the keys signed the archive; return that key's id.
 
     Raises:
-        BadSignature: no signature, one of an unknown key, or one of another manifest.
+        NotTrusted: no signature, one of an unknown key, or one of another manifest.
     """
     from cryptography.exceptions import InvalidSignature
 
     name = archive.path.name
-    if archive.manifest.modelyard is None or SIGNATURE_NAME not in archive.names:
-        raise BadSignature(
+    if archive.manifest.modelyard is None or SIGNING_NAME not in archive.names:
+        raise NotTrusted(
             f"{name} is not signed; write it with `modelyard archive … --sign KEY_FILE`"
         )
-    signer, signature = _parse(archive.read(SIGNATURE_NAME), name)
+    signer, signature = _parse(archive.read(SIGNING_NAME), name)
     if signer not in keys:
         trusted = ", ".join(sorted(known[:12] for known in keys))
-        raise BadSignature(
+        raise NotTrusted(
             f"{name} is signed by the key {signer[:12]}…, which is not trusted; trusted: {trusted}"
         )
     try:
         keys[signer].verify(signature, archive.read(MANIFEST_NAME))
     except InvalidSignature as error:
-        raise BadSignature(
+        raise NotTrusted(
             f"{name}: the signature of the key {signer[:12]}… is wrong: the manifest was changed "
             "after it was signed"
         ) from error
@@ -147,11 +147,11 @@ def _parse(data: bytes, name: str) -> tuple[str, bytes]:
         algorithm, signer = fields.text("algorithm"), fields.text("key_id")
         signature = base64.b64decode(fields.text("signature"), validate=True)
     except ValueError as error:
-        raise BadSignature(f"{name}: {SIGNATURE_NAME} cannot be read: {error}") from error
+        raise NotTrusted(f"{name}: {SIGNING_NAME} cannot be read: {error}") from error
     if algorithm and algorithm != _ALGORITHM:
         problems.append(f"algorithm: expected {_ALGORITHM}, found {algorithm}")
     if problems:
-        raise BadSignature(f"{name}: {SIGNATURE_NAME} cannot be read", problems)
+        raise NotTrusted(f"{name}: {SIGNING_NAME} cannot be read", problems)
     return signer, signature
 
 
@@ -162,12 +162,12 @@ def _private_key(data: bytes, where: str) -> "PrivateKey":
     try:
         key = load_pem_private_key(data, password=None)
     except (ValueError, TypeError) as error:
-        raise BadSignature(
+        raise NotTrusted(
             f"{where} holds no private key in PEM without a password; "
             "write one with `modelyard keygen`"
         ) from error
     if not isinstance(key, Ed25519PrivateKey):
-        raise BadSignature(f"{where}: the key is not an {_ALGORITHM} key")
+        raise NotTrusted(f"{where}: the key is not an {_ALGORITHM} key")
     return key
 
 
@@ -176,4 +176,4 @@ def _read(file: Path) -> bytes:
         with file.open("rb") as opened:
             return opened.read(_MAX_FILE_BYTES)
     except OSError as error:
-        raise BadSignature(f"cannot read the key file {file}: {error.strerror}") from error
+        raise NotTrusted(f"cannot read the key file {file}: {error.strerror}") from error

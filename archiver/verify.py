@@ -11,8 +11,8 @@ from modelyard.archiver.manifest import Seal
 from modelyard.archiver.read import Archive
 from modelyard.archiver.replay import Pair, ParityResult, Replay, replay
 from modelyard.archiver.report import parse_report
-from modelyard.archiver.signing import check_signature
-from modelyard.archiver.untrusted.names import SIGNATURE_NAME
+from modelyard.archiver.signing import find_signer
+from modelyard.archiver.untrusted.names import SIGNING_NAME
 
 if TYPE_CHECKING:
     from modelyard.archiver.signing import PublicKey
@@ -46,7 +46,7 @@ def verify_archive(
         device: where it runs: auto, cpu, cuda or cuda:N.
 
     Raises:
-        BadSignature: none of the keys signed it.
+        NotTrusted: none of the keys signed it.
     """
     seal = archive.manifest.modelyard
     if seal is None:
@@ -54,8 +54,8 @@ def verify_archive(
     else:
         checks = [Check("digests", f"all {len(seal.digests)} agree with the manifest")]
     if keys is not None:
-        checks.append(Check("signature", f"by the trusted key {check_signature(archive, keys)}"))
-    elif SIGNATURE_NAME in archive.names:
+        checks.append(Check("signature", f"by the trusted key {find_signer(archive, keys)}"))
+    elif SIGNING_NAME in archive.names:
         checks.append(Check("signature", "there; not checked without --public-key"))
     if seal is not None and run:
         checks += _run(archive, seal, device)

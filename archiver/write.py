@@ -20,7 +20,7 @@ from modelyard.archiver.signing import sign
 from modelyard.archiver.tar_writer import TarWriter
 from modelyard.archiver.untrusted.container import CHUNK_BYTES, SUFFIXES, Writer
 from modelyard.archiver.untrusted.folder import FolderWriter
-from modelyard.archiver.untrusted.names import MANIFEST_NAME, SBOM_NAME, SIGNATURE_NAME
+from modelyard.archiver.untrusted.names import MANIFEST_NAME, SBOM_NAME, SIGNING_NAME
 from modelyard.archiver.zip_writer import ZipWriter, shrinks
 
 if TYPE_CHECKING:
@@ -282,7 +282,7 @@ def _pack(
     manifest = _manifest(plan.manifest, packed)
     packed.append(_write_part(writer, Part(MANIFEST_NAME, manifest, "manifest"), meter))
     if key is not None:
-        signature = Part(SIGNATURE_NAME, sign(manifest, key), "signature")
+        signature = Part(SIGNING_NAME, sign(manifest, key), "signature")
         packed.append(_write_part(writer, signature, meter))
     return tuple(packed)
 

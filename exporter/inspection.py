@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from modelyard.archiver.read import Archive
 from modelyard.archiver.untrusted.json import parse_json
-from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNATURE_NAME
+from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNING_NAME
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import Checkpoint
 from modelyard.exporter.ingest.archive import checked_archive, read_weights, serialized_source
@@ -248,7 +248,7 @@ def _archive(archive: Archive) -> dict[str, Any]:
             "version": manifest.model_version,
             "handler": manifest.handler,
             "digest": archive.digest if seal else None,
-            "is_signed": SIGNATURE_NAME in archive.names,
+            "is_signed": SIGNING_NAME in archive.names,
             "explained_by": seal.explain.artifact if seal and seal.explain else None,
             "golden_requests": len(seal.golden) if seal else 0,
             "requirements": list(seal.requirements) if seal else [],

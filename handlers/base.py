@@ -21,18 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelyard.archiver.errors import ArchiveError
-from modelyard.archiver.report import Report, parse_report
-from modelyard.archiver.signature import Dim, TensorSpec, parse_signature
+from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
-from modelyard.handlers.agree import Rule, joint_rules
-from modelyard.handlers.backends import (
-    Artifact,
-    Output,
-    detect_format,
-    open_artifact,
-    torch_dtype,
-)
+from modelyard.handlers.agree import Rule
+from modelyard.handlers.backends import Artifact, Output
 from modelyard.handlers.bodies import body_of, parse_json, read_numbers, stack
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError, NoGradients
@@ -41,6 +33,7 @@ from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.explanation import ExplainedModel, Explanation, explain_batch
 from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
 from modelyard.handlers.labels import load_label_mapping
+from modelyard.handlers.packed import open_packed
 
 _log = logging.getLogger(__name__)
 
@@ -102,17 +95,16 @@ class BaseHandler:
         self.device = torch.device(context.device)
         self.map_location = self.device.type
         folder = Path(context.system_properties["model_dir"])
-        artifact = _serialized_file(self.manifest)
-        self.model_pt_path = str(folder / artifact)
-        ours = self.manifest.get("modelyard") or {}
-        report = _read_report(folder, ours.get("report"))
-        self.model = served = _open(folder, artifact, report, self.device)
-        self._open_explainer(folder, artifact, report, ours.get("explain") or {})
+        packed = open_packed(folder, self.manifest, self.device)
+        self.model_pt_path = str(packed.path)
+        self.model, self.explainer = packed.artifact, packed.explainer
+        self.agreement = packed.agreement
+        self.inputs = packed.signature.inputs
+        self.output_names = tuple(spec.name for spec in packed.signature.outputs)
+        self.signature = (self.manifest.get("modelyard") or {}).get("signature")
         manifest = folder / MANIFEST_NAME
         if manifest.is_file():
             self.digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
-        self.signature = ours.get("signature")
-        self.inputs, self.output_names = _read_signature(self.signature, served)
         self._check_batch_size(context.system_properties["batch_size"])
         self.mapping = load_label_mapping(folder / "index_to_name.json")
         self.initialized = True
@@ -242,19 +234,6 @@ class BaseHandler:
 
     # --- initialize -----------------------------------------------------------------------------
 
-    def _open_explainer(
-        self, folder: Path, artifact: str, report: Report | None, explain: Mapping[str, Any]
-    ) -> None:
-        twin = explain.get("artifact", artifact)
-        if twin == artifact:
-            self.explainer = self.model if self.model.is_differentiable else None
-            return
-        twin_report = _read_report(folder, explain.get("report"))
-        self.explainer = _open(folder, twin, twin_report, self.device)
-        if report and report.parity and twin_report and twin_report.parity:
-            # Explanations are of the first output.
-            self.agreement = next(iter(joint_rules(report.parity, twin_report.parity).values()))
-
     def _check_batch_size(self, batch_size: int) -> None:
         for spec in self.inputs:
             rows = spec.shape[0] if spec.shape else batch_size
@@ -351,45 +330,3 @@ class BaseHandler:
     def _aggregated(self, explanation: Explanation) -> Explanation:
         summed = tuple(self.aggregate(each) for each in explanation.attributions)
         return replace(explanation, attributions=summed)
-
-
-def _serialized_file(manifest: Mapping[str, Any]) -> str:
-    name = (manifest.get("model") or {}).get("serializedFile")
-    if not isinstance(name, str) or not name:
-        raise LoadError(
-            "the manifest names no artifact (model.serializedFile); "
-            "build the archive with `modelyard archive … --artifact FILE`"
-        )
-    return name
-
-
-def _read_report(folder: Path, name: str | None) -> Report | None:
-    try:
-        return parse_report((folder / name).read_bytes(), Path(name)) if name else None
-    except (OSError, ArchiveError) as error:
-        raise LoadError(f"{name} cannot be read: {error}; build the archive again") from error
-
-
-def _open(folder: Path, artifact: str, report: Report | None, device: torch.device) -> Artifact:
-    path = folder / artifact
-    if not path.is_file():
-        raise LoadError(f"the manifest names {artifact}, which the archive does not hold")
-    format = report.format if report else detect_format(path)
-    return open_artifact(path, format, device, share=True)
-
-
-def _read_signature(
-    stated: Mapping[str, Any] | None, artifact: Artifact
-) -> tuple[tuple[TensorSpec, ...], tuple[str, ...]]:
-    """Return the inputs and the names of outputs: from the export's report, else the artifact."""
-    if stated is None:
-        return artifact.inputs, ()
-    try:
-        signature = parse_signature(stated)
-    except ValueError as error:
-        raise LoadError(
-            f"the manifest's signature cannot be read: {error}; build the archive again"
-        ) from error
-    for spec in signature.inputs:
-        torch_dtype(spec.dtype)  # of a name that torch knows
-    return signature.inputs, tuple(spec.name for spec in signature.outputs)

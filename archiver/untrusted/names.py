@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from modelyard.archiver.errors import BadName
 
 MANIFEST_NAME = "MAR-INF/MANIFEST.json"
-SIGNATURE_NAME = "MAR-INF/MANIFEST.sig.json"
+SIGNING_NAME = "MAR-INF/MANIFEST.sig.json"
 SBOM_NAME = "MAR-INF/sbom.cdx.json"
 LOCK_NAME = "MAR-INF/requirements.lock"
 WHEELS_FOLDER = "MAR-INF/wheels"

@@ -15,7 +15,7 @@ from typing import Any
 
 from modelyard.archiver import Archive
 from modelyard.archiver.manifest import MANIFEST_NAME
-from modelyard.archiver.signing import check_signature, read_trusted_keys
+from modelyard.archiver.signing import find_signer, read_trusted_keys
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.sizing import this_machine
@@ -46,7 +46,7 @@ def check_signer(archive: Archive, settings: Settings) -> None:
         ArchiveError: its signature is missing, wrong or by another key.
     """
     if settings.require_signature and settings.trusted_keys is not None:
-        signer = check_signature(archive, read_trusted_keys(settings.trusted_keys))
+        signer = find_signer(archive, read_trusted_keys(settings.trusted_keys))
         logger.info("%s is signed by the trusted key %s", archive.path.name, signer[:12])
 
 

@@ -10,16 +10,16 @@ from typer.testing import CliRunner
 
 from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.cli import archive_app, keygen_app, verify_app
-from modelyard.archiver.errors import BadSignature
+from modelyard.archiver.errors import NotTrusted
 from modelyard.archiver.manifest import MANIFEST_NAME
 from modelyard.archiver.signing import (
-    check_signature,
+    find_signer,
     generate_keys,
     read_signing_key,
     read_trusted_keys,
     sign,
 )
-from modelyard.archiver.untrusted.names import SIGNATURE_NAME
+from modelyard.archiver.untrusted.names import SIGNING_NAME
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def rewrite(path: Path, change: Callable[[dict[str, bytes]], None]) -> None:
 
 
 def refusal(path: Path, trusted: Path) -> str:
-    with open_archive(path) as archive, pytest.raises(BadSignature) as caught:
-        check_signature(archive, read_trusted_keys(trusted))
+    with open_archive(path) as archive, pytest.raises(NotTrusted) as caught:
+        find_signer(archive, read_trusted_keys(trusted))
     return str(caught.value)
 
 
@@ -75,7 +75,7 @@ def test_the_key_that_signed_is_found_among_the_trusted_ones(
     trusted.write_bytes((keys / "other.pub").read_bytes() + (keys / "release.pub").read_bytes())
 
     with open_archive(path) as archive:
-        signer = check_signature(archive, read_trusted_keys(trusted))
+        signer = find_signer(archive, read_trusted_keys(trusted))
 
     assert {signer} == set(read_trusted_keys(keys / "release.pub"))
 
@@ -88,7 +88,7 @@ def test_the_signature_changes_neither_the_digest_nor_the_manifest(
     with open_archive(signed) as one, open_archive(unsigned) as other:
         assert one.digest == other.digest
         assert one.read(MANIFEST_NAME) == other.read(MANIFEST_NAME)
-        assert set(one.names) - set(other.names) == {SIGNATURE_NAME}
+        assert set(one.names) - set(other.names) == {SIGNING_NAME}
 
 
 def test_the_same_key_signs_to_the_same_bytes(
@@ -105,7 +105,7 @@ def test_the_signature_is_plain_ed25519_over_the_manifests_bytes(signed: Path, k
 
     public = load_pem_public_key((keys / "release.pub").read_bytes())
     with open_archive(signed) as archive:
-        document = json.loads(archive.read(SIGNATURE_NAME))
+        document = json.loads(archive.read(SIGNING_NAME))
         manifest = archive.read(MANIFEST_NAME)
 
     assert document["algorithm"] == "Ed25519"
@@ -145,8 +145,8 @@ def test_a_key_cannot_be_claimed(signed: Path, keys: Path) -> None:
         key = read_signing_key(keys / "other.key")
         assert key is not None
         forged = json.loads(sign(content[MANIFEST_NAME], key))
-        forged["key_id"] = json.loads(content[SIGNATURE_NAME])["key_id"]
-        content[SIGNATURE_NAME] = json.dumps(forged).encode()
+        forged["key_id"] = json.loads(content[SIGNING_NAME])["key_id"]
+        content[SIGNING_NAME] = json.dumps(forged).encode()
 
     rewrite(signed, claim)
 
@@ -167,7 +167,7 @@ def test_a_key_cannot_be_claimed(signed: Path, keys: Path) -> None:
 def test_a_broken_signature_says_what_is_wrong(
     signed: Path, keys: Path, document: bytes, problem: str
 ) -> None:
-    rewrite(signed, lambda content: content.update({SIGNATURE_NAME: document}))
+    rewrite(signed, lambda content: content.update({SIGNING_NAME: document}))
 
     assert problem in refusal(signed, keys / "release.pub")
 
@@ -195,11 +195,11 @@ def test_the_environment_names_the_key_or_holds_it(
 def test_a_file_that_is_no_key_is_refused(tmp_path: Path, content: bytes, problem: str) -> None:
     (tmp_path / "k").write_bytes(content)
 
-    with pytest.raises(BadSignature, match=problem):
+    with pytest.raises(NotTrusted, match=problem):
         read_signing_key(tmp_path / "k")
-    with pytest.raises(BadSignature, match=r"holds no public key|is not a public key in PEM"):
+    with pytest.raises(NotTrusted, match=r"holds no public key|is not a public key in PEM"):
         read_trusted_keys(tmp_path / "k")
-    with pytest.raises(BadSignature, match="cannot read the key file"):
+    with pytest.raises(NotTrusted, match="cannot read the key file"):
         read_trusted_keys(tmp_path / "lost")
 
 
@@ -221,9 +221,9 @@ def test_a_key_of_another_kind_is_refused(tmp_path: Path) -> None:
         )
     )
 
-    with pytest.raises(BadSignature, match="is not an Ed25519 key"):
+    with pytest.raises(NotTrusted, match="is not an Ed25519 key"):
         read_signing_key(tmp_path / "x.key")
-    with pytest.raises(BadSignature, match="is not an Ed25519 key"):
+    with pytest.raises(NotTrusted, match="is not an Ed25519 key"):
         read_trusted_keys(tmp_path / "x.pub")
 
 

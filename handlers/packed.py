@@ -1,0 +1,87 @@
+"""What an unpacked archive holds of a model → artifacts that can be called."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.report import Report, parse_report
+from modelyard.archiver.signature import Signature, parse_signature
+from modelyard.handlers.agree import Rule, joint_rules
+from modelyard.handlers.backends import Artifact, detect_format, open_artifact, torch_dtype
+from modelyard.handlers.errors import LoadError
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """An archive's artifact, and what explains it."""
+
+    path: Path
+    """Of the artifact."""
+    artifact: Artifact
+    explainer: Artifact | None
+    """A differentiable twin, the artifact itself where that is differentiable, or None."""
+    agreement: Rule | None
+    """How far the two may be apart, where both have a certificate."""
+    signature: Signature
+    """From the export's report, else as far as the artifact says."""
+
+
+def open_packed(folder: Path, manifest: Mapping[str, Any], device: torch.device) -> PackedModel:
+    """Load what the manifest of the archive in `folder` names.
+
+    Raises:
+        LoadError: a file is missing or cannot be read.
+    """
+    file = (manifest.get("model") or {}).get("serializedFile")
+    if not isinstance(file, str) or not file:
+        raise LoadError(
+            "the manifest names no artifact (model.serializedFile); "
+            "build the archive with `modelyard archive … --artifact FILE`"
+        )
+    ours = manifest.get("modelyard") or {}
+    explain = ours.get("explain") or {}
+    report = _read_report(folder, ours.get("report"))
+    artifact = _open(folder, file, report, device)
+    explainer = artifact if artifact.is_differentiable else None
+    agreement = None
+    if explain.get("artifact", file) != file:
+        twin_report = _read_report(folder, explain.get("report"))
+        explainer = _open(folder, explain["artifact"], twin_report, device)
+        if report and report.parity and twin_report and twin_report.parity:
+            # Explanations are of the first output.
+            agreement = next(iter(joint_rules(report.parity, twin_report.parity).values()))
+    signature = _read_signature(ours.get("signature"), artifact)
+    return PackedModel(folder / file, artifact, explainer, agreement, signature)
+
+
+def _read_report(folder: Path, name: str | None) -> Report | None:
+    try:
+        return parse_report((folder / name).read_bytes(), Path(name)) if name else None
+    except (OSError, ArchiveError) as error:
+        raise LoadError(f"{name} cannot be read: {error}; build the archive again") from error
+
+
+def _open(folder: Path, file: str, report: Report | None, device: torch.device) -> Artifact:
+    path = folder / file
+    if not path.is_file():
+        raise LoadError(f"the manifest names {file}, which the archive does not hold")
+    format = report.format if report else detect_format(path)
+    return open_artifact(path, format, device, share=True)
+
+
+def _read_signature(stated: Mapping[str, Any] | None, artifact: Artifact) -> Signature:
+    if stated is None:
+        return Signature(artifact.inputs)
+    try:
+        signature = parse_signature(stated)
+    except ValueError as error:
+        raise LoadError(
+            f"the manifest's signature cannot be read: {error}; build the archive again"
+        ) from error
+    for spec in signature.inputs:
+        torch_dtype(spec.dtype)  # of a name that torch knows
+    return signature
