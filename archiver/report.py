@@ -71,35 +71,42 @@ def parse_report(data: bytes, path: Path) -> Report:
         fields = Fields(parse_json(data, _MAX_REPORT_BYTES), "", problems)
     except ValueError as error:
         raise CannotArchive("cannot read the report", [f"{path.name}: {error}"]) from error
+    signature = read_signature(fields.object("signature"))
     report = Report(
         path,
         format=fields.text("format"),
         artifact_sha256=_sha256(fields, "artifact_sha256"),
         checkpoint_sha256=_sha256(fields.object("checkpoint"), "sha256"),
-        signature=read_signature(fields.object("signature")),
-        parity=_parity(fields) if "parity" in fields.values else None,
+        signature=signature,
+        parity=_parity(fields, signature) if "parity" in fields.values else None,
     )
     if problems:
         raise CannotArchive("cannot read the report", [f"{path.name}: {p}" for p in problems])
     return report
 
 
-def _parity(fields: Fields) -> Parity:
+def _parity(fields: Fields, signature: Signature) -> Parity:
     parity = fields.object("parity")
-    outputs = parity.object("outputs")
-    each = {name: outputs.object(name) for name in outputs.values}
-    integers = parity.object("integers") if "integers" in parity.values else None
-    plan = parity.object("plan") if "plan" in parity.values else None
+    # Reports of older versions state one tolerance for all outputs, and less of the inputs.
+    outputs = _optional(parity, "outputs")
+    integers = _optional(parity, "integers")
+    plan = _optional(parity, "plan")
     return Parity(
         tolerances={
-            name: (output if "tolerance" in output.values else parity).number("tolerance")
-            for name, output in each.items()
+            spec.name: (
+                outputs.object(spec.name) if spec.name in outputs.values else parity
+            ).number("tolerance")
+            for spec in signature.outputs
         },
-        is_quantized="details" in fields.values and "quantize" in fields.object("details").values,
-        below={name: _bound(integers, name) for name in integers.values} if integers else {},
+        is_quantized="quantize" in _optional(fields, "details").values,
+        below={name: _bound(integers, name) for name in integers.values},
         kinds=tuple(parity.items("kinds")) if "kinds" in parity.values else (),
-        is_reduced=plan.boolean("reduced") if plan and "reduced" in plan.values else True,
+        is_reduced=plan.boolean("reduced") if "reduced" in plan.values else True,
     )
+
+
+def _optional(fields: Fields, key: str) -> Fields:
+    return fields.object(key) if key in fields.values else Fields({}, fields.at(key), [])
 
 
 def _bound(integers: Fields, name: str) -> int:
