@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -23,11 +22,11 @@ from rich.progress import (
 )
 
 from modelyard.archiver.errors import ArchiveError, BadName, Differs
+from modelyard.archiver.terminal import err
 
 if TYPE_CHECKING:
     from modelyard.archiver.read import Archive
     from modelyard.archiver.verify import Check
-    from modelyard.archiver.write import Packed
 
 archive_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 verify_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -148,11 +147,20 @@ def archive(
                 force=force,
                 progress=progress,
             )
+    files = [vars(file) for file in packed.files]
     if as_json:
-        print(json.dumps(_packed_to_json(packed, name, version, plan.warnings), indent=2))
+        described = {
+            "archive": str(packed.path),
+            "name": name,
+            "version": version,
+            "digest": packed.digest,
+            "files": files,
+            "warnings": list(plan.warnings),
+        }
+        print(json.dumps(described, indent=2))
     else:
-        _print_table((file.name, file.size_bytes, file.sha256, file.role) for file in packed.files)
-        print(f"{packed.path}: {len(packed.files)} files, digest {packed.digest}")
+        _print_files(files, "role")
+        print(f"{packed.path}: {len(files)} files, digest {packed.digest}")
 
 
 @verify_app.command(epilog="Example: modelyard verify model_store/digits.mar")
@@ -245,16 +253,9 @@ def _exit_codes() -> Iterator[None]:
 @contextmanager
 def _progress(verb: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on standard error when it is a terminal; it disappears at the end."""
-    console = Console(stderr=True)
-    columns = (
-        TextColumn(verb),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        TextColumn(verb), *columns, console=err, transient=True, disable=not err.is_terminal
     ) as bar:
         task = bar.add_task(verb, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
@@ -269,39 +270,27 @@ def _paths(texts: Iterable[str]) -> list[Path]:
     return paths
 
 
-def _print_table(rows: Iterable[tuple[Any, ...]]) -> None:
-    """Print name, size, the first 12 digits of the SHA-256 and, when there is one, the role."""
-    head = ("FILE", "BYTES", "SHA256", "ROLE")
-    lines = [(name, f"{size:,}", digest[:12], *rest) for name, size, digest, *rest in rows]
-    lines.insert(0, head[: len(lines[0])])
-    widths = [max(len(line[column]) for line in lines) for column in range(2)]
-    for name, size, *rest in lines:
-        digest, *role = rest
-        print(f"{name:<{widths[0]}}  {size:>{widths[1]}}  {digest:<12}  {' '.join(role)}".rstrip())
+def _print_files(files: Iterable[Mapping[str, Any]], *columns: str) -> None:
+    """Print name, size, the first 12 digits of the SHA-256 and further columns."""
+    lines = [
+        (f["name"], f"{f['size_bytes']:,}", f["sha256"][:12], *(f[name] for name in columns))
+        for f in files
+    ]
+    lines.insert(0, ("FILE", "BYTES", "SHA256", *map(str.upper, columns)))
+    name_width, size_width = (max(len(line[column]) for line in lines) for column in range(2))
+    for name, size, digest, *rest in lines:
+        print(f"{name:<{name_width}}  {size:>{size_width}}  {digest:<12}  {''.join(rest)}".rstrip())
 
 
 def _print_checked(result: dict[str, Any], checks: Iterable[Check]) -> None:
     """Print the files, then what was checked and what came of it."""
-    _print_table((f["name"], f["size_bytes"], f["sha256"]) for f in result["files"])
+    _print_files(result["files"])
     lines = [("CHECK", "RESULT"), *((check.subject, check.result) for check in checks)]
     width = max(len(subject) for subject, _ in lines)
     print()
     for subject, outcome in lines:
         print(f"{subject:<{width}}  {outcome}")
     print(f"{result['archive']}: {len(result['files'])} files, digest {result['digest']}")
-
-
-def _packed_to_json(
-    packed: Packed, name: str, version: str, warnings: Iterable[str]
-) -> dict[str, Any]:
-    return {
-        "archive": str(packed.path),
-        "name": name,
-        "version": version,
-        "digest": packed.digest,
-        "files": [vars(file) for file in packed.files],
-        "warnings": list(warnings),
-    }
 
 
 def _archive_to_json(opened: Archive) -> dict[str, Any]:

@@ -1,6 +1,5 @@
 """The first submodule at which an artifact leaves the checkpoint's model."""
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 from modelyard.exporter.arguments import own_name
 from modelyard.exporter.errors import cause
+from modelyard.exporter.quiet import quiet
 from modelyard.exporter.reference import Case, Reference
 from modelyard.handlers.agree import TOLERANCES, compare
 
@@ -90,11 +90,8 @@ def _keep(name: str, seen: _Seen) -> Callable[[nn.Module, Any, Any], None]:
 
 def _in_program(artifact: Path, eager: _Seen, case: Case) -> Iterator[tuple[str, float]]:
     """Yield back the program's module tree, and hook that too."""
-    with warnings.catch_warnings():
-        # Raised inside torch.export, which copies programs made by the same torch.
-        warnings.filterwarnings("ignore", r".*treespec, LeafSpec", FutureWarning)
-        with artifact.open("rb") as file:
-            module = torch.export.unflatten(torch.export.load(file))
+    with quiet(), artifact.open("rb") as file:
+        module = torch.export.unflatten(torch.export.load(file))
     with _hooked(module) as seen, torch.no_grad():
         module(*(value.clone() for value in case.inputs))
     for name, (_, output) in eager.items():
@@ -104,8 +101,7 @@ def _in_program(artifact: Path, eager: _Seen, case: Case) -> Iterator[tuple[str,
 
 def _in_script(artifact: Path, eager: _Seen, case: Case) -> Iterator[tuple[str, float]]:
     """Call each scripted submodule on what the eager one was given."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is", DeprecationWarning)
+    with quiet():
         script = torch.jit.load(str(artifact), map_location="cpu")  # type: ignore[no-untyped-call]
     script.eval()
     scripted = {own_name(name): module for name, module in script.named_modules()}

@@ -1,11 +1,7 @@
 """The exported program → native code for this CPU (an AOTInductor package, `.aoti.pt2`)."""
 
 import json
-import logging
 import shutil
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from zipfile import ZipFile, ZipInfo
 
@@ -15,6 +11,7 @@ from torch.export import ExportedProgram
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError
+from modelyard.exporter.quiet import quiet
 
 METADATA = "modelyard"
 """The package's metadata key that holds the signature: the code itself checks no input."""
@@ -39,7 +36,7 @@ def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[st
     raw = path.with_name("raw.pt2")
     stated = {METADATA: json.dumps({"torch": torch.__version__, **signature.to_json()})}
     try:
-        with _quiet():
+        with quiet("torch._inductor"):
             torch._inductor.aoti_compile_and_package(
                 program,
                 package_path=str(raw),
@@ -72,19 +69,3 @@ def _write_without_sources(raw: Path, path: Path) -> dict[str, str]:
             with source.open(entry) as content, target.open(kept, "w") as copy:
                 shutil.copyfileobj(content, copy)
     return tied
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what the compiler's own modules warn about when they are imported and run."""
-    logger = logging.getLogger("torch._inductor")
-    level = logger.level
-    logger.setLevel(logging.CRITICAL)  # the error that is raised says it
-    try:
-        with warnings.catch_warnings():
-            # torch._inductor defines a script method at import, which torch.jit deprecates.
-            warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is", DeprecationWarning)
-            warnings.filterwarnings("ignore", r".*treespec, LeafSpec", FutureWarning)
-            yield
-    finally:
-        logger.setLevel(level)

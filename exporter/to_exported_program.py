@@ -4,7 +4,6 @@ import inspect
 import linecache
 import logging
 import re
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from io import StringIO
@@ -19,9 +18,9 @@ from torch.fx import GraphModule
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError
+from modelyard.exporter.quiet import quiet
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
-_FLAT_WEIGHTS = r"The tensor attributes? (self\.\S*_flat_weights\[\d+\](, )?)+ w"
 _TALKATIVE = ("torch.export._trace", _SHAPES_LOG)
 _SOURCE_FILE = re.compile(r'(?<=File ")[^"\n]*[/\\](?=[^"/\\\n]+")')
 # How torch logs why a size became a number, with the end of the file's path:
@@ -62,29 +61,8 @@ def _trace(
     model: nn.Module, example: tuple[Tensor, ...], shapes: tuple[object, ...]
 ) -> ExportedProgram:
     """Trace without what torch prints when it fails: the error that it raises says it."""
-    with _levels(logging.CRITICAL), _quiet():
+    with quiet(*_TALKATIVE), redirect_stderr(StringIO()), any_length():
         return torch.export.export(model, example, dynamic_shapes=shapes)
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings(), redirect_stderr(StringIO()), any_length():
-        # Recurrent layers of torch set their list of weights anew in every call.
-        warnings.filterwarnings("ignore", _FLAT_WEIGHTS, UserWarning)
-        yield
-
-
-@contextmanager
-def _levels(level: int) -> Iterator[None]:
-    loggers = [logging.getLogger(name) for name in _TALKATIVE]
-    before = [logger.level for logger in loggers]
-    try:
-        for logger in loggers:
-            logger.setLevel(level)
-        yield
-    finally:
-        for logger, old in zip(loggers, before, strict=True):
-            logger.setLevel(old)
 
 
 @contextmanager
@@ -128,7 +106,7 @@ def _why_not(
     lines = StringIO()
     shapes = _shapes(model, signature, Dim.AUTO)
     try:
-        with _overheard(lines), _quiet():
+        with _overheard(lines), quiet(), redirect_stderr(StringIO()), any_length():
             program = torch.export.export(model, example, dynamic_shapes=shapes)
     except Exception:
         return explain(error, "torch.export", signature)

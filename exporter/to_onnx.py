@@ -2,9 +2,6 @@
 
 import logging
 import re
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -13,6 +10,7 @@ from torch.export import ExportedProgram
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError, cause
+from modelyard.exporter.quiet import quiet
 from modelyard.exporter.to_exported_program import any_length
 
 # The largest file that protobuf, and so a single .onnx, can be.
@@ -30,7 +28,7 @@ def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[st
 
     _check_recurrent(program)
     try:
-        with _quiet(), any_length():
+        with quiet("torch.onnx._internal.exporter._registration"), any_length():
             converted = torch.onnx.export(
                 program,
                 dynamo=True,
@@ -99,8 +97,12 @@ def quantize(path: Path) -> dict[str, object]:
     del model.graph.value_info[:]
     plain = path.with_name("plain.onnx")
     onnx.save(model, plain)
-    with _quiet():
+    root = logging.getLogger()
+    root.addFilter(_is_not_advice)
+    try:
         quantize_dynamic(plain, path, weight_type=QuantType.QUInt8)
+    finally:
+        root.removeFilter(_is_not_advice)
     plain.unlink()
     kinds = [node.op_type for node in onnx.load(path).graph.node]
     quantized = sum(kinds.count(kind) for kind in _QUANTIZED)
@@ -121,25 +123,6 @@ def _shapes(signature: Signature) -> tuple[dict[int, str], ...]:
         {axis: size.name for axis, size in enumerate(spec.shape) if not isinstance(size, int)}
         for spec in signature.inputs
     )
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Silence what torch's converter says about itself on every run."""
-    registry = logging.getLogger("torch.onnx._internal.exporter._registration")
-    level, root = registry.level, logging.getLogger()
-    registry.setLevel(logging.ERROR)  # "torchvision is not installed"
-    root.addFilter(_is_not_advice)
-    try:
-        with warnings.catch_warnings():
-            # Raised inside torch.onnx, which copies programs made by the same torch.
-            warnings.filterwarnings("ignore", r".*treespec, LeafSpec", FutureWarning)
-            # One name that stands in two inputs is one size: what the signature means.
-            warnings.filterwarnings("ignore", "# The axis name: .* will not be used", UserWarning)
-            yield
-    finally:
-        registry.setLevel(level)
-        root.removeFilter(_is_not_advice)
 
 
 def _is_not_advice(record: logging.LogRecord) -> bool:

@@ -2,8 +2,6 @@
 
 import shutil
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from struct import Struct
 from zipfile import ZIP64_LIMIT, ZipFile, ZipInfo
@@ -14,6 +12,7 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain, find_place
 from modelyard.exporter.errors import cause
+from modelyard.exporter.quiet import quiet
 
 _HEADER_BYTES, _LARGE_BYTES = 30, 20  # of a zip's entry, and more of one over 2 GB
 _PAD = Struct("<2H")
@@ -40,7 +39,7 @@ def write(
     """
     details: dict[str, object]
     program: torch.jit.ScriptModule
-    with _deprecated():
+    with quiet():
         try:
             with warnings.catch_warnings():
                 # Scripting reads every property of the author's classes, deprecated ones too.
@@ -112,11 +111,3 @@ def _trace(
 
 def _said(error: Exception) -> str:
     return f"{cause(error)}{find_place(error)}"
-
-
-@contextmanager
-def _deprecated() -> Iterator[None]:
-    """Allow torch.jit: TorchScript is deprecated, and still what many deployments run."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.\w+` is", DeprecationWarning)
-        yield
