@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver.errors import ArchiveError, DoesNotRun
+from modelyard.archiver.exits import describe_exit
 from modelyard.archiver.manifest import MANIFEST_NAME, Golden, Manifest
 from modelyard.archiver.threads import thread_environment
 
@@ -165,7 +166,7 @@ def _run(command: Sequence[str], log: int) -> str:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    return f"ended with signal {-code}" if code < 0 else f"ended with code {code}"
+    return f"ended with {describe_exit(code)}"
 
 
 def _last_line(log: Path) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelyard.archiver.exits import describe_exit
 from modelyard.archiver.signature import Dim, Signature
 from modelyard.archiver.threads import thread_environment
 from modelyard.exporter.errors import ExportError, ParityError, cause
@@ -212,8 +213,8 @@ def _run_child(folder: Path, format: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         raise ParityError(
-            f"{format}: the process that checks the artifact ended with code {done.returncode} "
-            f"and no result: {said[-1]}; {_ADVICE[format]}"
+            f"{format}: the process that checks the artifact ended with "
+            f"{describe_exit(done.returncode)} and no result: {said[-1]}; {_ADVICE[format]}"
         ) from error
     return result
 

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from modelyard.archiver.exits import describe_exit
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Settings
@@ -63,4 +64,5 @@ def start_detached(
         raise
     finally:
         process.stdout.close()
-    raise StartError(f"the server ended with code {process.wait()}; its log is {state.log_file}")
+    ended = describe_exit(process.wait())
+    raise StartError(f"the server ended with {ended}; its log is {state.log_file}")

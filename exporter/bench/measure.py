@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from modelyard.archiver.exits import describe_exit
 from modelyard.archiver.quantile import nearest_rank
 from modelyard.archiver.threads import thread_environment
 from modelyard.exporter.bench.machine import describe_machine
@@ -144,10 +145,10 @@ class _Child:
         self._errors.close()
 
     def _last_words(self) -> str:
-        code = self._process.wait()
+        ended = describe_exit(self._process.wait())
         self._errors.seek(0)
         lines = [line for line in self._errors.read().splitlines() if line.strip()]
-        return f"its process ended with code {code}: {lines[-1] if lines else 'no message'}"
+        return f"its process ended with {ended}: {lines[-1] if lines else 'no message'}"
 
 
 def _bench_threads(

@@ -9,6 +9,8 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 
+from modelyard.archiver.exits import describe_exit
+
 
 class ChildProcess:
     """A process in a session of its own, which the running event loop watches.
@@ -92,11 +94,6 @@ class ChildProcess:
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
-
-
-def describe_exit(code: int) -> str:
-    """Return an exit code for people; negative ones are signals."""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 class Backoff:

@@ -10,7 +10,6 @@ import os
 import platform
 import resource
 import shutil
-import signal
 import socket
 import subprocess
 import sys
@@ -25,6 +24,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from modelyard.archiver.exits import describe_exit
 from modelyard.serve.control.sizing import control_groups, this_machine
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.settings import Address, Settings
@@ -164,7 +164,7 @@ def try_modules(names: Sequence[str]) -> dict[str, dict[str, Any]]:
         try:
             ran = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S)
             ended, output = (
-                f"it ended the process with {_describe_exit(ran.returncode)}",
+                f"it ended the process with {describe_exit(ran.returncode)}",
                 ran.stdout,
             )
         except subprocess.TimeoutExpired as error:
@@ -181,10 +181,6 @@ def try_modules(names: Sequence[str]) -> dict[str, dict[str, Any]]:
             tried[culprit] = {"error": ended, "found": {}}
         left = [name for name in left if name not in tried]
     return tried
-
-
-def _describe_exit(code: int) -> str:
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def check_cuda(tried: Mapping[str, Any], driver: str | None, has_devices: bool) -> Check:

@@ -96,7 +96,7 @@ def test_an_example_without_an_answer_records_what_the_handler_answers(
         ("import not_there\n" + ECHO, "ModuleNotFoundError: No module named 'not_there'"),
         (
             "import os, signal\nprint('bye', flush=True)\nos.kill(os.getpid(), signal.SIGKILL)\n",
-            "ended with signal 9 and left no result: bye",
+            "ended with signal SIGKILL and left no result: bye",
         ),
     ],
     ids=["import", "killed"],
