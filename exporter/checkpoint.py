@@ -58,18 +58,21 @@ def open_model(
     The author's modules stay imported until the context ends: a tracer may look for their source.
     """
     place = None if model is None else split_model(model)
-    found = read_checkpoint(checkpoint) if isinstance(checkpoint, Path) else checkpoint
+    if isinstance(checkpoint, Path):
+        checkpoint = read_checkpoint(checkpoint)
     if place is None:
-        with _open_without_model(found, trust) as built:
+        with _open_without_model(checkpoint, trust) as built:
             yield built.eval()
         return
     source, name = place
     folder = source.parent if isinstance(source, Path) else Path.cwd()
     with _importable(folder) as imported:
         module = _import_model(source)
-        built = _build(module, name, lambda factory: class_arguments(factory, found, model_args))
+        built = _build(
+            module, name, lambda factory: class_arguments(factory, checkpoint, model_args)
+        )
     try:
-        load_weights(built, found, name)
+        load_weights(built, checkpoint, name)
         yield built.eval()
     finally:
         # A package stays, as any import does; a file's neighbours must not meet another's.
@@ -261,24 +264,24 @@ def class_arguments(
         return given
     names, takes_all = _parameters(factory)
     if how != "kwargs" and how in names:
-        found: dict[str, Any] = {how: Arguments(checkpoint.hyper_parameters)}
+        arguments: dict[str, Any] = {how: Arguments(checkpoint.hyper_parameters)}
     else:
         # Only Lightning says that these are the class's arguments; others keep more beside them.
         takes_all = takes_all and checkpoint.kind.startswith("Lightning")
-        found = {
+        arguments = {
             name: value
             for name, value in checkpoint.hyper_parameters.items()
             if isinstance(name, str) and (takes_all or name in names)
         }
-    found.update(given)
-    for name, value in found.items():
+    arguments.update(given)
+    for name, value in arguments.items():
         if (refused := _refused(value)) is not None:
             raise CheckpointError(
                 f'hyper-parameter "{name}" of "{checkpoint.path.name}" is {refused}, which was '
                 "not loaded because that could run code; give its value with --model-args, name a "
                 "function with --model that sets it, or use --trust"
             )
-    return found
+    return arguments
 
 
 def _parameters(factory: Callable[..., Any]) -> tuple[set[str], bool]:
@@ -298,7 +301,7 @@ def _refused(value: Any) -> str | None:
         return None
     items = value.values() if isinstance(value, Mapping) else value
     if isinstance(value, Mapping | list | tuple):
-        return next((found for item in items if (found := _refused(item)) is not None), None)
+        return next((refused for item in items if (refused := _refused(item)) is not None), None)
     return None
 
 
@@ -316,12 +319,12 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, name: str) -> None:
     Raises:
         CheckpointError: names or shapes do not fit; the model is as it was.
     """
-    wanted = model.state_dict()
-    tensors, _ = fit_names(checkpoint.tensors, checkpoint.original_names, wanted)
-    state: dict[str, Any] = {**tensors, **_extra_state(checkpoint, wanted)}
-    missing = [key for key in _missing(model, wanted, state)]
-    unexpected = [key for key in state if key not in wanted]
-    problems = _problems(missing, unexpected, _misshaped(wanted, state))
+    expected = model.state_dict()
+    tensors, _ = fit_names(checkpoint.tensors, checkpoint.original_names, expected)
+    state: dict[str, Any] = {**tensors, **_extra_state(checkpoint, expected)}
+    missing = [key for key in _missing(model, expected, state)]
+    unexpected = [key for key in state if key not in expected]
+    problems = _problems(missing, unexpected, _misshaped(expected, state))
     if problems:
         raise CheckpointError(
             f'checkpoint "{checkpoint.path.name}" does not fit {name}: {"; ".join(problems)}. '
@@ -338,28 +341,28 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, name: str) -> None:
         ) from error
 
 
-def _extra_state(checkpoint: Checkpoint, wanted: Mapping[str, Any]) -> dict[str, Any]:
+def _extra_state(checkpoint: Checkpoint, expected: Mapping[str, Any]) -> dict[str, Any]:
     """Return what modules keep beside tensors, under the names of the class."""
-    found = dict(checkpoint.extra_state)
+    extra = dict(checkpoint.extra_state)
     for prefix in checkpoint.prefixes:
-        found = {key.removeprefix(prefix): value for key, value in found.items()}
-    return found
+        extra = {key.removeprefix(prefix): value for key, value in extra.items()}
+    return extra
 
 
-def _missing(model: nn.Module, wanted: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+def _missing(model: nn.Module, expected: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
     """List the names without a tensor, but not those that share one which is there."""
-    given = {place_of(wanted[key]) for key in state if isinstance(wanted.get(key), Tensor)}
+    given = {place_of(expected[key]) for key in state if isinstance(expected.get(key), Tensor)}
     return [
         key
-        for key, value in wanted.items()
+        for key, value in expected.items()
         if key not in state and not (isinstance(value, Tensor) and place_of(value) in given)
     ]
 
 
-def _misshaped(wanted: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+def _misshaped(expected: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
     return [
         f"{key} (checkpoint {list(state[key].shape)}, model {list(value.shape)})"
-        for key, value in wanted.items()
+        for key, value in expected.items()
         if isinstance(state.get(key), Tensor)
         and isinstance(value, Tensor)
         and not is_lazy(value)  # takes its shape from the checkpoint
@@ -382,11 +385,11 @@ def _with_nearest(names: list[str], missing: list[str]) -> list[str]:
     """Put behind a name the missing one that is most like it."""
     if len(missing) > _NEAREST_SHOWN:
         return names
-    found = []
+    shown = []
     for name in names[:_KEYS_SHOWN]:
         near = nearest(name, missing)
-        found.append(f"{name} (nearest missing: {near})" if near else name)
-    return found + names[_KEYS_SHOWN:]
+        shown.append(f"{name} (nearest missing: {near})" if near else name)
+    return shown + names[_KEYS_SHOWN:]
 
 
 def _hint(checkpoint: Checkpoint, unexpected: list[str], missing: list[str]) -> str:

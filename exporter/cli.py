@@ -163,17 +163,17 @@ def export_command(
 
 def _notes(reports: "list[ExportReport]") -> list[str]:
     """Gather what the user should know though the artifacts are proven; each once."""
-    found = [line for report in reports for line in report.warnings]
+    notes = [line for report in reports for line in report.warnings]
     for report in reports:
         batching = report.signature.batching
         # A fixed batch is what was asked for; rows that mix are not.
         if batching and not batching.batchable and not isinstance(report.signature.batch, int):
-            found.append(f"not batchable, served one request at a time: {batching.reason}")
+            notes.append(f"not batchable, served one request at a time: {batching.reason}")
         if "deprecated" in report.details:
-            found.append(str(report.details["deprecated"]))
+            notes.append(str(report.details["deprecated"]))
         if "native_code" in report.details:
-            found.append(f"{report.artifact.name} is {report.details['native_code']}")
-    return list(dict.fromkeys(found))
+            notes.append(f"{report.artifact.name} is {report.details['native_code']}")
+    return list(dict.fromkeys(notes))
 
 
 def _announce(name: str, imports: Sequence[str]) -> None:

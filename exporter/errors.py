@@ -12,7 +12,7 @@ Every message says what was seen, what was expected and what to do next.
 
 
 class ExportError(Exception):
-    """Base of every error that this room raises on purpose."""
+    """Base of every error that this package raises on purpose."""
 
 
 class UsageError(ExportError):

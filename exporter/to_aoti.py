@@ -23,7 +23,7 @@ _TIED = (
 
 
 def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[str, object]:
-    """Compile with g++ and package; say what the package is tied to.
+    """Compile with g++ and package; return what the package is tied to.
 
     Raises:
         ConversionError: no compiler, or the model has no native form.
@@ -34,13 +34,13 @@ def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[st
             "or export --format onnx, which needs no compiler"
         )
     raw = path.with_name("raw.pt2")
-    stated = {METADATA: json.dumps({"torch": torch.__version__, **signature.to_json()})}
+    metadata = {METADATA: json.dumps({"torch": torch.__version__, **signature.to_json()})}
     try:
         with quiet("torch._inductor"):
             torch._inductor.aoti_compile_and_package(
                 program,
                 package_path=str(raw),
-                inductor_configs={"aot_inductor.metadata": stated},
+                inductor_configs={"aot_inductor.metadata": metadata},
             )
     # The compiler lowers every operator by a function of its own, and then runs g++.
     except Exception as error:

@@ -37,17 +37,17 @@ class Watched:
 
     def warnings(self) -> list[str]:
         """Return in a sentence each what the author may want to change."""
-        found = [
+        lines = [
             f"forward() draws random numbers{place} ({operator}), so outputs may not repeat; "
             "draw them outside and pass them as an input"
             for operator, place in self.random.items()
         ]
-        found += [
+        lines += [
             f"gradients end{place}, under torch.no_grad() inside forward(), so explanations would "
             "leave that part out; remove it there and use it around the call"
             for place in dict.fromkeys(self.cut)
         ]
-        return found
+        return lines
 
 
 def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
@@ -57,7 +57,7 @@ def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
         model: in eval mode.
         inputs: not changed.
     """
-    found = Watched()
+    seen = Watched()
     # Products are not leaves, so that a model may still write into its input.
     given = [
         tensor.clone().requires_grad_() * 1 if tensor.is_floating_point() else tensor.clone()
@@ -65,13 +65,13 @@ def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
     ]
     counter = FlopCounterMode(display=False)
     try:
-        with torch.enable_grad(), counter, _Watch(found):
+        with torch.enable_grad(), counter, _Watch(seen):
             model(*given)
     # Gradients are not promised yet: a model may fail in any way where it now asks for them.
     except Exception:
         pass
-    found.gflop = counter.get_total_flops() / 1e9
-    return found
+    seen.gflop = counter.get_total_flops() / 1e9
+    return seen
 
 
 def plain_tensors(model: nn.Module) -> list[str]:
@@ -97,9 +97,9 @@ def in_train_mode(model: nn.Module) -> list[str]:
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Note the operators of `Watched` as they are dispatched."""
 
-    def __init__(self, found: Watched) -> None:
+    def __init__(self, seen: Watched) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._found = found
+        self._seen = seen
 
     def __torch_dispatch__(
         self,
@@ -112,11 +112,11 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = func.name().removeprefix("aten::")
         # Attention is marked as random for the dropout that it may do, and repeats without.
         if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name:
-            self._found.random.setdefault(name.partition(".")[0], _author_place())
+            self._seen.random.setdefault(name.partition(".")[0], _author_place())
         if "batch_norm" in name and _argument(func, args, given, "training"):
-            self._found.batch_norm.append(_author_place())
+            self._seen.batch_norm.append(_author_place())
         if not torch.is_grad_enabled() and _cuts(func, args):
-            self._found.cut.append(_author_place())
+            self._seen.cut.append(_author_place())
         return func(*args, **given)
 
 

@@ -92,7 +92,7 @@ def start(
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay attached.")] = False,
     explain_plan: Annotated[
         bool,
-        typer.Option("--explain-plan", help="Say what would be started and why; start nothing."),
+        typer.Option("--explain-plan", help="Report what would be started and why; start nothing."),
     ] = False,
     json_output: JsonOption = False,
 ) -> None:
@@ -243,7 +243,7 @@ def status(state_dir: StateDirOption = None, json_output: JsonOption = False) ->
         workers = model["workers"]
         ready = sum(worker["status"] == "READY" for worker in workers)
         queue = model["jobQueueStatus"]
-        room = queue["remainingCapacity"] + queue["pendingRequests"]
+        capacity = queue["remainingCapacity"] + queue["pendingRequests"]
         table.add_row(
             model["modelName"],
             model["modelVersion"] + (" (default)" if model["isDefault"] else ""),
@@ -252,7 +252,7 @@ def status(state_dir: StateDirOption = None, json_output: JsonOption = False) ->
             " ".join(str(worker["pid"]) for worker in workers),
             str(sum(worker["restarts"] for worker in workers)),
             f"{sum(worker['memoryUsage'] for worker in workers) / 1e6:.0f} MB",
-            f"{queue['pendingRequests']} of {room}",
+            f"{queue['pendingRequests']} of {capacity}",
         )
     out.print(table)
 

@@ -128,17 +128,17 @@ class Session:
     def facts(self) -> dict[str, Any]:
         """Return the subject's cost beside its calls; memory first, since counting takes some."""
         peak = _memory()
-        found: dict[str, Any] = {
+        facts: dict[str, Any] = {
             "load_s": self.load_s,
             "peak_bytes": peak,
             "own_bytes": max(peak - self.before, 0),
             "compile_s": self.compile_s if self.kind == "compile" else None,
         }
         if self.device.type == "cuda":
-            found["cuda_peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+            facts["cuda_peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
         if self.module is not None:
-            found["parameters"] = sum(value.numel() for value in self.module.parameters())
-        return {**found, **self._flops()}
+            facts["parameters"] = sum(value.numel() for value in self.module.parameters())
+        return {**facts, **self._flops()}
 
     def _flops(self) -> dict[str, Any]:
         if self.module is None or self.kind == "torchscript" or not self._inputs:

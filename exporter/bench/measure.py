@@ -51,8 +51,8 @@ def bench(plan: Plan, progress: Progress | None = None) -> BenchReport:
     cells: list[Cell] = []
     with tempfile.TemporaryDirectory() as exchange:
         for threads in plan.threads:
-            found, timed = _bench_threads(plan, threads, Path(exchange), step)
-            footprints += found
+            opened, timed = _bench_threads(plan, threads, Path(exchange), step)
+            footprints += opened
             cells += timed
     return BenchReport(
         machine=machine,
@@ -208,8 +208,8 @@ def _footprint(child: _Child) -> Footprint:
 
 
 def _cell(child: _Child, batch: int, reference: _Child) -> Cell:
-    rounds = [found for found in child.latencies[batch] if found]
-    every = sorted(latency for found in rounds for latency in found)
+    rounds = [latencies for latencies in child.latencies[batch] if latencies]
+    every = sorted(latency for latencies in rounds for latency in latencies)
     error = child.failure or child.failures.get(batch)
     if error is not None or not every:
         return Cell(child.subject.name, child.threads, batch, error=error or "it made no call")
@@ -222,7 +222,7 @@ def _cell(child: _Child, batch: int, reference: _Child) -> Cell:
         p50_ms=nearest_rank(every, 0.5),
         p99_ms=nearest_rank(every, 0.99),
         items_per_s=batch * len(every) / sum(every) * 1e3,
-        round_p50_ms=tuple(statistics.median(found) for found in rounds),
+        round_p50_ms=tuple(statistics.median(latencies) for latencies in rounds),
         **apart,
     )
 
@@ -232,11 +232,11 @@ def _difference(child: _Child, reference: _Child, batch: int) -> dict[str, Any]:
     mine, other = (one.folder / f"{batch}.pt" for one in (child, reference))
     if child is reference or not mine.exists() or not other.exists():
         return {}
-    found = torch.load(mine, weights_only=True)
-    wanted = torch.load(other, weights_only=True)
-    if [value.shape for value in found] != [value.shape for value in wanted]:
+    outputs = torch.load(mine, weights_only=True)
+    expected = torch.load(other, weights_only=True)
+    if [value.shape for value in outputs] != [value.shape for value in expected]:
         return {"error": f"its outputs have other shapes than those of {reference.subject.name}"}
-    apart = [compare(one, two) for one, two in zip(wanted, found, strict=True)]
+    apart = [compare(one, two) for one, two in zip(expected, outputs, strict=True)]
     return {name: max(each[name] for each in apart) for name in ("max_abs", "max_rel")}
 
 

@@ -88,17 +88,17 @@ def choose_subjects(
     return tuple(subjects)
 
 
-def choose_batches(signature: Signature, wanted: Sequence[int]) -> tuple[int, ...]:
-    """Return the batch sizes to measure: those wanted, else 1 and the largest that is proven.
+def choose_batches(signature: Signature, sizes: Sequence[int]) -> tuple[int, ...]:
+    """Return the batch sizes to measure: those given, else 1 and the largest that is proven.
 
     Raises:
-        UsageError: the batch is one fixed size, and another is wanted.
+        UsageError: the batch is one fixed size, and another is given.
     """
     batch = signature.batch
     if not isinstance(batch, int):
-        return tuple(dict.fromkeys(wanted or (1, batch.max if batch else 1)))
-    if any(size != batch for size in wanted):
-        raise UsageError(f"--batch {wanted[0]}: the model takes batches of {batch} only")
+        return tuple(dict.fromkeys(sizes or (1, batch.max if batch else 1)))
+    if any(size != batch for size in sizes):
+        raise UsageError(f"--batch {sizes[0]}: the model takes batches of {batch} only")
     return (batch,)
 
 

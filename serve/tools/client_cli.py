@@ -146,7 +146,7 @@ def _print_answer(answer: Answer) -> None:
 
 
 def _print_labels(answer: Answer) -> bool:
-    """Print label → probability as bars; tell whether the answer is of that form."""
+    """Print label → probability as bars; return whether the answer is of that form."""
     scores = answer.json() if answer.content_type.startswith("application/json") else None
     if not isinstance(scores, dict) or not scores:
         return False
@@ -160,7 +160,7 @@ def _print_labels(answer: Answer) -> bool:
 
 
 def _print_explanation(answer: Answer) -> bool:
-    """Print what explanations say of themselves; tell whether the answer holds any."""
+    """Print what explanations say of themselves; return whether the answer holds any."""
     content = answer.json() if answer.content_type.startswith("application/json") else None
     if not isinstance(content, dict):
         return False

@@ -127,7 +127,7 @@ def _measure(
     seconds: float,
     rounds: int,
 ) -> Tuned:
-    """Read the archive, search, and give what was found.
+    """Read the archive, search, and return the outcome.
 
     Raises:
         ServeError, ArchiveError: the model cannot be measured.

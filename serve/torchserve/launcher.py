@@ -59,7 +59,7 @@ def exists(pid: int) -> bool:
 
 
 def wait_for_end(pid: int, timeout_s: float) -> bool:
-    """Wait for a server's process to end; tell whether it did."""
+    """Wait for a server's process to end; return whether it did."""
     deadline = time.monotonic() + timeout_s
     while is_server(pid):
         if time.monotonic() > deadline:
