@@ -59,14 +59,14 @@ def inspect_command(
     from modelyard.exporter.inspection import describe
 
     try:
-        found = describe(path, weights_key, ema=ema)
+        description = describe(path, weights_key, ema=ema)
     except ExportError as error:
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
     if as_json:
-        typer.echo(json.dumps(found, indent=2, allow_nan=False))
+        typer.echo(json.dumps(description, indent=2, allow_nan=False))
     else:
-        _print(found, top)
+        _print(description, top)
     if graph:
         _show_graph(path)
 
@@ -83,26 +83,26 @@ def _show_graph(artifact: Path) -> None:
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
 
 
-def _print(found: Mapping[str, Any], top: int) -> None:
+def _print(description: Mapping[str, Any], top: int) -> None:
     # Rich takes 80 columns for what is not a terminal and would fold names.
     console = Console(highlight=False, width=None if sys.stdout.isatty() else _PIPE_COLUMNS)
-    for part in (_summary(found), *_details(found), *_tensor_tables(found, top)):
+    for part in (_summary(description), *_details(description), *_tensor_tables(description, top)):
         console.print(part)
-    for name in found.get("refused", []):
+    for name in description.get("refused", []):
         console.print(f"[red]refused[/red] {escape(name)}: not imported")
-    for note in found.get("notes", []):
+    for note in description.get("notes", []):
         console.print(f"[yellow]note[/yellow] {escape(note)}")
 
 
-def _summary(found: Mapping[str, Any]) -> Table:
-    weights = found.get("weights") or {}
-    hint = found.get("class")
-    model = found.get("model") or {}
+def _summary(description: Mapping[str, Any]) -> Table:
+    weights = description.get("weights") or {}
+    hint = description.get("class")
+    model = description.get("model") or {}
     rows: list[tuple[str, Any]] = [
-        ("file", found["file"]),
-        (found["what"], found["kind"]),
-        ("writer", _joined(found.get("writer"), found.get("writer_version"))),
-        ("read by", found.get("loader")),
+        ("file", description["file"]),
+        (description["what"], description["kind"]),
+        ("writer", _joined(description.get("writer"), description.get("writer_version"))),
+        ("read by", description.get("loader")),
         ("model", _joined(model.get("name"), model.get("version"))),
         ("digest", model.get("digest")),
         (
@@ -110,7 +110,7 @@ def _summary(found: Mapping[str, Any]) -> Table:
             "yes; `modelyard verify --public-key` checks it" if model.get("is_signed") else None,
         ),
         ("handler", model.get("handler")),
-        ("artifact", (found.get("serialized") or {}).get("name")),
+        ("artifact", (description.get("serialized") or {}).get("name")),
         ("explained by", model.get("explained_by")),
         ("golden requests", model.get("golden_requests")),
         (
@@ -123,12 +123,12 @@ def _summary(found: Mapping[str, Any]) -> Table:
         ("averaged weights", weights.get("ema_key")),
         ("parameters", f"{weights['parameters']:,}" if weights else None),
         ("size", size(weights["size_bytes"]) if weights.get("size_bytes") else None),
-        ("dtypes", ", ".join(f"{name} × {n}" for name, n in found.get("dtypes", {}).items())),
+        ("dtypes", ", ".join(f"{name} × {n}" for name, n in description.get("dtypes", {}).items())),
         ("stripped", ", ".join(weights.get("prefixes_stripped") or ())),
         ("tied", "; ".join(" = ".join(names) for names in weights.get("tied") or ())),
         ("not finite", ", ".join(weights.get("non_finite") or ())),
-        ("operators", found.get("operators")),
-        ("opset", ", ".join(found.get("opset", ()))),
+        ("operators", description.get("operators")),
+        ("opset", ", ".join(description.get("opset", ()))),
     ]
     table = _table(("", "left"), ("", "left"), show_header=False)
     for name, value in rows:
@@ -138,33 +138,33 @@ def _summary(found: Mapping[str, Any]) -> Table:
     return table
 
 
-def _details(found: Mapping[str, Any]) -> Iterable[Table]:
+def _details(description: Mapping[str, Any]) -> Iterable[Table]:
     for key, title in (
         ("hyper_parameters", "hyper-parameters"),
         ("training", "training"),
         ("labels", "labels"),
         ("dims", "dims"),
     ):
-        if found.get(key):
+        if description.get(key):
             table = _table((title, "left"), ("", "left"))
-            for name, value in list(found[key].items())[:40]:
+            for name, value in list(description[key].items())[:40]:
                 table.add_row(escape(str(name)), _cell(value))
             yield table
     for key in ("inputs", "outputs"):
-        if found.get(key):
+        if description.get(key):
             table = _table((key, "left"), ("dtype", "left"), ("shape", "left"))
-            for value in found[key]:
+            for value in description[key]:
                 table.add_row(escape(str(value["name"])), value["dtype"], _shape(value["shape"]))
             yield table
-    if found["what"] == "archive" or len(found.get("files", ())) > 1:
+    if description["what"] == "archive" or len(description.get("files", ())) > 1:
         table = _table(("file", "left"), ("bytes", "right"), ("sha256", "left"))
-        for file in found["files"]:
+        for file in description["files"]:
             table.add_row(escape(file["name"]), f"{file['size_bytes']:,}", file["sha256"][:12])
         yield table
 
 
-def _tensor_tables(found: Mapping[str, Any], top: int) -> Iterable[Table]:
-    tensors = found.get("tensors") or []
+def _tensor_tables(description: Mapping[str, Any], top: int) -> Iterable[Table]:
+    tensors = description.get("tensors") or []
     if not tensors:
         return
     shown = tensors

@@ -47,12 +47,12 @@ def describe(path: Path, weights_key: str | None = None, *, ema: bool = False) -
         CheckpointError: it is none of them, or is damaged.
         UsageError: it has no such weights.
     """
-    found = sniff(path)
-    if found == "TorchServe archive":
+    format = sniff(path)
+    if format == "TorchServe archive":
         with checked_archive(path) as archive:
             return {"file": path.name, **_archive(archive)}
-    if found in _ARTIFACTS:
-        content = _ARTIFACTS[found](Source.of_file(path))
+    if format in _ARTIFACTS:
+        content = _ARTIFACTS[format](Source.of_file(path))
         return {"file": path.name, **content, "files": _files(path, [path])}
     parsed = parse_checkpoint(path)
     notes: tuple[str, ...] = ()
@@ -65,36 +65,38 @@ def describe(path: Path, weights_key: str | None = None, *, ema: bool = False) -
     return {"file": path.name, **_checkpoint(take_weights(parsed, path, key), notes)}
 
 
-def _checkpoint(found: Checkpoint, notes: tuple[str, ...]) -> dict[str, Any]:
+def _checkpoint(checkpoint: Checkpoint, notes: tuple[str, ...]) -> dict[str, Any]:
     return {
         "what": "checkpoint",
-        "kind": found.kind,
-        "writer": found.writer,
-        "writer_version": found.writer_version,
-        "loader": found.loader,
+        "kind": checkpoint.kind,
+        "writer": checkpoint.writer,
+        "writer_version": checkpoint.writer_version,
+        "loader": checkpoint.loader,
         "class": None
-        if found.class_hint is None
-        else {"name": found.class_hint.name, "source": found.class_hint.source},
+        if checkpoint.class_hint is None
+        else {"name": checkpoint.class_hint.name, "source": checkpoint.class_hint.source},
         "weights": {
-            "key": found.weights_key,
-            "parameters": found.parameters,
-            "size_bytes": found.size_bytes,
-            "prefixes_stripped": list(found.prefixes),
-            "tied": [list(names) for names in found.tied],
-            "non_finite": [name for name, value in found.tensors.items() if not is_finite(value)],
-            "alternatives": dict(found.alternatives),
-            "ema_key": found.ema_key,
+            "key": checkpoint.weights_key,
+            "parameters": checkpoint.parameters,
+            "size_bytes": checkpoint.size_bytes,
+            "prefixes_stripped": list(checkpoint.prefixes),
+            "tied": [list(names) for names in checkpoint.tied],
+            "non_finite": [
+                name for name, value in checkpoint.tensors.items() if not is_finite(value)
+            ],
+            "alternatives": dict(checkpoint.alternatives),
+            "ema_key": checkpoint.ema_key,
         },
-        "dtypes": _dtypes(found.tensors),
-        "tensors": _tensors(found.tensors),
-        "hyper_parameters": jsonable(found.hyper_parameters),
-        "hyper_parameters_name": found.hyper_parameters_name,
-        "training": jsonable(found.training),
-        "labels": {str(index): label for index, label in found.labels.items()},
-        "refused": list(found.refused),
-        "notes": [*notes, *found.notes],
-        "sha256": found.sha256,
-        "files": [vars(file) for file in found.files],
+        "dtypes": _dtypes(checkpoint.tensors),
+        "tensors": _tensors(checkpoint.tensors),
+        "hyper_parameters": jsonable(checkpoint.hyper_parameters),
+        "hyper_parameters_name": checkpoint.hyper_parameters_name,
+        "training": jsonable(checkpoint.training),
+        "labels": {str(index): label for index, label in checkpoint.labels.items()},
+        "refused": list(checkpoint.refused),
+        "notes": [*notes, *checkpoint.notes],
+        "sha256": checkpoint.sha256,
+        "files": [vars(file) for file in checkpoint.files],
     }
 
 
@@ -261,9 +263,9 @@ def _archive(archive: Archive) -> dict[str, Any]:
 
 
 def _describe_inside(archive: Archive, source: Source) -> dict[str, Any]:
-    found = sniff_source(source)
-    if found in _ARTIFACTS:
-        return _ARTIFACTS[found](source)
+    format = sniff_source(source)
+    if format in _ARTIFACTS:
+        return _ARTIFACTS[format](source)
     parsed = read_weights(archive)
     key = choose(parsed, source.name)
     described = _checkpoint(take_weights(parsed, archive.path, key), ())

@@ -133,14 +133,14 @@ def _content(read: Read, header: _Header) -> bytes:
 def _extended(flag: bytes, data: bytes, before: dict[str, str]) -> dict[str, str]:
     """Read an extended header: what it says of the next entry."""
     if flag == _GNU_NAME:
-        found = {"path": _text(data)}
+        fields = {"path": _text(data)}
     else:
-        found = dict(_pax_records(data))
-        if flag == _PAX_GLOBAL and found:
+        fields = dict(_pax_records(data))
+        if flag == _PAX_GLOBAL and fields:
             raise Damaged("a header for all entries names a path or a size")
-    if found.keys() & before.keys():
+    if fields.keys() & before.keys():
         raise Damaged("an entry is named, or its size is given, twice")
-    return found
+    return fields
 
 
 def _pax_records(data: bytes) -> Iterator[tuple[str, str]]:

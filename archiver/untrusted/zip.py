@@ -183,15 +183,15 @@ def _find_end(source: Bytes) -> tuple[int, int, int, int]:
     if comment:
         # It may hold a second end for another reader, and neither digests nor signatures cover it.
         raise NotAZip(f"it carries a comment of {comment} bytes, which belong to no entry")
-    stated = (disk, first_disk, here, count, size, offset)
+    fields = (disk, first_disk, here, count, size, offset)
     end64 = _find_end64(source, end)
     if end64 is not None:
         limits = (0xFFFF,) * 4 + (_MAX32,) * 2
         wide, end = end64
-        if any(a not in (b, limit) for a, b, limit in zip(stated, wide, limits, strict=True)):
+        if any(a not in (b, limit) for a, b, limit in zip(fields, wide, limits, strict=True)):
             raise NotAZip("its two end-of-directory records differ")
-        stated = wide
-    disk, first_disk, here, count, size, offset = stated
+        fields = wide
+    disk, first_disk, here, count, size, offset = fields
     if disk or first_disk or here != count:
         raise NotAZip("it is one part of a zip of several files")
     return count, size, offset, end
@@ -296,10 +296,10 @@ def local_problem(entry: ZipMember, local: LocalHeader) -> str | None:
     if local.raw_name != entry.raw_name:
         shown = quoted(local.raw_name.decode("utf-8", "backslashreplace"))
         return f"its own header names it {shown}"
-    stated = (local.flags, local.method, local.crc, local.packed_bytes, local.size_bytes)
+    header = (local.flags, local.method, local.crc, local.packed_bytes, local.size_bytes)
     expected = (entry.flags, entry.method, entry.crc, entry.packed_bytes, entry.size_bytes)
     # A streamed entry's sizes follow its data; its header may leave them 0.
-    if stated == expected or (entry.flags & _STREAMED and stated == (*expected[:2], 0, 0, 0)):
+    if header == expected or (entry.flags & _STREAMED and header == (*expected[:2], 0, 0, 0)):
         return None
     return "its own header and the directory differ"
 

@@ -137,10 +137,10 @@ def _tensor(
 def _ints(values: Any) -> list[int] | None:
     if not isinstance(values, list):
         return None
-    found = [value.get("as_int") if isinstance(value, dict) else None for value in values]
-    if not all(type(number) is int and 0 <= number < 1 << 48 for number in found):
+    numbers = [value.get("as_int") if isinstance(value, dict) else None for value in values]
+    if not all(type(number) is int and 0 <= number < 1 << 48 for number in numbers):
         return None
-    return [number for number in found if number is not None]
+    return [number for number in numbers if number is not None]
 
 
 def _describe(
@@ -168,7 +168,7 @@ def _describe(
 
 
 def _arguments(specs: Any, kind: str, values: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-    found = []
+    arguments = []
     for spec in _list(specs):
         if not isinstance(spec, dict) or kind not in spec:
             continue
@@ -176,11 +176,11 @@ def _arguments(specs: Any, kind: str, values: Mapping[str, Any]) -> tuple[Mappin
         meta = _dict(values.get(name or ""))
         dtype = _DTYPES.get(meta.get("dtype") or 0)
         shape = [_size(size) for size in _list(meta.get("sizes"))]
-        found.append(
+        arguments.append(
             {"name": name, "dtype": str(dtype).removeprefix("torch.") if dtype else None}
             | {"shape": shape}
         )
-    return tuple(found)
+    return tuple(arguments)
 
 
 def _size(size: Any) -> int | str:
@@ -193,14 +193,14 @@ def _size(size: Any) -> int | str:
 
 
 def _dims(constraints: Any) -> dict[str, dict[str, int | None]]:
-    found = {}
+    dims = {}
     for name, span in _dict(constraints).items():
         symbol = re.match(r"Symbol\('(\w+)'", name)
-        found[symbol.group(1) if symbol else name[:80]] = {
+        dims[symbol.group(1) if symbol else name[:80]] = {
             "min": _dict(span).get("min_val"),
             "max": _dict(span).get("max_val"),
         }
-    return found
+    return dims
 
 
 def _dict(value: Any) -> dict[str, Any]:

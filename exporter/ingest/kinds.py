@@ -53,7 +53,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class Found:
+class Classification:
     """A checkpoint's kind and the sets of weights in it."""
 
     kind: str
@@ -196,7 +196,7 @@ RULES = (
 _EMA = re.compile(r"(^|[._-])(ema|averaged?|averaging|shadow)([._-]|$)")
 
 
-def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Found:
+def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Classification:
     """Return what kind a saved object is, and list every set of weights in it.
 
     Args:
@@ -213,7 +213,7 @@ def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Found:
             "dict: save model.state_dict()"
         )
     if isinstance(root, nn.Module) or module_tree.is_module(root):
-        return Found("pickled module", None, {"": _of_module(root)}, "", None)
+        return Classification("pickled module", None, {"": _of_module(root)}, "", None)
     content = as_mapping(root)
     wants = f", and wants {', '.join(refused)}, which was refused" if refused else ""
     if content is None:
@@ -227,7 +227,7 @@ def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Found:
     chosen = None if rule is None else next((key for key in rule.weights if key in weights), None)
     flat = tensor_map(content)
     if chosen is None and flat is not None and _is_flat(content):
-        return Found("state dict", None, {"": flat}, "", None)
+        return Classification("state dict", None, {"": flat}, "", None)
     if not weights:
         raise CheckpointError(
             f'checkpoint "{file}" holds {_shown(content)}{wants}; expected a plain state dict, '
@@ -237,7 +237,7 @@ def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Found:
     if chosen is None and len(set(weights) - {ema}) == 1:
         (chosen,) = set(weights) - {ema}
     kind = "training checkpoint" if rule is None or chosen is None else rule.kind
-    return Found(kind, rule if chosen is not None else None, weights, chosen, ema)
+    return Classification(kind, rule if chosen is not None else None, weights, chosen, ema)
 
 
 def as_mapping(value: Any) -> Mapping[str, Any] | None:

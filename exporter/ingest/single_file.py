@@ -9,7 +9,14 @@ from torch import nn
 from modelyard.exporter.errors import CheckpointError, cause
 from modelyard.exporter.ingest import module_tree
 from modelyard.exporter.ingest.exported_program import read_exported_program
-from modelyard.exporter.ingest.kinds import Found, Rule, Weights, as_mapping, at, find_weights
+from modelyard.exporter.ingest.kinds import (
+    Classification,
+    Rule,
+    Weights,
+    as_mapping,
+    at,
+    find_weights,
+)
 from modelyard.exporter.ingest.parsed import ParsedCheckpoint
 from modelyard.exporter.ingest.pickles import UnresolvedCall
 from modelyard.exporter.ingest.plain import to_plain
@@ -45,23 +52,23 @@ def read_file(source: Source, announce: Announce | None = None) -> ParsedCheckpo
 
     Args:
         source: its bytes.
-        announce: given when the file is trusted to run its code.
+        announce: only for a file that is trusted to run its code.
 
     Raises:
         CheckpointError: it is none, is damaged, or holds no weights.
     """
-    found = sniff_source(source)
-    reader = _READERS.get(found)
+    format = sniff_source(source)
+    reader = _READERS.get(format)
     if reader is None:
-        raise refusal(found, source.name)
+        raise refusal(format, source.name)
     parsed = reader(source, announce)
     return parsed if source.path is None else replace(parsed, paths=(source.path,))
 
 
-def refusal(found: str, name: str) -> CheckpointError:
+def refusal(format: str, name: str) -> CheckpointError:
     """Return why a format is not taken, and what to do."""
-    if found in ADVICE:
-        return CheckpointError(f'"{name}" is not a checkpoint ({found}): {ADVICE[found]}')
+    if format in ADVICE:
+        return CheckpointError(f'"{name}" is not a checkpoint ({format}): {ADVICE[format]}')
     return CheckpointError(
         f'"{name}" is not a checkpoint that can be read; expected a file of torch.save or '
         "safetensors, or the folder that a trainer wrote: save torch.save(model.state_dict(), …)"
@@ -126,24 +133,24 @@ def _first_kind(file: TorchFile, name: str) -> str:
 
 
 def _parse_object(root: Any, name: str, loader: str, refused: tuple[str, ...]) -> ParsedCheckpoint:
-    found = find_weights(root, name, refused)
-    allowed = allowed_names(found.kind)
-    hyper, how = _hyper_parameters(root, found, allowed)
+    classified = find_weights(root, name, refused)
+    allowed = allowed_names(classified.kind)
+    hyper, how = _hyper_parameters(root, classified, allowed)
     tree = root if isinstance(root, UnresolvedCall) else None
-    chosen = found.weights.get(found.default or "")
+    chosen = classified.weights.get(classified.default or "")
     tree = chosen.module if chosen is not None and chosen.module is not None else tree
     module = root if isinstance(root, nn.Module) else None
     if tree is not None and module_tree.is_module(tree):
         module = module_tree.build_stock(tree)
-    rule = found.rule
+    rule = classified.rule
     version = None if rule is None or rule.version is None else at(root, rule.version)
     return ParsedCheckpoint(
-        kind=found.kind,
+        kind=classified.kind,
         loader=loader,
-        weights=found.weights,
-        default=found.default,
+        weights=classified.weights,
+        default=classified.default,
         paths=(),
-        ema=found.ema,
+        ema=classified.ema,
         writer=rule.writer if rule else None,
         writer_version=str(version) if isinstance(version, str | int | float) else None,
         hyper_parameters=hyper,
@@ -152,20 +159,21 @@ def _parse_object(root: Any, name: str, loader: str, refused: tuple[str, ...]) -
         refused=refused,
         class_hint=_class_hint(root, tree),
         module=module,
-        notes=_deepspeed_notes(root, found),
+        notes=_deepspeed_notes(root, classified),
     )
 
 
 def _hyper_parameters(
-    root: Any, found: Found, allowed: frozenset[str]
+    root: Any, classified: Classification, allowed: frozenset[str]
 ) -> tuple[Mapping[str, Any], str | None]:
-    if found.rule is None:
+    rule = classified.rule
+    if rule is None:
         return {}, None
-    for path in found.rule.hyper_parameters:
-        value = to_plain(at(root, path), allowed) if path else _flattened(root, found.rule, allowed)
+    for path in rule.hyper_parameters:
+        value = to_plain(at(root, path), allowed) if path else _flattened(root, rule, allowed)
         if isinstance(value, Mapping) and value:
-            how = at(root, "hparams_name") if found.rule.builds else None
-            default = "kwargs" if found.rule.builds else None
+            how = at(root, "hparams_name") if rule.builds else None
+            default = "kwargs" if rule.builds else None
             return value, how if isinstance(how, str) and how.isidentifier() else default
     return {}, None
 
@@ -184,17 +192,17 @@ def _class_hint(root: Any, tree: UnresolvedCall | None) -> ClassHint | None:
     return ClassHint(arch, '"arch" of the checkpoint') if isinstance(arch, str) else None
 
 
-def _deepspeed_notes(root: Any, found: Found) -> tuple[str, ...]:
+def _deepspeed_notes(root: Any, classified: Classification) -> tuple[str, ...]:
     """Refuse a rank's share of the weights.
 
     Raises:
         CheckpointError: the weights are spread over several files.
     """
     content = as_mapping(root) or {}
-    if found.kind != "DeepSpeed rank file":
+    if classified.kind != "DeepSpeed rank file":
         return ()
     ranks = content.get("mp_world_size")
-    tensors = next(iter(found.weights.values())).tensors
+    tensors = next(iter(classified.weights.values())).tensors
     if isinstance(ranks, int) and ranks > 1:
         raise spread_over_ranks(f"it is one of {ranks} model-parallel ranks")
     if tensors and all(tensor.numel() == 0 for tensor in tensors.values()):

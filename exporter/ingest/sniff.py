@@ -1,11 +1,11 @@
 """What a file or folder is, by its bytes and its shape; its name and suffix say nothing."""
 
 import io
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from modelyard.archiver.untrusted.container import Damaged
+from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.untrusted.tar import BLOCK_BYTES, GZIP_MAGIC, Inflated, read_entries
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest.source import Source, Window, zip_names
@@ -38,7 +38,7 @@ ADVICE: Mapping[str, str] = {
     "checkpoint tools to one file first",
     "unpacked zip": "it is an unpacked file of torch.save; give the file itself",
 }
-"""Formats that hold no weights this room can take, and what to do instead."""
+"""Formats without weights that are read here, and what to do instead."""
 
 
 def sniff(path: Path) -> str:
@@ -62,9 +62,9 @@ def sniff_source(source: Source) -> str:
         return _sniff_zip(source)
     if head[:1] == b"\x80" and head.find(LEGACY_MAGIC) in (2, 11):
         return "torch legacy"
-    for magic, at, found in _MAGICS:
+    for magic, at, format in _MAGICS:
         if head[at : at + len(magic)] == magic:
-            return found
+            return format
     if head[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
         return _sniff_tar(source)
     if head[:2] == b"\x1f\x8b":
@@ -158,9 +158,9 @@ def _varint(data: memoryview, position: int) -> tuple[int, int]:
 def sniff_folder(folder: Path) -> str:
     """Return what a folder is by the files that it holds."""
     names = {entry.name for entry in folder.iterdir()}
-    for wanted, found in _FOLDERS:
-        if wanted in names and (found != "Determined" or _is_determined(folder)):
-            return found
+    for name, format in _FOLDERS:
+        if name in names and (format != "Determined" or _is_determined(folder)):
+            return format
     if ".metadata" in names and any(name.endswith(".distcp") for name in names):
         return "DCP"
     if "latest" in names and any(name.startswith(("checkpoint", "global_step")) for name in names):
@@ -195,8 +195,8 @@ def _peek(path: Path) -> Mapping[str, object]:
     try:
         if path.stat().st_size > _MAX_PEEK:
             return {}
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
 

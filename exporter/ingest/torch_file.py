@@ -155,7 +155,7 @@ class _LegacyStorages:
         self._source = source
         self._made: dict[str, Storage] = {}
         self._views: dict[str, Storage] = {}
-        self._room = len(source)
+        self._bytes_left = len(source)
 
     def refuse(self, identifier: Any) -> Any:
         raise BadPickle("a storage outside the pickle that may name some")
@@ -189,8 +189,8 @@ class _LegacyStorages:
 
     def _make(self, key: str, dtype: torch.dtype, numel: int) -> Storage:
         # Each storage's bytes are in the file, so all of them are no more than it has.
-        self._room -= numel * dtype.itemsize
-        if self._room < 0:
+        self._bytes_left -= numel * dtype.itemsize
+        if self._bytes_left < 0:
             raise BadPickle(f"storage {key!r} of {numel} × {dtype}, more than the file has")
         made = torch.zeros(numel * dtype.itemsize, dtype=torch.uint8).untyped_storage()
         self._made[key] = Storage(made, dtype)
