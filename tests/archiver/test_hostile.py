@@ -352,7 +352,7 @@ def test_own_header_of_a_streamed_entry_must_not_hide_another_name(tmp_path: Pat
 def test_refusing_a_bomb_takes_little_memory(tmp_path: Path, case: str) -> None:
     (tmp_path / "bomb.mar").write_bytes(REFUSED[case][0]())
     code = (
-        "import resource, sys, archiver\n"
+        "import resource, sys\nfrom modelyard import archiver\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "try:\n    archiver.open_archive(sys.argv[1])\n"
         "except archiver.ArchiveError:\n"
