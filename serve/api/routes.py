@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from importlib.metadata import version
@@ -63,6 +64,12 @@ class Routes:
             **cycle.connection.endpoints,
         }
 
+        messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
+
+        async def receive() -> Message:
+            """Return an empty body once: no route reads one, or looks for a client that leaves."""
+            return messages.pop() if messages else await asyncio.get_running_loop().create_future()
+
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 status = message["status"]
@@ -71,7 +78,7 @@ class Routes:
             else:
                 await cycle.write(message.get("body", b""), message.get("more_body", False))
 
-        await self.fastapi(scope, _receive, send)
+        await self.fastapi(scope, receive, send)
 
     def _respond(self, request: Request, error: Exception) -> Response:
         status, headers, body = self._answers.error(error, request.state.request_id)
@@ -102,8 +109,3 @@ class Routes:
         return Response(
             json.dumps(content), error.status_code, error.headers, media_type="application/json"
         )
-
-
-async def _receive() -> Message:
-    """Return an empty body: no route reads one, and all parameters are in path and query."""
-    return {"type": "http.request", "body": b"", "more_body": False}
