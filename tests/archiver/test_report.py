@@ -1,0 +1,61 @@
+"""What archives and handlers read of a report."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.report import Parity, parse_report
+
+REPORT: dict[str, Any] = {
+    "format": "onnx",
+    "artifact_sha256": "0" * 64,
+    "checkpoint": {"sha256": "0" * 64},
+    "signature": {
+        "inputs": [{"name": "ids", "dtype": "int64", "shape": ["batch"]}],
+        "outputs": [
+            {"name": "logits", "dtype": "float16", "shape": ["batch", 2]},
+            {"name": "place", "dtype": "int64", "shape": ["batch"]},
+        ],
+        "dims": {"batch": {"min": 1, "max": 8}},
+    },
+}
+
+
+def parity(stated: dict[str, Any], **others: Any) -> Parity | None:
+    document = {**REPORT, "parity": stated, **others}
+    return parse_report(json.dumps(document).encode(), Path("x.report.json")).parity
+
+
+def test_the_rule_and_the_inputs_of_an_export_are_read() -> None:
+    stated = {
+        "tolerance": 1e-2,
+        "outputs": {"logits": {"tolerance": 1e-2}, "place": {"tolerance": 0.0}},
+        "integers": {"ids": [0, 49]},
+        "kinds": ["random", "zeros"],
+        "plan": {"reduced": False},
+    }
+    assert parity(stated, details={"quantize": "int8-dynamic"}) == Parity(
+        {"logits": 1e-2, "place": 0.0}, True, {"ids": 50}, ("random", "zeros"), is_reduced=False
+    )
+
+
+def test_an_older_report_states_one_tolerance_and_nothing_of_its_inputs() -> None:
+    assert parity({"tolerance": 1e-4}) == Parity({"logits": 1e-4, "place": 1e-4})
+
+
+@pytest.mark.parametrize(
+    ("stated", "problem"),
+    [
+        ({}, "parity.tolerance: expected a number"),
+        ({"tolerance": 1e-4, "integers": {"ids": 3}}, "parity.integers.ids: expected a list"),
+        ({"tolerance": 1e-4, "integers": {"ids": [0]}}, "the smallest and the largest value"),
+        ({"tolerance": 1e-4, "plan": {"reduced": 1}}, "plan.reduced: expected true or false"),
+    ],
+    ids=["tolerance", "integers", "one end", "plan"],
+)
+def test_what_cannot_be_read_is_named(stated: dict[str, Any], problem: str) -> None:
+    with pytest.raises(CannotArchive, match=problem):
+        parity(stated)
