@@ -201,7 +201,7 @@ def draw(
     [
         (Ours, 250),
         (TorchServes, 250),
-        pytest.param(Ours, 1000, marks=pytest.mark.nightly),
+        pytest.param(Ours, 1000, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]),
     ],
 )
 def test_what_was_acknowledged_survives_kills_at_any_moment(
