@@ -20,14 +20,13 @@ TS_MODULES = frozenset(
     ts.handler_utils.distributed.deepspeed ts.handler_utils.distributed.pt_pippy
     ts.handler_utils.hf_batch_streamer ts.handler_utils.micro_batching ts.handler_utils.preprocess
     ts.handler_utils.preprocess.dali ts.handler_utils.text_utils ts.handler_utils.timer
-    ts.handler_utils.utils ts.launcher ts.metrics ts.metrics.caching_metric ts.metrics.dimension
-    ts.metrics.metric ts.metrics.metric_abstract ts.metrics.metric_cache_abstract
-    ts.metrics.metric_cache_errors ts.metrics.metric_cache_yaml_impl ts.metrics.metric_encoder
-    ts.metrics.metric_type_enum ts.metrics.metrics_store ts.metrics.unit ts.metrics.worker_metrics
-    ts.model_loader ts.protocol ts.protocol.otf_message_handler ts.service ts.torch_handler
-    ts.torch_handler.base_handler ts.torch_handler.dali_handler
-    ts.torch_handler.dali_image_classifier ts.torch_handler.distributed
-    ts.torch_handler.distributed.base_deepspeed_handler
+    ts.handler_utils.utils ts.metrics ts.metrics.caching_metric ts.metrics.dimension
+    ts.metrics.metric ts.metrics.metric_cache_abstract ts.metrics.metric_cache_errors
+    ts.metrics.metric_cache_yaml_impl ts.metrics.metric_type_enum ts.metrics.metrics_store
+    ts.metrics.unit ts.metrics.worker_metrics ts.model_loader ts.protocol
+    ts.protocol.otf_message_handler ts.service ts.torch_handler ts.torch_handler.base_handler
+    ts.torch_handler.dali_handler ts.torch_handler.dali_image_classifier
+    ts.torch_handler.distributed ts.torch_handler.distributed.base_deepspeed_handler
     ts.torch_handler.distributed.base_pippy_handler ts.torch_handler.image_classifier
     ts.torch_handler.image_processing ts.torch_handler.image_segmenter
     ts.torch_handler.object_detector ts.torch_handler.request_envelope

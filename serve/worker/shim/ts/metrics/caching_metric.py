@@ -9,17 +9,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ts.metrics.dimension import Dimension
-from ts.metrics.metric_abstract import MetricAbstract
 from ts.metrics.metric_type_enum import MetricTypes
+from ts.metrics.unit import Units
 
 logger = logging.getLogger(__name__)
 
+UNITS = Units().units
 Record = dict[str, Any]
 """name, value, unit, type, dimensions (name → value) and request_id (None without) of one value."""
 
 
-class CachingMetric(MetricAbstract):
-    """A metric that hands each value to `record`, or writes it to the log where that is None."""
+class CachingMetric:
+    """A declared metric that hands each value to `record`, or to the log where that is None.
+
+    Attributes:
+        unit: its name in output, as "Milliseconds".
+        dimension_names: the labels that every value of it has, in order.
+    """
 
     def __init__(
         self,
@@ -29,7 +35,10 @@ class CachingMetric(MetricAbstract):
         metric_type: MetricTypes = MetricTypes.COUNTER,
         record: Callable[[Record], None] | None = None,
     ) -> None:
-        super().__init__(metric_name, unit, dimension_names, metric_type)
+        self.metric_name = metric_name
+        self.unit = UNITS.get(unit, unit)
+        self.dimension_names = list(dimension_names or [])
+        self.metric_type = metric_type
         self._record = record
 
     def add_or_update(

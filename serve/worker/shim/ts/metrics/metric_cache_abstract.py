@@ -6,60 +6,40 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ts.metrics.caching_metric import CachingMetric
 from ts.metrics.dimension import Dimension
-from ts.metrics.metric_cache_errors import (
-    MetricsCacheKeyError,
-    MetricsCacheTypeError,
-    MetricsCacheValueError,
-)
+from ts.metrics.metric_cache_errors import MetricsCacheValueError
 from ts.metrics.metric_type_enum import MetricTypes
 
 Requests = Mapping[int, str] | str | None
 
 
 class MetricCacheAbstract(ABC):
-    """Metrics by type and name; reporting one that is not declared declares it.
+    """What reports metrics.
 
     Every `add_…` method takes `idx`, the index of a request in the batch (None stands for all of
     them), and `dimensions`, to which `ModelName` and `Level` are added.
     """
 
-    def __init__(self, config_file_path: str | None) -> None:
-        if not isinstance(config_file_path, str | None):
-            raise MetricsCacheTypeError(f"expected a file's path, got {config_file_path!r}")
-        self.config_file_path = config_file_path
-        self.cache: dict[MetricTypes, dict[str, CachingMetric]] = {}
+    def __init__(self, request_ids: Requests = None, model_name: str | None = None) -> None:
+        self.cache: dict[Any, Any] = {}
         self.store: list[Any] = []
-        self.request_ids: Requests = None
-        self.model_name: str | None = None
+        self.request_ids = request_ids
+        self.model_name = model_name
 
     @abstractmethod
-    def initialize_cache(self) -> None:
-        """Declare the metrics of the configuration."""
-
-    @abstractmethod
-    def add_metric_to_cache(
+    def _report(
         self,
-        metric_name: str,
+        name: str,
+        value: Any,
         unit: str,
-        dimension_names: Sequence[str] = (),
-        metric_type: MetricTypes = MetricTypes.COUNTER,
-    ) -> CachingMetric:
-        """Declare a metric; one of that type and name is replaced."""
-
-    @abstractmethod
-    def get_metric(
-        self, metric_name: str, metric_type: MetricTypes = MetricTypes.COUNTER
-    ) -> CachingMetric:
-        """Return a declared metric.
-
-        Raises:
-            MetricsCacheKeyError: there is none of that type and name.
-        """
+        request_id: str | None,
+        dimensions: Sequence[Dimension],
+        metric_type: MetricTypes,
+    ) -> None:
+        """Report a value; without a request id it belongs to no request."""
 
     def set_request_ids(self, request_ids: Requests) -> None:
-        """Report which requests the next values are about."""
+        """Set which requests the next values are about."""
         self.request_ids = request_ids
 
     def add_metric(
@@ -132,31 +112,10 @@ class MetricCacheAbstract(ABC):
         self._report(name, value, "", None, dimensions, MetricTypes.COUNTER)
 
     def _request(self, idx: int | None) -> str | None:
-        """Return the id of request `idx`, or all ids of the batch; None where nothing was said."""
+        """Return the id of request `idx`, or all ids of the batch; None where there are none."""
         requests = self.request_ids
         if not isinstance(requests, Mapping):
             return requests
         if idx is not None and idx in requests:
             return requests[idx]
         return ",".join(requests.values())
-
-    def _report(
-        self,
-        name: str,
-        value: Any,
-        unit: str,
-        request_id: str | None,
-        dimensions: Sequence[Dimension],
-        metric_type: MetricTypes,
-    ) -> None:
-        named = {dimension.name: dimension.value for dimension in dimensions}
-        if request_id is None:
-            named.setdefault("Level", "Error")
-        else:
-            named.setdefault("ModelName", self.model_name)
-            named.setdefault("Level", "Model")
-        try:
-            metric = self.get_metric(name, metric_type)
-        except MetricsCacheKeyError:
-            metric = self.add_metric_to_cache(name, unit, list(named), metric_type)
-        metric.add_or_update(value, list(named.values()), request_id)

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from ts.metrics.caching_metric import CachingMetric, Record
+from ts.metrics.dimension import Dimension
 from ts.metrics.metric_cache_abstract import MetricCacheAbstract
 from ts.metrics.metric_cache_errors import (
     GeneralMetricsCacheError,
@@ -25,7 +26,9 @@ logger = logging.getLogger(__name__)
 
 
 class MetricsCacheYamlImpl(MetricCacheAbstract):
-    """A metrics cache whose values go to the log; `initialize_cache` declares what the file says.
+    """Metrics by type and name, whose values go to the log; reporting one declares it.
+
+    `initialize_cache` declares what the file says.
 
     Args:
         config_file_path: TorchServe's metrics.yaml.
@@ -41,9 +44,9 @@ class MetricsCacheYamlImpl(MetricCacheAbstract):
     """Takes every value instead of the log."""
 
     def __init__(self, config_file_path: str) -> None:
-        super().__init__(config_file_path)
-        if not config_file_path:
-            raise MetricsCacheTypeError("no metrics.yaml is named; expected its path")
+        super().__init__()
+        _check_type("config_file_path", config_file_path or None, str)
+        self.config_file_path = config_file_path
         try:
             self._declared: Any = yaml.safe_load(Path(config_file_path).read_text("utf-8"))
         except OSError as error:
@@ -123,12 +126,34 @@ class MetricsCacheYamlImpl(MetricCacheAbstract):
         _check_type("metric_name", metric_name, str)
         _check_type("metric_type", metric_type, MetricTypes)
         try:
-            return self.cache[metric_type][metric_name]
+            metric: CachingMetric = self.cache[metric_type][metric_name]
+            return metric
         except KeyError as error:
             raise MetricsCacheKeyError(
                 f"there is no {metric_type.value} {metric_name!r}; declare it first with "
                 "add_metric_to_cache, or report it with add_metric"
             ) from error
+
+    def _report(
+        self,
+        name: str,
+        value: Any,
+        unit: str,
+        request_id: str | None,
+        dimensions: Sequence[Dimension],
+        metric_type: MetricTypes,
+    ) -> None:
+        named = {dimension.name: dimension.value for dimension in dimensions}
+        if request_id is None:
+            named.setdefault("Level", "Error")
+        else:
+            named.setdefault("ModelName", self.model_name)
+            named.setdefault("Level", "Model")
+        try:
+            metric = self.get_metric(name, metric_type)
+        except MetricsCacheKeyError:
+            metric = self.add_metric_to_cache(name, unit, list(named), metric_type)
+        metric.add_or_update(value, list(named.values()), request_id)
 
     def cache_keys(self) -> list[str]:
         """List what is declared, as `type:name`."""

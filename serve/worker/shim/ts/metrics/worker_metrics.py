@@ -27,8 +27,7 @@ class WorkerMetrics(MetricsCacheYamlImpl):
         self, context: Context, declared: Mapping[str, Sequence[Mapping[str, Any]]] | None
     ) -> None:
         self._context = context
-        MetricCacheAbstract.__init__(self, None)
-        self.model_name = context.model_name
+        MetricCacheAbstract.__init__(self, model_name=context.model_name)
         self.records: deque[Record] = deque(maxlen=MOST_RECORDS)
         """What was reported since the last `drain`."""
         self.declare(declared or {})
