@@ -11,11 +11,10 @@ from modelyard.handlers.errors import (
     PredictionException,
     TwinDiffers,
 )
-from modelyard.handlers.image_classifier import ImageClassifier
 from modelyard.handlers.tabular_handler import TabularHandler
 from modelyard.handlers.text_encoder import TextEncoder
 from modelyard.handlers.text_handler import TextHandler
-from modelyard.handlers.vision_handler import VisionHandler
+from modelyard.handlers.vision_handler import ImageClassifier, VisionHandler
 
 BUILT_IN: dict[str, type[BaseHandler]] = {
     "base_handler": BaseHandler,

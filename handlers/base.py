@@ -25,15 +25,14 @@ from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.handlers.agree import Rule
 from modelyard.handlers.backends import Artifact, Output
-from modelyard.handlers.bodies import body_of, parse_json, read_numbers, stack
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError, NoGradients
 from modelyard.handlers.explain import draw
 from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.explanation import ExplainedModel, Explanation, explain_batch
 from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
-from modelyard.handlers.labels import load_label_mapping
 from modelyard.handlers.packed import open_packed
+from modelyard.handlers.rows import body_of, load_label_mapping, parse_json, read_numbers, stack
 
 _log = logging.getLogger(__name__)
 

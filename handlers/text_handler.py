@@ -12,13 +12,12 @@ from torch import Tensor
 from modelyard.archiver.signature import UNLIMITED, Dim
 from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler, Inputs
-from modelyard.handlers.bodies import body_of, parse_json, stack
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import token_page
 from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.labels import DEFAULT_TOP_K, TopLabels, read_top_k
+from modelyard.handlers.rows import DEFAULT_TOP_K, TopLabels, body_of, parse_json, read_top_k, stack
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_LENGTH = 512

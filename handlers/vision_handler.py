@@ -15,12 +15,20 @@ from PIL import Image, ImageFilter, UnidentifiedImageError
 from torch import Tensor
 
 from modelyard.archiver.signature import Dim, Size, TensorSpec
+from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler, Inputs
-from modelyard.handlers.bodies import body_of, read_numbers, stack
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import draw
 from modelyard.handlers.explain.explanation import Explanation
+from modelyard.handlers.rows import (
+    DEFAULT_TOP_K,
+    TopLabels,
+    body_of,
+    read_numbers,
+    read_top_k,
+    stack,
+)
 
 MAX_PIXELS = 89_478_485
 """Largest image decoded: Pillow's own limit, a quarter of a gigabyte as 24 bits a pixel."""
@@ -200,6 +208,23 @@ class VisionHandler(BaseHandler):
             values: np.ndarray = self.table[:, pixels]
             return values
         return np.stack([table[pixels[:, :, c]] for c, table in enumerate(self.table)])
+
+
+class ImageClassifier(VisionHandler):
+    """Answer {"label": probability, …}, the likeliest first; `handler.top_k` says how many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top_labels = TopLabels(DEFAULT_TOP_K, self.label)
+
+    def initialize(self, context: Context) -> None:
+        """Load the archive, its `handler.image` and its `handler.top_k`."""
+        super().initialize(context)
+        self.top_labels = TopLabels(read_top_k(self.settings), self.label)
+
+    def postprocess(self, outputs: Output) -> list[Any]:
+        """Turn logits (N, K) into one dict per request: labels and their softmax, descending."""
+        return self.top_labels(outputs)
 
 
 def read_settings(section: Any) -> ImageSettings:

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
-from modelyard.handlers.bodies import parse_strictly
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribution import DEFAULT_TOLERANCE, MAX_STEPS
 from modelyard.handlers.explain.methods import METHODS
+from modelyard.handlers.rows import parse_strictly
 
 Row = Mapping[str, Any]
 

@@ -177,7 +177,7 @@ class DirectReply:
 
 
 def pack_head(cycle: RequestResponseCycle, rest: str, id: str) -> bytes:
-    """Pack what a worker needs of the request's head; `worker.request` reads it."""
+    """Pack what a worker needs of the request's head; `worker.codec` reads it."""
     # The path is decoded already and may hold a NUL, which separates the fields.
     fields = (rest.replace("\0", "%00").encode(), cycle.query, id.encode(), *cycle.spelled)
     return wire.pack_meta(fields)

@@ -165,7 +165,7 @@ class Call:
     Args:
         model: what answers.
         kind: PREDICT or EXPLAIN.
-        head: of the request, packed as `worker.request` reads it.
+        head: of the request, packed as `worker.codec` reads it.
         sink: where the reply goes.
         timeout_s: how long the client waits; the model's own limit holds too.
         has_left: returns whether the client has left; None where there is none.

@@ -12,7 +12,7 @@ from modelyard.serve.errors import BadRequest
 
 MAX_PARTS = 1000
 MAX_CONTENT_TYPE = 1000
-"""The limits of `serve/worker/request.py`: what it would refuse takes no time of the server."""
+"""The limits of `serve/worker/codec.py`: what it would refuse takes no time of the server."""
 
 
 def form_field(headers: Iterable[tuple[bytes, bytes]], body: bytes, name: str) -> str | None:

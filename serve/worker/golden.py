@@ -11,7 +11,7 @@ from typing import Any
 from modelyard.handlers.agree import json_difference
 from modelyard.handlers.errors import LoadError
 from modelyard.serve.dataplane import wire
-from modelyard.serve.worker.answer import OURS, Answer
+from modelyard.serve.worker.codec import OURS, Answer
 from modelyard.serve.worker.load import Service
 from modelyard.serve.worker.loop import answer_batch
 

@@ -19,7 +19,7 @@ from modelyard.handlers import BUILT_IN, BaseHandler, Context
 from modelyard.handlers.entry_point import Entry, FoundHandler, find_handler
 from modelyard.handlers.errors import LoadError
 from modelyard.serve.worker import torchserve
-from modelyard.serve.worker.answer import OURS, Rules
+from modelyard.serve.worker.codec import OURS, Rules
 
 SHIM = Path(__file__).parent / "shim"
 

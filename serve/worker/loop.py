@@ -23,19 +23,19 @@ import torch
 from modelyard.handlers.entry_point import Entry
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.lengths import CALL_BYTES, choose_alike
-from modelyard.serve.worker.answer import (
+from modelyard.serve.worker.codec import (
     BYTES,
     JSON,
     TEXT,
     UNREAD,
     Answer,
+    Request,
     Rules,
     answer_output,
     check_outputs,
     text_of,
 )  # fmt: skip
 from modelyard.serve.worker.load import Service
-from modelyard.serve.worker.request import Request
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from modelyard.handlers.errors import BadInput, NoGradients, PredictionException
-from modelyard.serve.worker.answer import (
+from modelyard.serve.worker.codec import (
     INTERNAL,
     JSON,
     OURS,

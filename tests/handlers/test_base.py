@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.handlers import BadInput, BaseHandler, Context, LoadError, NoGradients
-from modelyard.handlers.labels import load_label_mapping
+from modelyard.handlers.rows import load_label_mapping
 
 MakeContext = Callable[..., Context]
 

@@ -22,7 +22,7 @@ import torch
 from modelyard.handlers import BadInput, Context, PredictionException
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker import loop
-from modelyard.serve.worker.answer import OURS, Answer, Rules
+from modelyard.serve.worker.codec import OURS, Answer, Rules
 from modelyard.serve.worker.golden import compare_golden
 from modelyard.serve.worker.load import Service
 from modelyard.serve.worker.loop import answer_batch, take_batch

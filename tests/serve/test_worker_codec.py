@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from modelyard.handlers.bodies import parse_strictly
 from modelyard.handlers.errors import BadInput
+from modelyard.handlers.rows import parse_strictly
 from modelyard.serve.dataplane import wire
-from modelyard.serve.worker.request import ReadJson, Request
+from modelyard.serve.worker.codec import ReadJson, Request
 
 PNG = b"\x89PNG\r\n\x1a\n\0\xff"
 
