@@ -35,10 +35,11 @@ ALLOWED = {
     "serve.http": DATAPLANE | {"serve.http"},
     "serve.api": FACE,
     "serve.torchserve": {"serve", "archiver"},
-    # Wire and batches of like length are what a server and its workers both keep to.
+    # Wire, forms and batches of like length are what a server and its workers both keep to.
     "serve.worker": {
         "serve.worker",
         "serve.dataplane.wire",
+        "serve.dataplane.form",
         "serve.dataplane.lengths",
         "handlers",
         "archiver",

@@ -13,18 +13,17 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from email.message import Message
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 import orjson
-import python_multipart
 import torch
 
 from modelyard.handlers import Context
 from modelyard.handlers.errors import BadInput, NoGradients, PredictionException
 from modelyard.handlers.rows import parse_strictly
 from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.form import MAX_PARTS, read_parts
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +32,6 @@ ReadJson = Callable[[bytes | bytearray], Any]
 """Raises ValueError or RecursionError for what is not valid JSON, BadInput to refuse it."""
 
 MULTIPART, FORM = "multipart/form-data", "application/x-www-form-urlencoded"
-MAX_FIELDS = 1000
-"""Of one form; a million of them would hold a worker for a minute. Netty takes 128."""
-MAX_CONTENT_TYPE = 1000
-"""Characters of the Content-Type of a form, whose parameters take quadratic time to read."""
 _BROKEN_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 
 JSON, TEXT, BYTES = "application/json", "text/plain; charset=utf-8", "application/octet-stream"
@@ -97,12 +92,12 @@ class Request:
     @property
     def _content_type(self) -> str:
         """The last header of that name, empty without one."""
-        found = b""
+        value = b""
         fields = self._fields
         for at in range(3, len(fields), 2):
             if len(fields[at]) == 12 and fields[at].lower() == b"content-type":
-                found = fields[at + 1]
-        return found.decode("latin-1")
+                value = fields[at + 1]
+        return value.decode("latin-1")
 
     def decode(self, body: bytes, read_json: ReadJson | None = parse_strictly) -> None:
         """Fill `row`.
@@ -149,8 +144,8 @@ class Request:
                 "request %s: a JSON body came with the content type %s, so the handler finds no "
                 "`body`; send it with -H 'Content-Type: application/json'", self.request_id, FORM
             )  # fmt: skip
-        if body.count(b"&") >= MAX_FIELDS:
-            raise BadInput(f"the form has more than {MAX_FIELDS} fields")
+        if body.count(b"&") >= MAX_PARTS:
+            raise BadInput(f"the form has more than {MAX_PARTS} fields")
         fields = body.split(b"&")
         if b"=" not in fields[-1]:
             fields.pop()
@@ -163,56 +158,10 @@ class Request:
             )
 
     def _decode_multipart(self, body: bytes, read_json: ReadJson | None) -> None:
-        parts: list[tuple[Message, bytearray]] = []
-        field = bytearray()
-        ends: list[bool] = []
-
-        def begin() -> None:
-            if len(parts) == MAX_FIELDS:
-                raise BadInput(f"the multipart body has more than {MAX_FIELDS} parts")
-            parts.append((Message(), bytearray()))
-
-        def header_name(data: bytes, start: int, end: int) -> None:
-            field.extend(data[start:end])
-
-        def header_value(data: bytes, start: int, end: int) -> None:
-            name = field.decode("latin-1")
-            del parts[-1][0][name]
-            parts[-1][0][name] = data[start:end].decode("latin-1")
-
-        def header_end() -> None:
-            field.clear()
-
-        def part_data(data: bytes, start: int, end: int) -> None:
-            parts[-1][1].extend(data[start:end])
-
-        if len(self._content_type) > MAX_CONTENT_TYPE:
-            raise BadInput(
-                f"the multipart body's Content-Type is longer than {MAX_CONTENT_TYPE} characters"
-            )
-        message = Message()
-        message["content-type"] = self._content_type
-        boundary = message.get_boundary()
-        if not boundary:
-            raise BadInput("multipart/form-data without a boundary in the Content-Type header")
         try:
-            parser = python_multipart.MultipartParser(
-                boundary.encode("latin-1"),
-                {
-                    "on_part_begin": begin,
-                    "on_header_field": header_name,
-                    "on_header_value": header_value,
-                    "on_header_end": header_end,
-                    "on_part_data": part_data,
-                    "on_end": lambda: ends.append(True),
-                },
-            )
-            parser.write(body)
-            parser.finalize()
-        except (python_multipart.exceptions.FormParserError, UnicodeEncodeError) as error:
-            raise BadInput(f"the multipart body cannot be read: {error}") from error
-        if not ends:
-            raise BadInput("the multipart body ends before its last boundary")
+            parts = read_parts(self._content_type, body)
+        except ValueError as error:
+            raise BadInput(str(error)) from error
         for head, content in parts:
             name = head.get_param("name", header="content-disposition")
             if not isinstance(name, str):
