@@ -58,7 +58,7 @@ class RequirementsFailed(BadRequest):
 
 
 class NoSuchRoute(ServeError):
-    """The path is none of the API's."""
+    """The API has no such path."""
 
     def __init__(self) -> None:
         super().__init__("Requested resource is not found, please refer to API document.")

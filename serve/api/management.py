@@ -145,7 +145,7 @@ def describe_model(model: ModelVersion, is_default: bool) -> dict[str, Any]:
             for slot in (model.explainers.slots if model.explainers is not None else ())
         ],
         "jobQueueStatus": {
-            "remainingCapacity": model.batchers[PREDICT].room,
+            "remainingCapacity": model.batchers[PREDICT].remaining,
             "pendingRequests": model.batchers[PREDICT].waiting,
             "pendingExplanations": model.batchers[EXPLAIN].waiting,
         },

@@ -35,7 +35,7 @@ DATATYPES = {
 
 
 def oip_routes(registry: Registry, state: ServerState) -> APIRouter:
-    """Return the routes that tell; those that infer are the inference API's."""
+    """Return the routes that describe; those that infer are the inference API's."""
     router = APIRouter(prefix="/v2", tags=["open inference protocol"])
 
     @router.get("", summary="Server")

@@ -261,8 +261,8 @@ class Values:
 
     def seconds(self, key: str, default: float) -> float:
         """Return a time limit."""
-        found = self.integer(key, 1, least=1)
-        return found if key in self.values else default
+        value = self.integer(key, 1, least=1)
+        return value if key in self.values else default
 
     def boolean(self, key: str, default: bool) -> bool:
         """Return true or false."""

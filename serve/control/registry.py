@@ -85,10 +85,10 @@ class Registry:
         versions = self._models.get(name)
         if versions is None:
             raise ModelNotFound(name)
-        found = versions.get(version if version is not None else self._defaults[name])
-        if found is None:
+        model = versions.get(version if version is not None else self._defaults[name])
+        if model is None:
             raise VersionNotFound(name, str(version))
-        return found
+        return model
 
     def versions(self, name: str) -> list[ModelVersion]:
         """Return all versions of a model, in the order of registration."""

@@ -74,7 +74,7 @@ class Batcher:
         return len(self._queue) + self._engine.handed_over()
 
     @property
-    def room(self) -> int:
+    def remaining(self) -> int:
         """Jobs that the queue still takes."""
         return max(0, self._queue_size - self.waiting)
 
@@ -124,7 +124,7 @@ class Batcher:
             if replica is None:
                 return
             share = math.ceil(len(self._queue) / max(1, self._engine.ready_count))
-            if jobs := self._take(replica, min(replica.room(self._kind), share)):
+            if jobs := self._take(replica, min(replica.capacity(self._kind), share)):
                 replica.run(jobs)
 
     def sweep(self, now: float) -> None:
@@ -219,7 +219,7 @@ class Batcher:
         return self._admission.wait_s(len(self._queue))
 
     def _drop_left(self, now: float) -> bool:
-        """Take jobs out of the queue whose clients have left, and tell whether there were any.
+        """Take jobs out of the queue whose clients have left, and return whether there were any.
 
         A long queue is looked through in parts.
         """

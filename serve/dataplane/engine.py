@@ -10,7 +10,7 @@ from modelyard.serve.dataplane.call import Call
 class Replica(Protocol):
     """What runs batches, seen from above the pool."""
 
-    def room(self, kind: int) -> int:
+    def capacity(self, kind: int) -> int:
         """Return how many more jobs of this kind it takes now."""
 
     def run(self, jobs: list[Call]) -> None:

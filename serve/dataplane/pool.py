@@ -268,7 +268,7 @@ class Pool:
 
     def pick(self, kind: int) -> Worker | None:
         """Return the worker to give work to: no explanation running, fewest jobs held."""
-        able = (w for w in self.workers if w.takes_work and w.room(kind) > 0)
+        able = (w for w in self.workers if w.takes_work and w.capacity(kind) > 0)
         return min(able, key=lambda w: (w.held[EXPLAIN], len(w.flight)), default=None)
 
     def handed_over(self) -> int:

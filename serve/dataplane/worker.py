@@ -409,7 +409,7 @@ class Worker(asyncio.Protocol):
 
     # -- a replica, as the batcher knows it ----------------------------------------------------
 
-    def room(self, kind: int) -> int:
+    def capacity(self, kind: int) -> int:
         """Return how many more jobs of this kind it takes.
 
         Two batches of predictions, one of explanations, which are long.

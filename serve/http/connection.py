@@ -750,6 +750,6 @@ class Connection(asyncio.Protocol):
 
 
 def _endpoint(transport: asyncio.Transport, name: str) -> tuple[str, int] | None:
-    found = transport.get_extra_info(name)
-    is_internet = isinstance(found, tuple | list) and len(found) >= 2
-    return (str(found[0]), int(found[1])) if is_internet else None
+    address = transport.get_extra_info(name)
+    is_internet = isinstance(address, tuple | list) and len(address) >= 2
+    return (str(address[0]), int(address[1])) if is_internet else None

@@ -48,8 +48,8 @@ def call(
         RequestFailed: the answer is an error.
     """
     parts = urlsplit(url)
-    if given := {name: value for name, value in (query or {}).items() if value is not None}:
-        path = f"{path}?{urlencode(given)}"
+    if parameters := {name: value for name, value in (query or {}).items() if value is not None}:
+        path = f"{path}?{urlencode(parameters)}"
     sent = dict(headers or {})
     if token is not None:
         sent["Authorization"] = f"Bearer {token}"

@@ -57,8 +57,8 @@ def doctor(
     failed = sum(check.status == FAIL for check in checks)
     warned = sum(check.status == WARN for check in checks)
     if json_output:
-        found = {"works": not failed, "checks": [vars(check) for check in checks]}
-        out.print_json(json.dumps(found))
+        report = {"works": not failed, "checks": [vars(check) for check in checks]}
+        out.print_json(json.dumps(report))
     else:
         grid = Table.grid(padding=(0, 2))
         for check in checks:

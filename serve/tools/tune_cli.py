@@ -38,7 +38,7 @@ Example:
 
     modelyard tune digits --model-store model_store --slo p99=50ms
 
-Exit codes: 0 found and written; 1 no setting keeps the limit, or the model cannot be measured;
+Exit codes: 0 the best is written; 1 no setting keeps the limit, or the model cannot be measured;
 2 wrong usage.
 """
 
@@ -296,11 +296,11 @@ def _print(tuned: Tuned, slo: Slo | None, output: Path) -> None:
             soft_wrap=True,
         )
     elif outcome.nearest is not None and slo is not None:
-        found_ms = outcome.nearest.quantile_s(slo.quantile) * 1e3
+        nearest_ms = outcome.nearest.quantile_s(slo.quantile) * 1e3
         out.print(
             f"[red]no setting keeps {slo}[/red]; the nearest is {outcome.nearest.setting} with "
-            f"{slo.quantile}={found_ms:.3g}ms. Nothing was written. Fewer --connections wait less "
-            "for each other"
+            f"{slo.quantile}={nearest_ms:.3g}ms. Nothing was written. Fewer --connections wait "
+            "less for each other"
         )
     else:
         out.print("[red]no setting could be measured[/red]; nothing was written")

@@ -23,22 +23,22 @@ STOP_TIMEOUT_S = 60.0
 def main(arguments: Sequence[str] | None = None) -> None:
     """Start or stop the server; exit code 0 done, 1 refused or failed, 2 wrong usage."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    given = parse_command_line(arguments)
+    options = parse_command_line(arguments)
     running = _running()
-    if given.version:
+    if options.version:
         print(f"TorchServe Version is {TORCHSERVE_VERSION}")
-    elif given.stop:
-        _stop(running, given.foreground)
+    elif options.stop:
+        _stop(running, options.foreground)
     else:
         if running is not None:
             print(launcher.ALREADY_RUNNING)
             sys.exit(1)
         try:
-            _check_paths(given)
+            _check_paths(options)
         except StartError as error:
             print(error)
             sys.exit(1)
-        if given.foreground:
+        if options.foreground:
             launcher.become_server(arguments)
         sys.exit(launcher.start_detached(arguments))
 
@@ -79,29 +79,29 @@ def _stop(pid: int | None, foreground: bool) -> None:
     launcher.pid_file().unlink(missing_ok=True)
 
 
-def _check_paths(given: CommandLine) -> None:
+def _check_paths(options: CommandLine) -> None:
     """Refuse what is not there, with TorchServe's words.
 
     Raises:
         StartError: the first of them.
     """
-    _check_file("--log-config", given.log_config)
+    _check_file("--log-config", options.log_config)
     temp = os.environ.get("TEMP")
     if temp and not Path(temp).is_dir():
         raise StartError(f"Invalid temp directory: {temp}, please check TEMP environment variable.")
-    config = os.environ.get("TS_CONFIG_FILE") or given.ts_config
+    config = os.environ.get("TS_CONFIG_FILE") or options.ts_config
     _check_file("--ts-config", config)
     written = _read_config(Path(config)) if config else {}
     if vmargs := written.get("vmargs"):
         print(f"Warning: TorchServe is using non-default JVM parameters: {vmargs}")
-    store = given.model_store or written.get("model_store")
+    store = options.model_store or written.get("model_store")
     if not store:
         raise StartError("Missing mandatory parameter --model-store")
     if not Path(store).is_dir():
         raise StartError(f"--model-store directory not found: {store}")
-    if given.workflow_store and not Path(given.workflow_store).is_dir():
-        raise StartError(f"--workflow-store directory not found: {given.workflow_store}")
-    _check_file("--cpp-log-config", given.cpp_log_config)
+    if options.workflow_store and not Path(options.workflow_store).is_dir():
+        raise StartError(f"--workflow-store directory not found: {options.workflow_store}")
+    _check_file("--cpp-log-config", options.cpp_log_config)
 
 
 def _check_file(flag: str, name: str | None) -> None:
@@ -110,7 +110,7 @@ def _check_file(flag: str, name: str | None) -> None:
 
 
 def _read_config(file: Path) -> dict[str, str]:
-    """Return what the file says; what is wrong with it, the server tells."""
+    """Return what the file says; the server reports what is wrong with it."""
     with contextlib.suppress(OSError, ValueError, StartError):
         return fill_variables(parse_properties(file.read_text(encoding="utf-8")), os.environ)
     return {}

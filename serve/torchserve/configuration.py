@@ -184,22 +184,22 @@ class Configuration:
 
 
 def load_configuration(
-    given: CommandLine, environment: Mapping[str, str], directory: Path
+    options: CommandLine, environment: Mapping[str, str], directory: Path
 ) -> Configuration:
     """Read every source.
 
     Args:
-        given: the command line.
+        options: those of the command line.
         environment: all environment variables.
-        directory: where the command was given; relative paths start there.
+        directory: where the command was called; relative paths start there.
 
     Raises:
         StartError: something is wrong; the message names the key.
     """
     notices: list[str] = []
     log_dir = directory / environment.get("LOG_LOCATION", "logs")
-    file, values = _read(given, environment, directory, log_dir, notices)
-    values |= _from_command_line(given)
+    file, values = _read(options, environment, directory, log_dir, notices)
+    values |= _from_command_line(options)
     if _is_true(values.get("enable_envvars_config")):
         values |= _from_environment(values, environment)
     elif protocol := environment.get("TS_OPEN_INFERENCE_PROTOCOL"):
@@ -227,7 +227,7 @@ def load_configuration(
     if typed.get("debug"):
         notices.append("debug: each model gets one worker; workers start by themselves")
         own["default_workers_per_model"] = 1
-    snapshots = None if given.no_config_snapshots else log_dir / SNAPSHOT_FOLDER
+    snapshots = None if options.no_config_snapshots else log_dir / SNAPSHOT_FOLDER
     common = {
         "model_store": directory / typed.get("model_store", ""),
         "models": _split(typed.get("load_models", "")),
@@ -266,7 +266,7 @@ def parse_address(key: str, text: str) -> Address:
     """Read the address of one API.
 
     Raises:
-        StartError: it is none, or its port is over 65535.
+        StartError: it is not an address, or its port is over 65535.
     """
     match = ADDRESS.fullmatch(text.strip())
     if match is None:
@@ -286,16 +286,16 @@ def parse_address(key: str, text: str) -> Address:
 
 
 def _read(
-    given: CommandLine,
+    options: CommandLine,
     environment: Mapping[str, str],
     directory: Path,
     log_dir: Path,
     notices: list[str],
 ) -> tuple[Path | None, dict[str, str]]:
     """Return the configuration file that counts, and what it says."""
-    if named := environment.get("TS_CONFIG_FILE") or given.ts_config:
+    if named := environment.get("TS_CONFIG_FILE") or options.ts_config:
         return directory / named, _read_file(directory / named, environment)
-    if not given.no_config_snapshots:
+    if not options.no_config_snapshots:
         for snapshot in find_snapshots(log_dir / SNAPSHOT_FOLDER):
             try:
                 values = _read_file(snapshot, environment)
@@ -324,15 +324,15 @@ def _read_file(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
     return fill_variables(parse_properties(text), environment)
 
 
-def _from_command_line(given: CommandLine) -> dict[str, str]:
+def _from_command_line(options: CommandLine) -> dict[str, str]:
     values = {
-        "model_store": given.model_store,
-        "workflow_store": given.workflow_store,
-        "load_models": ",".join(given.models) if given.models else None,
-        "cpp_log_config": given.cpp_log_config,
-        "plugins_path": given.plugins_path,
-        "disable_token_authorization": "true" if given.disable_token_auth else None,
-        "enable_model_api": "true" if given.enable_model_api else None,
+        "model_store": options.model_store,
+        "workflow_store": options.workflow_store,
+        "load_models": ",".join(options.models) if options.models else None,
+        "cpp_log_config": options.cpp_log_config,
+        "plugins_path": options.plugins_path,
+        "disable_token_authorization": "true" if options.disable_token_auth else None,
+        "enable_model_api": "true" if options.enable_model_api else None,
     }
     return {key: value for key, value in values.items() if value is not None}
 

@@ -160,7 +160,7 @@ def parameters(query: bytes) -> dict[str, str]:
 
 
 def integer(values: Mapping[str, Any], name: str, default: int) -> int:
-    """Return a whole number; whatever is none is the default, as in TorchServe."""
+    """Return a whole number; anything else is the default, as in TorchServe."""
     value = values.get(name)
     if isinstance(value, bool) or not isinstance(value, int | str):
         return default

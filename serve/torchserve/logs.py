@@ -246,7 +246,7 @@ class WorkerOutput:
         self._loop.add_reader(pipe.fileno(), self._read)
 
     def _read(self) -> bool:
-        """Take what is there; tell whether there may be more."""
+        """Read what is there; return whether there may be more."""
         if self._pipe.closed:
             return False
         try:

@@ -147,19 +147,19 @@ class TorchServeManagement:
         answer["models"] = [{"modelName": model.name, "modelUrl": model.url} for model in page]
         return json_answer(answer)
 
-    async def _register(self, given: Mapping[str, Any]) -> Answer:
-        if (url := given.get("url")) is None:
+    async def _register(self, values: Mapping[str, Any]) -> Answer:
+        if (url := values.get("url")) is None:
             raise BadRequest("Parameter url is required.")
-        if boolean(given, "s3_sse_kms", False):
+        if boolean(values, "s3_sse_kms", False):
             raise BadRequest("s3_sse_kms: signed requests to S3 are not supported")
-        workers = integer(given, "initial_workers", -1)
-        is_synchronous = boolean(given, "synchronous", True)
+        workers = integer(values, "initial_workers", -1)
+        is_synchronous = boolean(values, "synchronous", True)
         try:
             model = await self._lifecycle.register(
                 str(url),
-                _text(given, "model_name"),
+                _text(values, "model_name"),
                 _limited("initial_workers", workers) if workers >= 0 else None,
-                _options(given),
+                _options(values),
                 synchronous=is_synchronous,
             )
         except LoadFailed as error:
@@ -239,40 +239,40 @@ def _body_or_query(
     if media_type != b"application/json":
         return query
     try:
-        given = json.loads(body)
+        values = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not valid JSON: {error}") from error
-    if not isinstance(given, dict):
-        raise BadRequest(f"the body is not a JSON object but {type(given).__name__}")
-    return given
+    if not isinstance(values, dict):
+        raise BadRequest(f"the body is not a JSON object but {type(values).__name__}")
+    return values
 
 
-def _options(given: Mapping[str, Any]) -> Options:
-    runtime = _text(given, "runtime")
+def _options(values: Mapping[str, Any]) -> Options:
+    runtime = _text(values, "runtime")
     if runtime is not None and runtime not in RUNTIMES:
         raise BadRequest(f"Invalid RuntimeType value: {runtime}")
     if runtime == "LSP":
         raise BadRequest("runtime LSP: there is no C++ backend; expected python or python3")
-    delay = integer(given, "max_batch_delay", -1)
+    delay = integer(values, "max_batch_delay", -1)
     return Options(
-        batch_size=_positive(given, "batch_size"),
+        batch_size=_positive(values, "batch_size"),
         batch_delay_ms=delay if delay >= 0 else None,
-        response_timeout_s=_positive(given, "response_timeout"),
-        startup_timeout_s=_positive(given, "startup_timeout"),
-        handler=_text(given, "handler"),
+        response_timeout_s=_positive(values, "response_timeout"),
+        startup_timeout_s=_positive(values, "startup_timeout"),
+        handler=_text(values, "handler"),
         runtime=runtime,
     )
 
 
-def _text(given: Mapping[str, Any], name: str) -> str | None:
-    value = given.get(name)
+def _text(values: Mapping[str, Any], name: str) -> str | None:
+    value = values.get(name)
     if value is not None and not isinstance(value, str):
         raise BadRequest(f"{name}: expected text, got {value!r}")
     return value or None
 
 
-def _positive(given: Mapping[str, Any], name: str) -> int | None:
-    value = integer(given, name, 0)
+def _positive(values: Mapping[str, Any], name: str) -> int | None:
+    value = integer(values, name, 0)
     return value if value > 0 else None
 
 
@@ -320,7 +320,7 @@ def describe(model: ModelVersion) -> dict[str, Any]:
         "loadedAtStartup": model.at_start,
         "workers": [_describe_worker(slot, config) for slot in pool.slots],
         "jobQueueStatus": {
-            "remainingCapacity": model.batchers[PREDICT].room,
+            "remainingCapacity": model.batchers[PREDICT].remaining,
             "pendingRequests": model.batchers[PREDICT].waiting,
         },
     }

@@ -146,18 +146,18 @@ def _add(
     query: Mapping[str, tuple[Mapping[str, Any], str]] | None = None,
 ) -> None:
     """Add one operation; what stands in braces in a path is a parameter."""
-    given = [
+    parameters = [
         {"in": "path", "name": part.partition("}")[0], "required": True, "schema": _TEXT}
         for part in path.split("{")[1:]
     ]
-    given += [
+    parameters += [
         {"in": "query", "name": name, "required": False, "schema": kind, "description": text}
         for name, (kind, text) in (query or {}).items()
     ]
     operation: Document = {
         "summary": summary,
         "operationId": "_".join([method, *path.strip("/").split("/")]),
-        "parameters": given,
+        "parameters": parameters,
         "responses": {
             "200": {"description": "OK", "content": {"application/json": {"schema": answer}}},
             "default": {

@@ -198,7 +198,7 @@ async def _in_daemon(fetch: Callable[[], Path]) -> Path:
 
 
 def _from_snapshot(store: Path, name: str, version: str, entry: dict[str, Any]) -> ModelSpec:
-    """Return what a snapshot asks for; it comes before the archive's own configuration.
+    """Return what a snapshot names; it comes before the archive's own configuration.
 
     Raises:
         StartError: the store does not hold the archive.

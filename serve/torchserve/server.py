@@ -31,9 +31,9 @@ logger = logging.getLogger("modelyard.serve.torchserve.server")
 def main() -> int:
     """Serve until SIGTERM; the arguments are a descriptor to write to at the start, and flags."""
     started, *arguments = sys.argv[1:]
-    given = parse_command_line(arguments)
+    options = parse_command_line(arguments)
     try:
-        configuration = load_configuration(given, os.environ, Path.cwd())
+        configuration = load_configuration(options, os.environ, Path.cwd())
         own = configuration.dialect
         _claim(configuration.settings.state_dir)
         logs = _open_logs(own)
@@ -47,7 +47,7 @@ def main() -> int:
     if own.number_of_gpu is not None:
         limit_gpus(own.number_of_gpu)
     logs.start()
-    if given.log_config:
+    if options.log_config:
         logger.warning("--log-config has no effect: log4j is a Java library")
     for notice in configuration.notices:
         logger.warning("%s", notice)

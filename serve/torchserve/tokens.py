@@ -83,8 +83,10 @@ class Tokens:
 
     def _require(self, name: str, headers: Headers, purpose: str) -> None:
         token = self._tokens[name]
-        given = next((value for header, value in headers if header == b"authorization"), b"")
-        match = BEARER.fullmatch(given)
+        authorization = next(
+            (value for header, value in headers if header == b"authorization"), b""
+        )
+        match = BEARER.fullmatch(authorization)
         if match is None or not secrets.compare_digest(match[1], token.key.encode()):
             raise _refusal(purpose)
         if token.expires_at is not None and time.time() >= token.expires_at:

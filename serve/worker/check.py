@@ -61,8 +61,8 @@ def _batch_size(task: dict[str, Any]) -> int:
     """Return the batch size that the server would choose."""
     message = task["load"]
     config = load.read_config(Path(message["folder"]), message["config_file"])
-    wanted = config.get("batchSize", DEFAULT_BATCH_SIZE)
-    size = wanted if isinstance(wanted, int) and wanted > 0 else DEFAULT_BATCH_SIZE
+    stated = config.get("batchSize", DEFAULT_BATCH_SIZE)
+    size = stated if isinstance(stated, int) and stated > 0 else DEFAULT_BATCH_SIZE
     return min(size, task["proven_batch"] or size)
 
 
@@ -105,8 +105,8 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in rules}
     for _, inputs in make_cases(report.signature, probes, parity.below):
         pairs = zip(agree.run(twin, inputs), agree.run(artifact, inputs), strict=True)
-        for (name, rule), (expected, found) in zip(rules.items(), pairs, strict=True):
-            measured[name].append(agree.compare(expected, found, rule.tolerance))
+        for (name, rule), (expected, actual) in zip(rules.items(), pairs, strict=True):
+            measured[name].append(agree.compare(expected, actual, rule.tolerance))
     differences = (
         agree.disagreement(name, rule, measured[name], probes) for name, rule in rules.items()
     )

@@ -1,4 +1,4 @@
-"""A job's bytes → what a handler sees of a request; what it gave, or its error → a reply's bytes.
+"""A job's bytes → what a handler sees of a request; its output or error → a reply's bytes.
 
 The server never looks into a body; whatever can go wrong with one goes wrong here, in a worker,
 and is the client's fault. The rules are TorchServe's: a media type counts without its parameters

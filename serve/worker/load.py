@@ -76,9 +76,9 @@ def load_service(message: dict[str, Any]) -> Service:
     place = (folder / message["handler"].partition(":")[0]).parent
     if place != folder:
         sys.path.insert(0, str(place))
-    found = find_handler(message["handler"], {**shim.BUILT_IN, **(BUILT_IN if sealed else {})})
-    found.initialize(context)
-    predict, explain = found.handle, _explain_entry(found, sealed)
+    handler = find_handler(message["handler"], {**shim.BUILT_IN, **(BUILT_IN if sealed else {})})
+    handler.initialize(context)
+    predict, explain = handler.handle, _explain_entry(handler, sealed)
     if name := message.get("envelope"):
         envelope = shim.find_envelope(name)
         predict, explain = envelope(predict).handle, envelope(explain).handle
@@ -134,14 +134,14 @@ def read_config(folder: Path, config_file: str | None) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _explain_entry(found: FoundHandler, sealed: bool) -> Entry:
+def _explain_entry(handler: FoundHandler, sealed: bool) -> Entry:
     """Return what answers explanations.
 
     TorchServe calls `handle` for them too, with a header that says so, and its handlers may have
     any attribute of the name `explain`.
     """
-    explain = getattr(found.target, "explain", None)
-    if callable(explain) and (sealed or isinstance(found.target, BaseHandler)):
+    explain = getattr(handler.target, "explain", None)
+    if callable(explain) and (sealed or isinstance(handler.target, BaseHandler)):
         entry: Entry = explain
         return entry
-    return found.handle
+    return handler.handle

@@ -360,7 +360,7 @@ def _answer_failure(
     if rules.ends_worker(error):
         raise error
     if len(requests) > 1 and not rules.fails_together(error):
-        # As they came: the handler may have changed what it was given.
+        # As they came: the handler may have changed its input.
         fresh = [request.decoded_again(rules.read_json) for request in requests]
         return [_call(service, entry, [one], sender)[0] for one in fresh]
     _log_failure(rules, error, requests[0].request_id)
@@ -370,7 +370,7 @@ def _answer_failure(
 def _answer_outputs(
     service: Service, outputs: list[Any], requests: list[Request], sender: Sender | None
 ) -> list[Answer]:
-    """Turn what the handler gave into answers, each that cannot be sent into an error."""
+    """Turn what the handler returned into answers, each that cannot be sent into an error."""
     answers = []
     rules = service.rules
     for index, output in enumerate(outputs):

@@ -26,7 +26,7 @@ class Replica:
         self.busy_s = 0.0
         self.batches: list[list[int]] = []
 
-    def room(self, kind: int) -> int:
+    def capacity(self, kind: int) -> int:
         return self.free
 
     def rest_s(self, now: float) -> float:
@@ -181,7 +181,7 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
         with pytest.raises(QueueFull, match="2 requests wait") as caught:
             submit(batcher, job(2))
         assert caught.value.retry_after_s == 3
-        assert batcher.room == 0
+        assert batcher.remaining == 0
         assert batcher.waiting == 2
 
     asyncio.run(scenario())

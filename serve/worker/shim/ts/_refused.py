@@ -31,7 +31,7 @@ def refused_handler(name: str) -> type[BaseHandler]:
     """Return a class of handlers that do not load."""
 
     class Refused(BaseHandler):
-        """A name that archives ask for; it does not load."""
+        """A handler that archives name; it does not load."""
 
         def initialize(self, context: Any) -> None:
             """Refuse.

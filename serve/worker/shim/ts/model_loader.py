@@ -100,12 +100,12 @@ class TsModelLoader:
         """
         file = Path(model_dir) / "MAR-INF" / "MANIFEST.json"
         manifest = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-        found = find_handler(handler, BUILT_IN)
+        loaded = find_handler(handler, BUILT_IN)
         service = Service(
             model_name,
             model_dir,
             manifest,
-            found.handle,
+            loaded.handle,
             gpu_id,
             batch_size or 1,
             limit_max_image_pixels,
@@ -113,10 +113,10 @@ class TsModelLoader:
         )
         if metrics_cache is None:
             service.context.metrics = WorkerMetrics(service.context, None)
-        found.initialize(service.context)
-        service._entry_point = found.handle
+        loaded.initialize(service.context)
+        service._entry_point = loaded.handle
         if envelope:
-            service._entry_point = find_envelope(envelope)(found.handle).handle
+            service._entry_point = find_envelope(envelope)(loaded.handle).handle
         return service
 
 

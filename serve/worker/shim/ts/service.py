@@ -61,13 +61,13 @@ class Service:
         for index, request in enumerate(batch):
             ids[index] = request["requestId"].decode()
             rows.append({part["name"]: part["value"] for part in request["parameters"]})
-            found: dict[str, Any] = {
+            fields: dict[str, Any] = {
                 part["name"]: {"content-type": part["contentType"]}
                 for part in request["parameters"]
             }
             for header in request.get("headers") or ():
-                found[header["name"].decode()] = header["value"].decode()
-            headers.append(RequestProcessor(found))
+                fields[header["name"].decode()] = header["value"].decode()
+            headers.append(RequestProcessor(fields))
         return headers, rows, ids
 
     def predict(self, batch: Sequence[Mapping[str, Any]]) -> Any:

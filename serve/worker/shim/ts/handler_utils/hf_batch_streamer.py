@@ -9,7 +9,7 @@ from typing import Any
 class TextIteratorStreamerBatch:
     """Transformers' `TextIteratorStreamer` for a batch: `model.generate(…, streamer=this)`.
 
-    Iterating gives, step by step, a list with {"text": new text} for every row; it ends when the
+    Iterating yields, step by step, a list with {"text": new text} for every row; it ends when the
     first row has no more.
 
     Args:

@@ -83,7 +83,7 @@ class MicroBatching:
         return getattr(self._local, "micro_batch_idx", None)
 
     def handle(self, data: Sequence[Any]) -> list[Any]:
-        """Run the steps on all of `data`; give the answers in its order.
+        """Run the steps on all of `data`; return the answers in its order.
 
         Raises:
             Exception: what the first failed micro-batch raised.
@@ -117,7 +117,7 @@ class MicroBatching:
         return output
 
     def _resize(self, step: str, group: list[threading.Thread], count: int) -> None:
-        """Start threads, or tell as many as are too many to end; they are all alike."""
+        """Start threads, or end as many as are too many; they are all alike."""
         at = HANDLER_METHODS.index(step)
         following = self._queues[HANDLER_METHODS[at + 1]] if step != HANDLER_METHODS[-1] else None
         while len(group) < count:

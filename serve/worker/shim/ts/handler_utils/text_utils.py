@@ -27,7 +27,7 @@ def get_tokenizer(tokenizer: str | Tokenizer | None, language: str = "en") -> To
 
     Args:
         tokenizer: "basic_english" (lower case, punctuation apart), None (split at spaces), or a
-            function, which is given back.
+            function, which is returned as it is.
         language: "en".
 
     Raises:

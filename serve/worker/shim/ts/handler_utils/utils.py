@@ -24,10 +24,10 @@ def import_class(class_name: str, module_prefix: str | None = None) -> Any:
     full = ".".join(filter(None, (module_prefix, module_name)))
     if not name or not full:
         raise ImportError(f"{class_name!r} names no class; expected a name as package.module.Class")
-    found = getattr(importlib.import_module(full), name, None)
-    if found is None:
+    imported = getattr(importlib.import_module(full), name, None)
+    if imported is None:
         raise ImportError(f"the module {full} has no class {name}")
-    return found
+    return imported
 
 
 def send_intermediate_predict_response(

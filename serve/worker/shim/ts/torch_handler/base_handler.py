@@ -43,7 +43,7 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
         model_pt_path: the artifact's path, None where the manifest names none.
         manifest: the archive's, as written.
         model_yaml_config: the archive's model-config.yaml.
-        explain: whether an explanation has ever been asked for.
+        explain: whether there has ever been a request for an explanation.
         profiler_args: for `torch.profiler.profile`, where ENABLE_TORCH_PROFILER is set.
     """
 
@@ -88,7 +88,7 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
 
     @timed
     def preprocess(self, data: Any) -> Any:
-        """Turn the rows into a tensor; made for rows of numbers, as envelopes give them."""
+        """Turn the rows into a tensor; made for rows of numbers, as of envelopes."""
         return torch.as_tensor(data, device=self.device)
 
     @timed
@@ -126,9 +126,9 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
         """Answer a batch of explanations with `get_insights`, which subclasses have.
 
         Args:
-            data_preprocess: what `preprocess` gave.
+            data_preprocess: what `preprocess` returned.
             raw_data: the rows. `target` of a row is the class to explain, 0 without one; where the
-                rows want different ones, `get_insights` is given a list.
+                rows name different ones, `get_insights` gets a list.
         """
         first = raw_data[0]
         inputs = first.get("data") or first.get("body") if isinstance(first, Mapping) else None
@@ -273,14 +273,14 @@ def load_weights(path: Path, device: Any = "cpu") -> Any:
 
 def _choose_device(gpu_id: Any) -> tuple[str | None, Any]:
     """Return what weights are mapped to, and the device; `gpu_id` is the server's choice."""
-    wanted = gpu_id is not None
-    if wanted and torch.cuda.is_available():
+    has_gpu = gpu_id is not None
+    if has_gpu and torch.cuda.is_available():
         if torch.cuda.get_device_capability(int(gpu_id)) >= (8, 0):
             torch.set_float32_matmul_precision("high")  # TorchServe's numbers are those of TF32
         return "cuda", torch.device(f"cuda:{gpu_id}")
-    if wanted and os.environ.get("TS_IPEX_GPU_ENABLE") == "true" and torch.xpu.is_available():
+    if has_gpu and os.environ.get("TS_IPEX_GPU_ENABLE") == "true" and torch.xpu.is_available():
         return "xpu", torch.device(f"xpu:{gpu_id}")
-    if wanted and torch.backends.mps.is_available():
+    if has_gpu and torch.backends.mps.is_available():
         return "mps", torch.device("mps")
     if importlib.util.find_spec("torch_xla"):
         return None, importlib.import_module("torch_xla.core.xla_model").xla_device()

@@ -16,7 +16,7 @@ from ts.torch_handler.vision_handler import VisionHandler
 class ImageSegmenter(VisionHandler):
     """Pictures in, [class, probability] of every pixel out.
 
-    The model gives {"out": logits (N, K, H, W)}.
+    The model returns {"out": logits (N, K, H, W)}.
     """
 
     image_processing: ToTensor = ImageProcessing(TORCHSERVE_SETTINGS)

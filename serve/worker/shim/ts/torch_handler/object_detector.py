@@ -16,7 +16,7 @@ from ts.utils.util import map_class_to_label
 class ObjectDetector(VisionHandler):
     """Pictures in, a list of {label: [x1, y1, x2, y2], "score": s} for each out.
 
-    The model gives {"boxes", "labels", "scores"} for every picture; scores below `threshold` are
+    The model returns {"boxes", "labels", "scores"} for every picture; scores below `threshold` are
     left out.
     """
 
@@ -24,10 +24,10 @@ class ObjectDetector(VisionHandler):
     threshold = 0.5
 
     def postprocess(self, data: Sequence[Mapping[str, Tensor]]) -> list[list[dict[str, Any]]]:
-        """Turn what was found into lists, in the model's order."""
-        return [self._found(picture) for picture in data]
+        """Turn boxes, labels and scores into lists, in the model's order."""
+        return [self._describe(picture) for picture in data]
 
-    def _found(self, picture: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    def _describe(self, picture: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         kept = picture["scores"] >= self.threshold
         boxes, labels, scores = (
             picture[key][kept].tolist() for key in ("boxes", "labels", "scores")

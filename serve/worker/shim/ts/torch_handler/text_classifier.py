@@ -22,7 +22,7 @@ class TextClassifier(TextHandler):
     ngrams = 2
 
     def preprocess(self, data: Sequence[Mapping[str, Any]]) -> tuple[Tensor, list[str]]:
-        """Clean the first row's text; give the indices of its n-grams, and its tokens."""
+        """Clean the first row's text; return the indices of its n-grams, and its tokens."""
         text: Any = data[0].get("data") or data[0].get("body")
         if isinstance(text, bytes | bytearray):
             text = text.decode("utf-8")

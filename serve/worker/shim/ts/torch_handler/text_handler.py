@@ -123,8 +123,8 @@ class TextHandler(BaseHandler):
         return shares / norm
 
     def _expand_contractions(self, text: str) -> str:
-        def expand(found: re.Match[str]) -> str:
-            return found[0][0] + _CONTRACTIONS[found[0].lower()][1:]
+        def expand(match: re.Match[str]) -> str:
+            return match[0][0] + _CONTRACTIONS[match[0].lower()][1:]
 
         return _contraction().sub(expand, text).replace("'", "")
 

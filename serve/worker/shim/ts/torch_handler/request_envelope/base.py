@@ -33,7 +33,7 @@ class BaseEnvelope(ABC):
 
     @abstractmethod
     def format_output(self, data: Any) -> Any:
-        """Return one answer per request for what the handler gave."""
+        """Return one answer per request for what the handler returned."""
 
 
 def document(row: Mapping[str, Any]) -> Any:
@@ -50,7 +50,7 @@ def split(answers: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
     """Cut the handler's answers into those of each request.
 
     Raises:
-        ValueError: the handler gave another number of answers than it had rows.
+        ValueError: the handler returned another number of answers than it had rows.
     """
     if len(answers) != sum(lengths):
         raise ValueError(
