@@ -22,9 +22,8 @@ from torch.nn.parameter import is_lazy
 from modelyard.exporter.errors import CheckpointError, ModelError, UsageError, cause
 from modelyard.exporter.ingest import Checkpoint, read_checkpoint
 from modelyard.exporter.ingest.hugging_face import build_hugging_face
-from modelyard.exporter.ingest.names import fit_names, nearest
 from modelyard.exporter.ingest.plain import Placeholder
-from modelyard.exporter.ingest.value import place_of
+from modelyard.exporter.ingest.value import fit_names, nearest, place_of
 
 _MODEL_FORM = "file.py:Class, package.module:Class or package.module:factory"
 

@@ -24,8 +24,7 @@ from modelyard.exporter.ingest.exported_program import ExportedProgram, read_exp
 from modelyard.exporter.ingest.plain import Placeholder
 from modelyard.exporter.ingest.read import choose, parse_checkpoint, take_weights
 from modelyard.exporter.ingest.single_file import danger_notes
-from modelyard.exporter.ingest.sniff import sniff, sniff_source
-from modelyard.exporter.ingest.source import Source
+from modelyard.exporter.ingest.source import Source, sniff, sniff_source
 from modelyard.exporter.ingest.torchscript import read_script
 from modelyard.exporter.ingest.value import count_parameters, digest_files
 

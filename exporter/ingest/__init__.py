@@ -3,14 +3,13 @@
 Nothing that a checkpoint holds is imported, called or compiled; `trust.py` is the one exception,
 and runs only for a file that a person has trusted.
 
-    sniff          bytes and folders → format
-    source         bytes, mapped; zips and JSON, read by `archiver.untrusted`
+    source         bytes, mapped, and what they are; JSON, read by `archiver.untrusted`
     pickles        pickle → plain values and placeholders; rebuild: the calls that give tensors
     plain          placeholders → values, by the allow-lists of profiles
     torch_file  safetensors_file  dcp  torchscript  exported_program  archive     one format each
-    kinds          keys of a saved object → kind and weights; training: the rest of a run
+    kinds          keys of a saved object → kind, weights and the rest of a run
     single_file  folders     one file, one folder → ParsedCheckpoint
-    read           the trip → Checkpoint
+    value          ParsedCheckpoint, Checkpoint; read: the trip from one to the other
 """
 
 from modelyard.exporter.ingest.read import read_checkpoint

@@ -11,10 +11,9 @@ from pathlib import Path
 from modelyard.archiver.errors import ArchiveError
 from modelyard.archiver.read import Archive, open_archive
 from modelyard.exporter.errors import CheckpointError
-from modelyard.exporter.ingest.parsed import ParsedCheckpoint
 from modelyard.exporter.ingest.single_file import Announce, read_file
 from modelyard.exporter.ingest.source import Source, parse_object
-from modelyard.exporter.ingest.value import ClassHint, parse_labels
+from modelyard.exporter.ingest.value import ClassHint, ParsedCheckpoint, parse_labels
 
 _LABELS = "index_to_name.json"
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest.pickles import BadPickle
 from modelyard.exporter.ingest.rebuild import is_known
-from modelyard.exporter.ingest.source import MAX_JSON_BYTES, Source, TorchZip, parse_object
-from modelyard.exporter.ingest.torch_file import read_torch_file
+from modelyard.exporter.ingest.source import MAX_JSON_BYTES, Source, parse_object
+from modelyard.exporter.ingest.torch_file import TorchZip, read_torch_file
 from modelyard.handlers.program.check import check
 
 _DTYPES: Mapping[int, torch.dtype] = {

@@ -12,11 +12,10 @@ from torch import Tensor
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import dcp
 from modelyard.exporter.ingest.archive import read_archive
-from modelyard.exporter.ingest.kinds import Weights
-from modelyard.exporter.ingest.parsed import ParsedCheckpoint
-from modelyard.exporter.ingest.profiles import refused_names
+from modelyard.exporter.ingest.profiles import match_profiles
 from modelyard.exporter.ingest.safetensors_file import (
     SafeTensors,
+    parsed_from,
     read_index,
     read_safetensors,
     shard_names,
@@ -29,9 +28,14 @@ from modelyard.exporter.ingest.single_file import (
     refusal,
     spread_over_ranks,
 )
-from modelyard.exporter.ingest.sniff import DETERMINED_WEIGHTS, sniff
-from modelyard.exporter.ingest.source import Source, read_object, read_object_or_nothing
-from modelyard.exporter.ingest.value import ClassHint, parse_labels
+from modelyard.exporter.ingest.source import (
+    DETERMINED_WEIGHTS,
+    Source,
+    read_object,
+    read_object_or_nothing,
+    sniff,
+)
+from modelyard.exporter.ingest.value import ClassHint, ParsedCheckpoint, Weights, parse_labels
 
 _MAX_YAML = 1 << 20
 _WEIGHT_FILES = (
@@ -51,10 +55,10 @@ def read_folder(folder: Path, announce: Announce | None = None) -> ParsedCheckpo
     Raises:
         CheckpointError: it is none, is damaged, or its weights are elsewhere.
     """
-    found = sniff(folder)
-    reader = _READERS.get(found)
+    format = sniff(folder)
+    reader = _READERS.get(format)
     if reader is None:
-        raise refusal(found, folder.name)
+        raise refusal(format, folder.name)
     return reader(folder, announce)
 
 
@@ -160,20 +164,13 @@ def _distributed_inside(
     )
 
 
-def _of_safetensors(kind: str, found: SafeTensors, folder: Path) -> ParsedCheckpoint:
-    if "DCP_SHARDING_INFO" in found.metadata:
+def _of_safetensors(kind: str, content: SafeTensors, folder: Path) -> ParsedCheckpoint:
+    if "DCP_SHARDING_INFO" in content.metadata:
         raise CheckpointError(
             f'"{folder.name}" holds slices of tensors in safetensors, written by several ranks; '
             "consolidate them first (HuggingFaceStorageWriter(enable_consolidation=True))"
         )
-    return ParsedCheckpoint(
-        kind=kind,
-        loader="safetensors",
-        weights={"": Weights(found.tensors)},
-        default="",
-        paths=found.paths,
-        training={k: v[:200] for k, v in found.metadata.items() if k != "format"},
-    )
+    return parsed_from(kind, content)
 
 
 def _sharded_bin(index: Path, announce: Announce | None) -> ParsedCheckpoint:
@@ -195,7 +192,6 @@ def _sharded_bin(index: Path, announce: Announce | None) -> ParsedCheckpoint:
         kind="state dict (sharded)",
         loader=", ".join(loaders),
         weights={"": Weights(tensors)},
-        default="",
         paths=(index, *(index.parent / name for name in names)),
         refused=tuple(refused),
         notes=danger_notes(refused),
@@ -227,7 +223,7 @@ def _distributed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         key: value for key, value in values.items() if type(value) in (int, float, str, bool)
     }
     optimizers = sorted({item.path[0] for item in index.items.values() if _is_optimizer(item)})
-    refused = refused_names("DCP", wanted)
+    _, refused = match_profiles("DCP", wanted)
     parsed = ParsedCheckpoint(
         kind="distributed checkpoint (DCP)",
         loader="dcp",

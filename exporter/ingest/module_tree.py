@@ -7,22 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.exporter.errors import CheckpointError
-from modelyard.exporter.ingest.pickles import Global, UnresolvedCall
+from modelyard.exporter.ingest.pickles import Global, UnresolvedCall, is_module
 from modelyard.exporter.ingest.plain import stock_class
 
 _MAX_DEPTH = 200
 _MAX_MODULES = 100_000
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
-
-
-def is_module(value: Any) -> bool:
-    """Return whether a placeholder stands for an nn.Module."""
-    if not isinstance(value, UnresolvedCall):
-        return False
-    attributes = value.attributes
-    return isinstance(attributes.get("_modules"), Mapping) and isinstance(
-        attributes.get("_parameters"), Mapping
-    )
 
 
 def state_dict(tree: UnresolvedCall) -> dict[str, Tensor]:

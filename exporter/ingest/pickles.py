@@ -335,6 +335,16 @@ def hashable(value: Any, depth: int = 0) -> Any:
     return value
 
 
+def is_module(value: Any) -> bool:
+    """Return whether a placeholder stands for an nn.Module."""
+    if not isinstance(value, UnresolvedCall):
+        return False
+    attributes = value.attributes
+    return isinstance(attributes.get("_modules"), Mapping) and isinstance(
+        attributes.get("_parameters"), Mapping
+    )
+
+
 def _python3_name(module: str, name: str) -> tuple[str, str]:
     if (module, name) in _compat_pickle.NAME_MAPPING:
         return _compat_pickle.NAME_MAPPING[(module, name)]

@@ -122,31 +122,18 @@ def allowed_names(kind: str) -> frozenset[str]:
     return frozenset().union(*(PROFILES[name] for name in profiles_for(kind)))
 
 
-def profiles_used(kind: str, wanted: Iterable[str]) -> tuple[str, ...] | None:
-    """Name the profiles that hold every wanted name beyond torch's; None when some are in none."""
-    extra = {name for name in wanted if not is_known(name)}
+def match_profiles(kind: str, names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the profiles that hold names beyond torch's, and the names that none holds."""
+    unknown = {name for name in names if not is_known(name)}
     used = []
     for profile in profiles_for(kind):
-        if covered := {name for name in extra if _covers(profile, name)}:
+        if covered := {name for name in unknown if _covers(profile, name)}:
             used.append(profile)
-            extra -= covered
-    return None if extra else tuple(used)
-
-
-def refused_names(kind: str, wanted: Iterable[str]) -> tuple[str, ...]:
-    """List the wanted names that neither torch nor a profile of this kind allows."""
-    profiles = profiles_for(kind)
-    return tuple(
-        sorted(
-            name
-            for name in wanted
-            if not is_known(name) and not any(_covers(profile, name) for profile in profiles)
-        )
-    )
+            unknown -= covered
+    return tuple(used), tuple(sorted(unknown))
 
 
 def _covers(profile: str, name: str) -> bool:
-
     if profile == "torch-nn":
         module, _, last = name.rpartition(".")
         return stock_class(Global(module, last)) is not None

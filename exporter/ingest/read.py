@@ -1,17 +1,22 @@
 """The ingest trip: sniff → read → choose the weights → strip wrappers' prefixes → `Checkpoint`."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 from modelyard.exporter.errors import CheckpointError, UsageError
 from modelyard.exporter.ingest.archive import read_archive
 from modelyard.exporter.ingest.folders import read_folder
-from modelyard.exporter.ingest.names import nearest, strip_wrappers
-from modelyard.exporter.ingest.parsed import ParsedCheckpoint
 from modelyard.exporter.ingest.single_file import Announce, read_file
-from modelyard.exporter.ingest.sniff import sniff
-from modelyard.exporter.ingest.source import Source
-from modelyard.exporter.ingest.value import Checkpoint, digest_files, find_tied
+from modelyard.exporter.ingest.source import Source, sniff
+from modelyard.exporter.ingest.value import (
+    Checkpoint,
+    Description,
+    ParsedCheckpoint,
+    digest_files,
+    find_tied,
+    nearest,
+    strip_wrappers,
+)
 
 _RUN = "checkpoint-*"
 
@@ -45,14 +50,14 @@ def take_weights(parsed: ParsedCheckpoint, path: Path, key: str) -> Checkpoint:
     weights = parsed.weights[key]
     renamed, prefixes = strip_wrappers(weights.tensors)
     tensors = {new: weights.tensors[old] for old, new in renamed.items()}
+    known = {each.name: getattr(parsed, each.name) for each in fields(Description)}
+    if key != parsed.default:
+        known["module"] = None
     return Checkpoint(
+        **known,
         path=path,
-        kind=parsed.kind,
         tensors=tensors,
-        loader=parsed.loader,
         files=digest_files(path, parsed.paths),
-        writer=parsed.writer,
-        writer_version=parsed.writer_version,
         original_names={new: old for old, new in renamed.items()},
         extra_state=dict(weights.extra_state),
         weights_key=key,
@@ -60,16 +65,6 @@ def take_weights(parsed: ParsedCheckpoint, path: Path, key: str) -> Checkpoint:
         ema_key=parsed.ema,
         prefixes=prefixes,
         tied=find_tied(tensors),
-        hyper_parameters=parsed.hyper_parameters,
-        hyper_parameters_name=parsed.hyper_parameters_name,
-        training=parsed.training,
-        refused=parsed.refused,
-        imports=parsed.imports,
-        class_hint=parsed.class_hint,
-        labels=parsed.labels,
-        sources=parsed.sources,
-        notes=parsed.notes,
-        module=parsed.module if key == parsed.default else None,
     )
 
 
@@ -79,11 +74,11 @@ def parse_checkpoint(path: Path, announce: Announce | None = None) -> ParsedChec
     Raises:
         CheckpointError: it cannot be read, is refused, or holds no weights.
     """
-    found = sniff(path)
-    if found == "TorchServe archive":
+    format = sniff(path)
+    if format == "TorchServe archive":
         return read_archive(path, announce)
     if path.is_dir():
-        newest = _newest_of_run(path) if found == "unknown" else None
+        newest = _newest_of_run(path) if format == "unknown" else None
         return read_folder(newest or path, announce)
     parsed = read_file(Source.of_file(path), announce)
     return replace(parsed, paths=(path,))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from modelyard.exporter.errors import CheckpointError, cause
 from modelyard.exporter.ingest.source import Source, parse_object, read_object
+from modelyard.exporter.ingest.value import ParsedCheckpoint, Weights
 
 MAX_HEADER_BYTES = 100_000_000  # the library's own limit
 
@@ -79,6 +80,17 @@ def shard_names(index: Path) -> dict[str, str]:
         if not (index.parent / name).is_file():
             raise CheckpointError(f'"{index.name}" names "{name}", which is missing: copy it too')
     return weight_map
+
+
+def parsed_from(kind: str, content: SafeTensors) -> ParsedCheckpoint:
+    """Return the one set of weights, and what its writer said beside it."""
+    return ParsedCheckpoint(
+        kind=kind,
+        loader="safetensors",
+        weights={"": Weights(content.tensors)},
+        paths=content.paths,
+        training={key: text[:200] for key, text in content.metadata.items() if key != "format"},
+    )
 
 
 def read_source(source: Source) -> tuple[dict[str, Tensor], dict[str, str]]:

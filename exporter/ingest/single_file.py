@@ -12,23 +12,21 @@ from modelyard.exporter.ingest.exported_program import read_exported_program
 from modelyard.exporter.ingest.kinds import (
     Classification,
     Rule,
-    Weights,
     as_mapping,
     at,
+    find_training,
     find_weights,
 )
-from modelyard.exporter.ingest.parsed import ParsedCheckpoint
-from modelyard.exporter.ingest.pickles import UnresolvedCall
+from modelyard.exporter.ingest.pickles import UnresolvedCall, is_module
 from modelyard.exporter.ingest.plain import to_plain
-from modelyard.exporter.ingest.profiles import allowed_names, profiles_used, refused_names
-from modelyard.exporter.ingest.safetensors_file import read_source as read_safetensors
-from modelyard.exporter.ingest.sniff import ADVICE, sniff_source
-from modelyard.exporter.ingest.source import Source
+from modelyard.exporter.ingest.profiles import allowed_names, match_profiles
+from modelyard.exporter.ingest.rebuild import is_known
+from modelyard.exporter.ingest.safetensors_file import SafeTensors, parsed_from, read_source
+from modelyard.exporter.ingest.source import ADVICE, Source, sniff_source
 from modelyard.exporter.ingest.torch_file import TorchFile, load_as_torch, read_torch_file
 from modelyard.exporter.ingest.torchscript import read_script
-from modelyard.exporter.ingest.training import find_training
 from modelyard.exporter.ingest.trust import unpickle
-from modelyard.exporter.ingest.value import ClassHint
+from modelyard.exporter.ingest.value import ClassHint, ParsedCheckpoint, Weights
 
 Announce = Callable[[str, Sequence[str]], None]
 """Told, before a trusted file is unpickled, its name and what it will import."""
@@ -92,18 +90,20 @@ def parse_torch_file(
     file: TorchFile, source: Source, announce: Announce | None = None
 ) -> ParsedCheckpoint:
     """Decide how a file of torch.save is taken, what kind it is and what is in it."""
-    kind = _first_kind(file, source.name)
-    used = profiles_used(kind, file.wanted)
-    if used is None and announce is not None:
-        return _trusted(file, source, kind, announce)
+    used: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
+    if not all(map(is_known, file.wanted)):
+        used, refused = match_profiles(_first_kind(file, source.name), file.wanted)
+    if refused and announce is not None:
+        return _trusted(source, refused, announce)
     root, loader = file.value, "inert"
-    if used == ():
-        # The floor: torch's own loader agrees that nothing else is in it.
-        by_torch = None if file.protocol > 2 else load_as_torch(source, file)
-        root, loader = (root, "inert") if by_torch is None else (by_torch, "weights_only")
-    elif used:
+    if used and not refused:
         loader = f"profile {'+'.join(used)}"
-    parsed = _parse_object(root, source.name, loader, refused_names(kind, file.wanted))
+    elif not refused and file.protocol <= 2:
+        # The floor: torch's own loader agrees that nothing else is in it.
+        by_torch = load_as_torch(source, file)
+        root, loader = (root, "inert") if by_torch is None else (by_torch, "weights_only")
+    parsed = _parse_object(root, source.name, loader, refused)
     notes = (*parsed.notes, *danger_notes(parsed.refused))
     return replace(parsed, sources=file.sources, notes=notes)
 
@@ -121,7 +121,8 @@ def parse_beside(source: Source, weights: Mapping[str, Any]) -> ParsedCheckpoint
         kind = find_weights({**content}, source.name).kind
     except CheckpointError:
         kind = "Lightning checkpoint"
-    parsed = _parse_object(content, source.name, "inert", refused_names(kind, file.wanted))
+    _, refused = match_profiles(kind, file.wanted)
+    parsed = _parse_object(content, source.name, "inert", refused)
     return replace(parsed, notes=(*parsed.notes, *danger_notes(parsed.refused)))
 
 
@@ -134,13 +135,12 @@ def _first_kind(file: TorchFile, name: str) -> str:
 
 def _parse_object(root: Any, name: str, loader: str, refused: tuple[str, ...]) -> ParsedCheckpoint:
     classified = find_weights(root, name, refused)
-    allowed = allowed_names(classified.kind)
-    hyper, how = _hyper_parameters(root, classified, allowed)
+    hyper, how, training = _beside_weights(root, classified)
     tree = root if isinstance(root, UnresolvedCall) else None
     chosen = classified.weights.get(classified.default or "")
     tree = chosen.module if chosen is not None and chosen.module is not None else tree
     module = root if isinstance(root, nn.Module) else None
-    if tree is not None and module_tree.is_module(tree):
+    if tree is not None and is_module(tree):
         module = module_tree.build_stock(tree)
     rule = classified.rule
     version = None if rule is None or rule.version is None else at(root, rule.version)
@@ -149,13 +149,12 @@ def _parse_object(root: Any, name: str, loader: str, refused: tuple[str, ...]) -
         loader=loader,
         weights=classified.weights,
         default=classified.default,
-        paths=(),
         ema=classified.ema,
         writer=rule.writer if rule else None,
         writer_version=str(version) if isinstance(version, str | int | float) else None,
         hyper_parameters=hyper,
         hyper_parameters_name=how,
-        training=find_training(root, allowed),
+        training=training,
         refused=refused,
         class_hint=_class_hint(root, tree),
         module=module,
@@ -163,19 +162,24 @@ def _parse_object(root: Any, name: str, loader: str, refused: tuple[str, ...]) -
     )
 
 
-def _hyper_parameters(
-    root: Any, classified: Classification, allowed: frozenset[str]
-) -> tuple[Mapping[str, Any], str | None]:
+def _beside_weights(
+    root: Any, classified: Classification
+) -> tuple[Mapping[str, Any], str | None, Mapping[str, Any]]:
+    """Return the hyper-parameters, how the class takes them, and what is known of the run."""
+    if classified.kind == "state dict":
+        return {}, None, {}
+    allowed = allowed_names(classified.kind)
+    training = find_training(root, allowed)
     rule = classified.rule
     if rule is None:
-        return {}, None
+        return {}, None, training
     for path in rule.hyper_parameters:
         value = to_plain(at(root, path), allowed) if path else _flattened(root, rule, allowed)
         if isinstance(value, Mapping) and value:
             how = at(root, "hparams_name") if rule.builds else None
             default = "kwargs" if rule.builds else None
-            return value, how if isinstance(how, str) and how.isidentifier() else default
-    return {}, None
+            return value, how if isinstance(how, str) and how.isidentifier() else default, training
+    return {}, None, training
 
 
 def _flattened(root: Any, rule: Rule, allowed: frozenset[str]) -> dict[str, Any]:
@@ -186,7 +190,7 @@ def _flattened(root: Any, rule: Rule, allowed: frozenset[str]) -> dict[str, Any]
 
 
 def _class_hint(root: Any, tree: UnresolvedCall | None) -> ClassHint | None:
-    if tree is not None and module_tree.is_module(tree):
+    if tree is not None and is_module(tree):
         return ClassHint(tree.dotted, "the pickled module")
     arch = (as_mapping(root) or {}).get("arch")
     return ClassHint(arch, '"arch" of the checkpoint') if isinstance(arch, str) else None
@@ -219,10 +223,9 @@ def spread_over_ranks(seen: str) -> CheckpointError:
     )
 
 
-def _trusted(file: TorchFile, source: Source, kind: str, announce: Announce) -> ParsedCheckpoint:
+def _trusted(source: Source, imports: tuple[str, ...], announce: Announce) -> ParsedCheckpoint:
     """Unpickle without limits: the file's code runs in this process."""
-    names = refused_names(kind, file.wanted)
-    announce(source.name, names)
+    announce(source.name, imports)
     try:
         root = unpickle(source)
     # The file's own code runs, and may fail in any way.
@@ -231,7 +234,7 @@ def _trusted(file: TorchFile, source: Source, kind: str, announce: Announce) -> 
             f'"{source.name}" was trusted and cannot be unpickled: {cause(error)}; install what '
             "defines its classes, or give --model and leave --trust out"
         ) from error
-    return replace(_parse_object(root, source.name, "trusted", ()), imports=names)
+    return replace(_parse_object(root, source.name, "trusted", ()), imports=imports)
 
 
 def _read_torch(source: Source, announce: Announce | None) -> ParsedCheckpoint:
@@ -239,15 +242,7 @@ def _read_torch(source: Source, announce: Announce | None) -> ParsedCheckpoint:
 
 
 def _read_safetensors(source: Source, _: Announce | None) -> ParsedCheckpoint:
-    tensors, metadata = read_safetensors(source)
-    return ParsedCheckpoint(
-        kind="safetensors",
-        loader="safetensors",
-        weights={"": Weights(tensors)},
-        default="",
-        paths=(),
-        training={key: value[:200] for key, value in metadata.items() if key != "format"},
-    )
+    return parsed_from("safetensors", SafeTensors(*read_source(source), ()))
 
 
 def _read_script(source: Source, announce: Announce | None) -> ParsedCheckpoint:
@@ -264,8 +259,6 @@ def _read_script(source: Source, announce: Announce | None) -> ParsedCheckpoint:
         kind="TorchScript (mobile)" if script.is_mobile else "TorchScript",
         loader="inert",
         weights={"": Weights(script.tensors)},
-        default="",
-        paths=(),
         writer="torch.jit",
         class_hint=ClassHint(script.class_name, "the program's text"),
         sources=script.code,
@@ -284,8 +277,6 @@ def _read_program(source: Source, announce: Announce | None) -> ParsedCheckpoint
         kind="exported program",
         loader="json",
         weights={"": Weights(program.tensors)},
-        default="",
-        paths=(),
         writer="torch.export",
         writer_version=program.torch_version,
         notes=(

@@ -1,8 +1,11 @@
-"""The bytes of a checkpoint, mapped and never copied; the zips and the JSON among them."""
+"""The bytes of a checkpoint, mapped and never copied, and what they are; JSON among them.
+
+What a file or folder is, its bytes and its shape decide; its name and suffix say nothing.
+"""
 
 import io
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +15,46 @@ import torch
 
 from modelyard.archiver.untrusted.container import Damaged
 from modelyard.archiver.untrusted.json import parse_json
-from modelyard.archiver.untrusted.zip import TORCH_RULES, ZipMember, ZipReader
+from modelyard.archiver.untrusted.tar import BLOCK_BYTES, GZIP_MAGIC, Inflated, read_entries
+from modelyard.archiver.untrusted.zip import TORCH_RULES, ZipReader
 from modelyard.exporter.errors import CheckpointError
 
 MAX_JSON_BYTES = 256 << 20
 _MAX_DEPTH = 200  # graphs lie in the nodes of graphs
 _MAX_LINE = 64 * 1024
 _PEEKED_BYTES = 64
-_SHOWN = 5
+
+# The magic number of the legacy format by its own opcode, behind the pickle's protocol (and, from
+# 4 on, its frame).
+LEGACY_MAGIC = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
+_TAR_MAGIC_AT = 257
+_MAX_HEADER = 100_000_000
+_ONNX_FIELDS = frozenset([1, 2, 3, 4, 5, 6, 7, 8, 14, 20, 25, 26])
+_MAX_PEEK = 1 << 20
+
+ADVICE: Mapping[str, str] = {
+    "GGUF": "it is a file of llama.cpp; expected the PyTorch checkpoint that it was made from",
+    "HDF5": "it is a file of Keras; expected a PyTorch checkpoint",
+    "pickle": "it is a bare pickle (pickle, joblib, cloudpickle), which runs code when it is "
+    "loaded; write it again with torch.save(model.state_dict(), …)",
+    "ExecuTorch program": "it is already exported for ExecuTorch; expected the checkpoint that it "
+    "was made from",
+    "OpenVINO IR": "it is already exported for OpenVINO; expected the checkpoint that it was made "
+    "from",
+    "ONNX": "it is an artifact already: package it with `modelyard archive`",
+    "torch tar": "it was written by torch 0.1.10 or older, whose format runs code when it is "
+    "loaded; load it in a sandbox with that torch and save model.state_dict() anew",
+    "exported program 1": "it is an exported program of torch 2.6 or older; load it with that "
+    "torch and save it anew, or export the checkpoint",
+    "NeMo archive": "it is a NeMo archive; unpack it (it is a tar) and give the .ckpt inside",
+    "PEFT adapter": "it holds only a change to another model: load the base model with it, call "
+    "merge_and_unload(), and save that",
+    "Keras checkpoint": "it was written by a Keras trial; expected a PyTorch checkpoint",
+    "Megatron checkpoint": "its weights are spread over ranks; convert it with Megatron's "
+    "checkpoint tools to one file first",
+    "unpacked zip": "it is an unpacked file of torch.save; give the file itself",
+}
+"""Formats without weights that are read here, and what to do instead."""
 
 
 class Source:
@@ -89,14 +124,6 @@ class Source:
         return io.BytesIO(self.data)
 
 
-def copy_swapped(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
-    """Copy a storage with the bytes of each element in the other order."""
-    copied: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
-    if copied.nbytes():
-        copied.byteswap(dtype)  # type: ignore[no-untyped-call]
-    return copied
-
-
 class Window:
     """A stream over bytes that never allocates more than there is to read."""
 
@@ -128,99 +155,6 @@ class Window:
     def tell(self) -> int:
         """Return where the next read starts."""
         return self._position
-
-
-class TorchZip:
-    """A zip as torch writes it; every name and range has been checked.
-
-    What torch writes is plain: entries are stored, but for the text of a program. Only that is
-    taken, so that another zip reader cannot see another content in the same bytes.
-
-    Args:
-        source: all bytes of the zip.
-        may_deflate: says of a name whether its entry may be compressed.
-
-    Attributes:
-        entries: by name.
-
-    Raises:
-        CheckpointError: it is not a sound zip, or is one that torch would not write.
-    """
-
-    def __init__(
-        self, source: Source, may_deflate: Callable[[str], bool] = lambda name: False
-    ) -> None:
-        self.source = source
-        self._reader = ZipReader(source, replace(TORCH_RULES, may_deflate=may_deflate))
-        if problems := self._reader.check():
-            raise CheckpointError(
-                f'"{source.name}" is refused: {"; ".join(problems[:_SHOWN])}; expected a file as '
-                "torch writes it: it is damaged or cut short, or was changed; copy it again"
-            )
-        self.entries: Mapping[str, ZipMember] = {m.name: m for m in self._reader.members}
-
-    def read(self, name: str, *, limit: int) -> bytes:
-        """Return an entry's content, inflated when it is deflated.
-
-        Args:
-            name: of the entry.
-            limit: largest size that is read, in bytes.
-
-        Raises:
-            CheckpointError: it is larger, or is damaged.
-        """
-        entry = self.entries[name]
-        if entry.size_bytes > limit:
-            raise self._refused(name, f"has {entry.size_bytes} bytes; at most {limit} are read")
-        return b"".join(self._chunks(entry))
-
-    def part(self, name: str) -> Source:
-        """Return a stored entry as a source of its own; its CRC-32 is compared first."""
-        place = self._checked(name)
-        return self.source.part(name, place.start, len(place))
-
-    def storage(self, name: str) -> torch.UntypedStorage:
-        """Return a stored entry as a storage for tensors; its CRC-32 is compared first."""
-        place = self._checked(name)
-        return self.source.storage(place.start, len(place))
-
-    def _checked(self, name: str) -> range:
-        for _ in self._chunks(self.entries[name]):
-            pass
-        return self.entries[name].data
-
-    def _chunks(self, entry: ZipMember) -> Iterator[bytes]:
-        try:
-            yield from self._reader.chunks(entry)
-        except Damaged as error:
-            raise self._refused(entry.name, f"is damaged: {error}") from error
-
-    def _refused(self, name: str, why: str) -> CheckpointError:
-        return CheckpointError(
-            f'"{self.source.name}" is refused: its entry {name!r} {why}; copy the file again'
-        )
-
-
-def zip_names(source: Source) -> Mapping[str, bytes]:
-    """List a zip of any kind by name, with the content of what says its format.
-
-    Raises:
-        CheckpointError: it is cut short, or is not a zip.
-    """
-    reader = ZipReader(source, replace(TORCH_RULES, may_deflate=lambda name: True))
-    problems = reader.check()
-    if not reader.members and problems:
-        raise CheckpointError(
-            f'"{source.name}" starts as a zip and is none: {problems[0]}; it is damaged or cut '
-            "short: copy it again"
-        )
-    names = {}
-    for member in reader.members:
-        names[member.name] = b""
-        if member.name.endswith("/archive_format") and member.size_bytes <= _PEEKED_BYTES:
-            with suppress(Damaged):
-                names[member.name] = b"".join(reader.chunks(member))
-    return names
 
 
 def parse_object(content: bytes | memoryview, name: str) -> dict[str, Any]:
@@ -258,3 +192,208 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_object_or_nothing(path: Path) -> dict[str, Any]:
     """Read a file that may be there."""
     return read_object(path) if path.is_file() else {}
+
+
+def sniff(path: Path) -> str:
+    """Return what a file or folder is, in a word of this module.
+
+    Raises:
+        CheckpointError: it is not there, is empty, or is damaged.
+    """
+    if path.is_dir():
+        return sniff_folder(path)
+    if not path.is_file():
+        seen = "is not a file" if path.exists() else "does not exist"
+        raise CheckpointError(f'checkpoint "{path}" {seen}; expected a file or folder of weights')
+    return sniff_source(Source.of_file(path))
+
+
+def sniff_source(source: Source) -> str:
+    """Return what some bytes are."""
+    head = bytes(source.data[:512])
+    if head[:4] == b"PK\x03\x04":
+        return _sniff_zip(source)
+    if head[:1] == b"\x80" and head.find(LEGACY_MAGIC) in (2, 11):
+        return "torch legacy"
+    for magic, at, format in _MAGICS:
+        if head[at : at + len(magic)] == magic:
+            return format
+    if head[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
+        return _sniff_tar(source)
+    if head[:2] == b"\x1f\x8b":
+        return _sniff_tar(source)
+    if _is_safetensors(source):
+        return "safetensors"
+    if len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:
+        return "pickle"
+    return "ONNX" if _is_onnx(source.data) else "unknown"
+
+
+def _sniff_zip(source: Source) -> str:
+    entries = zip_names(source)
+    if "MAR-INF/MANIFEST.json" in entries:
+        return "TorchServe archive"
+    if any(name.endswith("/constants.pkl") for name in entries):
+        return "TorchScript"
+    if any(name.endswith("/archive_format") and entries[name] == b"pt2" for name in entries):
+        return "exported program"
+    if "serialized_exported_program.json" in entries:
+        return "exported program 1"
+    if any(name.endswith("/data.pkl") for name in entries):
+        return "torch zip"
+    return "unknown"
+
+
+def zip_names(source: Source) -> Mapping[str, bytes]:
+    """List a zip of any kind by name, with the content of what says its format.
+
+    Raises:
+        CheckpointError: it is cut short, or is not a zip.
+    """
+    reader = ZipReader(source, replace(TORCH_RULES, may_deflate=lambda name: True))
+    problems = reader.check()
+    if not reader.members and problems:
+        raise CheckpointError(
+            f'"{source.name}" starts as a zip and is none: {problems[0]}; it is damaged or cut '
+            "short: copy it again"
+        )
+    names = {}
+    for member in reader.members:
+        names[member.name] = b""
+        if member.name.endswith("/archive_format") and member.size_bytes <= _PEEKED_BYTES:
+            with suppress(Damaged):
+                names[member.name] = b"".join(reader.chunks(member))
+    return names
+
+
+def _sniff_tar(source: Source) -> str:
+    names = set()
+    try:
+        for name in _tar_names(source):
+            if name.endswith("MAR-INF/MANIFEST.json"):
+                return "TorchServe archive"
+            names.add(name)
+    except Damaged:
+        return "unknown"
+    if {"storages", "tensors", "pickle"} <= names:
+        return "torch tar"
+    if any(name.endswith("model_config.yaml") for name in names):
+        return "NeMo archive"
+    return "unknown"
+
+
+def _tar_names(source: Source) -> Iterator[str]:
+    """Yield the names of a tar, or of a gzip'ed one."""
+    is_packed = bytes(source.data[:2]) == GZIP_MAGIC
+    stream = Inflated(source) if is_packed else Window(source.data)
+    for entry in read_entries(stream.read):
+        yield entry.name.removeprefix("./")
+        left = entry.size_bytes + -entry.size_bytes % BLOCK_BYTES
+        if isinstance(stream, Inflated):
+            stream.skip(left)
+        else:
+            stream.seek(left, io.SEEK_CUR)
+
+
+def _is_safetensors(source: Source) -> bool:
+    length = int.from_bytes(source.data[:8], "little")
+    return 2 <= length <= _MAX_HEADER and bytes(source.data[8:9]) == b"{"
+
+
+def _is_onnx(data: memoryview) -> bool:
+    """Walk the top level of a protobuf: ModelProto starts with its version and has a graph."""
+    if bytes(data[:1]) != b"\x08":
+        return False
+    position, fields = 0, set()
+    while position < len(data):
+        key, position = _varint(data, position)
+        if key < 0 or key >> 3 not in _ONNX_FIELDS or key & 7 not in (0, 2):
+            return False
+        value, position = _varint(data, position)
+        if value < 0:
+            return False
+        position += value if key & 7 == 2 else 0
+        fields.add(key >> 3)
+    return position == len(data) and 7 in fields
+
+
+def _varint(data: memoryview, position: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if position >= len(data):
+            break
+        byte = data[position]
+        position += 1
+        value |= (byte & 0x7F) << shift
+        if not byte & 0x80:
+            return value, position
+    return -1, position
+
+
+def sniff_folder(folder: Path) -> str:
+    """Return what a folder is by the files that it holds."""
+    names = {entry.name for entry in folder.iterdir()}
+    for name, format in _FOLDERS:
+        if name in names and (format != "Determined" or _is_determined(folder)):
+            return format
+    if ".metadata" in names and any(name.endswith(".distcp") for name in names):
+        return "DCP"
+    if "latest" in names and any(name.startswith(("checkpoint", "global_step")) for name in names):
+        return "DeepSpeed"
+    if any(name.endswith("model_states.pt") for name in names):
+        return "DeepSpeed"
+    if "MANIFEST.json" in names and folder.name == "MAR-INF":
+        raise CheckpointError(f'"{folder}" is a part of an archive; give the folder above it')
+    if (folder / "MAR-INF" / "MANIFEST.json").is_file():
+        return "TorchServe archive"
+    if "data.pkl" in names and "data" in names:
+        return "unpacked zip"
+    if _is_determined(folder):
+        return "Determined"
+    if any(name.endswith((".safetensors", ".safetensors.index.json")) for name in names):
+        return "weights folder"
+    if names & {"pytorch_model.bin", "pytorch_model.bin.index.json", "config.json"}:
+        return "Hugging Face"
+    return "unknown"
+
+
+def _is_determined(folder: Path) -> bool:
+    if any((folder / name).is_file() for name in DETERMINED_WEIGHTS):
+        return True
+    return "trial_type" in _peek(folder / "load_data.json") or "determined_version" in _peek(
+        folder / "metadata.json"
+    )
+
+
+def _peek(path: Path) -> Mapping[str, object]:
+    """Read a small JSON object; nothing when it is none."""
+    try:
+        if path.stat().st_size > _MAX_PEEK:
+            return {}
+        content = parse_json(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+DETERMINED_WEIGHTS = (
+    "state_dict.pth",
+    "state-dict.pth",
+    "determined/state_dict.pth",
+    "pedl/state_dict.pth",
+)
+# In this order: an adapter beside a config.json is an adapter; a run may keep several forms.
+_FOLDERS = (
+    ("adapter_config.json", "PEFT adapter"),
+    ("load_data.json", "Determined"),
+    ("MLmodel", "MLflow"),
+    ("latest_checkpointed_iteration.txt", "Megatron checkpoint"),
+    ("config.json", "Hugging Face"),
+    (".metadata.json", "Ray Train"),
+)
+_MAGICS = (
+    (b"GGUF", 0, "GGUF"),
+    (b"\x89HDF", 0, "HDF5"),
+    (b"ET", 4, "ExecuTorch program"),
+    (b"<?xml", 0, "OpenVINO IR"),
+)

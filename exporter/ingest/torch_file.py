@@ -5,20 +5,21 @@ Source: `torch/serialization.py`, `_save` and `_legacy_save`.
 
 import sys
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from modelyard.archiver.untrusted.container import Damaged
+from modelyard.archiver.untrusted.zip import TORCH_RULES, ZipMember, ZipReader
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest.pickles import BadPickle, Global, Pickled, read_pickle
 from modelyard.exporter.ingest.rebuild import Rebuilder, Storage, global_value, storage_dtype
-from modelyard.exporter.ingest.source import Source, TorchZip, Window, copy_swapped
+from modelyard.exporter.ingest.source import Source, Window
 
 MAX_PICKLE_BYTES = 1 << 29
-# The number's own opcode, behind the pickle's protocol (and, from 4 on, its frame).
-LEGACY_MAGIC = bytes.fromhex("8a0a6cfc9c46f9206aa850192e")
+_SHOWN = 5
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _PROTOCOL_VERSION = 1001
 _COUNT_BYTES = 8
@@ -36,6 +37,77 @@ class TorchFile:
     protocol: int
     sources: Mapping[str, str]
     """Source text of module classes by name, in legacy files of whole modules; never compiled."""
+
+
+class TorchZip:
+    """A zip as torch writes it; every name and range has been checked.
+
+    What torch writes is plain: entries are stored, but for the text of a program. Only that is
+    taken, so that another zip reader cannot see another content in the same bytes.
+
+    Args:
+        source: all bytes of the zip.
+        may_deflate: says of a name whether its entry may be compressed.
+
+    Attributes:
+        entries: by name.
+
+    Raises:
+        CheckpointError: it is not a sound zip, or is one that torch would not write.
+    """
+
+    def __init__(
+        self, source: Source, may_deflate: Callable[[str], bool] = lambda name: False
+    ) -> None:
+        self.source = source
+        self._reader = ZipReader(source, replace(TORCH_RULES, may_deflate=may_deflate))
+        if problems := self._reader.check():
+            raise CheckpointError(
+                f'"{source.name}" is refused: {"; ".join(problems[:_SHOWN])}; expected a file as '
+                "torch writes it: it is damaged or cut short, or was changed; copy it again"
+            )
+        self.entries: Mapping[str, ZipMember] = {m.name: m for m in self._reader.members}
+
+    def read(self, name: str, *, limit: int) -> bytes:
+        """Return an entry's content, inflated when it is deflated.
+
+        Args:
+            name: of the entry.
+            limit: largest size that is read, in bytes.
+
+        Raises:
+            CheckpointError: it is larger, or is damaged.
+        """
+        entry = self.entries[name]
+        if entry.size_bytes > limit:
+            raise self._refused(name, f"has {entry.size_bytes} bytes; at most {limit} are read")
+        return b"".join(self._chunks(entry))
+
+    def part(self, name: str) -> Source:
+        """Return a stored entry as a source of its own; its CRC-32 is compared first."""
+        place = self._checked(name)
+        return self.source.part(name, place.start, len(place))
+
+    def storage(self, name: str) -> torch.UntypedStorage:
+        """Return a stored entry as a storage for tensors; its CRC-32 is compared first."""
+        place = self._checked(name)
+        return self.source.storage(place.start, len(place))
+
+    def _checked(self, name: str) -> range:
+        for _ in self._chunks(self.entries[name]):
+            pass
+        return self.entries[name].data
+
+    def _chunks(self, entry: ZipMember) -> Iterator[bytes]:
+        try:
+            yield from self._reader.chunks(entry)
+        except Damaged as error:
+            raise self._refused(entry.name, f"is damaged: {error}") from error
+
+    def _refused(self, name: str, why: str) -> CheckpointError:
+        return CheckpointError(
+            f'"{self.source.name}" is refused: its entry {name!r} {why}; copy the file again'
+        )
 
 
 def read_torch_file(source: Source) -> TorchFile:
@@ -79,7 +151,7 @@ def read_zip(container: TorchZip) -> TorchFile:
         if key not in storages:
             storages[key] = container.storage(entry.name)
             if is_swapped:
-                storages[key] = copy_swapped(storages[key], dtype)
+                storages[key] = _copy_swapped(storages[key], dtype)
         return Storage(storages[key], dtype)
 
     rebuild = Rebuilder()
@@ -185,7 +257,7 @@ class _LegacyStorages:
             found = content.storage(0, storage.nbytes)
             # The file is little-endian, wherever it was written.
             is_big = sys.byteorder == "big"
-            storage.untyped.copy_(copy_swapped(found, storage.dtype) if is_big else found)
+            storage.untyped.copy_(_copy_swapped(found, storage.dtype) if is_big else found)
 
     def _make(self, key: str, dtype: torch.dtype, numel: int) -> Storage:
         # Each storage's bytes are in the file, so all of them are no more than it has.
@@ -217,6 +289,14 @@ class _LegacyStorages:
         if isinstance(text, str):
             self.sources[found.dotted] = text
         return found
+
+
+def _copy_swapped(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.UntypedStorage:
+    """Copy a storage with the bytes of each element in the other order."""
+    copied: torch.UntypedStorage = storage.clone()  # type: ignore[no-untyped-call]
+    if copied.nbytes():
+        copied.byteswap(dtype)  # type: ignore[no-untyped-call]
+    return copied
 
 
 def _storage_identifier(identifier: Any, length: int) -> tuple[torch.dtype, str, int]:

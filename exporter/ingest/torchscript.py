@@ -18,8 +18,8 @@ from modelyard.exporter.ingest.pickles import (
     UnresolvedCall,
     read_pickle,
 )
-from modelyard.exporter.ingest.source import Source, TorchZip, Window
-from modelyard.exporter.ingest.torch_file import read_zip
+from modelyard.exporter.ingest.source import Source, Window
+from modelyard.exporter.ingest.torch_file import TorchZip, read_zip
 
 _MAX_CODE = 64 << 20
 _MAX_DEPTH = 200

@@ -1,7 +1,8 @@
-"""What ingest finds: the weights, where they came from, and all that was beside them."""
+"""The weights of a checkpoint, the names of its tensors, and all that is known beside them."""
 
+import difflib
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,22 @@ from typing import Any
 from torch import Tensor, nn
 
 from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest.pickles import UnresolvedCall
+
+# Each is put in front of every name, or inside a name, by the wrapper of that name.
+WRAPPERS = (
+    "module.",
+    "_orig_mod.",
+    "_forward_module.",
+    "_fsdp_wrapped_module.",
+    "_checkpoint_wrapped_module.",
+)
+_INNER = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+ATTRIBUTES = ("model.", "net.", "network.", "backbone.", "module.", "student.")
+"""Names that a training module gives to the network inside it."""
+
+_AVERAGED = "n_averaged"
+_CUTOFF = 0.6
 
 
 @dataclass(frozen=True)
@@ -31,41 +48,36 @@ class ClassHint:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """A checkpoint of any kind; reading it ran none of its code.
+class Weights:
+    """One set of weights inside a checkpoint."""
 
-    The tensors are mapped: a page is read when it is looked at.
-    """
-
-    path: Path
-    kind: str
-    """As in `Lightning checkpoint` or `state dict`."""
     tensors: Mapping[str, Tensor]
-    """The chosen weights, on the CPU, under names without wrappers' prefixes."""
-    loader: str
-    """`safetensors`, `weights_only`, `profile NAME`, `inert`, `dcp`, `json` or `trusted`."""
-    files: tuple[CheckpointFile, ...]
-    writer: str | None = None
-    writer_version: str | None = None
-    original_names: Mapping[str, str] = field(default_factory=dict)
-    """Name in `tensors` → name in the file."""
     extra_state: Mapping[str, Any] = field(default_factory=dict)
     """Entries `…_extra_state` of a state dict that are not tensors."""
-    weights_key: str = ""
-    """Path of the weights inside the checkpoint, dots between; empty when they are all of it."""
-    alternatives: Mapping[str, int] = field(default_factory=dict)
-    """Path of every other set of weights in it → its number of parameters."""
-    ema_key: str | None = None
-    """Path of averaged weights, when there are some."""
-    prefixes: tuple[str, ...] = ()
-    """What was stripped from every name, the outermost first."""
-    tied: tuple[tuple[str, ...], ...] = ()
-    """Names that share all of their numbers."""
+    module: UnresolvedCall | None = None
+    """The pickled module that they are the state dict of."""
+
+    @property
+    def parameters(self) -> int:
+        """Count their numbers, shared ones once."""
+        return count_parameters(self.tensors.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """What is known of a checkpoint of any kind beside its weights."""
+
+    kind: str
+    """As in `Lightning checkpoint` or `state dict`."""
+    loader: str
+    """`safetensors`, `weights_only`, `profile NAME`, `inert`, `dcp`, `json` or `trusted`."""
+    writer: str | None = None
+    writer_version: str | None = None
     hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
     hyper_parameters_name: str | None = None
     """How the class takes them: `kwargs`, the name of one argument, or None: not at all."""
     training: Mapping[str, Any] = field(default_factory=dict)
-    """What is found of the run: epoch, steps, optimizers, schedulers, callbacks …"""
+    """What is known of the run: epoch, steps, optimizers, schedulers, callbacks …"""
     refused: tuple[str, ...] = ()
     """Names that the file wanted imported and that are on no allow-list; none was."""
     imports: tuple[str, ...] = ()
@@ -78,7 +90,48 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     """What a person should know before using it, a sentence each."""
     module: nn.Module | None = None
-    """The whole model, where none of the file's code is needed to build it."""
+    """The whole model, where the file was trusted or needs no code of its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParsedCheckpoint(Description):
+    """What one reader returns: a checkpoint before its weights are chosen."""
+
+    weights: Mapping[str, Weights]
+    """By path; an empty path is all of the checkpoint."""
+    default: str | None = ""
+    """The path that is chosen unless told otherwise; None when nothing tells which."""
+    ema: str | None = None
+    """Path of averaged weights, when there are some."""
+    paths: tuple[Path, ...] = ()
+    """Files that were read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint(Description):
+    """A checkpoint of any kind; reading it ran none of its code.
+
+    The tensors are mapped: a page is read when it is looked at.
+    """
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+    """The chosen weights, on the CPU, under names without wrappers' prefixes."""
+    files: tuple[CheckpointFile, ...]
+    original_names: Mapping[str, str] = field(default_factory=dict)
+    """Name in `tensors` → name in the file."""
+    extra_state: Mapping[str, Any] = field(default_factory=dict)
+    """As in `Weights`."""
+    weights_key: str = ""
+    """Path of the weights inside the checkpoint, dots between; empty when they are all of it."""
+    alternatives: Mapping[str, int] = field(default_factory=dict)
+    """Path of every other set of weights in it → its number of parameters."""
+    ema_key: str | None = None
+    """Path of averaged weights, when there are some."""
+    prefixes: tuple[str, ...] = ()
+    """What was stripped from every name, the outermost first."""
+    tied: tuple[tuple[str, ...], ...] = ()
+    """Names that share all of their numbers."""
 
     @property
     def parameters(self) -> int:
@@ -148,3 +201,73 @@ def parse_labels(value: Any) -> dict[int, str]:
         if str(key).isdecimal() and isinstance(label, str):
             labels[int(key)] = label
     return labels
+
+
+def strip_wrappers(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
+    """Strip what wrappers put in front of every name, repeatedly, and inside names.
+
+    Returns:
+        Old name → new name, in order, without `n_averaged` of an averaged model; and what was
+        stripped.
+    """
+    renamed = {name: name for name in names}
+    stripped: list[str] = []
+    if _AVERAGED in renamed and len(renamed) > 1:
+        # torch's AveragedModel: its own counter, and the model below `module.`.
+        rest = [name for name in renamed if name != _AVERAGED]
+        if all(name.startswith("module.") for name in rest):
+            renamed = {name: name for name in rest}
+    while prefix := _common(renamed.values(), WRAPPERS):
+        renamed = {old: new.removeprefix(prefix) for old, new in renamed.items()}
+        stripped.append(prefix)
+    for inner in _INNER:
+        if any(f".{inner}" in f".{name}" for name in renamed.values()):
+            candidate = {old: _without(new, inner) for old, new in renamed.items()}
+            if len(set(candidate.values())) == len(candidate):
+                renamed = candidate
+                stripped.append(f"….{inner}")
+    return renamed, tuple(stripped)
+
+
+def _without(name: str, inner: str) -> str:
+    return f".{name}".replace(f".{inner}", ".").removeprefix(".")
+
+
+def _common(names: Iterable[str], prefixes: Sequence[str]) -> str | None:
+    names = list(names)
+    if not names:
+        return None
+    for prefix in prefixes:
+        if all(name.startswith(prefix) and len(name) > len(prefix) for name in names):
+            return prefix
+    return None
+
+
+def fit_names(
+    tensors: Mapping[str, Tensor], original: Mapping[str, str], wanted: Iterable[str]
+) -> tuple[dict[str, Tensor], str | None]:
+    """Return the tensors under the names that a class expects, as far as a prefix decides it.
+
+    Args:
+        tensors: under names without wrappers' prefixes.
+        original: each of those names → the name in the file.
+        wanted: names of the class's state dict.
+
+    Returns:
+        The tensors under the names of the file where the class has those, else without the prefix
+        of an attribute that the class has not; and that prefix.
+    """
+    wanted = set(wanted)
+    in_file = {original.get(name, name): tensor for name, tensor in tensors.items()}
+    if not set(tensors) & wanted and set(in_file) & wanted:
+        return in_file, None
+    prefix = _common(tensors, ATTRIBUTES)
+    if prefix is not None and not any(name.startswith(prefix) for name in wanted):
+        return {name.removeprefix(prefix): value for name, value in tensors.items()}, prefix
+    return dict(tensors), None
+
+
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the known name that is most like a name; None when none is."""
+    found = difflib.get_close_matches(name, list(known), n=1, cutoff=_CUTOFF)
+    return found[0] if found else None

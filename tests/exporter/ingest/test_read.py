@@ -14,7 +14,7 @@ from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.cli import app
 from modelyard.exporter.errors import CheckpointError, UsageError
 from modelyard.exporter.ingest import read_checkpoint
-from modelyard.exporter.ingest.names import strip_wrappers
+from modelyard.exporter.ingest.value import strip_wrappers
 from tests.exporter.ingest.honest import WRITERS
 from tests.exporter.ingest.hostile import FILES, shell
 
