@@ -29,6 +29,14 @@ DTYPES = (
     *("int64", "int32", "int16", "int8", "uint8", "bool"),
 )
 """What an export takes; torch's names."""
+OIP_DATATYPES = {
+    "bool": "BOOL",
+    "bfloat16": "BF16",
+    **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
+    **{f"int{bits}": f"INT{bits}" for bits in (8, 16, 32, 64)},
+    **{f"uint{bits}": f"UINT{bits}" for bits in (8, 16, 32, 64)},
+}
+"""A dtype → its name in the Open Inference Protocol."""
 UNLIMITED = sys.maxsize
 DEFAULT_RANGE = (1, 8)
 

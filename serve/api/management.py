@@ -124,22 +124,12 @@ def _status(text: str) -> dict[str, str]:
 
 def describe_model(model: ModelVersion, is_default: bool) -> dict[str, Any]:
     """Return a model version as the management API describes it (TorchServe's fields, and ours)."""
-    config, pool = model.config, model.pool
     return {
-        "modelName": model.name,
-        "modelVersion": model.version,
-        "modelUrl": model.file,
-        "runtime": model.runtime,
-        "minWorkers": pool.least,
-        "maxWorkers": pool.most,
-        "batchSize": config.batch_size,
-        "maxBatchDelay": config.batch_delay_ms,
-        "responseTimeout": int(config.response_timeout_s),
-        "startupTimeout": int(config.startup_timeout_s),
-        "clientTimeoutInMills": int(config.request_timeout_s * 1000),
+        **describe_settings(model, model.file),
+        "clientTimeoutInMills": int(model.config.request_timeout_s * 1000),
         "isDefault": is_default,
         "digest": model.digest,
-        "workers": [_describe_slot(model, slot) for slot in pool.slots],
+        "workers": [_describe_slot(model, slot) for slot in model.pool.slots],
         "explainWorkers": [
             _describe_slot(model, slot)
             for slot in (model.explainers.slots if model.explainers is not None else ())
@@ -149,6 +139,23 @@ def describe_model(model: ModelVersion, is_default: bool) -> dict[str, Any]:
             "pendingRequests": model.batchers[PREDICT].waiting,
             "pendingExplanations": model.batchers[EXPLAIN].waiting,
         },
+    }
+
+
+def describe_settings(model: ModelVersion, url: str) -> dict[str, Any]:
+    """Return what a version is and how it is run, as every description of it begins."""
+    config, pool = model.config, model.pool
+    return {
+        "modelName": model.name,
+        "modelVersion": model.version,
+        "modelUrl": url,
+        "runtime": model.runtime,
+        "minWorkers": pool.least,
+        "maxWorkers": pool.most,
+        "batchSize": config.batch_size,
+        "maxBatchDelay": config.batch_delay_ms,
+        "responseTimeout": int(config.response_timeout_s),
+        "startupTimeout": int(config.startup_timeout_s),
     }
 
 

@@ -11,27 +11,11 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
+from modelyard.archiver.signature import OIP_DATATYPES
 from modelyard.serve.api.description import ModelName, Version
 from modelyard.serve.api.health import why_not_ready
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.http.application import ServerState
-
-DATATYPES = {
-    "bool": "BOOL",
-    "uint8": "UINT8",
-    "uint16": "UINT16",
-    "uint32": "UINT32",
-    "uint64": "UINT64",
-    "int8": "INT8",
-    "int16": "INT16",
-    "int32": "INT32",
-    "int64": "INT64",
-    "float16": "FP16",
-    "bfloat16": "BF16",
-    "float32": "FP32",
-    "float64": "FP64",
-}
-"""Names of element types: the signature's → the protocol's."""
 
 
 def oip_routes(registry: Registry, state: ServerState) -> APIRouter:
@@ -103,6 +87,6 @@ def _tensor(tensor: dict[str, Any]) -> dict[str, Any]:
     dtype = tensor["dtype"]
     return {
         "name": tensor["name"],
-        "datatype": DATATYPES.get(dtype, dtype),
+        "datatype": OIP_DATATYPES.get(dtype, dtype),
         "shape": [size if isinstance(size, int) else -1 for size in tensor["shape"]],
     }

@@ -28,7 +28,6 @@ _access_log = logging.getLogger(ACCESS_LOG)
 _model_log = logging.getLogger(MODEL_LOG)
 
 WITH_THREAD = "{time} [{level:<5}] {thread} {logger} - "
-WITH_LOGGER = "{time} [{level:<5}] {logger} - "
 BARE = "{time} - "
 
 FILE_BYTES = 100 * 2**20

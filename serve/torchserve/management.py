@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from modelyard.serve.api.inference import pack_head
-from modelyard.serve.api.management import memory_bytes
+from modelyard.serve.api.management import describe_settings, memory_bytes
 from modelyard.serve.control.model_config import ModelConfig, Options
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion, Registry
@@ -290,19 +290,10 @@ def _failed_to_start(error: LoadFailed, name: str, version: str) -> Answer:
 
 def describe(model: ModelVersion) -> dict[str, Any]:
     """Return a model version as TorchServe describes it, with the values that are in effect."""
-    config, pool = model.config, model.pool
+    config = model.config
     timeout_s = config.request_timeout_s
     return {
-        "modelName": model.name,
-        "modelVersion": model.version,
-        "modelUrl": model.url,
-        "runtime": model.runtime,
-        "minWorkers": pool.least,
-        "maxWorkers": pool.most,
-        "batchSize": config.batch_size,
-        "maxBatchDelay": config.batch_delay_ms,
-        "responseTimeout": int(config.response_timeout_s),
-        "startupTimeout": int(config.startup_timeout_s),
+        **describe_settings(model, model.url),
         "maxRetryTimeoutInSec": config.retry_s,
         "clientTimeoutInMills": int(timeout_s * 1000) if timeout_s != float("inf") else 0,
         "parallelType": config.parallel_type,
@@ -318,7 +309,7 @@ def describe(model: ModelVersion) -> dict[str, Any]:
         "maxNumSequence": 0,
         "maxSequenceJobQueueSize": 0,
         "loadedAtStartup": model.at_start,
-        "workers": [_describe_worker(slot, config) for slot in pool.slots],
+        "workers": [_describe_worker(slot, config) for slot in model.pool.slots],
         "jobQueueStatus": {
             "remainingCapacity": model.batchers[PREDICT].remaining,
             "pendingRequests": model.batchers[PREDICT].waiting,

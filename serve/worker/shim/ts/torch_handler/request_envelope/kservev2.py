@@ -7,23 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from modelyard.archiver.signature import OIP_DATATYPES
 from ts.torch_handler.request_envelope.base import BaseEnvelope, document, split
-
-_DATATYPES = {
-    "bool": "BOOL",
-    "uint8": "UINT8",
-    "uint16": "UINT16",
-    "uint32": "UINT32",
-    "uint64": "UINT64",
-    "int8": "INT8",
-    "int16": "INT16",
-    "int32": "INT32",
-    "int64": "INT64",
-    "float16": "FP16",
-    "float32": "FP32",
-    "float64": "FP64",
-}
-"""numpy's name → the protocol's; everything else is BYTES."""
 
 
 class KServev2Envelope(BaseEnvelope):
@@ -76,5 +61,5 @@ def _shaped(one: Mapping[str, Any]) -> dict[str, Any]:
 
 def _output(name: str, value: Any) -> dict[str, Any]:
     flat = np.array(value).flatten()
-    datatype = _DATATYPES.get(str(flat.dtype), "BYTES")
+    datatype = OIP_DATATYPES.get(str(flat.dtype), "BYTES")
     return {"name": name, "datatype": datatype, "data": flat.tolist(), "shape": list(flat.shape)}
