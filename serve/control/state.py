@@ -114,20 +114,20 @@ def describe_running(server: dict[str, Any] | None) -> str:
     )
 
 
-def write_json(file: Path, content: object, mode: int = 0o600) -> None:
-    """Replace a file by new JSON, as `write_text` does."""
-    write_text(file, json.dumps(content, indent=2), mode)
+def write_json(file: Path, content: object) -> None:
+    """Replace a file by new JSON, as `write_file` does."""
+    write_file(file, json.dumps(content, indent=2).encode())
 
 
-def write_text(file: Path, text: str, mode: int = 0o600) -> None:
+def write_file(file: Path, content: bytes, mode: int = 0o600) -> None:
     """Replace a file's content, atomically and durably.
 
     A reader sees the old content or the new one; so does the next start after a power cut.
     """
     fd, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
-        with os.fdopen(fd, "w", encoding="utf-8") as out:
-            out.write(text)
+        with os.fdopen(fd, "wb") as out:
+            out.write(content)
             out.flush()
             os.fchmod(out.fileno(), mode)
             os.fsync(out.fileno())

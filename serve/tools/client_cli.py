@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import mimetypes
 import sys
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -67,6 +66,8 @@ def explain(
 
     Example: modelyard explain digits examples/digits/scans/7.png -o heatmap.png
     """
+    from modelyard.serve.control.state import write_file
+
     query = {**options, "quality": "true" if options["quality"] else None}
     if picture is not None:
         query["format"] = _PICTURES.get(picture.suffix.lower())
@@ -74,7 +75,10 @@ def explain(
     with known_errors():
         answer = _ask("explanations", model, file, url, state_dir, query, accept)
         if picture is not None:
-            _write(picture, answer.body)
+            try:
+                write_file(picture, answer.body, mode=0o644)
+            except OSError as error:
+                raise StartError(f"cannot write {picture}: {error.strerror}") from error
             out.print(f"wrote {picture}", soft_wrap=True)
     if picture is None and (json_output or not _print_explanation(answer)):
         _print_answer(answer)
@@ -220,18 +224,3 @@ def _print_shares(pairs: list[tuple[str, float]]) -> None:
         bar = "█" * round(30 * abs(value) / most)
         grid.add_row(escape(name), f"{value:+.4g}", f"[{colour}]{bar}[/{colour}]")
     out.print(grid)
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Write a whole file or nothing."""
-    temporary = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=file.parent, delete=False) as new:
-            temporary = Path(new.name)
-            new.write(content)
-        temporary.chmod(0o644)
-        temporary.replace(file)
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        raise StartError(f"cannot write {file}: {error.strerror}") from error

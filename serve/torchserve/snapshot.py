@@ -11,7 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelyard.serve.control.state import write_text
+from modelyard.serve.control.state import write_file
 from modelyard.serve.errors import StartError
 from modelyard.serve.torchserve import TORCHSERVE_VERSION
 from modelyard.serve.torchserve.properties import format_properties
@@ -60,7 +60,7 @@ class Snapshots:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             file = _next_file(folder, kind)
-            write_text(file, self._format(file.name, registry))
+            write_file(file, self._format(file.name, registry).encode())
         except OSError as error:
             logger.error("Error while saving snapshot to file %s: %s", error.filename, error)
 
