@@ -215,17 +215,6 @@ def test_a_compiled_model_answers_the_same(make_context: MakeContext, linear: nn
     assert handler.handle(ROWS, make_context(requests=2)) == ANSWERS
 
 
-def test_intels_optimizer_is_asked_where_it_is_installed(
-    make_context: MakeContext, linear: nn.Linear, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TS_IPEX_ENABLE", "true")
-    handler = loaded(make_context(**EAGER))
-    assert handler.handle(ROWS, make_context(requests=2)) == ANSWERS
-    source = "def optimize(model):\n    model.optimized = True\n    return model\n"
-    (tmp_path / "intel_extension_for_pytorch.py").write_text(source, encoding="utf-8")
-    assert loaded(make_context(**EAGER)).model.optimized
-
-
 def test_labels_come_with_the_archive(
     make_context: MakeContext, linear: nn.Linear, tmp_path: Path
 ) -> None:

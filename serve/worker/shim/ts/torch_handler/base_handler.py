@@ -81,8 +81,6 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
         options = _compile_options(self.model_yaml_config.get("pt2"))
         if options is not None:
             self.model = _compile(self.model, options)
-        elif os.environ.get("TS_IPEX_ENABLE") == "true":
-            self.model = _optimize_for_intel(self.model, self.device)
         self.mapping = load_label_mapping(os.path.join(folder, "index_to_name.json"))  # noqa: PTH118
         self.initialized = True
 
@@ -273,15 +271,10 @@ def load_weights(path: Path, device: Any = "cpu") -> Any:
 
 def _choose_device(gpu_id: Any) -> tuple[str | None, Any]:
     """Return what weights are mapped to, and the device; `gpu_id` is the server's choice."""
-    has_gpu = gpu_id is not None
-    if has_gpu and torch.cuda.is_available():
+    if gpu_id is not None and torch.cuda.is_available():
         if torch.cuda.get_device_capability(int(gpu_id)) >= (8, 0):
             torch.set_float32_matmul_precision("high")  # TorchServe's numbers are those of TF32
         return "cuda", torch.device(f"cuda:{gpu_id}")
-    if has_gpu and os.environ.get("TS_IPEX_GPU_ENABLE") == "true" and torch.xpu.is_available():
-        return "xpu", torch.device(f"xpu:{gpu_id}")
-    if has_gpu and torch.backends.mps.is_available():
-        return "mps", torch.device("mps")
     if importlib.util.find_spec("torch_xla"):
         return None, importlib.import_module("torch_xla.core.xla_model").xla_device()
     return "cpu", torch.device("cpu")
@@ -320,15 +313,6 @@ def _compile(model: Any, options: Mapping[str, Any]) -> Any:
     except Exception as error:
         _log.warning("the model runs uncompiled: torch.compile(%s): %s", dict(options), error)
         return model
-
-
-def _optimize_for_intel(model: Any, device: Any) -> Any:
-    try:
-        ipex = importlib.import_module("intel_extension_for_pytorch")
-    except ImportError as error:
-        _log.warning("the model runs as it is: TS_IPEX_ENABLE is true, but %s", error)
-        return model
-    return ipex.optimize(model.to(memory_format=torch.channels_last).to(device))
 
 
 def _open_package(path: Path, device: torch.device) -> Any:
