@@ -53,6 +53,12 @@ class Part:
         """What the author knows it by."""
         return str(self.source) if isinstance(self.source, Path) else self.name
 
+    def is_of(self, file: Path | bytes) -> bool:
+        """Return whether this file is packed by it."""
+        return (
+            isinstance(self.source, Path) and isinstance(file, Path) and self.source.samefile(file)
+        )
+
     @property
     def size_bytes(self) -> int:
         """How large it is now."""
@@ -173,7 +179,7 @@ class _Collector:
             self.problems.append(f"{role} {file} is a folder; name the files in it")
         elif not file.is_file():
             self.problems.append(f"{role} {file} is not a regular file")
-        elif not any(_is_same(part.source, file) for part in self.parts):
+        elif not any(part.is_of(file) for part in self.parts):
             self.parts.append(Part(file.name, file, role, sha256))
 
     def add_artifact(self, artifact: Path) -> Report | None:
@@ -328,7 +334,3 @@ def created_on() -> str:
         raise CannotArchive(
             f"SOURCE_DATE_EPOCH is {quoted(text)}; expected seconds since 1970"
         ) from error
-
-
-def _is_same(source: Path | bytes, file: Path) -> bool:
-    return isinstance(source, Path) and source.samefile(file)

@@ -1,13 +1,12 @@
 """Run a planned archive before it is written: it loads, and its examples are answered as said."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from modelyard.archiver.collect import Plan
 from modelyard.archiver.errors import CannotArchive, DoesNotRun
 from modelyard.archiver.replay import GoldenResult, replay
+from modelyard.archiver.untrusted.json import format_json
 
 
 def rehearse(plan: Plan, folder: Path) -> Mapping[str, bytes]:
@@ -29,7 +28,7 @@ def rehearse(plan: Plan, folder: Path) -> Mapping[str, bytes]:
     if problems:
         raise CannotArchive(summary, problems)
     return {
-        result.golden.expected: _expected(result.answer)
+        result.golden.expected: format_json({"answer": result.answer})
         for result in outcome.golden
         if result.golden in plan.unanswered
     }
@@ -39,7 +38,3 @@ def _problem(plan: Plan, result: GoldenResult) -> str:
     """Name the example by its file, which the author knows."""
     (request,) = (part for part in plan.parts if part.name == result.golden.request)
     return f"example {request.label}: {result.difference}"
-
-
-def _expected(answer: Any) -> bytes:
-    return (json.dumps({"answer": answer}, indent=2) + "\n").encode()

@@ -1,12 +1,11 @@
 """`--example FILE[=EXPECTED]` → a golden request and its expected answer."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from modelyard.archiver.errors import CannotArchive
-from modelyard.archiver.untrusted.json import parse_json
+from modelyard.archiver.untrusted.json import format_json, parse_json
 from modelyard.archiver.untrusted.names import quoted
 
 TOLERANCE = 1e-3
@@ -48,13 +47,9 @@ def parse_example(text: str) -> Example:
     request, expected_text = _split(text)
     if expected_text == "":
         raise CannotArchive(f"example {quoted(text)}: nothing is expected after '='")
-    expected = None if expected_text is None else _format(_expected(expected_text))
+    expected = None if expected_text is None else format_json(_expected(expected_text))
     content_type = _CONTENT_TYPES.get(request.suffix.lower(), "application/octet-stream")
     return Example(request, content_type, expected)
-
-
-def _format(expected: dict[str, Any]) -> bytes:
-    return (json.dumps(expected, indent=2) + "\n").encode()
 
 
 def _split(text: str) -> tuple[Path, str | None]:

@@ -1,6 +1,5 @@
 """Manifest ↔ MAR-INF/MANIFEST.json: TorchServe's keys, and the seal under `modelyard`."""
 
-import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -8,7 +7,7 @@ from typing import Any
 
 from modelyard.archiver.errors import BadManifest, BadName
 from modelyard.archiver.signature import Signature, read_signature
-from modelyard.archiver.untrusted.json import Fields, parse_json
+from modelyard.archiver.untrusted.json import Fields, format_json, parse_json
 from modelyard.archiver.untrusted.names import (
     MANIFEST_NAME,
     check_name,
@@ -16,18 +15,6 @@ from modelyard.archiver.untrusted.names import (
     file_name_problem,
     quoted,
 )
-
-__all__ = [
-    "MANIFEST_NAME",
-    "Explain",
-    "Golden",
-    "Manifest",
-    "Seal",
-    "check_name",
-    "check_version",
-    "format_manifest",
-    "parse_manifest",
-]
 
 SCHEMA = 1
 MAX_MANIFEST_BYTES = 1024 * 1024
@@ -40,8 +27,6 @@ PIN = re.compile(
     r"==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*) --hash=sha256:(?P<sha256>[0-9a-f]{64})"
 )
 """A pinned requirement, as pip's requirements files have it."""
-
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -132,7 +117,7 @@ def format_manifest(manifest: Manifest) -> bytes:
         "modelyard": _seal_to_json(manifest.modelyard),
     }
     document = {key: value for key, value in document.items() if value is not None}
-    return (json.dumps(document, indent=2) + "\n").encode()
+    return format_json(document)
 
 
 def _manifest(fields: Fields) -> Manifest:
@@ -208,11 +193,7 @@ def _seal(fields: Fields) -> Seal:
 
 
 def _digests(fields: Fields) -> Mapping[str, str]:
-    for name in fields.values:
-        digest = fields.text(name)
-        if digest and not _SHA256.fullmatch(digest):
-            fields.wrong(name, "64 lower-case hexadecimal digits", digest)
-    return dict(fields.values)
+    return {name: fields.sha256(name) for name in fields.values}
 
 
 def _check_references(fields: Fields, seal: Seal) -> None:

@@ -17,13 +17,7 @@ from types import TracebackType
 
 from modelyard.archiver.digest import Digest
 from modelyard.archiver.errors import ArchiveError, BadManifest, RefusedArchive
-from modelyard.archiver.manifest import (
-    MANIFEST_NAME,
-    MAX_MANIFEST_BYTES,
-    Manifest,
-    Seal,
-    parse_manifest,
-)
+from modelyard.archiver.manifest import MAX_MANIFEST_BYTES, Manifest, Seal, parse_manifest
 from modelyard.archiver.untrusted.container import (
     Damaged,
     Member,
@@ -33,7 +27,7 @@ from modelyard.archiver.untrusted.container import (
     open_regular,
 )
 from modelyard.archiver.untrusted.folder import FolderReader
-from modelyard.archiver.untrusted.names import SIGNING_NAME, quoted
+from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNING_NAME, quoted
 from modelyard.archiver.untrusted.tar import GZIP_MAGIC, TarReader
 from modelyard.archiver.untrusted.zip import ZipReader
 

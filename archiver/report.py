@@ -1,6 +1,5 @@
 """Read `<artifact>.report.json`, which the exporter writes beside every artifact."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,6 @@ from modelyard.archiver.signature import Signature, read_signature
 from modelyard.archiver.untrusted.json import Fields, parse_json
 
 _MAX_REPORT_BYTES = 16 * 1024 * 1024
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,8 @@ def parse_report(data: bytes, path: Path) -> Report:
     report = Report(
         path,
         format=fields.text("format"),
-        artifact_sha256=_sha256(fields, "artifact_sha256"),
-        checkpoint_sha256=_sha256(fields.object("checkpoint"), "sha256"),
+        artifact_sha256=fields.sha256("artifact_sha256"),
+        checkpoint_sha256=fields.object("checkpoint").sha256("sha256"),
         signature=signature,
         parity=_parity(fields, signature) if "parity" in fields.values else None,
     )
@@ -117,10 +115,3 @@ def _bound(integers: Fields, name: str) -> int:
         case found:
             integers.wrong(name, "the smallest and the largest value", found)
             return 1
-
-
-def _sha256(fields: Fields, key: str) -> str:
-    digest = fields.text(key)
-    if digest and not _SHA256.fullmatch(digest):
-        fields.wrong(key, "64 lower-case hexadecimal digits", digest)
-    return digest

@@ -8,7 +8,6 @@ wheels are taken, so no package's code runs.
 import hashlib
 import importlib.metadata
 import json
-import re
 import subprocess
 import sys
 import tempfile
@@ -19,6 +18,7 @@ from typing import Any
 from urllib.parse import unquote, urlparse
 
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from modelyard.archiver.errors import CannotArchive
 from modelyard.archiver.manifest import PIN
@@ -103,23 +103,18 @@ def own_distributions() -> dict[str, str]:
     waiting = [Requirement("modelyard")]
     while waiting:
         wanted = waiting.pop()
-        name = normalised(wanted.name)
+        name = canonicalize_name(wanted.name)
         try:
             distribution = importlib.metadata.distribution(name)
         except importlib.metadata.PackageNotFoundError:
             continue  # for another platform, or an older Python
         found[name] = distribution.read_text("METADATA") or str(distribution.metadata)
         for requirement in _required(distribution, wanted.extras):
-            key = f"{normalised(requirement.name)}{sorted(requirement.extras)}"
+            key = f"{canonicalize_name(requirement.name)}{sorted(requirement.extras)}"
             if key not in seen:
                 seen.add(key)
                 waiting.append(requirement)
     return found
-
-
-def normalised(name: str) -> str:
-    """Write a package's name as all its spellings are compared (PEP 503)."""
-    return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def _required(
@@ -174,7 +169,7 @@ def _furnish(folder: Path) -> None:
 def _chosen(item: Any) -> tuple[Pin, Path | None]:
     """Read one entry of the report; a file of this machine is hashed here."""
     info, metadata = item["download_info"], item["metadata"]
-    name, version = normalised(metadata["name"]), metadata["version"]
+    name, version = canonicalize_name(metadata["name"]), metadata["version"]
     url = urlparse(info["url"])
     if "archive_info" not in info or not url.path.endswith(".whl"):
         raise CannotArchive(

@@ -5,13 +5,13 @@ Nothing of this machine and no time is in it: the same inputs give the same byte
 Format: CycloneDX 1.6, JSON, https://cyclonedx.org/docs/1.6/json/
 """
 
-import json
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
 from modelyard.archiver.manifest import Manifest
 from modelyard.archiver.requirements import parse_pin
+from modelyard.archiver.untrusted.json import format_json
 
 SPEC_VERSION = "1.6"
 
@@ -45,7 +45,7 @@ def format_sbom(manifest: Manifest, digests: Mapping[str, str]) -> bytes:
             {"ref": root, "dependsOn": [component["bom-ref"] for component in packages + files]}
         ],
     }
-    return (json.dumps(document, indent=2) + "\n").encode()
+    return format_json(document)
 
 
 def _package(text: str) -> dict[str, Any]:

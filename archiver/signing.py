@@ -7,7 +7,6 @@ the manifest nor the digest that names the archive.
 
 import base64
 import hashlib
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from modelyard.archiver.errors import NotTrusted
 from modelyard.archiver.read import Archive
-from modelyard.archiver.untrusted.json import Fields, parse_json
+from modelyard.archiver.untrusted.json import Fields, format_json, parse_json
 from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNING_NAME
 
 if TYPE_CHECKING:
@@ -102,13 +101,14 @@ def key_id(key: "PublicKey") -> str:
 
 def sign(manifest: bytes, key: "PrivateKey") -> bytes:
     """Return the content of the signature's file for a manifest."""
-    document = {
-        "schema": SCHEMA,
-        "algorithm": _ALGORITHM,
-        "key_id": key_id(key.public_key()),
-        "signature": base64.b64encode(key.sign(manifest)).decode("ascii"),
-    }
-    return (json.dumps(document, indent=2) + "\n").encode()
+    return format_json(
+        {
+            "schema": SCHEMA,
+            "algorithm": _ALGORITHM,
+            "key_id": key_id(key.public_key()),
+            "signature": base64.b64encode(key.sign(manifest)).decode("ascii"),
+        }
+    )
 
 
 def find_signer(archive: Archive, keys: "Mapping[str, PublicKey]") -> str:

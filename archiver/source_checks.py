@@ -7,7 +7,9 @@ import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from modelyard.archiver.requirements import Pin, normalised, own_distributions
+from packaging.utils import canonicalize_name
+
+from modelyard.archiver.requirements import Pin, own_distributions
 from modelyard.archiver.untrusted.names import quoted
 
 # Names on a worker's path before the archive's own folder; `ts` is what old handlers import.
@@ -115,7 +117,7 @@ def _import_names(pins: Iterable[Pin]) -> dict[str, str]:
     names = {pin.name.replace("-", "_"): pin.name for pin in pins}
     required = {pin.name for pin in pins}
     for module, distributions in importlib.metadata.packages_distributions().items():
-        for distribution in map(normalised, distributions):
+        for distribution in map(canonicalize_name, distributions):
             if distribution in required:
                 names[module] = distribution
     return names
@@ -169,7 +171,7 @@ def _provided_by_modelyard() -> set[str]:
     return {
         module
         for module, distributions in importlib.metadata.packages_distributions().items()
-        if any(normalised(distribution) in own for distribution in distributions)
+        if any(canonicalize_name(distribution) in own for distribution in distributions)
     }
 
 

@@ -4,7 +4,7 @@ import logging
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from modelyard.archiver.manifest import MAX_MANIFEST_BYTES, Manifest, format_man
 from modelyard.archiver.sbom import format_sbom
 from modelyard.archiver.signing import sign
 from modelyard.archiver.tar_writer import TarWriter
-from modelyard.archiver.untrusted.container import CHUNK_BYTES, SUFFIXES, Writer
+from modelyard.archiver.untrusted.container import CHUNK_BYTES, SUFFIXES, Progress, Writer
 from modelyard.archiver.untrusted.folder import FolderWriter
 from modelyard.archiver.untrusted.names import MANIFEST_NAME, SBOM_NAME, SIGNING_NAME
 from modelyard.archiver.zip_writer import ZipWriter, shrinks
@@ -27,9 +27,6 @@ if TYPE_CHECKING:
     from modelyard.archiver.signing import PrivateKey
 
 logger = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]
-"""Called with the bytes done and the bytes to do."""
 
 
 @dataclass(frozen=True)
@@ -248,12 +245,11 @@ def _replace_folder(new: Path, target: Path) -> None:
 
 def _sync_folder(folder: Path) -> None:
     """Make the rename outlast a power cut; a file system that cannot is left as it is."""
-    if os.name == "posix":
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _pack(

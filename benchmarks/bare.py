@@ -19,7 +19,7 @@ from typing import Any, Self
 
 from benchmarks.archives import ROOT, Subject
 from modelyard.archiver import open_archive
-from modelyard.archiver.manifest import MANIFEST_NAME
+from modelyard.archiver.untrusted.names import MANIFEST_NAME
 
 LOAD = "load.json"
 WARM_UP_CALLS = 20

@@ -143,11 +143,12 @@ def save_checkpoint(path: Path) -> None:
 
 
 def _archive_for_torchserve(store: Path, handler: Path, checkpoint: Path) -> None:
-    from modelyard.archiver.torchserve.archive import Wanted, archive_for_torchserve
+    from modelyard.archiver.torchserve.archive import ModelArchiverConfig, archive_for_torchserve
 
-    wanted = Wanted(CHECKPOINT, "1.0", str(handler), str(checkpoint), str(store / "net.py"),
-                    str(NETWORKS), export_path=str(store))  # fmt: skip
-    archive_for_torchserve(wanted, warn=print)
+    config = ModelArchiverConfig(CHECKPOINT, str(handler), "1.0", str(checkpoint))
+    config.export_path = str(store)
+    config.model_file, config.extra_files = str(store / "net.py"), str(NETWORKS)
+    archive_for_torchserve(config, warn=print)
 
 
 def _measure(format: str, subject: Subject, workers: int, folder: Path) -> Taken:

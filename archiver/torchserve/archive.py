@@ -3,9 +3,10 @@
 The archive has TorchServe's keys only: no digests, no golden requests. Facts: `docs/archive.md`.
 """
 
+import argparse
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from modelyard.archiver.collect import Part, Plan, created_on
@@ -50,45 +51,51 @@ Warn = Callable[[str], None]
 """Called with one line for the user."""
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """The command's arguments, under its names."""
+@dataclass
+class ModelArchiverConfig:
+    """What to pack: the command's arguments, under its names; TorchServe's class of this name."""
 
     model_name: str
-    version: str
     handler: str
+    version: str
     serialized_file: str | None = None
     model_file: str | None = None
     extra_files: str | None = None
-    keep_tree: bool = False
     runtime: str = "python"
-    export_path: str = "."
+    export_path: str = field(default_factory=lambda: str(Path.cwd()))
     archive_format: str = "default"
     force: bool = False
     requirements_file: str | None = None
     config_file: str | None = None
+    keep_tree: bool = False
     check: bool = False
 
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> "ModelArchiverConfig":
+        """Take the arguments that a parser read."""
+        names = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in vars(args).items() if name in names})
 
-def archive_for_torchserve(wanted: Wanted, warn: Warn) -> Path:
+
+def archive_for_torchserve(config: ModelArchiverConfig, warn: Warn) -> Path:
     """Write the archive, whole or not at all; return its path.
 
     Raises:
         FileNotFoundError: a file is not there.
         ArchiveError: a name breaks the rule, the archive exists, or files do not fit together.
     """
-    check_model_name(wanted.model_name)
-    check_version(wanted.version)
-    folder = _export_folder(wanted.export_path, warn)
-    archive_format = FORMATS[wanted.archive_format]
-    _check_target(folder / f"{wanted.model_name}{SUFFIXES[archive_format]}", wanted.force, warn)
-    plan = plan_for_torchserve(wanted, warn)
+    check_model_name(config.model_name)
+    check_version(config.version)
+    folder = _export_folder(config.export_path, warn)
+    archive_format = FORMATS[config.archive_format]
+    _check_target(folder / f"{config.model_name}{SUFFIXES[archive_format]}", config.force, warn)
+    plan = plan_for_torchserve(config, warn)
     packed = write_plan(
         plan,
         folder,
         archive_format=archive_format,
-        dry_run=wanted.check,
-        force=wanted.force,
+        dry_run=config.check,
+        force=config.force,
     )
     return packed.path
 
@@ -107,28 +114,28 @@ def check_model_name(name: str) -> None:
     check_name(name)
 
 
-def plan_for_torchserve(wanted: Wanted, warn: Warn) -> Plan:
+def plan_for_torchserve(config: ModelArchiverConfig, warn: Warn) -> Plan:
     """Find the files that are to be packed.
 
     Raises:
         FileNotFoundError: one of them is not there.
         CannotArchive: their names cannot be unpacked everywhere.
     """
-    handler = _handler_file(wanted.handler, wanted.runtime)
+    handler = _handler_file(config.handler, config.runtime)
     given = [
         (handler, "handler"),
-        (wanted.model_file and Path(wanted.model_file), "model file"),
-        (wanted.serialized_file and Path(wanted.serialized_file), "weights"),
+        (config.model_file and Path(config.model_file), "model file"),
+        (config.serialized_file and Path(config.serialized_file), "weights"),
     ]
     parts = [_part(file, role) for file, role in given if file]
-    parts += expand_extra_files(wanted.extra_files or "", wanted.keep_tree, warn)
+    parts += expand_extra_files(config.extra_files or "", config.keep_tree, warn)
     for file, role in (
-        (wanted.requirements_file, "requirements"),
-        (wanted.config_file, "configuration"),
+        (config.requirements_file, "requirements"),
+        (config.config_file, "configuration"),
     ):
         if file:
             parts.append(_part(Path(file), role))
-    return Plan(_manifest(wanted), _checked(parts, warn))
+    return Plan(_manifest(config), _checked(parts, warn))
 
 
 def _export_folder(export_path: str, warn: Warn) -> Path:
@@ -177,7 +184,7 @@ def _checked(parts: list[Part], warn: Warn) -> tuple[Part, ...]:
     kept: dict[str, Part] = {}
     for part in parts:
         before = kept.get(part.name)
-        if before is not None and not _is_same(before, part):
+        if before is not None and not before.is_of(part.source):
             warn(f"{part.label} is packed as {part.name}, in place of {before.label}")
         kept[part.name] = part
     problems = [
@@ -197,21 +204,16 @@ def _problem(name: str) -> str | None:
     return file_name_problem(name)
 
 
-def _is_same(one: Part, other: Part) -> bool:
-    assert isinstance(one.source, Path) and isinstance(other.source, Path)
-    return one.source.samefile(other.source)
-
-
-def _manifest(wanted: Wanted) -> Manifest:
+def _manifest(config: ModelArchiverConfig) -> Manifest:
     return Manifest(
-        model_name=wanted.model_name,
-        model_version=wanted.version,
-        handler=_recorded_handler(wanted.handler),
-        serialized_file=_name(wanted.serialized_file),
-        model_file=_name(wanted.model_file),
-        requirements_file=_name(wanted.requirements_file),
-        config_file=_name(wanted.config_file),
-        runtime=wanted.runtime,
+        model_name=config.model_name,
+        model_version=config.version,
+        handler=_recorded_handler(config.handler),
+        serialized_file=_name(config.serialized_file),
+        model_file=_name(config.model_file),
+        requirements_file=_name(config.requirements_file),
+        config_file=_name(config.config_file),
+        runtime=config.runtime,
         created_on=created_on(),
         archiver_version=ARCHIVER_VERSION,
     )

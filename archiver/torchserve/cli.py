@@ -10,14 +10,18 @@ from collections.abc import Sequence
 
 from modelyard.archiver.errors import ArchiveError, ArchiveExists
 from modelyard.archiver.manifest import RUNTIMES
-from modelyard.archiver.torchserve.archive import FORMATS, Wanted, archive_for_torchserve
+from modelyard.archiver.torchserve.archive import (
+    FORMATS,
+    ModelArchiverConfig,
+    archive_for_torchserve,
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write one archive; exit code 0 done, 1 the job failed, 2 wrong usage."""
-    given = vars(_parser().parse_args(arguments))
+    config = ModelArchiverConfig.from_args(_parser().parse_args(arguments))
     try:
-        archive_for_torchserve(Wanted(**given), warn=_warn)
+        archive_for_torchserve(config, warn=_warn)
     except FileNotFoundError as error:
         sys.exit(f"FileNotFoundError: {error}")
     except ArchiveExists as error:

@@ -171,7 +171,7 @@ def open_regular(path: Path) -> int:
     """
     try:
         # O_NONBLOCK: opening a named pipe must not wait for somebody to write to it.
-        fd = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     except FileNotFoundError as error:
         raise ArchiveNotFound(f"there is no archive {path}") from error
     except OSError as error:

@@ -56,11 +56,6 @@ class FolderReader:
 
     Files below it may still change. What was hashed is compared with what is used whenever a file
     is read again, as for the other containers. No path is followed through a link.
-
-    Attributes:
-        members: filled by `check`.
-        digests: empty; no content is read by `check`.
-        is_readable: every member is a file or a folder.
     """
 
     kind = "folder"

@@ -19,6 +19,7 @@ MAX_DEPTH = 64
 _T = TypeVar("_T")
 # The closing quote is optional so that text full of open strings is still read once, not n times.
 _TOKEN = re.compile(r'"(?:[^"\\]|\\.)*+"?|[\[{]|[\]}]', re.S)
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_DIGITS = 308  # of what a float holds
 _MISSING: Any = object()
 
@@ -68,6 +69,11 @@ def parse_json(
     if "\\u" in text:
         _check_characters(value)
     return value if fast is None else fast(text)
+
+
+def format_json(document: Any) -> bytes:
+    """Write JSON for people: 2-space indent, a line's end after it."""
+    return (json.dumps(document, indent=2) + "\n").encode()
 
 
 def _decode(data: bytes | bytearray) -> str:
@@ -173,6 +179,13 @@ class Fields:
     def text_or_none(self, key: str) -> str | None:
         """Read a string that may be absent, null or empty, which all mean None."""
         return None if self.values.get(key) in (None, "") else self.text(key)
+
+    def sha256(self, key: str) -> str:
+        """Read a required SHA-256, which is text as files and reports hold it."""
+        digest = self.text(key)
+        if digest and not _SHA256.fullmatch(digest):
+            self.wrong(key, "64 lower-case hexadecimal digits", digest)
+        return digest
 
     def integer(self, key: str) -> int:
         """Read a required whole number; 0 stands for one that is wrong."""

@@ -41,11 +41,7 @@ def check_name(name: str) -> None:
     Raises:
         BadName: the name breaks the rule.
     """
-    if not _MODEL_NAME.fullmatch(name):
-        raise BadName(
-            f"model name {quoted(name)}: expected 1 to 128 letters, digits, '_', '.' or '-', "
-            "starting with a letter or digit"
-        )
+    _check("name", name, _MODEL_NAME, "1 to 128 letters, digits, '_', '.' or '-'")
 
 
 def check_version(version: str) -> None:
@@ -54,10 +50,13 @@ def check_version(version: str) -> None:
     Raises:
         BadName: the version breaks the rule.
     """
-    if not _VERSION.fullmatch(version):
+    _check("version", version, _VERSION, "1 to 64 letters, digits, '_', '.', '+' or '-'")
+
+
+def _check(kind: str, text: str, rule: re.Pattern[str], expected: str) -> None:
+    if not rule.fullmatch(text):
         raise BadName(
-            f"model version {quoted(version)}: expected 1 to 64 letters, digits, '_', '.', '+' "
-            "or '-', starting with a letter or digit"
+            f"model {kind} {quoted(text)}: expected {expected}, starting with a letter or digit"
         )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelyard.archiver.digest import Digest
-from modelyard.archiver.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES
+from modelyard.archiver.manifest import MAX_MANIFEST_BYTES
 from modelyard.archiver.untrusted.container import (
     CHUNK_BYTES,
     MAX_ENTRIES,
@@ -30,7 +30,7 @@ from modelyard.archiver.untrusted.container import (
     Progress,
     open_regular,
 )
-from modelyard.archiver.untrusted.names import collisions, file_name_problem, quoted
+from modelyard.archiver.untrusted.names import MANIFEST_NAME, collisions, file_name_problem, quoted
 
 BLOCK_BYTES = 512
 
@@ -78,7 +78,7 @@ def read_entries(read: Read) -> Iterator[TarEntry]:
     while any(block := read(BLOCK_BYTES)):
         extended: dict[str, str] = {}
         while (flag := block[156:157]) in (_PAX, _PAX_GLOBAL, _GNU_NAME):
-            extended |= _extended(flag, _content(read, _header(block)), extended)
+            extended |= _extended(flag, _content(read, _header(block)[1]), extended)
             block = read(BLOCK_BYTES)
         count += 1
         if count > MAX_ENTRIES:
@@ -86,13 +86,7 @@ def read_entries(read: Read) -> Iterator[TarEntry]:
         yield _entry(_header(block), flag, extended)
 
 
-@dataclass(frozen=True)
-class _Header:
-    name: str
-    size_bytes: int
-
-
-def _header(block: bytes) -> _Header:
+def _header(block: bytes) -> tuple[str, int]:
     """Read one header block's name and size.
 
     Raises:
@@ -105,12 +99,12 @@ def _header(block: bytes) -> _Header:
         raise Damaged("a header is of no kind that is known")
     if magic == _USTAR and prefix:
         name = f"{prefix}/{name}"
-    return _Header(name, _number(block[124:136]))
+    return name, _number(block[124:136])
 
 
-def _entry(header: _Header, flag: bytes, extended: dict[str, str]) -> TarEntry:
-    name = extended.get("path", header.name)
-    size = int(extended["size"]) if "size" in extended else header.size_bytes
+def _entry(header: tuple[str, int], flag: bytes, extended: dict[str, str]) -> TarEntry:
+    name = extended.get("path", header[0])
+    size = int(extended.get("size", header[1]))
     kind = None
     if flag not in _FILE + _FOLDER:
         kind = _KINDS.get(flag, "neither a file nor a folder")
@@ -123,11 +117,10 @@ def _entry(header: _Header, flag: bytes, extended: dict[str, str]) -> TarEntry:
     return TarEntry(name, size, kind, flag == _FOLDER)
 
 
-def _content(read: Read, header: _Header) -> bytes:
-    if header.size_bytes > _MAX_EXTENDED_BYTES:
-        raise Damaged(f"an extended header has {header.size_bytes} bytes")
-    padded = header.size_bytes + -header.size_bytes % BLOCK_BYTES
-    return read(padded)[: header.size_bytes]
+def _content(read: Read, size_bytes: int) -> bytes:
+    if size_bytes > _MAX_EXTENDED_BYTES:
+        raise Damaged(f"an extended header has {size_bytes} bytes")
+    return read(size_bytes + -size_bytes % BLOCK_BYTES)[:size_bytes]
 
 
 def _extended(flag: bytes, data: bytes, before: dict[str, str]) -> dict[str, str]:
@@ -211,11 +204,6 @@ class TarReader:
 
     The first part of every path is left out, as TorchServe does: it is the folder that all files
     lie in.
-
-    Attributes:
-        members: filled by `check`, and complete when `is_readable`.
-        digests: SHA-256 by name, filled by `check`.
-        is_readable: every member's content may be read.
     """
 
     kind = "gzip'ed tar"

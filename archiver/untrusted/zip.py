@@ -7,12 +7,15 @@ problem, and nothing larger than the limits below is ever held in memory.
 Format: APPNOTE 6.3.10, https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
 
+import contextlib
+import os
 import re
 import stat
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from modelyard.archiver.untrusted.container import (
     CHUNK_BYTES,
@@ -101,29 +104,19 @@ class ZipMember:
         return self.name.endswith("/")
 
 
-@dataclass(frozen=True)
-class LocalHeader:
-    """The copy of an entry's description that stands before its data."""
+def read_names(path: Path) -> list[str]:
+    """Return the names of a zip's entries, to tell by them what kind of file it is.
 
-    raw_name: bytes
-    flags: int
-    method: int
-    crc: int
-    packed_bytes: int
-    size_bytes: int
-    data_offset: int
+    Raises:
+        NotAZip: as `read_directory`.
+        OSError: it cannot be opened.
+    """
+    with contextlib.closing(OpenFile(os.open(path, os.O_RDONLY))) as file:
+        return [entry.name for entry in read_directory(file, TORCH_RULES)[0]]
 
 
-@dataclass(frozen=True)
-class Directory:
-    """The entries in the order of the central directory, and where that directory starts."""
-
-    entries: tuple[ZipMember, ...]
-    offset: int
-
-
-def read_directory(source: Bytes, rules: ZipRules) -> Directory:
-    """Read the central directory.
+def read_directory(source: Bytes, rules: ZipRules) -> tuple[tuple[ZipMember, ...], int]:
+    """Return the entries in the order of the central directory, and where that directory starts.
 
     Raises:
         NotAZip: no zip, cut off, or of another structure than one plain zip from first to last
@@ -139,12 +132,11 @@ def read_directory(source: Bytes, rules: ZipRules) -> Directory:
             f"its directory should end at byte {offset + size} and ends at {end}: "
             "bytes were added, removed or cut off"
         )
-    entries = tuple(_read_entries(_read_at(source, offset, size), count))
-    return Directory(entries, offset)
+    return tuple(_read_entries(_read_at(source, offset, size), count)), offset
 
 
-def read_local_header(source: Bytes, entry: ZipMember) -> LocalHeader:
-    """Read the header in front of an entry's data.
+def read_local_header(source: Bytes, entry: ZipMember) -> ZipMember:
+    """Return an entry as the header in front of its data describes it, and where that data is.
 
     Raises:
         NotAZip: there is none where the directory says.
@@ -157,7 +149,16 @@ def read_local_header(source: Bytes, entry: ZipMember) -> LocalHeader:
     extras = dict(_extra_fields(names[name_bytes:]))
     size, packed = _resolve64(extras.get(_ZIP64_EXTRA, b""), [size, packed])
     start = entry.header_offset + _LOCAL.size + len(names)
-    return LocalHeader(names[:name_bytes], flags, method, crc, packed, size, start)
+    return replace(
+        entry,
+        raw_name=names[:name_bytes],
+        flags=flags,
+        method=method,
+        crc=crc,
+        packed_bytes=packed,
+        size_bytes=size,
+        data=range(start, start + entry.packed_bytes),
+    )
 
 
 def _read_at(source: Bytes, offset: int, count: int) -> bytes:
@@ -291,7 +292,7 @@ def entry_problem(entry: ZipMember, rules: ZipRules) -> str | None:
     return _format_problem(entry) or _kind_problem(entry) or _size_problem(entry)
 
 
-def local_problem(entry: ZipMember, local: LocalHeader) -> str | None:
+def local_problem(entry: ZipMember, local: ZipMember) -> str | None:
     """Return how an entry's own header differs from the directory, or None."""
     if local.raw_name != entry.raw_name:
         shown = quoted(local.raw_name.decode("utf-8", "backslashreplace"))
@@ -379,13 +380,7 @@ def _size_problem(entry: ZipMember) -> str | None:
 
 
 class ZipReader:
-    """A zip that is read at positions only, so threads may share it.
-
-    Attributes:
-        members: filled by `check`, and complete when `is_readable`.
-        digests: empty; no content is read by `check`.
-        is_readable: every entry's content may be read: none is a bomb, none overlaps another.
-    """
+    """A zip that is read at positions only, so threads may share it; `check` reads no content."""
 
     kind = "zip"
 
@@ -405,10 +400,9 @@ class ZipReader:
     def check(self, progress: Progress = lambda done, total: None) -> list[str]:
         """Read the directory and all headers, no content; return all problems."""
         try:
-            directory = read_directory(self._source, self._rules)
+            entries, directory_offset = read_directory(self._source, self._rules)
         except NotAZip as error:
             return [str(error)]
-        entries = directory.entries
         self._has_checksums = not self._rules.may_lack_checksums or any(e.crc for e in entries)
         named = {
             entry.name: self._rules.name_problem(entry.name.removesuffix("/")) for entry in entries
@@ -422,7 +416,7 @@ class ZipReader:
         ]
         if problem := total_problem(entries, self._source.size):
             unsafe.append(problem)
-        unsafe += self._locate(directory)
+        unsafe += self._locate(entries, directory_offset)
         self.is_readable = not unsafe
         return problems + unsafe
 
@@ -458,21 +452,20 @@ class ZipReader:
             except NotAZip as error:
                 raise Damaged(str(error)) from error
 
-    def _locate(self, directory: Directory) -> list[str]:
+    def _locate(self, entries: Sequence[ZipMember], directory_offset: int) -> list[str]:
         """Find the members' data behind their own headers; return what is wrong with those."""
         problems, members = [], []
-        for entry in directory.entries:
+        for entry in entries:
             try:
                 local = read_local_header(self._source, entry)
             except NotAZip as error:
                 problems.append(f"{quoted(entry.name)}: {error}")
                 continue
-            start = local.data_offset
-            members.append(replace(entry, data=range(start, start + entry.packed_bytes)))
+            members.append(replace(entry, data=local.data))
             if problem := local_problem(entry, local):
                 problems.append(f"{quoted(entry.name)}: {problem}")
-        if len(members) == len(directory.entries):
-            problems += layout_problems(members, directory.offset)
+        if len(members) == len(entries):
+            problems += layout_problems(members, directory_offset)
         self.members = tuple(members)
         return problems
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver import Archive
-from modelyard.archiver.manifest import MANIFEST_NAME
 from modelyard.archiver.signing import find_signer, read_trusted_keys
+from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.sizing import this_machine

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from modelyard.archiver import Archive, open_archive
-from modelyard.archiver.manifest import check_version
+from modelyard.archiver.untrusted.names import check_version
 from modelyard.serve.control.build import Builder, check_signer
 from modelyard.serve.control.model_config import ModelSpec, Options
 from modelyard.serve.control.registry import ModelVersion, Registry

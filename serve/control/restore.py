@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from modelyard.archiver import Archive, ArchiveError, open_archive
-from modelyard.archiver.manifest import check_version
+from modelyard.archiver.untrusted.names import check_version
 from modelyard.serve.control.build import check_signer
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.register import Lifecycle

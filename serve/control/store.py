@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from urllib.parse import quote
 
-from modelyard.archiver.manifest import MANIFEST_NAME, check_name
+from modelyard.archiver.untrusted.names import MANIFEST_NAME, check_name
 from modelyard.serve.errors import BadRequest, FileNotInStore
 
 SUFFIXES = (".mar", ".tar.gz")

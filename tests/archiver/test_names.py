@@ -1,8 +1,12 @@
 import pytest
 
 from modelyard.archiver.errors import BadName
-from modelyard.archiver.manifest import check_name, check_version
-from modelyard.archiver.untrusted.names import collisions, file_name_problem
+from modelyard.archiver.untrusted.names import (
+    check_name,
+    check_version,
+    collisions,
+    file_name_problem,
+)
 
 
 @pytest.mark.parametrize("name", ["digits", "a", "0", "a.b_c-1", "A" * 128])

@@ -11,7 +11,7 @@ import pytest
 
 from modelyard.archiver import ArchiveError, open_archive, write_archive
 from modelyard.archiver.errors import ArchiveNotFound, RefusedArchive
-from modelyard.archiver.manifest import MANIFEST_NAME
+from modelyard.archiver.untrusted.names import MANIFEST_NAME
 
 TORCHSERVE_MANIFEST = {
     "createdOn": "17/08/2024 12:00:00",

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.cli import archive_app, verify_app
 from modelyard.archiver.errors import CannotArchive
-from modelyard.archiver.manifest import MANIFEST_NAME
+from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from tests.conftest import DIGITS
 
 SCANS = DIGITS / "scans"

@@ -9,7 +9,7 @@ import pytest
 
 from modelyard.archiver import write_archive
 from modelyard.archiver.signing import generate_keys, read_signing_key
-from modelyard.archiver.torchserve.archive import Wanted, archive_for_torchserve
+from modelyard.archiver.torchserve.archive import ModelArchiverConfig, archive_for_torchserve
 from tests.archiver.wheels import build_wheel
 from tests.conftest import DIGITS
 from tests.serve.live import LiveServer, running, start_arguments
@@ -190,10 +190,10 @@ def test_requirements_of_torchserves_archives_are_installed_where_that_is_allowe
     (tmp_path / "r.txt").write_text(f"--no-index\n--find-links {wheels}\nsoup\n")
     (tmp_path / "broken.txt").write_text("--no-index\nnothing-like-this\n")
     for name, file in (("good", "r.txt"), ("bad", "broken.txt")):
-        wanted = Wanted(
+        wanted = ModelArchiverConfig(
             name,
-            "1.0",
             str(tmp_path / "handler.py"),
+            "1.0",
             requirements_file=str(tmp_path / file),
             export_path=str(store),
         )

@@ -11,7 +11,6 @@ from typer.testing import CliRunner
 from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.cli import archive_app, keygen_app, verify_app
 from modelyard.archiver.errors import NotTrusted
-from modelyard.archiver.manifest import MANIFEST_NAME
 from modelyard.archiver.signing import (
     find_signer,
     generate_keys,
@@ -19,7 +18,7 @@ from modelyard.archiver.signing import (
     read_trusted_keys,
     sign,
 )
-from modelyard.archiver.untrusted.names import SIGNING_NAME
+from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNING_NAME
 
 
 @pytest.fixture

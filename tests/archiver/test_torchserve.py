@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from modelyard.archiver import open_archive
-from modelyard.archiver.manifest import MANIFEST_NAME
 from modelyard.archiver.torchserve.cli import main
+from modelyard.archiver.untrusted.names import MANIFEST_NAME
 
 SHIM = Path(__file__).parents[2] / "archiver" / "shim"
 

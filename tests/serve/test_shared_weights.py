@@ -11,7 +11,7 @@ from torch import nn
 
 from benchmarks.procfs import Mapped, mapped
 from modelyard.archiver import write_archive
-from modelyard.archiver.torchserve.archive import Wanted, archive_for_torchserve
+from modelyard.archiver.torchserve.archive import ModelArchiverConfig, archive_for_torchserve
 from tests.handlers.conftest import export_all
 from tests.serve.live import LiveServer, is_alive, poll
 
@@ -75,7 +75,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "torchserve_handler.py").write_text(
         HANDLER.format(base="ts.torch_handler.base_handler")
     )
-    wanted = Wanted(
+    wanted = ModelArchiverConfig(
         model_name="checkpoint",
         version="1.0",
         handler=str(folder / "torchserve_handler.py"),

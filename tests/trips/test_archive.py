@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from modelyard.archiver import open_archive, write_archive
-from modelyard.archiver.manifest import MANIFEST_NAME
+from modelyard.archiver.untrusted.names import MANIFEST_NAME
 
 DIGITS = Path(__file__).parents[2] / "examples" / "digits"
 ARTIFACTS = {

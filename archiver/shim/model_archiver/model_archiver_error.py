@@ -1,5 +1,5 @@
-"""The error that callers of TorchServe's archiver catch."""
+"""The error that callers of TorchServe's archiver catch: ours, with our messages."""
 
+from modelyard.archiver.errors import ArchiveError as ModelArchiverError
 
-class ModelArchiverError(Exception):
-    """Raise when an archive cannot be written."""
+__all__ = ["ModelArchiverError"]

@@ -2,10 +2,8 @@
 
 import json
 import logging
-from dataclasses import asdict
 
-from modelyard.archiver.errors import ArchiveError
-from modelyard.archiver.torchserve.archive import Wanted, archive_for_torchserve
+from modelyard.archiver.torchserve.archive import archive_for_torchserve
 from modelyard.archiver.torchserve.cli import main
 
 from .model_archiver_config import ModelArchiverConfig
@@ -43,8 +41,5 @@ def package_model(config: ModelArchiverConfig, manifest: str) -> None:
 
 
 def write(config: ModelArchiverConfig) -> None:
-    """Write the archive; errors are TorchServe's class with our message."""
-    try:
-        archive_for_torchserve(Wanted(**asdict(config)), warn=logger.warning)
-    except ArchiveError as error:
-        raise ModelArchiverError(str(error)) from error
+    """Write the archive, with warnings in the log."""
+    archive_for_torchserve(config, warn=logger.warning)

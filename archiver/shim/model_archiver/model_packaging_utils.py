@@ -1,13 +1,10 @@
 """TorchServe's static helpers that notebooks call."""
 
-from dataclasses import asdict
 from pathlib import Path
 
-from modelyard.archiver.errors import ArchiveError
 from modelyard.archiver.manifest import format_manifest
 from modelyard.archiver.torchserve.archive import (
     FORMATS,
-    Wanted,
     check_model_name,
     plan_for_torchserve,
 )
@@ -23,10 +20,7 @@ class ModelExportUtils:
     @staticmethod
     def generate_manifest_json(config: ModelArchiverConfig) -> str:
         """Return the manifest as text."""
-        try:
-            plan = plan_for_torchserve(Wanted(**asdict(config)), warn=lambda message: None)
-        except ArchiveError as error:
-            raise ModelArchiverError(str(error)) from error
+        plan = plan_for_torchserve(config, warn=lambda message: None)
         return format_manifest(plan.manifest).decode().rstrip("\n")
 
     @staticmethod
@@ -50,10 +44,7 @@ class ModelExportUtils:
     @staticmethod
     def check_model_name_regex_or_exit(model_name: str) -> None:
         """Refuse a name outside the rule."""
-        try:
-            check_model_name(model_name)
-        except ArchiveError as error:
-            raise ModelArchiverError(str(error)) from error
+        check_model_name(model_name)
 
     @staticmethod
     def validate_inputs(model_name: str, export_path: str) -> None:

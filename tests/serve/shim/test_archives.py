@@ -15,7 +15,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from modelyard.archiver.torchserve.archive import Wanted, archive_for_torchserve
+from modelyard.archiver.torchserve.archive import ModelArchiverConfig, archive_for_torchserve
 from tests.serve.forks import Run, forks
 
 Serve = Callable[..., dict[str, Any]]
@@ -84,7 +84,7 @@ def serve(tmp_path: Path, run: Run) -> Serve:
         out = tmp_path / "store"
         out.mkdir()
         path = archive_for_torchserve(
-            Wanted("m", "1.0", named, export_path=str(out), **wanted),  # type: ignore[arg-type]
+            ModelArchiverConfig("m", named, "1.0", export_path=str(out), **wanted),  # type: ignore[arg-type]
             lambda line: None,
         )
         folder = tmp_path / "unpacked"
