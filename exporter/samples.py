@@ -6,7 +6,6 @@ report names the file and its number of rows.
 """
 
 import json
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from modelyard.archiver.signature import Dim, Signature, TensorSpec
+from modelyard.archiver.untrusted.zip import NotAZip, read_names
 from modelyard.exporter.errors import UsageError, cause
 from modelyard.handlers.backends import torch_dtype
 
@@ -135,8 +135,12 @@ def _read_numpy(path: Path, signature: Signature) -> Any:
 
     if path.suffix.lower() == ".npy":
         return torch.from_numpy(np.load(path, allow_pickle=False))
-    if not zipfile.is_zipfile(path):
-        raise UsageError(f'--sample "{path}" is no .npz file; expected one from numpy.savez')
+    try:
+        read_names(path)
+    except NotAZip as error:
+        raise UsageError(
+            f'--sample "{path}" is not an .npz file: {error}; expected one from numpy.savez'
+        ) from error
     with np.load(path, allow_pickle=False) as arrays:
         return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
 from modelyard.archiver.signature import UNLIMITED, Dim, Size, TensorSpec
+from modelyard.archiver.untrusted.zip import NotAZip, read_names
 from modelyard.handlers.errors import InputMismatch, LoadError
 from modelyard.handlers.program.check import load_program
 from modelyard.handlers.sharing import MIN_FILE_BYTES, make_once, map_weights, release_freed_memory
@@ -94,7 +95,10 @@ class Artifact:
         if not self.accepts(tensors):
             raise InputMismatch(self._mismatch(tensors))
         output = self._run(*tensors)
-        return output if isinstance(output, Tensor) else _as_output(output)
+        if isinstance(output, Tensor):
+            return output
+        outputs = tuple(_tensors(output))
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def _mismatch(self, tensors: Sequence[Tensor]) -> str:
         takes = ", ".join(map(str, self.inputs))
@@ -176,9 +180,12 @@ def detect_format(path: Path) -> str:
     Raises:
         LoadError: the file is none of `FORMATS`; a checkpoint is named as such.
     """
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as container:
-            members = {name.partition("/")[2] for name in container.namelist()}
+    try:
+        members = {name.partition("/")[2] for name in read_names(path)}
+    except NotAZip:
+        if _is_onnx(path):
+            return "onnx"
+    else:
         if any(name.startswith("data/aotinductor/") for name in members):
             return "aoti"
         if "archive_format" in members and any(name.startswith("models/") for name in members):
@@ -189,8 +196,6 @@ def detect_format(path: Path) -> str:
             raise LoadError(
                 f"{path.name} is a checkpoint, not an artifact; run `modelyard export` on it first"
             )
-    elif _is_onnx(path):
-        return "onnx"
     raise LoadError(
         f"{path.name} is not an artifact; expected the content of {' or '.join(FORMATS)}"
     )
@@ -541,11 +546,6 @@ def _is_onnx(path: Path) -> bool:
     with path.open("rb") as file:
         head = file.read(3)
     return len(head) == 3 and head[0] == 0x08 and 3 <= head[1] < 0x80 and head[2] & 7 in (0, 2)
-
-
-def _as_output(output: Any) -> Output:
-    tensors = tuple(_tensors(output))
-    return tensors[0] if len(tensors) == 1 else tensors
 
 
 def _tensors(output: Any) -> list[Tensor]:
