@@ -3,9 +3,10 @@
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribution import DEFAULT_TOLERANCE, MAX_STEPS
 from modelyard.handlers.explain.methods import METHODS
@@ -42,41 +43,28 @@ _BASELINE = re.compile(r"zero|black|white|mean|blur|noise|pad|file:.+", re.S)
 
 @dataclass(frozen=True)
 class ExplainOptions:
-    """What one request asks for; a field's name is the query parameter's."""
+    """What one request asks for; `archiver.explain_options` says what each value means.
+
+    None leaves the choice to the method, to the handler or, for `n_steps`, to `tolerance`.
+    """
 
     method: str = "integrated_gradients"
-    """A key of `METHODS`."""
     target: str = "predicted"
-    """Class index, label, "predicted", "top-3", or the place "3,7" in an output of more dims."""
     output: Literal["logit", "probability"] = "logit"
-    """What of the target is explained: the model's own number, or its softmax."""
     baseline: str | None = None
-    """The handler's choice where None."""
     n_steps: int | None = None
-    """None raises the steps until `tolerance` is met."""
     tolerance: float = DEFAULT_TOLERANCE
-    """The largest |delta| allowed, as a share of |f(input) − f(baseline)|."""
     max_steps: int = MAX_STEPS
-    """Where raising ends."""
     n_samples: int | None = None
-    """Random points; the method's choice where None."""
     noise: float | None = None
-    """Standard deviation as a share of the input's range; the method's choice where None."""
     window: int | None = None
-    """Side of what is replaced at once; the handler's choice where None."""
     stride: int | None = None
-    """By which windows move; half a window where None."""
     layer: str | None = None
-    """Where layer_integrated_gradients looks, named as in the checkpoint."""
     seed: int = 0
-    """Of everything random."""
     internal_batch_size: int | None = None
-    """Points that share a pass; None chooses by memory."""
     aggregate: Literal["none", "sum"] | None = None
-    """Sum an image's channels or a token's embedding; the handler's choice where None."""
     format: Literal["json", "png", "html"] = "json"
     quality: bool = False
-    """Measure infidelity and sensitivity too."""
     given: frozenset[str] = field(default=frozenset(), compare=False)
     """The names that the request gave a value."""
 
@@ -130,10 +118,10 @@ def parse_options(
         BadInput: an unknown option, one that does not apply, or a value outside its limits, which
             the message states.
     """
-    known = [each.name for each in fields(ExplainOptions) if each.name != "given"]
     for name in given:
-        if name not in known:
-            raise BadInput(f'unknown parameter "{name}"; expected some of {", ".join(known)}')
+        if name not in EXPLAIN_OPTIONS:
+            known = ", ".join(EXPLAIN_OPTIONS)
+            raise BadInput(f'unknown parameter "{name}"; expected some of {known}')
     values = {name: _READERS[name](name, text) for name, text in given.items()}
     values.setdefault("format", _preferred(accept or "", formats))
     _one_of("format", values["format"], formats)
