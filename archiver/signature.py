@@ -64,6 +64,11 @@ class Dim:
 Size = int | Dim
 
 
+def fits(size: int, dim: Size) -> bool:
+    """Return whether a tensor's dimension may have a size."""
+    return size in dim if isinstance(dim, Dim) else size == dim
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """One input or output; without a dtype, the file says nothing but its name."""

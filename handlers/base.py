@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelyard.archiver.signature import Dim, TensorSpec
+from modelyard.archiver.signature import TensorSpec, fits
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.handlers.agree import Rule
 from modelyard.handlers.backends import Artifact, Output
@@ -236,7 +236,7 @@ class BaseHandler:
     def _check_batch_size(self, batch_size: int) -> None:
         for spec in self.inputs:
             rows = spec.shape[0] if spec.shape else batch_size
-            if not (batch_size in rows if isinstance(rows, Dim) else rows == batch_size):
+            if not fits(batch_size, rows):
                 raise LoadError(
                     f"batchSize is {batch_size}, the artifact takes {spec}; set batchSize within "
                     "that range in model-config.yaml, or export with a wider one"
@@ -254,6 +254,7 @@ class BaseHandler:
             raise
 
     def _read_row(self, row: Mapping[str, Any]) -> list[np.ndarray]:
+        """Return one request's row of each input; what `preprocess` of most handlers differs in."""
         value = parse_json(body_of(row))
         if len(self.inputs) == 1 and not isinstance(value, dict):
             return [read_numbers(self.inputs[0], value)]

@@ -10,7 +10,7 @@ import orjson
 import torch
 from torch import Tensor
 
-from modelyard.archiver.signature import Size, TensorSpec
+from modelyard.archiver.signature import TensorSpec, fits
 from modelyard.archiver.untrusted import json as strict
 from modelyard.handlers.backends import Output, torch_dtype
 from modelyard.handlers.errors import BadInput, HandlerError, InputMismatch, LoadError
@@ -84,7 +84,8 @@ def read_numbers(spec: TensorSpec, value: Any) -> np.ndarray:
             _refuse(spec, "fractional numbers")
         if not np.isfinite(found).all():
             _refuse(spec, "NaN or Infinity")
-    if spec.dtype and not _fits(found.shape, spec.shape[1:]):
+    dims = spec.shape[1:]
+    if spec.dtype and not (found.ndim == len(dims) and all(map(fits, found.shape, dims))):
         _refuse(spec, f"numbers of shape {list(found.shape)}")
     return found.astype(wanted)
 
@@ -109,12 +110,17 @@ class TopLabels:
     """Return {"label": probability, …} for each row of logits, the likeliest first.
 
     Args:
-        top_k: labels per row.
+        section: `handler` of model-config.yaml, whose `top_k` says how many.
         label: output index → its name.
+
+    Raises:
+        LoadError: `top_k` is not a whole number from 1.
     """
 
-    def __init__(self, top_k: int, label: Callable[[int], str]) -> None:
-        self.top_k = top_k
+    def __init__(self, section: Mapping[str, Any], label: Callable[[int], str]) -> None:
+        self.top_k = top_k = section.get("top_k", DEFAULT_TOP_K)
+        if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
+            raise LoadError(f"handler.top_k is {top_k!r}; expected a whole number from 1")
         self._label = label
         self._names: list[str] = []
 
@@ -140,18 +146,6 @@ class TopLabels:
         for index in order:
             answer.setdefault(self._names[index], probabilities[index])
         return answer
-
-
-def read_top_k(section: Mapping[str, Any]) -> int:
-    """Read `handler.top_k` of model-config.yaml.
-
-    Raises:
-        LoadError: no whole number from 1.
-    """
-    top_k = section.get("top_k", DEFAULT_TOP_K)
-    if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
-        raise LoadError(f"handler.top_k is {top_k!r}; expected a whole number from 1")
-    return top_k
 
 
 def load_label_mapping(path: Path) -> dict[str, str] | None:
@@ -188,10 +182,3 @@ def _refuse(spec: TensorSpec, seen: str) -> NoReturn:
     shape = f" of shape [{', '.join(map(str, spec.shape[1:]))}]" if spec.dtype else ""
     dtype = spec.dtype or "float32"
     raise BadInput(f'input "{spec.name}" holds {seen}; expected {dtype} numbers{shape}')
-
-
-def _fits(sizes: Sequence[int], dims: Sequence[Size]) -> bool:
-    return len(sizes) == len(dims) and all(
-        size == dim if isinstance(dim, int) else size in dim
-        for size, dim in zip(sizes, dims, strict=True)
-    )

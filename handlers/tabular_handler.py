@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,13 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelyard.archiver.signature import Dim
+from modelyard.archiver.signature import fits
 from modelyard.handlers.backends import Output
-from modelyard.handlers.base import BaseHandler, Inputs
+from modelyard.handlers.base import BaseHandler
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.rows import DEFAULT_TOP_K, TopLabels, body_of, parse_json, read_top_k, stack
+from modelyard.handlers.rows import TopLabels, body_of, parse_json
 
 FEATURES_FILE = "features.json"
 
@@ -48,7 +48,7 @@ class TabularHandler(BaseHandler):
     def __init__(self) -> None:
         super().__init__()
         self.features: tuple[Feature, ...] = ()
-        self.top_labels = TopLabels(DEFAULT_TOP_K, self.label)
+        self.top_labels = TopLabels({}, self.label)
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its `features.json`; refuse what does not fit the model."""
@@ -56,29 +56,18 @@ class TabularHandler(BaseHandler):
         folder = Path(context.system_properties["model_dir"])
         self.features = read_features(folder / FEATURES_FILE)
         section = self.model_yaml_config.get("handler") or {}
-        self.top_labels = TopLabels(read_top_k(section), self.label)
+        self.top_labels = TopLabels(section, self.label)
         takes = ", ".join(map(str, self.inputs))
         if len(self.inputs) != 1:
             raise LoadError(f"the artifact takes {takes}; the handler tabular serves one input")
         (spec,) = self.inputs
-        width = spec.shape[-1] if spec.shape else Dim("features")
         count = len(self.features)
-        fits = count in width if isinstance(width, Dim) else width == count
         is_table = len(spec.shape) == 2 and spec.is_float
-        if spec.dtype and not (fits and is_table):
+        if spec.dtype and not (is_table and fits(count, spec.shape[1])):
             raise LoadError(
                 f"the artifact takes {takes}, {FEATURES_FILE} names {count} features; expected a "
                 f"model of one float input [batch, {count}]"
             )
-
-    def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
-        """Turn rows into a float tensor (N, F), scaled as `features.json` says.
-
-        Raises:
-            BadInput: a feature is missing, unknown, or has a value that it cannot have.
-        """
-        rows = [self._each(index, self._read_features, row) for index, row in enumerate(data)]
-        return stack(self.inputs[0], rows)
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Name the outputs where the archive has labels, else give them as numbers."""
@@ -101,7 +90,8 @@ class TabularHandler(BaseHandler):
         names = (feature.name for feature in self.features)
         return {"features": dict(zip(names, attributions.tolist(), strict=True))}
 
-    def _read_features(self, row: Mapping[str, Any]) -> np.ndarray:
+    def _read_row(self, row: Mapping[str, Any]) -> list[np.ndarray]:
+        """Return one request's features (F,), scaled as `features.json` says."""
         value = parse_json(body_of(row))
         names = [feature.name for feature in self.features]
         if isinstance(value, list):
@@ -118,7 +108,7 @@ class TabularHandler(BaseHandler):
         wrong += [f"{each} is unknown" for each in value if each not in names]
         if wrong:
             raise BadInput(f"{', '.join(wrong)}; expected exactly {', '.join(names)}")
-        return np.array([_scaled(each, value[each.name]) for each in self.features])
+        return [np.array([_scaled(each, value[each.name]) for each in self.features])]
 
 
 def read_features(path: Path) -> tuple[Feature, ...]:

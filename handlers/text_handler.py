@@ -17,7 +17,7 @@ from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import token_page
 from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.rows import DEFAULT_TOP_K, TopLabels, body_of, parse_json, read_top_k, stack
+from modelyard.handlers.rows import TopLabels, body_of, parse_json, stack
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_LENGTH = 512
@@ -59,7 +59,7 @@ class TextHandler(BaseHandler):
         self.texts: list[str] = []
         self.encodings: list[Any] = []
         """Of the current batch, as `texts`."""
-        self.top_labels = TopLabels(DEFAULT_TOP_K, self.label)
+        self.top_labels = TopLabels({}, self.label)
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its tokenizer.
@@ -73,7 +73,7 @@ class TextHandler(BaseHandler):
         if unknown := sorted(set(section) - set(self.settings)):
             known = ", ".join(self.settings)
             raise LoadError(f"handler.text.{unknown[0]} is unknown; expected {known}")
-        self.top_labels = TopLabels(read_top_k(handler), self.label)
+        self.top_labels = TopLabels(handler, self.label)
         self.roles = tuple(self._role(spec.name) for spec in self.inputs)
         if self.roles.count("ids") != 1:
             takes = ", ".join(map(str, self.inputs))

@@ -14,21 +14,14 @@ import torch
 from PIL import Image, ImageFilter, UnidentifiedImageError
 from torch import Tensor
 
-from modelyard.archiver.signature import Dim, Size, TensorSpec
+from modelyard.archiver.signature import Size, TensorSpec, fits
 from modelyard.handlers.backends import Output
-from modelyard.handlers.base import BaseHandler, Inputs
+from modelyard.handlers.base import BaseHandler
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import draw
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.rows import (
-    DEFAULT_TOP_K,
-    TopLabels,
-    body_of,
-    read_numbers,
-    read_top_k,
-    stack,
-)
+from modelyard.handlers.rows import TopLabels, body_of, read_numbers
 
 MAX_PIXELS = 89_478_485
 """Largest image decoded: Pillow's own limit, a quarter of a gigabyte as 24 bits a pixel."""
@@ -117,15 +110,6 @@ class VisionHandler(BaseHandler):
             raise LoadError(f"the artifact takes {names}; an image handler serves one input")
         _check_shape(self.image, self.inputs[0])
 
-    def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
-        """Turn images into a float tensor (N, C, H, W).
-
-        Raises:
-            BadInput: a body that is not an image, is damaged, or has too many pixels.
-        """
-        rows = [self._each(index, self._read_image, row) for index, row in enumerate(data)]
-        return stack(self.inputs[0], rows)
-
     def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
         """Return the picture that stands for "no information", for one request's (1, C, H, W).
 
@@ -193,14 +177,14 @@ class VisionHandler(BaseHandler):
         pixels = np.rint(values * (255 / scale)[:, None, None]).clip(0, 255).astype(np.uint8)
         return Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0))
 
-    def _read_image(self, row: Mapping[str, Any]) -> np.ndarray:
+    def _read_row(self, row: Mapping[str, Any]) -> list[np.ndarray]:
         """Return one request's model input (C, H, W)."""
         body = body_of(row)
         if isinstance(body, str):
             body = _decode_base64(body)
         if not isinstance(body, bytes | bytearray):
-            return read_numbers(self.inputs[0], body)
-        return self._normalise(decode(body, self.image, self.max_pixels))
+            return [read_numbers(self.inputs[0], body)]
+        return [self._normalise(decode(body, self.image, self.max_pixels))]
 
     def _normalise(self, pixels: np.ndarray) -> np.ndarray:
         """Turn pixels (H, W) or (H, W, C) into a model input (C, H, W)."""
@@ -215,12 +199,12 @@ class ImageClassifier(VisionHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.top_labels = TopLabels(DEFAULT_TOP_K, self.label)
+        self.top_labels = TopLabels({}, self.label)
 
     def initialize(self, context: Context) -> None:
         """Load the archive, its `handler.image` and its `handler.top_k`."""
         super().initialize(context)
-        self.top_labels = TopLabels(read_top_k(self.settings), self.label)
+        self.top_labels = TopLabels(self.settings, self.label)
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Turn logits (N, K) into one dict per request: labels and their softmax, descending."""
@@ -328,11 +312,10 @@ def _check_shape(settings: ImageSettings, spec: TensorSpec) -> None:
     if not spec.dtype:  # TorchScript without a report says nothing about shapes
         return
     dims = spec.shape[1:]
-    fits = len(dims) == 3 and all(
-        size is None or (size in dim if isinstance(dim, Dim) else size == dim)
-        for size, dim in zip(settings.shape, dims, strict=True)
+    is_fit = len(dims) == 3 and all(
+        size is None or fits(size, dim) for size, dim in zip(settings.shape, dims, strict=True)
     )
-    if not fits:
+    if not is_fit:
         channels, height, width = ("any" if size is None else size for size in settings.shape)
         raise LoadError(
             f"the artifact takes {spec}, handler.image gives [{channels}, {height}, {width}]; set "

@@ -1,10 +1,12 @@
 """A batch and what each of its requests asks for → the explanations of each."""
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -122,7 +124,7 @@ class Explanation:
             "tolerance": self.options.tolerance,
             "tolerance_met": self.tolerance_met,
             **({"layer": self.options.layer} if self.options.layer else {}),
-            **({"quality": self.quality.as_json()} if self.quality else {}),
+            **({"quality": vars(self.quality)} if self.quality else {}),
             "shape": shapes,
             "attributions": values,
         }
@@ -472,18 +474,10 @@ def _groups(options: Sequence[ExplainOptions]) -> list[list[int]]:
 def _name(target: int, outputs: Tensor, label: Callable[[int], str]) -> dict[str, Any]:
     """Return the target's place and names, of one request's outputs."""
     if outputs.dim() > 1:
-        place = _place(target, outputs.shape)
+        place = tuple(map(int, np.unravel_index(target, tuple(outputs.shape))))
         return {"target": place, "label": ",".join(map(str, place)), "probability": None}
     probability = float(outputs.double().softmax(0)[target]) if len(outputs) > 1 else None
     return {"target": target, "label": label(target), "probability": probability}
-
-
-def _place(target: int, shape: torch.Size) -> tuple[int, ...]:
-    place: list[int] = []
-    for size in reversed(shape):
-        target, rest = divmod(target, size)
-        place.insert(0, rest)
-    return tuple(place)
 
 
 def _resolve(target: str, outputs: Tensor, label: Callable[[int], str]) -> list[int]:
@@ -499,12 +493,9 @@ def _resolve(target: str, outputs: Tensor, label: Callable[[int], str]) -> list[
         return flat.topk(int(tail)).indices.tolist()
     parts = target.split(",")
     if all(map(_is_number, parts)) and len(parts) == outputs.dim():
-        place = tuple(map(int, parts))
-        if all(at < size for at, size in zip(place, outputs.shape, strict=True)):
-            index = 0
-            for at, size in zip(place, outputs.shape, strict=True):
-                index = index * size + at
-            return [index]
+        with contextlib.suppress(ValueError):  # a place outside
+            place = tuple(map(int, parts))
+            return [int(np.ravel_multi_index(place, tuple(outputs.shape)))]
     if outputs.dim() > 1:
         ends = ",".join(str(size - 1) for size in outputs.shape)
         raise BadInput(f'target is "{target}"; expected predicted, top-N, or a place up to {ends}')

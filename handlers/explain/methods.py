@@ -166,18 +166,9 @@ def occlusion(
     strides = tuple(_strides(*pair, stride) for pair in zip(shapes, sizes, strict=True))
     count = sum(map(_places, sizes, shapes, strides))
     _check_evaluations(count)
-
-    def run(explainer: Any, part: AttributionRequest, together: int) -> Any:
-        return explainer.attribute(
-            part.inputs,
-            sliding_window_shapes=shapes,
-            strides=strides,
-            baselines=part.baselines,
-            additional_forward_args=_rows(part),
-            perturbations_per_eval=together,
-        )
-
-    return _without_gradients(request, Occlusion, run, count)
+    return _without_gradients(
+        request, Occlusion, count, sliding_window_shapes=shapes, strides=strides
+    )
 
 
 def feature_ablation(request: AttributionRequest, *, shapes: Shapes) -> Attribution:
@@ -190,17 +181,7 @@ def feature_ablation(request: AttributionRequest, *, shapes: Shapes) -> Attribut
     from captum.attr import FeatureAblation
 
     masks, count = _features(request.inputs, shapes)
-
-    def run(explainer: Any, part: AttributionRequest, together: int) -> Any:
-        return explainer.attribute(
-            part.inputs,
-            baselines=part.baselines,
-            feature_mask=masks,
-            additional_forward_args=_rows(part),
-            perturbations_per_eval=together,
-        )
-
-    return _without_gradients(request, FeatureAblation, run, count)
+    return _without_gradients(request, FeatureAblation, count, feature_mask=masks)
 
 
 def kernel_shap(
@@ -230,20 +211,14 @@ def kernel_shap(
         )
     _check_evaluations(count)
 
-    def run(explainer: Any, part: AttributionRequest, together: int) -> Any:
+    def explainer(forward: Callable[..., Tensor]) -> Any:
+        made = KernelShap(forward)
         # captum's own regression needs scikit-learn, of which we use nothing else.
-        explainer.interpretable_model = _LeastSquares()
-        return explainer.attribute(
-            part.inputs,
-            baselines=part.baselines,
-            feature_mask=masks,
-            n_samples=count,
-            additional_forward_args=_rows(part),
-            perturbations_per_eval=together,
-        )
+        made.interpretable_model = _LeastSquares()
+        return made
 
     with seeded(seed):
-        return _without_gradients(request, KernelShap, run, count)
+        return _without_gradients(request, explainer, count, feature_mask=masks, n_samples=count)
 
 
 _SMOOTH = ("n_samples", "noise", "seed")
@@ -299,8 +274,8 @@ def _at_inputs(request: AttributionRequest, kind: Callable[..., Any]) -> Attribu
 def _without_gradients(
     request: AttributionRequest,
     kind: Callable[..., Any],
-    run: Callable[[Any, AttributionRequest, int], Tensors],
     evaluations: int,
+    **arguments: Any,
 ) -> Attribution:
     """Run a method on a few explanations at a time, so that no pass is larger than a chunk."""
     parts = []
@@ -308,8 +283,15 @@ def _without_gradients(
     with torch.no_grad():
         for chunk in chunks(len(request), size):
             part = request.part(chunk)
-            together = max(1, size // len(part))
-            parts.append(run(kind(_forward(part)), part, together))
+            parts.append(
+                kind(_forward(part)).attribute(
+                    part.inputs,
+                    baselines=part.baselines,
+                    additional_forward_args=_rows(part),
+                    perturbations_per_eval=max(1, size // len(part)),
+                    **arguments,
+                )
+            )
     found = tuple(torch.cat(column) for column in zip(*parts, strict=True))
     return _found(request, found, evaluations)
 

@@ -1,10 +1,12 @@
 """How many points may share a forward and backward pass: as many as memory and speed allow."""
 
-from collections.abc import Iterator, Sequence
+import contextlib
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -62,28 +64,12 @@ def free_bytes(device: torch.device) -> int:
     """Return the memory that a computation on `device` can still get."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
-    limits = [*_available(), *_group_limit()]
-    return min(limits) if limits else PASS_BYTES * MEMORY_SHARE
-
-
-def _available() -> Iterator[int]:
-    for line in _lines("/proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            yield int(line.split()[1]) * 1024
-
-
-def _group_limit() -> Iterator[int]:
-    """Yield what is left of the limit that a container has (cgroup v2)."""
-    limit, used = (_lines(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit and used and limit[0].isdigit():
-        yield max(0, int(limit[0]) - int(used[0]))
-
-
-def _lines(path: str) -> Sequence[str]:
-    try:
-        return Path(path).read_text(encoding="ascii").split("\n")
-    except OSError:
-        return []
+    available: int = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or its limit is "max"
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text("ascii"))
+                       for name in ("max", "current"))  # fmt: skip
+        return min(available, max(0, limit - used))
+    return available
 
 
 def _kept_bytes(forward: ForwardFunction, inputs: Tensors, count: int) -> int:

@@ -28,10 +28,6 @@ class Quality:
     sensitivity: float
     """Largest change of the attributions in the neighbourhood, as a share of their norm."""
 
-    def as_json(self) -> dict[str, float]:
-        """Return the answer's fields."""
-        return {"infidelity": self.infidelity, "sensitivity": self.sensitivity}
-
 
 def measure(
     request: AttributionRequest,

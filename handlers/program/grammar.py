@@ -445,35 +445,22 @@ _PICKLED = {"custom_obj", "custom_obj_values", "as_custom_obj", "class_fqn", "cu
 _RULES: Mapping[str, _Rule] = {
     "expr_str": expression_problem,
     "guards_code": guard_problem,
-    "target": operator_problem,
-    "as_operator": operator_problem,
-    "in_spec": container_problem,
-    "out_spec": container_problem,
-    "as_string": _printable,
-    "as_strings": _printable,
-    "as_float": _number,
-    "as_floats": _number,
-    "as_float_lists": _number,
-    "real": _number,
-    "imag": _number,
     "verifiers": _verifier,
-    "name": name_problem,
-    "as_name": name_problem,
-    "user_input_name": name_problem,
-    "forward_arg_names": name_problem,
-    "field_names": name_problem,
-    "fqn": path_problem,
-    "parameter_name": path_problem,
-    "buffer_name": path_problem,
-    "tensor_constant_name": path_problem,
+    **dict.fromkeys(("target", "as_operator"), operator_problem),
+    **dict.fromkeys(("in_spec", "out_spec"), container_problem),
+    **dict.fromkeys(("as_string", "as_strings"), _printable),
+    **dict.fromkeys(("as_float", "as_floats", "as_float_lists", "real", "imag"), _number),
+    **dict.fromkeys(
+        ("name", "as_name", "user_input_name", "forward_arg_names", "field_names"), name_problem
+    ),
+    **dict.fromkeys(("fqn", "parameter_name", "buffer_name", "tensor_constant_name"), path_problem),
 }
 
 # The rule for the keys of a dict, where they are more than a field's name.
 _KEYS: Mapping[str, _Rule] = {
     "range_constraints": _symbol,
-    "tensor_values": name_problem,
-    "sym_int_values": name_problem,
-    "sym_bool_values": name_problem,
-    "sym_float_values": name_problem,
     "as_string_to_argument": name_problem,
+    **dict.fromkeys(
+        ("tensor_values", "sym_int_values", "sym_bool_values", "sym_float_values"), name_problem
+    ),
 }
