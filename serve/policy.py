@@ -19,7 +19,7 @@ from modelyard.serve.dataplane.worker import WorkerPolicy
 from modelyard.serve.settings import Settings
 
 Share = Callable[[ResourceRequest], Awaitable[Allocation]]
-"""Gives a model its part of the machine, beside the others that start with it or run already."""
+"""Returns a model's part of the machine, beside the others that start with it or run already."""
 
 
 class Policy:
@@ -99,15 +99,15 @@ class Policy:
 
     def request(self, spec: ModelSpec, config: ModelConfig, name: str) -> ResourceRequest:
         """Return what caller, settings and archive say of a model's size."""
-        workers, said_by = spec.workers, "asked for at its registration"
+        workers, workers_from = spec.workers, "stated at its registration"
         if workers is None and "minWorkers" in self.settings.model_settings.get(name, {}):
-            workers, said_by = config.workers or None, config.origins["minWorkers"]
+            workers, workers_from = config.workers or None, config.origins["minWorkers"]
         elif workers is None and self.settings.workers:
-            workers, said_by = self.settings.workers, "the setting workers"
+            workers, workers_from = self.settings.workers, "the setting workers"
         elif workers is None and config.workers:
-            workers, said_by = config.workers, config.origins["minWorkers"]
-        threads_said_by = config.origins.get("workerThreads", "")
-        return ResourceRequest(config.device, workers, said_by, config.threads, threads_said_by)
+            workers, workers_from = config.workers, config.origins["minWorkers"]
+        threads_from = config.origins.get("workerThreads", "")
+        return ResourceRequest(config.device, workers, workers_from, config.threads, threads_from)
 
     def interpreter(self, archive: Archive, folder: Path, name: str) -> str:
         """Return the Python of a version's workers; it has what the archive requires. Blocking.

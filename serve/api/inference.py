@@ -56,7 +56,7 @@ class Calls:
         state: shared with the server.
         answers: their form.
         target: returns what a request asks a model for, by the dialect's paths.
-        word: returns what the dialect says of an error, given the target's path.
+        rephrase: returns the dialect's error for one of ours, given the target's path.
     """
 
     def __init__(
@@ -66,14 +66,14 @@ class Calls:
         state: ServerState,
         answers: Answers,
         target: Callable[[RequestResponseCycle], Target | None] = find_target,
-        word: Callable[[Exception, list[str]], Exception] = _as_it_is,
+        rephrase: Callable[[Exception, list[str]], Exception] = _as_it_is,
     ) -> None:
         self.target = target
         self._models = registry
         self._unrouted = metrics.unrouted
         self._state = state
         self.answers = answers
-        self.word = word
+        self.rephrase = rephrase
         self.observer = metrics.observer
 
     def begin(self, cycle: RequestResponseCycle, id: str, target: Target) -> None:
@@ -167,7 +167,7 @@ class DirectReply:
         """Count an error, after this time, and send it."""
         kind, path, _ = self._target
         self._model.metrics.kinds[kind].answered(http_status(error)[0], took_s)
-        error = self._calls.word(error, path)
+        error = self._calls.rephrase(error, path)
         self._calls.answers.send(self._cycle, self._id, *self._calls.answers.error(error, self._id))
 
     def _take(self) -> Call:

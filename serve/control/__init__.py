@@ -1,1 +1,1 @@
-"""What may be asked for: models and their versions, registered, sized, kept across restarts."""
+"""What is served: models and their versions, registered, sized, kept across restarts."""

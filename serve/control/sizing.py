@@ -38,22 +38,22 @@ class ResourceRequest:
     device: str
     """auto, cpu, cuda or cuda:N."""
     workers: int | None = None
-    workers_said_by: str = ""
+    workers_from: str = ""
     threads: int = 0
     """Of each worker; 0 leaves the choice open."""
-    threads_said_by: str = ""
+    threads_from: str = ""
 
 
 @dataclass(frozen=True)
 class Allocation:
-    """What one model version is given; `why_…` are for people."""
+    """What one model version gets; `why_…` are for people."""
 
     workers: int
     threads: int
     """Of each worker."""
     why_workers: str = ""
     why_threads: str = ""
-    is_said: bool = False
+    is_stated: bool = False
     """Whether somebody said how many workers, or how many threads each."""
     most: int | None = None
     """Workers that scaling leaves alone; None: `workers`."""
@@ -101,7 +101,7 @@ def describe_excess(
 ) -> str | None:
     """Return a warning where what was said makes more threads than cores, else None."""
     total = taken + sum(allocation.total_threads for allocation in allocations)
-    said = [allocation for allocation in allocations if allocation.is_said]
+    said = [allocation for allocation in allocations if allocation.is_stated]
     if total <= machine.cores or not said or total <= len(allocations):
         return None
     return (
@@ -114,15 +114,15 @@ def describe_excess(
 def _fixed(machine: Machine, request: ResourceRequest) -> Allocation | None:
     """Return the allocation of a model that takes no part in sharing."""
     threads, why_threads = _threads(request)
-    is_said = request.workers is not None or bool(request.threads)
+    is_stated = request.workers is not None or bool(request.threads)
     if request.workers is not None:
-        return Allocation(request.workers, threads, request.workers_said_by, why_threads, is_said)
+        return Allocation(request.workers, threads, request.workers_from, why_threads, is_stated)
     if not is_on_gpu(machine, request.device):
         return None
     if request.device in ("auto", "cuda"):
         why = f"one for each of {machine.gpus} CUDA devices" if machine.gpus > 1 else "one device"
-        return Allocation(machine.gpus, threads, why, why_threads, is_said)
-    return Allocation(1, threads, f"one for {request.device}", why_threads, is_said)
+        return Allocation(machine.gpus, threads, why, why_threads, is_stated)
+    return Allocation(1, threads, f"one for {request.device}", why_threads, is_stated)
 
 
 def _shared(
@@ -143,7 +143,7 @@ def _shared(
 
 def _threads(request: ResourceRequest) -> tuple[int, str]:
     if request.threads:
-        return request.threads, request.threads_said_by
+        return request.threads, request.threads_from
     return 1, "workers of one thread answer more than a team"
 
 

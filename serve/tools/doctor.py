@@ -340,7 +340,7 @@ def check_state_folder(folder: Path) -> Check:
     free = shutil.disk_usage(place).free
     made = "" if folder.exists() else ", made at the first start"
     if free < LEAST_DISK_BYTES:
-        advice = "archives are unpacked there; free some room, or give another --state-dir"
+        advice = "archives are unpacked there; free some space, or give another --state-dir"
         return Check("state folder", WARN, f"{folder}: {_size(free)} free", advice)
     return Check("state folder", OK, f"{folder}{made}, {_size(free)} free")
 

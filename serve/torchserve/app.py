@@ -29,22 +29,22 @@ def create_server(dialect: TorchServeSettings, settings: Settings) -> Server:
         StartError: an address cannot be bound, the keys cannot be written, or the metrics
             configuration cannot be read.
     """
-    theirs = TorchServeMetrics(dialect)
-    metrics, registry, state = Metrics(theirs, theirs), Registry(), ServerState()
-    lifecycle = Lifecycle(TorchServePolicy(settings, dialect, theirs), registry, metrics)
+    recorder = TorchServeMetrics(dialect)
+    metrics, registry, state = Metrics(recorder, recorder), Registry(), ServerState()
+    lifecycle = Lifecycle(TorchServePolicy(settings, dialect, recorder), registry, metrics)
     is_off = dialect.disable_token_authorization
     tokens = None if is_off else Tokens(dialect.directory, dialect.token_expiration_min)
     check: Check = open_to_all
     if tokens is not None and not (is_off is None and dialect.inference_address.is_loopback):
         check = tokens.check("inference", PROBES)
-    answers = dialect_answers(state, dialect, theirs.answered)
+    answers = dialect_answers(state, dialect, recorder.answered)
     apis = [
         TorchServeInference(registry, metrics, check, state, answers, dialect).dialect,
         TorchServeManagement(
             registry, lifecycle, tokens, answers, dialect.enable_model_api
         ).dialect,
     ]
-    theirs.start()
+    recorder.start()
     if dialect.enable_metrics_api:
         apis.append(Scrape(metrics, dialect_answers(state, dialect)).dialect)
     return Server(lifecycle, state, *_listen(apis, dialect, settings))

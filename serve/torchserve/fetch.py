@@ -186,7 +186,7 @@ def fetch_archive(
         os.link(file, target)  # unlike a renamed file it never replaces one
     except FileExistsError as error:
         raise FileExists(name) from error
-    except (OSError, http.client.HTTPException, _GivenUp) as error:
+    except (OSError, http.client.HTTPException, _FetchAborted) as error:
         logger.error("%s cannot be fetched: %s: %s", location, type(error).__name__, error)
         raise FetchFailed(location, str(error)) from error
     except ArchiveError as error:
@@ -204,7 +204,7 @@ def clear_leftovers(store: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class _GivenUp(Exception):
+class _FetchAborted(Exception):
     """The fetch costs more than it may, or the other side does not keep to HTTP."""
 
 
@@ -224,22 +224,22 @@ def _write(url: Url, out: IO[bytes], rules: UrlRules, limits: Limits) -> None:
                 url = _follow(url, response.headers.get("location", ""))
                 continue
             if response.status != 200:
-                raise _GivenUp(f"status {response.status}")
+                raise _FetchAborted(f"status {response.status}")
             if response.headers.get("content-encoding", "identity") != "identity":
-                raise _GivenUp("an encoding that was not asked for")
+                raise _FetchAborted("an encoding that was not requested")
             expected = response.length
             if expected is not None and expected > limits.size_bytes:
-                raise _GivenUp(f"{expected} bytes; {limits.size_bytes} are allowed")
+                raise _FetchAborted(f"{expected} bytes; {limits.size_bytes} are allowed")
             size = 0
             while chunk := response.read1(CHUNK_BYTES):
                 size += len(chunk)
                 _check_cost(size, time.monotonic() - began, limits)
                 out.write(chunk)
             if expected is not None and size != expected:
-                raise _GivenUp(f"it ended after {size} of {expected} bytes")
+                raise _FetchAborted(f"it ended after {size} of {expected} bytes")
             out.flush()
             return
-    raise _GivenUp(f"more than {limits.hops} redirects")
+    raise _FetchAborted(f"more than {limits.hops} redirects")
 
 
 def _copy_file(url: Url, out: IO[bytes], rules: UrlRules, limits: Limits) -> None:
@@ -249,7 +249,7 @@ def _copy_file(url: Url, out: IO[bytes], rules: UrlRules, limits: Limits) -> Non
     fd = os.open(real, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     with os.fdopen(fd, "rb") as source:
         if not real.is_file():
-            raise _GivenUp("it is not a file")
+            raise _FetchAborted("it is not a file")
         size = 0
         while chunk := source.read(CHUNK_BYTES):
             size += len(chunk)
@@ -271,10 +271,10 @@ def _bounded(connection: socket.socket, seconds: float) -> Iterator[None]:
 
 def _check_cost(size: int, seconds: float, limits: Limits) -> None:
     if size > limits.size_bytes:
-        raise _GivenUp(f"more than {limits.size_bytes} bytes")
+        raise _FetchAborted(f"more than {limits.size_bytes} bytes")
     is_slow = seconds > limits.silence_s and size < limits.bytes_per_s * seconds
     if is_slow or seconds > limits.total_s:
-        raise _GivenUp(f"too slow: {size} bytes in {seconds:.0f} s")
+        raise _FetchAborted(f"too slow: {size} bytes in {seconds:.0f} s")
 
 
 def _follow(url: Url, location: str) -> Url:

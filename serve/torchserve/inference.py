@@ -54,7 +54,7 @@ class TorchServeInference:
         self._registry = registry
         self._state = state
         self._has_oip = (settings.ts_open_inference_protocol or "").lower() in OIP_NAMES
-        self._calls = Calls(registry, metrics, state, answers, self._target, word)
+        self._calls = Calls(registry, metrics, state, answers, self._target, rephrase)
         self.dialect = Dialect(
             check,
             answers,
@@ -168,7 +168,7 @@ class TorchServeInference:
         return json_answer(describe_signature(self._registry, model))
 
 
-def word(error: Exception, path: list[str]) -> Exception:
+def rephrase(error: Exception, path: list[str]) -> Exception:
     """Return of a request that no worker takes what TorchServe says; the reason is kept."""
     if not isinstance(error, Unavailable):
         return error

@@ -56,7 +56,7 @@ class Logs:
             TS_METRICS: _file(metrics_dir / "ts_metrics.log", BARE),
         }
         rest = _file(log_dir / "ts_log.log", WITH_THREAD)
-        self._writers = [_Aside(_Files(files, rest)), _Aside(_Console())]
+        self._writers = [_Threaded(_Files(files, rest)), _Threaded(_Console())]
 
     def start(self) -> None:
         """Take over what this process logs."""
@@ -73,7 +73,7 @@ class Logs:
             writer.finish()
 
 
-class _Aside(logging.Handler):
+class _Threaded(logging.Handler):
     """Lets another handler write in a thread of its own."""
 
     def __init__(self, handler: logging.Handler) -> None:

@@ -27,7 +27,7 @@ LAUNCHED_TYPES = ("pp", "tp", "pptp")
 """Parallel types whose workers torchrun starts."""
 
 
-def load_torchserves_config(
+def load_torchserve_config(
     archive: Archive, settings: Settings, dialect: TorchServeSettings, spec: ModelSpec, name: str
 ) -> ModelConfig:
     """Read a configuration: from the file, the setting `models`, the caller, the server.

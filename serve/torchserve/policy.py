@@ -29,12 +29,12 @@ from modelyard.serve.settings import Settings
 from modelyard.serve.torchserve.fetch import UrlRules, clear_leftovers, fetch_archive, is_url
 from modelyard.serve.torchserve.logs import WorkerPipes
 from modelyard.serve.torchserve.metrics import TorchServeMetrics
-from modelyard.serve.torchserve.model_config import load_torchserves_config
+from modelyard.serve.torchserve.model_config import load_torchserve_config
 from modelyard.serve.torchserve.settings import TorchServeSettings
 from modelyard.serve.torchserve.snapshot import Snapshots, parse_model_snapshot
 from modelyard.serve.torchserve.store import (
-    TORCHSERVES_SUFFIXES,
-    check_torchserves_name,
+    TORCHSERVE_SUFFIXES,
+    check_torchserve_name,
     find_as_torchserve,
     name_of_file,
     refuse_relative,
@@ -87,7 +87,7 @@ class TorchServePolicy(Policy):
             snapshot = parse_model_snapshot(self._dialect.model_snapshot)
             return [_from_snapshot(store, *entry) for entry in snapshot]
         if [option.upper() for option in options] == ["ALL"]:
-            options = list_archives(store, TORCHSERVES_SUFFIXES)
+            options = list_archives(store, TORCHSERVE_SUFFIXES)
         parts = [option.partition("=") for option in options]
         pairs = [(name, rest) if equals else (None, name) for name, equals, rest in parts]
         return [ModelSpec(location, name, at_start=True) for name, location in pairs]
@@ -108,12 +108,12 @@ class TorchServePolicy(Policy):
             if not spec.at_start:
                 raise ArchiveError("Model name is not defined.")
             name = name_of_file(archive.path.name)
-        check_torchserves_name(name)
+        check_torchserve_name(name)
         return name
 
     def configure(self, archive: Archive, spec: ModelSpec, name: str) -> ModelConfig:
         """Return how a model version is run."""
-        return load_torchserves_config(archive, self.settings, self._dialect, spec, name)
+        return load_torchserve_config(archive, self.settings, self._dialect, spec, name)
 
     async def size(
         self, spec: ModelSpec, config: ModelConfig, name: str, share: Share

@@ -10,7 +10,7 @@ from modelyard.archiver.untrusted.names import quoted
 from modelyard.serve.control.store import SUFFIXES, file_stem, is_archive
 from modelyard.serve.errors import FileNotInStore
 
-TORCHSERVES_SUFFIXES = (*SUFFIXES, ".model")
+TORCHSERVE_SUFFIXES = (*SUFFIXES, ".model")
 MAX_QUOTED_NAME = 200
 """Of a file name's 255 bytes, in which logs and unpacked files carry the model's name."""
 
@@ -41,7 +41,7 @@ def refuse_relative(location: str) -> None:
         raise FileNotInStore(f"Relative path is not allowed in url: {location}")
 
 
-def check_torchserves_name(name: str) -> None:
+def check_torchserve_name(name: str) -> None:
     """Refuse what cannot be one part of a path; TorchServe takes any other name over its API.
 
     Raises:

@@ -14,7 +14,7 @@ from modelyard.archiver import open_archive
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, Options
 from modelyard.serve.errors import BadModelConfig
 from modelyard.serve.settings import Settings
-from modelyard.serve.torchserve.model_config import load_torchserves_config
+from modelyard.serve.torchserve.model_config import load_torchserve_config
 from modelyard.serve.torchserve.settings import TorchServeSettings
 
 
@@ -37,7 +37,7 @@ def load(
     common = Settings.model_validate({"device": "cpu", **(settings or {})})
     spec = ModelSpec("m.mar", options=Options(**said), at_start=at_start)
     with open_archive(folder / "m.mar") as archive:
-        return load_torchserves_config(archive, common, dialect, spec, "m")
+        return load_torchserve_config(archive, common, dialect, spec, "m")
 
 
 def test_torchserves_defaults(tmp_path: Path) -> None:

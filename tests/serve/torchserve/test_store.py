@@ -5,7 +5,7 @@ import pytest
 from modelyard.archiver.errors import BadName
 from modelyard.serve.control.store import file_stem
 from modelyard.serve.torchserve.store import (
-    check_torchserves_name,
+    check_torchserve_name,
     find_as_torchserve,
     name_of_file,
 )
@@ -21,7 +21,7 @@ def test_torchserve_names_an_archive_by_its_file(file: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["a b", "é", "x:y", "digits", "..."])
 def test_torchserves_names_are_freer_and_make_plain_file_names(name: str) -> None:
-    check_torchserves_name(name)
+    check_torchserve_name(name)
     assert not set(file_stem(name)) & set("/\\ %\0") - {"%"}
 
 
@@ -30,7 +30,7 @@ def test_torchserves_names_are_freer_and_make_plain_file_names(name: str) -> Non
 )
 def test_a_name_that_is_no_part_of_a_path_is_refused(name: str) -> None:
     with pytest.raises(BadName, match="model name"):
-        check_torchserves_name(name)
+        check_torchserve_name(name)
 
 
 @pytest.mark.parametrize(
