@@ -172,11 +172,11 @@ def test_wheels_that_travel_inside_are_installed_once_per_digest(tmp_path: Path)
         assert interpreter.exists()
 
         (wheels / "soup-1.0-py3-none-any.whl").unlink()
-        build_wheel(wheels, "serve", code="raise SystemExit\n")
-        (tmp_path / "requirements.txt").write_text("serve\n")
+        build_wheel(wheels, "ts", code="raise SystemExit\n")
+        (tmp_path / "requirements.txt").write_text("ts\n")
         write(store, "three", **pinned)
         refused = server.register("three.mar", initial_workers=1)
-        assert (refused.status_code, "bring modules named serve" in refused.text) == (400, True)
+        assert (refused.status_code, "bring modules named ts" in refused.text) == (400, True)
         assert len(list((tmp_path / "state" / "environments").glob("*/complete"))) == 1
 
 
