@@ -15,7 +15,7 @@ from typing import Any
 
 from modelyard.archiver import Archive
 from modelyard.archiver.signing import find_signer, read_trusted_keys
-from modelyard.archiver.untrusted.names import MANIFEST_NAME
+from modelyard.archiver.untrusted.names import MANIFEST_NAME, check_version
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.sizing import this_machine
@@ -27,7 +27,6 @@ from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.dataplane.worker import WorkerPlan
 from modelyard.serve.errors import BadRequest
 from modelyard.serve.policy import Policy
-from modelyard.serve.settings import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +36,21 @@ EXPLAINERS_NICENESS = 10
 """An explanation takes seconds of a core; predictions on the same core go first."""
 
 
-def check_signer(archive: Archive, settings: Settings) -> None:
-    """Refuse an archive that no trusted key signed, where the settings ask for that.
-
-    The file of keys is read each time, so a key can be added or taken out while serving.
+def admit(archive: Archive, spec: ModelSpec, policy: Policy) -> tuple[str, ModelConfig]:
+    """Return the name of an archive that may be served, and how it is run.
 
     Raises:
-        ArchiveError: its signature is missing, wrong or by another key.
+        ArchiveError: its signature or its version is missing, wrong, or not one that is trusted.
+        ServeError: its name or configuration is wrong.
     """
+    settings = policy.settings
     if settings.require_signature and settings.trusted_keys is not None:
+        # Read each time, so a key can be added or taken out while serving.
         signer = find_signer(archive, read_trusted_keys(settings.trusted_keys))
         logger.info("%s is signed by the trusted key %s", archive.path.name, signer[:12])
+    name = policy.choose_name(archive, spec)
+    check_version(archive.manifest.model_version)
+    return name, policy.configure(archive, spec, name)
 
 
 class Builder:

@@ -12,8 +12,7 @@ from dataclasses import replace
 from functools import partial
 
 from modelyard.archiver import Archive, open_archive
-from modelyard.archiver.untrusted.names import check_version
-from modelyard.serve.control.build import Builder, check_signer
+from modelyard.serve.control.build import Builder, admit
 from modelyard.serve.control.model_config import ModelSpec, Options
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.control.sizing import (
@@ -99,10 +98,7 @@ class Lifecycle:
         waits: bool,
         saves: bool,
     ) -> ModelVersion:
-        check_signer(archive, self._settings)
-        name = self.policy.choose_name(archive, spec)
-        check_version(archive.manifest.model_version)
-        config = self.policy.configure(archive, spec, name)
+        name, config = admit(archive, spec, self.policy)
         share = allocator.allocate if allocator else partial(self._beside, name)
         size = await self.policy.size(spec, config, name, share)
         config = replace(config, threads=size.threads)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from modelyard.archiver import Archive, ArchiveError, open_archive
-from modelyard.archiver.untrusted.names import check_version
-from modelyard.serve.control.build import check_signer
+from modelyard.serve.control.build import admit
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion
@@ -113,10 +112,7 @@ def plan_start(settings: Settings) -> StartPlan:
     requests: list[ResourceRequest] = []
     for spec in policy.models_at_start(is_trial=True):
         with open_archive(find_archive(settings.model_store, spec.location)) as archive:
-            check_signer(archive, settings)
-            name = policy.choose_name(archive, spec)
-            check_version(archive.manifest.model_version)
-            config = policy.configure(archive, spec, name)
+            name, config = admit(archive, spec, policy)
         read.append((name, archive, config))
         requests.append(policy.request(spec, config, name))
     allocations = choose(machine, requests)
