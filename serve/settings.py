@@ -121,13 +121,13 @@ class Settings(BaseModel):
     @field_validator("models", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
-        """Take a comma or space separated list where a list is asked for."""
+        """Take a comma or space separated list where a list is expected."""
         return value.replace(",", " ").split() if isinstance(value, str) else value
 
     @field_validator("model_settings", mode="before")
     @classmethod
     def _parse(cls, value: Any) -> Any:
-        """Take YAML where a mapping is asked for, as in the environment."""
+        """Take YAML where a mapping is expected, as in the environment."""
         try:
             return yaml.safe_load(value) if isinstance(value, str) else value
         except yaml.YAMLError as error:
@@ -163,7 +163,7 @@ def load_settings(
     file: Path | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> Settings:
-    """Merge the sources; a None on the command line means "not given".
+    """Merge the sources; a None on the command line leaves a setting to the others.
 
     Raises:
         StartError: a value or name is wrong; the message names each field.
@@ -176,11 +176,14 @@ def load_settings(
     try:
         return Settings(**merged)
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}"
-            for e in error.errors()
-        )
-        raise StartError(f"wrong settings: {problems}") from error
+        raise StartError(f"wrong settings: {describe_problems(error)}") from error
+
+
+def describe_problems(error: ValidationError) -> str:
+    """Return each setting that is wrong, why, and its value."""
+    return "; ".join(
+        f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()
+    )
 
 
 def _read_file(file: Path) -> dict[str, Any]:

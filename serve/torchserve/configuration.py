@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from modelyard.serve.errors import StartError
-from modelyard.serve.settings import Address, Settings
+from modelyard.serve.settings import Address, Settings, describe_problems
 from modelyard.serve.torchserve.arguments import CommandLine
 from modelyard.serve.torchserve.properties import fill_variables, parse_properties
 from modelyard.serve.torchserve.settings import TorchServeSettings
@@ -252,7 +252,7 @@ def load_configuration(
             metrics_dir=directory / environment.get("METRICS_LOCATION", "logs"),
         )
     except ValidationError as error:
-        raise StartError(_describe(error)) from error
+        raise StartError(describe_problems(error)) from error
     return Configuration(settings, dialect, file, notices)
 
 
@@ -413,9 +413,3 @@ def _check_tls(typed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for key in ("certificate_file", "private_key_file", "keystore", "metrics_config"):
         if own.get(key) and not own[key].is_file():
             raise StartError(f"{key}: file not found: {own[key]}")
-
-
-def _describe(error: ValidationError) -> str:
-    return "; ".join(
-        f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()
-    )

@@ -157,16 +157,16 @@ class TorchServeWorkers(WorkerPolicy):
         return WorkerPipes(worker)
 
     def loaded(self, worker: str, seconds: float) -> None:
-        """Log it, and how long it took."""
+        """Log the worker's new state, and report how long it took to load."""
         self._metrics.worker_loaded(worker, seconds)
         logger.info("%s State change WORKER_STARTED -> WORKER_MODEL_LOADED", worker)
 
     def ended(self, worker: str) -> None:
-        """Log it."""
+        """Log that the worker ended."""
         logger.info("%s Backend worker process died.", worker)
 
     def retries(self, worker: str, id: int, pause_s: float) -> None:
-        """Log it."""
+        """Log when the worker is started again."""
         logger.info("%s Retry worker: %d in %g seconds.", worker, id, pause_s)
 
     def silence(self, limit_s: float) -> ServeError:

@@ -143,23 +143,23 @@ def _describe(configuration: Configuration, own: TorchServeSettings) -> list[str
         "Blacklist Regex": own.blacklist_env_vars or "N/A",
         "Maximum Response Size": own.max_response_size,
         "Maximum Request Size": settings.max_request_bytes,
-        "Limit Maximum Image Pixels": _word(own.limit_max_image_pixels),
+        "Limit Maximum Image Pixels": _flag(own.limit_max_image_pixels),
         "Prefer direct buffer": written("prefer_direct_buffer", "false"),
         "Allowed Urls": list(own.allowed_urls),
-        "Custom python dependency for model allowed": _word(settings.install_requirements),
-        "Enable metrics API": _word(own.enable_metrics_api),
+        "Custom python dependency for model allowed": _flag(settings.install_requirements),
+        "Enable metrics API": _flag(own.enable_metrics_api),
         "Metrics mode": own.metrics_mode.upper(),
-        "Disable system metrics": _word(own.disable_system_metrics),
+        "Disable system metrics": _flag(own.disable_system_metrics),
         "Workflow Store": written("workflow_store", settings.model_store),
         "CPP log config": written("cpp_log_config"),
         "Model config": written("models"),
         "System metrics command": written("system_metrics_cmd", "default"),
-        "Model API enabled": _word(own.enable_model_api),
+        "Model API enabled": _flag(own.enable_model_api),
     }
     return [f"{name}: {fact}" for name, fact in facts.items()]
 
 
-def _word(value: bool) -> str:
+def _flag(value: bool) -> str:
     return "true" if value else "false"
 
 

@@ -20,7 +20,7 @@ class MetricCacheAbstract(ABC):
     them), and `dimensions`, to which `ModelName` and `Level` are added.
     """
 
-    def __init__(self, request_ids: Requests = None, model_name: str | None = None) -> None:
+    def __init__(self, request_ids: Requests | Any = None, model_name: str | None = None) -> None:
         self.cache: dict[Any, Any] = {}
         self.store: list[Any] = []
         self.request_ids = request_ids

@@ -19,9 +19,6 @@ class MetricsStore(MetricCacheAbstract):
         model_name: the dimension `ModelName`.
     """
 
-    def __init__(self, request_ids: Any, model_name: str) -> None:
-        super().__init__(request_ids, model_name)
-
     def _report(
         self,
         name: str,
