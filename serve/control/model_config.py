@@ -94,7 +94,7 @@ class ModelConfig:
     needs_ticket: bool = False
     """Whether a request is taken only while a worker is idle [useJobTicket]."""
     has_venv: bool = False
-    """Whether the archive asked for an environment of its own [useVenv]."""
+    """Whether the archive requests an environment of its own [useVenv]."""
     retry_s: float = math.inf
     """How long a worker that cannot be started any more is tried again [maxRetryTimeoutInSec]."""
     parallel_type: str = ""

@@ -156,7 +156,7 @@ def _models(count: int) -> str:
 
 
 class StartupAllocator:
-    """Shares the cores out among the models of one start, once each has asked for its part."""
+    """Shares the cores out among the models of one start, once the request of each is there."""
 
     def __init__(self, machine: Machine, count: int) -> None:
         self._machine = machine
@@ -165,7 +165,7 @@ class StartupAllocator:
         self._complete = asyncio.Event()
 
     async def allocate(self, request: ResourceRequest) -> Allocation:
-        """Return what one model gets; where nobody said how many workers, after all have asked."""
+        """Return what one model gets; unless it states its workers, after all requests."""
         at = len(self._requests)
         self._requests.append(request)
         if len(self._requests) == self._count:

@@ -47,7 +47,7 @@ class CallObserver(Protocol):
     """What wants to know of each call for a model."""
 
     def accepted(self, model: str, version: str | None) -> None:
-        """Count a prediction or explanation that is asked for."""
+        """Count a request for a prediction or an explanation."""
 
     def inferred(self, model: str, version: str | None, queued_s: float, total_s: float) -> None:
         """Take note of one answer: how long it waited, and how long it took altogether."""
@@ -111,11 +111,11 @@ class Metrics:
 
     def text(self, names: Collection[str] = ()) -> str:
         """Return everything as Prometheus text; only these metrics unless there are none."""
-        theirs = self.recorder.text(names)
+        recorded = self.recorder.text(names)
         if self.recorder.is_alone:
-            return theirs
+            return recorded
         registry: Collector = self.registry.restricted_registry(names) if names else self.registry
-        return theirs + generate_latest(registry).decode()
+        return recorded + generate_latest(registry).decode()
 
 
 class VersionMetrics:

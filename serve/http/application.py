@@ -94,7 +94,7 @@ class Answers:
         id_pattern: what of a client's own request ids is taken.
         more_headers: on every answer, beside the common ones.
         closes_after_errors: whether a connection ends with an error.
-        on_status: told the status of every answer.
+        on_status: called with the status of every answer.
     """
 
     def __init__(

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 BACKLOG = 2048
 SWEEP_S = 1.0
-"""How often connections are asked whether their client is too slow; 2,000 idle ones take 1.5 ms."""
+"""How often each connection checks whether its client is too slow; 2,000 idle ones take 1.5 ms."""
 QUIET_S = 0.5
 """A connection without a request for this long is idle, not about to send one."""
 ACCEPTS_PER_TURN = 16

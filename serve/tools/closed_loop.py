@@ -21,7 +21,7 @@ from modelyard.archiver.quantile import nearest_rank
 from modelyard.serve.errors import StartError
 
 LONGEST_WAIT_S = 120.0
-"""For the first answer of every connection, beyond the time asked for."""
+"""For the first answer of every connection, beyond the time of the measurement."""
 SHOWN_BYTES = 300
 """Of the body of an answer that is an error."""
 

@@ -95,7 +95,7 @@ class TorchServeMetrics:
             self.add(f"Requests{status // 100}XX", 1.0)
 
     def accepted(self, model: str, version: str | None) -> None:
-        """Count a prediction or explanation that is asked for."""
+        """Count a request for a prediction or an explanation."""
         self.add(
             "ts_inference_requests_total",
             1.0,
