@@ -70,10 +70,6 @@ class Rule:
         agreement = 1.0 if found.top1_agreement is None else found.top1_agreement
         return agreement >= MIN_TOP1_AGREEMENT and found.cosine >= MIN_COSINE
 
-    def compare(self, expected: Tensor, found: Tensor) -> dict[str, Any]:
-        """Measure one case by `compare`."""
-        return compare(expected, found, self.tolerance)
-
     def merge(self, measured: Sequence[Mapping[str, Any]]) -> Difference:
         """Gather what `compare` measured, case by case."""
         rows = sum(case["rows"] for case in measured)

@@ -1,10 +1,10 @@
 """Artifact file → callable on torch tensors: one function per format, and the table of them."""
 
+import contextlib
 import json
 import logging
 import os
 import warnings
-import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.export.passes import move_to_device_pass
 
 from modelyard.archiver.signature import UNLIMITED, Dim, Size, TensorSpec
-from modelyard.archiver.untrusted.zip import NotAZip, read_names
+from modelyard.archiver.untrusted.container import OpenFile
+from modelyard.archiver.untrusted.zip import TORCH_RULES, NotAZip, ZipReader, read_names
 from modelyard.handlers.errors import InputMismatch, LoadError
 from modelyard.handlers.program.check import load_program
 from modelyard.handlers.sharing import MIN_FILE_BYTES, make_once, map_weights, release_freed_memory
@@ -365,8 +366,15 @@ class _SharedNative:
 
 def _unpack_native(path: Path, folder: Path) -> None:
     """Unpack a package, and lay the weights of its code beside it, as they are in memory."""
-    with zipfile.ZipFile(path) as package:
-        package.extractall(folder)
+    file = OpenFile(os.open(path, os.O_RDONLY))
+    with contextlib.closing(ZipReader(file, TORCH_RULES)) as package:
+        if problems := package.check():
+            raise LoadError(f"{path.name} is damaged: {problems[0]}")
+        for member in package.members:
+            if not member.is_folder:
+                target = folder / member.name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(b"".join(package.chunks(member)))
     runner = _open_native(folder)  # it owns the weights, and must live until they are written
     torch.save(runner.extract_constants_map(False), folder / _AOTI_WEIGHTS)
 

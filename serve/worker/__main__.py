@@ -14,6 +14,7 @@ both have is `ts`:
 from __future__ import annotations
 
 import ctypes
+import json
 import logging
 import os
 import signal
@@ -70,7 +71,7 @@ def check_archive(exchange: Path) -> int:
     is in the result; the exit code only says that there is one.
     """
     _die_with_parent()
-    task = check.read_task(exchange)
+    task = json.loads((exchange / "task.json").read_bytes())
     folder = Path(task["load"]["folder"])
     try:
         load.import_shim()
@@ -79,7 +80,7 @@ def check_archive(exchange: Path) -> int:
     except BaseException as error:
         traceback.print_exc()
         result = {"error": load.describe(error, folder)}
-    check.write_result(exchange, result)
+    (exchange / "result.json").write_text(json.dumps(result), encoding="utf-8")
     return 0
 
 

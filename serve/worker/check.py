@@ -29,17 +29,6 @@ from modelyard.serve.worker.golden import answer_golden, compare_golden, value_o
 DEFAULT_BATCH_SIZE = 8
 
 
-def read_task(exchange: Path) -> dict[str, Any]:
-    """Read what the archiver asks for."""
-    task: dict[str, Any] = json.loads((exchange / "task.json").read_text(encoding="utf-8"))
-    return task
-
-
-def write_result(exchange: Path, result: dict[str, Any]) -> None:
-    """Leave the result for the archiver."""
-    (exchange / "result.json").write_text(json.dumps(result), encoding="utf-8")
-
-
 def run(task: dict[str, Any]) -> dict[str, Any]:
     """Load the handler as a worker does; replay the golden requests; compare the two artifacts.
 
