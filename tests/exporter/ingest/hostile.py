@@ -472,6 +472,11 @@ def _deep(folder: Path, marker: Path) -> Path:
     return _safetensors(folder, '{"a": ' + "[" * 1_000_000 + "}")
 
 
+@hostile("safetensors with a header over the limit", "at most 16777216 are read")
+def _long(folder: Path, marker: Path) -> Path:
+    return _safetensors(folder, "{" + " " * (16 << 20) + "}")
+
+
 @hostile("safetensors with an endless header", "not a checkpoint that can be read")
 def _header(folder: Path, marker: Path) -> Path:
     (folder / "a.safetensors").write_bytes(struct.pack("<Q", 1 << 40) + b'{"a": 1}' + bytes(64))
