@@ -13,10 +13,10 @@ from modelyard.exporter.errors import (
 )
 
 if TYPE_CHECKING:
-    from modelyard.exporter.report import ExportReport
+    from modelyard.exporter.parity import ExportReport
     from modelyard.exporter.trip import export
 else:
-    _LAZY = {"export": "trip", "ExportReport": "report"}
+    _LAZY = {"export": "trip", "ExportReport": "parity"}
 
     def __getattr__(name: str) -> object:
         """Import what needs torch, which takes seconds, when it is used."""

@@ -320,8 +320,8 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, name: str) -> None:
     """
     expected = model.state_dict()
     tensors, _ = fit_names(checkpoint.tensors, checkpoint.original_names, expected)
-    state: dict[str, Any] = {**tensors, **_extra_state(checkpoint, expected)}
-    missing = [key for key in _missing(model, expected, state)]
+    state: dict[str, Any] = {**tensors, **_extra_state(checkpoint)}
+    missing = _missing(expected, state)
     unexpected = [key for key in state if key not in expected]
     problems = _problems(missing, unexpected, _misshaped(expected, state))
     if problems:
@@ -340,7 +340,7 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, name: str) -> None:
         ) from error
 
 
-def _extra_state(checkpoint: Checkpoint, expected: Mapping[str, Any]) -> dict[str, Any]:
+def _extra_state(checkpoint: Checkpoint) -> dict[str, Any]:
     """Return what modules keep beside tensors, under the names of the class."""
     extra = dict(checkpoint.extra_state)
     for prefix in checkpoint.prefixes:
@@ -348,7 +348,7 @@ def _extra_state(checkpoint: Checkpoint, expected: Mapping[str, Any]) -> dict[st
     return extra
 
 
-def _missing(model: nn.Module, expected: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
+def _missing(expected: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]:
     """List the names without a tensor, but not those that share one which is there."""
     given = {place_of(expected[key]) for key in state if isinstance(expected.get(key), Tensor)}
     return [

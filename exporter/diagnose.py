@@ -123,7 +123,7 @@ _UNKNOWN = {
 
 
 def explain(
-    error: BaseException, stage: str, signature: Signature, *, said: str = "", heard: str = ""
+    error: BaseException, stage: str, signature: Signature, *, reason: str = "", log: str = ""
 ) -> ConversionError:
     """Turn what a converter raised into one sentence, and keep the rest in a file.
 
@@ -131,30 +131,30 @@ def explain(
         error: with its causes.
         stage: who failed, a key of `_UNKNOWN`.
         signature: the inputs, for the file.
-        said: the sentence, where the caller knows better; the line is added.
-        heard: what the converter logged meanwhile, for the file; the line may stand there.
+        reason: the sentence, where the caller knows better; the line is added.
+        log: what the converter logged meanwhile, for the file; the line may stand there.
     """
     text = "\n".join(f"{type(one).__name__}: {one}" for one in _chain(error))
-    place = find_place(error, heard)
-    report = _keep(error, stage, signature, heard)
-    if not said:
+    place = find_place(error, log)
+    report = _keep(error, stage, signature, log)
+    if not reason:
         rule = next((rule for rule in _RULES if re.search(rule.pattern, text, re.S)), None)
         construct = rule.construct if rule else "it stops there"
         advice = rule.advice if rule else _UNKNOWN[stage]
-        said = f"{construct} ({_shortest(error)}); {advice}"
+        reason = f"{construct} ({_shortest(error)}); {advice}"
     return ConversionError(
-        f"the model cannot be written by {stage}{place}: {said}; full report: {report}"
+        f"the model cannot be written by {stage}{place}: {reason}; full report: {report}"
     )
 
 
-def find_place(error: BaseException, heard: str = "") -> str:
+def find_place(error: BaseException, log: str = "") -> str:
     """Name the author's line that an error comes from: ` at net.py:12 "if x > 0:"`, or nothing."""
     found = [
         (frame.filename, frame.lineno or 0)
         for one in _chain(error)
         for frame in traceback.extract_tb(one.__traceback__)
     ]
-    texts = [heard, *map(str, _chain(error))]
+    texts = [log, *map(str, _chain(error))]
     quoted = [(file, int(line)) for text in texts for file, line in _FILE_LINE.findall(text)]
     for candidates in (found, quoted):
         own = [(file, line) for file, line in candidates if _is_author(file)]
@@ -197,20 +197,20 @@ def _shortest(error: BaseException) -> str:
     return cause(_chain(error)[-1] if error.__cause__ else error)[:200]
 
 
-def _keep(error: BaseException, stage: str, signature: Signature, heard: str) -> Path:
+def _keep(error: BaseException, stage: str, signature: Signature, log: str) -> Path:
     """Write the full report to a file of the temporary folder that only its owner can read."""
     handle, name = tempfile.mkstemp(prefix="modelyard-export-", suffix=".log", text=True)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in _report(error, stage, signature, heard))
+        file.writelines(f"{line}\n" for line in _report(error, stage, signature, log))
     return Path(name)
 
 
-def _report(error: BaseException, stage: str, signature: Signature, heard: str) -> Iterator[str]:
+def _report(error: BaseException, stage: str, signature: Signature, log: str) -> Iterator[str]:
     yield f"modelyard export: {stage} failed"
     yield f"python {platform.python_version()}, torch {torch.__version__}, onnx {version('onnx')}"
     yield from (f"input {spec}" for spec in signature.inputs)
     yield ""
     yield "".join(traceback.format_exception(error))
-    if heard:
+    if log:
         yield "what the converter said meanwhile:"
-        yield heard
+        yield log

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from modelyard.archiver.terminal import format_bytes, plain_table
+
 inspect_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _PIPE_COLUMNS = 500
@@ -122,7 +124,7 @@ def _summary(description: Mapping[str, Any]) -> Table:
         ("other weights", _counts(weights.get("alternatives"))),
         ("averaged weights", weights.get("ema_key")),
         ("parameters", f"{weights['parameters']:,}" if weights else None),
-        ("size", size(weights["size_bytes"]) if weights.get("size_bytes") else None),
+        ("size", format_bytes(weights.get("size_bytes") or None)),
         ("dtypes", ", ".join(f"{name} × {n}" for name, n in description.get("dtypes", {}).items())),
         ("stripped", ", ".join(weights.get("prefixes_stripped") or ())),
         ("tied", "; ".join(" = ".join(names) for names in weights.get("tied") or ())),
@@ -130,7 +132,7 @@ def _summary(description: Mapping[str, Any]) -> Table:
         ("operators", description.get("operators")),
         ("opset", ", ".join(description.get("opset", ()))),
     ]
-    table = _table(("", "left"), ("", "left"), show_header=False)
+    table = plain_table(("", "left"), ("", "left"), show_header=False)
     for name, value in rows:
         if value not in (None, "", []):
             style = "bold red" if name == "not finite" else "bold"
@@ -146,18 +148,18 @@ def _details(description: Mapping[str, Any]) -> Iterable[Table]:
         ("dims", "dims"),
     ):
         if description.get(key):
-            table = _table((title, "left"), ("", "left"))
+            table = plain_table((title, "left"), ("", "left"))
             for name, value in list(description[key].items())[:40]:
                 table.add_row(escape(str(name)), _cell(value))
             yield table
     for key in ("inputs", "outputs"):
         if description.get(key):
-            table = _table((key, "left"), ("dtype", "left"), ("shape", "left"))
+            table = plain_table((key, "left"), ("dtype", "left"), ("shape", "left"))
             for value in description[key]:
                 table.add_row(escape(str(value["name"])), value["dtype"], _shape(value["shape"]))
             yield table
     if description["what"] == "archive" or len(description.get("files", ())) > 1:
-        table = _table(("file", "left"), ("bytes", "right"), ("sha256", "left"))
+        table = plain_table(("file", "left"), ("bytes", "right"), ("sha256", "left"))
         for file in description["files"]:
             table.add_row(escape(file["name"]), f"{file['size_bytes']:,}", file["sha256"][:12])
         yield table
@@ -172,25 +174,17 @@ def _tensor_tables(description: Mapping[str, Any], top: int) -> Iterable[Table]:
         shown = sorted(tensors, key=lambda tensor: -(tensor["size_bytes"] or 0))[:top]
     title = f"tensor (the {len(shown)} largest of {len(tensors)})"
     heading = title if len(shown) < len(tensors) else f"tensor ({len(tensors)})"
-    table = _table((heading, "left"), ("dtype", "left"), ("shape", "left"), ("size", "right"))
+    table = plain_table((heading, "left"), ("dtype", "left"), ("shape", "left"), ("size", "right"))
     for tensor in shown:
-        bytes_ = tensor["size_bytes"]
         table.add_row(
             escape(tensor["name"]),
             tensor["dtype"],
             _shape(tensor["shape"]),
-            "" if bytes_ is None else size(bytes_),
+            format_bytes(tensor["size_bytes"]),
         )
     total = sum(tensor["size_bytes"] or 0 for tensor in tensors)
-    table.add_row("[bold]total[/bold]", "", "", f"[bold]{size(total)}[/bold]")
+    table.add_row("[bold]total[/bold]", "", "", f"[bold]{format_bytes(total)}[/bold]")
     yield table
-
-
-def _table(*columns: tuple[str, Any], show_header: bool = True) -> Table:
-    table = Table(box=None, pad_edge=False, header_style="bold cyan", show_header=show_header)
-    for heading, justify in columns:
-        table.add_column(heading, justify=justify, overflow="fold")
-    return table
 
 
 def _cell(value: Any) -> str:
@@ -208,11 +202,3 @@ def _counts(alternatives: Mapping[str, int] | None) -> str:
 
 def _joined(*parts: Any) -> str:
     return " ".join(str(part) for part in parts if part)
-
-
-def size(size_bytes: int) -> str:
-    """Write a number of bytes for a person."""
-    for unit, factor in (("GB", 1e9), ("MB", 1e6)):
-        if size_bytes >= factor:
-            return f"{size_bytes / factor:.1f} {unit}"
-    return f"{size_bytes / 1e3:.1f} kB" if size_bytes >= 1e3 else f"{size_bytes} B"

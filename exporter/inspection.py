@@ -107,12 +107,7 @@ def _program(source: Source) -> dict[str, Any]:
         "writer": "torch.export",
         "writer_version": program.torch_version,
         "loader": "json",
-        "weights": {
-            "parameters": count_parameters(program.tensors.values()),
-            "size_bytes": _size_bytes(program.tensors),
-        },
-        "dtypes": _dtypes(program.tensors),
-        "tensors": _tensors(program.tensors),
+        **_weights(program.tensors),
         "inputs": [dict(value) for value in program.inputs],
         "outputs": [dict(value) for value in program.outputs],
         "dims": {name: dict(span) for name, span in program.dims.items()},
@@ -130,28 +125,21 @@ def _program_notes(program: ExportedProgram) -> list[str]:
 
 def _script(source: Source) -> dict[str, Any]:
     script = read_script(source)
-    notes = ["TorchScript is deprecated upstream: serve it, and export anew to pt2 or onnx"]
-    if script.traced_shapes:
-        shapes = ", ".join(str(list(shape)) for shape in script.traced_shapes)
-        rows = ", and the rows themselves are inside" if script.has_rows else ""
-        notes.append(f"it was traced with tensors of shape {shapes}{rows}")
     return {
         "what": "artifact",
-        "kind": "TorchScript (mobile)" if script.is_mobile else "TorchScript",
+        "kind": script.kind,
         "writer": "torch.jit",
         "writer_version": None,
         "loader": "inert",
         "class": {"name": script.class_name, "source": "the program's text"},
-        "weights": {
-            "parameters": count_parameters(script.tensors.values()),
-            "size_bytes": _size_bytes(script.tensors),
-        },
-        "dtypes": _dtypes(script.tensors),
-        "tensors": _tensors(script.tensors),
+        **_weights(script.tensors),
         "code": sorted(script.code),
         "extra": list(script.extra),
         "refused": [],
-        "notes": notes,
+        "notes": [
+            "TorchScript is deprecated upstream: serve it, and export anew to pt2 or onnx",
+            *script.notes,
+        ],
     }
 
 
@@ -297,8 +285,15 @@ def _dtype(tensor: Tensor) -> str:
     return name if is_dense else f"{name} ({str(tensor.layout).removeprefix('torch.')})"
 
 
-def _size_bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def _weights(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    return {
+        "weights": {
+            "parameters": count_parameters(tensors.values()),
+            "size_bytes": sum(tensor.nbytes for tensor in tensors.values()),
+        },
+        "dtypes": _dtypes(tensors),
+        "tensors": _tensors(tensors),
+    }
 
 
 def is_finite(tensor: Tensor) -> bool:

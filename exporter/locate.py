@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from modelyard.exporter.arguments import own_name
 from modelyard.exporter.errors import cause
-from modelyard.exporter.quiet import quiet
 from modelyard.exporter.reference import Case, Reference
+from modelyard.exporter.to_exported_program import quiet
 from modelyard.handlers.agree import TOLERANCES, compare
 
 _Seen = dict[str, tuple[Any, Any]]

@@ -1,4 +1,4 @@
-"""The same inputs through checkpoint and artifact → differences and a verdict.
+"""The same inputs through checkpoint and artifact → differences, a verdict and its report.
 
 The artifact runs in a fresh process, opened as a worker opens it:
 `python -P -m modelyard.exporter.parity FOLDER`, with a folder that holds `task.json` and one file
@@ -8,13 +8,16 @@ process knows nothing of the model's Python.
 Both are judged by the rule of `modelyard.handlers.agree`.
 """
 
+import hashlib
 import json
 import math
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +41,8 @@ from modelyard.handlers.agree import (
     worst,
 )
 from modelyard.handlers.backends import dtype_name, open_artifact
+
+SCHEMA = 1
 
 _ADVICE = {
     "pt2": "forward() must do the same while it is exported as when it runs",
@@ -90,6 +95,108 @@ class Parity:
         }
 
 
+@dataclass(frozen=True)
+class ExportReport:
+    """One artifact and the proof that it agrees with its checkpoint."""
+
+    artifact: Path
+    format: str
+    artifact_sha256: str
+    artifact_bytes: int
+    signature: Signature
+    parity: Parity
+    checkpoint: str
+    """The checkpoint's file name."""
+    checkpoint_sha256: str
+    model: str
+    """As in `--model`, without the folder."""
+    model_args: Mapping[str, Any]
+    device: str
+    details: Mapping[str, object]
+    """What one format alone has to say, such as how TorchScript was made."""
+    command: str
+    """The command line that makes this artifact, without absolute paths."""
+    checkpoint_kind: str = "state dict"
+    checkpoint_details: Mapping[str, object] = field(default_factory=dict)
+    """How the checkpoint was read: loader, weights chosen, prefixes stripped, names refused."""
+    warnings: Sequence[str] = ()
+    """What the author may want to change in the model."""
+
+    @property
+    def path(self) -> Path:
+        """Where the report lies: beside the artifact."""
+        return report_path(self.artifact)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the report file; equal exports give equal content."""
+        return {
+            "schema": SCHEMA,
+            "format": self.format,
+            "artifact": self.artifact.name,
+            "artifact_sha256": self.artifact_sha256,
+            "artifact_bytes": self.artifact_bytes,
+            "signature": self.signature.to_json(),
+            "parity": self.parity.to_json(),
+            "checkpoint": {
+                "file": self.checkpoint,
+                "kind": self.checkpoint_kind,
+                "sha256": self.checkpoint_sha256,
+                **self.checkpoint_details,
+            },
+            "model": self.model,
+            "model_args": dict(self.model_args),
+            "device": self.device,
+            "details": dict(self.details),
+            "warnings": list(self.warnings),
+            "versions": {
+                "python": platform.python_version(),
+                **{name: version(name) for name in ("torch", "onnx", "onnxruntime")},
+            },
+            "command": self.command,
+        }
+
+
+def report_path(artifact: Path) -> Path:
+    """Name the report of an artifact."""
+    return artifact.with_name(f"{artifact.name}.report.json")
+
+
+def sha256(path: Path) -> str:
+    """Digest a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def publish(report: ExportReport, finished: Path) -> None:
+    """Move a finished artifact to its place, with its report beside it.
+
+    Args:
+        report: names the place.
+        finished: the artifact, in a folder of the same file system.
+
+    Both are whole on disk before either has its name. The report holds the artifact's digest, so
+    that a power cut between the two renames cannot leave a pair that seems to belong together.
+    """
+    draft = report_path(finished)
+    # Not NaN: JSON has none, and a proof of parity needs none.
+    text = json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n"
+    draft.write_text(text, encoding="utf-8")
+    for path in (finished, draft, finished.parent):
+        _flush(path)
+    finished.replace(report.artifact)
+    draft.replace(report.path)
+    _flush(report.artifact.parent)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def check(
     artifact: Path,
     format: str,
@@ -132,13 +239,13 @@ def check(
     places = [case.probe for case in reference.cases]
     wrong = [(each, text) for each in judged if (text := disagreement(*each, places))]
     if wrong:
-        found = "; ".join(text for _, text in wrong)
+        differences = "; ".join(text for _, text in wrong)
         if is_quantized:
-            raise ParityError(f"{format}: {found}; {_QUANTIZED_ADVICE}")
+            raise ParityError(f"{format}: {differences}; {_QUANTIZED_ADVICE}")
         _, _, measured = wrong[0][0]
         where = f"; {locate(reference.cases[worst(measured)])}" if locate else ""
         advice = _OVERFLOW if _overflows(judged, reference, where) else _ADVICE[format]
-        raise ParityError(f"{format}: {found}{where}; {advice}")
+        raise ParityError(f"{format}: {differences}{where}; {advice}")
     return Parity(
         tolerance=max(rule.tolerance for rule in rules),
         cases=len(reference.cases),
@@ -211,10 +318,10 @@ def _run_child(folder: Path, format: str) -> dict[str, Any]:
     try:
         result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        said = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
+        messages = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
         raise ParityError(
             f"{format}: the process that checks the artifact ended with "
-            f"{describe_exit(done.returncode)} and no result: {said[-1]}; {_ADVICE[format]}"
+            f"{describe_exit(done.returncode)} and no result: {messages[-1]}; {_ADVICE[format]}"
         ) from error
     return result
 
@@ -247,21 +354,21 @@ def _run_cases(folder: Path, task: Mapping[str, Any]) -> list[list[dict[str, Any
 
 
 def _measure(
-    stated: Sequence[tuple[str, str, float]],
+    specs: Sequence[tuple[str, str, float]],
     expected: Sequence[Tensor],
-    found: Sequence[Tensor],
+    actual: Sequence[Tensor],
     probe: str,
 ) -> list[dict[str, Any]]:
     """Compare one case's outputs: their number, then dtypes and shapes, then values."""
-    if len(found) != len(expected):
-        listed = ", ".join(name for name, _, _ in stated)
-        raise ParityError(f"the artifact gives {len(found)} outputs, expected {listed}")
+    if len(actual) != len(expected):
+        listed = ", ".join(name for name, _, _ in specs)
+        raise ParityError(f"the artifact gives {len(actual)} outputs, expected {listed}")
     measured = []
-    for (name, dtype, tolerance), wanted, got in zip(stated, expected, found, strict=True):
-        sought = f"{dtype}[{','.join(map(str, wanted.shape))}]"
-        if _type(got) != sought:
-            raise ParityError(f'output "{name}" is {_type(got)} at {probe}, expected {sought}')
-        measured.append(compare(wanted, got, tolerance))
+    for (name, dtype, tolerance), target, tensor in zip(specs, expected, actual, strict=True):
+        right = f"{dtype}[{','.join(map(str, target.shape))}]"
+        if _type(tensor) != right:
+            raise ParityError(f'output "{name}" is {_type(tensor)} at {probe}, expected {right}')
+        measured.append(compare(target, tensor, tolerance))
     return measured
 
 

@@ -1,20 +1,20 @@
 """Run the checkpoint's model eagerly: what every artifact must reproduce."""
 
 import copy
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from modelyard.archiver.signature import DTYPES, Dim, Signature, Size, TensorSpec
+from modelyard.archiver.signature import DTYPES, Batching, Dim, Signature, Size, TensorSpec
 from modelyard.exporter.arguments import flatten, give_tensors, is_plain, own_name
-from modelyard.exporter.batching import find_batching
 from modelyard.exporter.errors import ModelError, UsageError, cause
 from modelyard.exporter.samples import Sample
 from modelyard.exporter.watch import Watched, in_train_mode, plain_tensors, watch
-from modelyard.handlers.agree import full_precision
+from modelyard.handlers.agree import compare, full_precision
 from modelyard.handlers.backends import dtype_name, torch_dtype
 from modelyard.handlers.probes import (
     Plan,
@@ -31,6 +31,14 @@ Tensors = tuple[Tensor, ...]
 # Tried in this order as the bound of an integer input's values, after the sizes of the model's
 # embedding tables: a vocabulary, bytes, a flag.
 _INTEGER_BOUNDS = (1000, 256, 100, 10, 2)
+
+# Rows that share a batch; as the tolerance of float32: a kernel may add in another order for
+# another batch size.
+_ROWS = 3
+_ROW_TOLERANCE = 1e-4
+
+Run = Callable[[Tensors], Tensors]
+"""A model as it is compared: tensors in, tensors out, in eval mode and without gradients."""
 
 
 @dataclass(frozen=True)
@@ -98,14 +106,14 @@ def observe(
     """
     _check_eval_mode(model)
     original = model if dtype is None else model.float()
-    given = inputs if dtype is None else inputs.in_precision(dtype_name(dtype))
+    signature = inputs if dtype is None else inputs.in_precision(dtype_name(dtype))
     # Integers out of range are an error on the CPU; on CUDA they end the process.
-    below = _integer_bounds(original, given, dtype)
+    below = _integer_bounds(original, signature, dtype)
     original.to(device)
     with full_precision(device):
-        example_probe = Probe("random", example_sizes(given))
-        example = _to(make_inputs(given, example_probe, below), device)
-        call = (given, example_probe, _raised(example, dtype))
+        example_probe = Probe("random", example_sizes(signature))
+        example = _to(make_inputs(signature, example_probe, below), device)
+        call = (signature, example_probe, _raised(example, dtype))
         output = _call(original, *call)
         named = _name_outputs(flatten(output), output_names)
         watched = watch(original, _raised(example, dtype))
@@ -113,35 +121,35 @@ def observe(
         _check_repeats(named, flatten(output), again, watched)
         lowered = _lower(original, dtype)
         if lowered is not original:
-            output = _call(lowered, given, example_probe, example)
-        chosen = plan(given, _row_gflop(original, given, watched))
+            output = _call(lowered, signature, example_probe, example)
+        chosen = plan(signature, _row_gflop(original, signature, watched))
+        compared = [
+            *make_cases(signature, chosen.probes, below),
+            *((Probe("sample", sample.sizes), _lowered(sample, signature)) for sample in samples),
+        ]
         cases = [
-            _run_case(original, given, probe, tensors, dtype)
-            for probe, tensors in make_cases(given, chosen.probes, below)
+            Case(probe, tensors, _outputs(original, signature, probe, tensors, dtype))
+            for probe, tensors in compared
         ]
-        cases += [
-            _run_case(
-                original, given, Probe("sample", sample.sizes), _lowered(sample, given), dtype
-            )
-            for sample in samples
-        ]
-        outputs = tuple(_describe(name, axis, cases, given.dims) for axis, name in enumerate(named))
+        outputs = tuple(
+            _describe(name, axis, cases, signature.dims) for axis, name in enumerate(named)
+        )
         _check_finite(outputs, cases)
         batching = find_batching(
-            lambda tensors: _outputs(original, given, example_probe, tensors, dtype),
-            replace(given, outputs=outputs),
+            lambda tensors: _outputs(original, signature, example_probe, tensors, dtype),
+            replace(signature, outputs=outputs),
             below,
             watched.batch_norm,
         )
     dtypes = [dtype_name(value.dtype) for value in flatten(output).values()]
     outputs = tuple(replace(a, dtype=b) for a, b in zip(outputs, dtypes, strict=True))
     return Reference(
-        signature=replace(given, outputs=outputs, batching=batching),
+        signature=replace(signature, outputs=outputs, batching=batching),
         example=example,
         cases=tuple(cases),
         plan=chosen,
         original=original,
-        model=lowered if is_plain(output) else give_tensors(lowered, given),
+        model=lowered if is_plain(output) else give_tensors(lowered, signature),
         below=below,
         samples=tuple(samples),
         warnings=(*watched.warnings(), *_plain_tensor_warnings(original)),
@@ -225,10 +233,10 @@ def _lower(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     largest = torch.finfo(dtype).max
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
-            found = value[value.isfinite()].abs().max().item() if value.isfinite().any() else 0.0
-            if found > largest:
+            peak = value[value.isfinite()].abs().max().item() if value.isfinite().any() else 0.0
+            if peak > largest:
                 raise ModelError(
-                    f'weight "{own_name(name)}" holds {found:.3g}, and {dtype_name(dtype)} ends at '
+                    f'weight "{own_name(name)}" holds {peak:.3g}, and {dtype_name(dtype)} ends at '
                     f"{largest:g}: it would overflow to Inf; use --dtype bf16, or keep fp32"
                 )
     return copy.deepcopy(model).to(dtype)
@@ -255,12 +263,12 @@ def _call(model: nn.Module, signature: Signature, probe: Probe, inputs: Tensors)
             return model(*(tensor.clone() for tensor in inputs))
     # The model is the author's code and may fail in any way.
     except Exception as error:
-        given = ", ".join(
+        shown = ", ".join(
             f'"{spec.name}" {dtype_name(tensor.dtype)}[{",".join(map(str, tensor.shape))}]'
             for spec, tensor in zip(signature.inputs, inputs, strict=True)
         )
         raise ModelError(
-            f"the model cannot take input {given} at {probe}: {cause(error)}; "
+            f"the model cannot take input {shown} at {probe}: {cause(error)}; "
             "change --input to what forward() expects: dtype, shape, range of a dim"
         ) from error
 
@@ -274,18 +282,8 @@ def _outputs(
 ) -> Tensors:
     """Run the checkpoint's model, on its own device, and give its outputs on the CPU."""
     device = next((value.device for value in model.state_dict().values()), torch.device("cpu"))
-    given = _to(_raised(inputs, dtype), device)
-    return _to(tuple(flatten(_call(model, signature, probe, given)).values()), torch.device("cpu"))
-
-
-def _run_case(
-    model: nn.Module,
-    signature: Signature,
-    probe: Probe,
-    inputs: Tensors,
-    dtype: torch.dtype | None,
-) -> Case:
-    return Case(probe, inputs, _outputs(model, signature, probe, inputs, dtype))
+    moved = _to(_raised(inputs, dtype), device)
+    return _to(tuple(flatten(_call(model, signature, probe, moved)).values()), torch.device("cpu"))
 
 
 def _name_outputs(outputs: dict[str, Tensor], names: Sequence[str]) -> list[str]:
@@ -369,3 +367,91 @@ def _check_finite(outputs: Sequence[TensorSpec], cases: Sequence[Case]) -> None:
 
 def _to(tensors: Tensors, device: torch.device) -> Tensors:
     return tuple(tensor.to(device) for tensor in tensors)
+
+
+# -- whether requests may share a batch: each row's output must depend on that row alone ---------
+
+
+def find_batching(
+    run: Run, signature: Signature, below: Mapping[str, int], batch_norm: Sequence[str]
+) -> Batching:
+    """Compare a row inside batches of different neighbours, and alone.
+
+    Args:
+        run: the checkpoint's model.
+        signature: inputs and outputs.
+        below: bounds of integer inputs.
+        batch_norm: places that normalise by the batch, which explain why rows mix.
+    """
+    batch = signature.batch
+    if not isinstance(batch, Dim):
+        name = signature.inputs[0].name
+        return Batching(False, f'the first dim of input "{name}" is fixed to {batch}')
+    shape_reason = _shapes_apart(signature, batch)
+    if shape_reason:
+        return Batching(False, shape_reason)
+    for name, apart, how in _row_differences(run, signature, batch, below):
+        if not apart <= _ROW_TOLERANCE:
+            why = (
+                f"; batch-norm uses the statistics of its batch{batch_norm[0]}"
+                if batch_norm
+                else ""
+            )
+            amount = f"by {apart:.1e}" if math.isfinite(apart) else "its shape or becomes NaN"
+            return Batching(False, f'a row of output "{name}" changes {amount} {how}{why}')
+    return Batching(True, "a row gives the same alone and beside any other rows")
+
+
+def _shapes_apart(signature: Signature, batch: Dim) -> str:
+    """Return which input or output does not hold one row per request; empty when all do."""
+    lacks = f'has no dim "{batch.name}" in front, so'
+    for spec in signature.inputs:
+        if spec.shape[0] != batch:
+            return f'input "{spec.name}" {lacks} rows cannot be stacked'
+    for spec in signature.outputs:
+        if not spec.shape or spec.shape[0] != batch:
+            return f'output "{spec.name}" {lacks} no row per request'
+        if batch in spec.shape[1:]:
+            return f'output "{spec.name}" has rows as long as the batch'
+    return ""
+
+
+def _row_differences(
+    run: Run, signature: Signature, batch: Dim, below: Mapping[str, int]
+) -> list[tuple[str, float, str]]:
+    """Measure per output how much one row changes: (output, scaled difference, when)."""
+    size = min(batch.max, max(batch.min, _ROWS))
+    probe = Probe("random", {**example_sizes(signature), batch.name: size})
+    rows = make_inputs(signature, probe, below, seed=1)
+    others = make_inputs(signature, probe, below, seed=2)
+    alone = run(rows)
+    differences: list[tuple[str, float, str]] = []
+    for row in (0, size - 1):
+        mixed = run(tuple(_replace_others(a, b, row) for a, b in zip(rows, others, strict=True)))
+        differences += _measure(
+            signature.outputs, alone, mixed, row, "with the other rows of its batch"
+        )
+    if batch.min == 1:
+        single = run(tuple(tensor[:1] for tensor in rows))
+        differences += _measure(signature.outputs, alone, single, 0, "between alone and in a batch")
+    return differences
+
+
+def _measure(
+    specs: Sequence[TensorSpec],
+    before: Sequence[Tensor],
+    after: Sequence[Tensor],
+    row: int,
+    how: str,
+) -> list[tuple[str, float, str]]:
+    return [
+        (spec.name, float(compare(one[row : row + 1], two[row : row + 1])["scaled"]), how)
+        for spec, one, two in zip(specs, before, after, strict=True)
+    ]
+
+
+def _replace_others(tensor: Tensor, others: Tensor, row: int) -> Tensor:
+    """Keep one row of `tensor` and take all others from `others`."""
+    mixed = others.clone()
+    mixed[row] = tensor[row]
+    return mixed

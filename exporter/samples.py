@@ -5,18 +5,20 @@ where the input's shape leaves one reading only. Values are compared with and th
 report names the file and its number of rows.
 """
 
+import io
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
 
 from modelyard.archiver.signature import Dim, Signature, TensorSpec
-from modelyard.archiver.untrusted.zip import NotAZip, read_names
+from modelyard.archiver.untrusted.zip import ZipReader
 from modelyard.exporter.errors import UsageError, cause
+from modelyard.exporter.ingest.source import Source
 from modelyard.handlers.backends import torch_dtype
 
 _FORMS = "expected .npz, .npy, .pt, .json, .png or .jpg"
@@ -36,16 +38,12 @@ class Sample:
         return self.inputs[0].shape[0] if self.inputs[0].ndim else 1
 
 
-def read_samples(paths: Sequence[Path], signature: Signature) -> list[Sample]:
-    """Read every file; a row without its batch dimension gets one.
+def read_sample(path: Path, signature: Signature) -> Sample:
+    """Read one file; a row without its batch dimension gets one.
 
     Raises:
-        UsageError: a file that cannot be read, or tensors that are not the signature's inputs.
+        UsageError: it cannot be read, or its tensors are not the signature's inputs.
     """
-    return [_read(path, signature) for path in paths]
-
-
-def _read(path: Path, signature: Signature) -> Sample:
     read = _READERS.get(path.suffix.lower())
     if read is None:
         raise UsageError(f'--sample "{path}": "{path.suffix}" is not a known suffix; {_FORMS}')
@@ -130,19 +128,27 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool
 
 
-def _read_numpy(path: Path, signature: Signature) -> Any:
+def _read_npy(path: Path, signature: Signature) -> Any:
+    return _array(path.open("rb"))
+
+
+def _read_npz(path: Path, signature: Signature) -> Any:
+    reader = ZipReader(Source.of_file(path))
+    if problems := reader.check():
+        raise UsageError(
+            f'--sample "{path}" is not an .npz file: {problems[0]}; expected one from numpy.savez'
+        )
+    return {
+        member.name.removesuffix(".npy"): _array(io.BytesIO(b"".join(reader.chunks(member))))
+        for member in reader.members
+    }
+
+
+def _array(file: IO[bytes]) -> Tensor:
     import numpy as np
 
-    if path.suffix.lower() == ".npy":
-        return torch.from_numpy(np.load(path, allow_pickle=False))
-    try:
-        read_names(path)
-    except NotAZip as error:
-        raise UsageError(
-            f'--sample "{path}" is not an .npz file: {error}; expected one from numpy.savez'
-        ) from error
-    with np.load(path, allow_pickle=False) as arrays:
-        return {name: torch.from_numpy(arrays[name]) for name in arrays.files}
+    with file:
+        return torch.from_numpy(np.load(file, allow_pickle=False))
 
 
 def _read_torch(path: Path, signature: Signature) -> Any:
@@ -180,8 +186,8 @@ def _read_picture(path: Path, signature: Signature) -> Any:
 
 _PIXELS = ("uint8", "float16", "bfloat16", "float32", "float64")
 _READERS: Mapping[str, Callable[[Path, Signature], Any]] = {
-    ".npz": _read_numpy,
-    ".npy": _read_numpy,
+    ".npz": _read_npz,
+    ".npy": _read_npy,
     ".pt": _read_torch,
     ".pth": _read_torch,
     ".json": _read_json,

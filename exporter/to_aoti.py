@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError
-from modelyard.exporter.quiet import quiet
+from modelyard.exporter.to_exported_program import quiet
 
 METADATA = "modelyard"
 """The package's metadata key that holds the signature: the code itself checks no input."""

@@ -4,6 +4,7 @@ import inspect
 import linecache
 import logging
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
 from io import StringIO
@@ -18,7 +19,6 @@ from torch.fx import GraphModule
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError
-from modelyard.exporter.quiet import quiet
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 _TALKATIVE = ("torch.export._trace", _SHAPES_LOG)
@@ -26,6 +26,17 @@ _SOURCE_FILE = re.compile(r'(?<=File ")[^"\n]*[/\\](?=[^"/\\\n]+")')
 # How torch logs why a size became a number, with the end of the file's path:
 # eval Eq(s77, 5) [guard added] (r/net.py:12 in forward), for more info …
 _GUARD = re.compile(r"eval Eq\(\w+, \d+\) \[guard added\] \(([^)\s]+):(\d+) in ")
+# What torch's converters say about themselves on every run, kept from the user's terminal.
+_KNOWN: tuple[tuple[str, type[Warning]], ...] = (
+    # TorchScript is deprecated, and still what many deployments run; torch's compiler defines some.
+    (r"`torch\.jit\.\w+` is", DeprecationWarning),
+    # Raised inside torch.export, torch.onnx and the compiler, which copy programs of this torch.
+    (r".*treespec, LeafSpec", FutureWarning),
+    # Recurrent layers of torch set their list of weights anew in every call.
+    (r"The tensor attributes? (self\.\S*_flat_weights\[\d+\](, )?)+ w", UserWarning),
+    # One name that stands in two inputs is one size: what the signature means.
+    ("# The axis name: .* will not be used", UserWarning),
+)
 
 
 def capture(model: nn.Module, signature: Signature, example: tuple[Tensor, ...]) -> ExportedProgram:
@@ -63,6 +74,22 @@ def _trace(
     """Trace without what torch prints when it fails: the error that it raises says it."""
     with quiet(*_TALKATIVE), redirect_stderr(StringIO()), any_length():
         return torch.export.export(model, example, dynamic_shapes=shapes)
+
+
+@contextmanager
+def quiet(*loggers: str) -> Iterator[None]:
+    """Silence the warnings that are known, and these loggers: the error that is raised says it."""
+    levels = {logger: logger.level for logger in map(logging.getLogger, loggers)}
+    try:
+        for logger in levels:
+            logger.setLevel(logging.CRITICAL)
+        with warnings.catch_warnings():
+            for message, category in _KNOWN:
+                warnings.filterwarnings("ignore", message, category)
+            yield
+    finally:
+        for logger, level in levels.items():
+            logger.setLevel(level)
 
 
 @contextmanager
@@ -110,20 +137,20 @@ def _why_not(
             program = torch.export.export(model, example, dynamic_shapes=shapes)
     except Exception:
         return explain(error, "torch.export", signature)
-    said = ""
+    reason = ""
     if fixed := _fixed_dims(program, signature):
-        said = _fixed_message(fixed, _guard_place(model, lines.getvalue()))
-    return explain(error, "torch.export", signature, said=said, heard=lines.getvalue())
+        reason = _fixed_message(fixed, _guard_place(model, lines.getvalue()))
+    return explain(error, "torch.export", signature, reason=reason, log=lines.getvalue())
 
 
-def _guard_place(model: nn.Module, said: str) -> str:
+def _guard_place(model: nn.Module, log: str) -> str:
     """Name the author's line at which a size became a number: ` at net.py:12 "x.view(5, 3)"`."""
     files = {}
     for kind in {type(module) for module in model.modules()}:
         with suppress(TypeError, OSError):  # a class from a notebook or a string has no file
             path = Path(inspect.getfile(kind))
             files[path.name] = path
-    for file, line in _GUARD.findall(said):
+    for file, line in _GUARD.findall(log):
         name = Path(file).name
         if name in files:
             source = linecache.getline(str(files[name]), int(line)).strip()
@@ -205,38 +232,19 @@ def _shorten_paths(program: ExportedProgram) -> None:
 _Kernel = Callable[..., Any]
 
 
-def _lstm(
-    x: Tensor,
-    hx: tuple[Tensor, Tensor],
-    params: Any,
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _lstm(x: Tensor, hx: tuple[Tensor, Tensor], *options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """State the shapes of aten.lstm: the hidden state's last size is the projection's, if any."""
     hidden, cell = hx
-    return _sequence(x, hidden, bidirectional), torch.empty_like(hidden), torch.empty_like(cell)
+    return _sequence(x, hidden, *options), torch.empty_like(hidden), torch.empty_like(cell)
 
 
-def _rnn(
-    x: Tensor,
-    hx: Tensor,
-    params: Any,
-    has_biases: bool,
-    num_layers: int,
-    dropout: float,
-    train: bool,
-    bidirectional: bool,
-    batch_first: bool,
-) -> tuple[Tensor, Tensor]:
+def _rnn(x: Tensor, hx: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     """State the shapes of aten.gru and of both plain RNNs."""
-    return _sequence(x, hx, bidirectional), torch.empty_like(hx)
+    return _sequence(x, hx, *options), torch.empty_like(hx)
 
 
-def _sequence(x: Tensor, hidden: Tensor, bidirectional: bool) -> Tensor:
+def _sequence(x: Tensor, hidden: Tensor, *options: Any) -> Tensor:
+    _params, _has_biases, _num_layers, _dropout, _train, bidirectional, _batch_first = options
     # Batch and length keep their places, whichever comes first.
     return x.new_empty((*x.shape[:2], hidden.shape[-1] * (2 if bidirectional else 1)))
 

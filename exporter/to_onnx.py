@@ -10,8 +10,7 @@ from torch.export import ExportedProgram
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError, cause
-from modelyard.exporter.quiet import quiet
-from modelyard.exporter.to_exported_program import any_length
+from modelyard.exporter.to_exported_program import any_length, quiet
 
 # The largest file that protobuf, and so a single .onnx, can be.
 _MAX_BYTES = 2**31 - 1
@@ -39,8 +38,8 @@ def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[st
             )
     # The converter wraps whatever one of its hundreds of functions raised.
     except Exception as error:
-        heard = _where(program, str(error.__cause__ or error))
-        raise explain(error, "ONNX", signature, heard=heard) from error
+        log = _where(program, str(error.__cause__ or error))
+        raise explain(error, "ONNX", signature, log=log) from error
     assert converted is not None
     size_bytes = sum(weight.nbytes for weight in program.state_dict.values())
     if size_bytes > _MAX_BYTES:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain, find_place
 from modelyard.exporter.errors import cause
-from modelyard.exporter.quiet import quiet
+from modelyard.exporter.to_exported_program import quiet
 
 _HEADER_BYTES, _LARGE_BYTES = 30, 20  # of a zip's entry, and more of one over 2 GB
 _PAD = Struct("<2H")
@@ -96,11 +96,11 @@ def _trace(
                 model, example, check_trace=False, strict=False
             )
         except Exception as error:
-            said = (
+            reason = (
                 f"it can be neither scripted ({_said(why_not_script)}) "
                 f"nor traced ({_said(error)}); export --format pt2 instead"
             )
-            raise explain(error, "TorchScript", signature, said=said) from why_not_script
+            raise explain(error, "TorchScript", signature, reason=reason) from why_not_script
     found = [
         f"{Path(warning.filename).name}:{warning.lineno}: {str(warning.message).splitlines()[0]}"
         for warning in caught

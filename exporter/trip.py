@@ -21,10 +21,9 @@ from modelyard.exporter.checkpoint import open_model, split_model
 from modelyard.exporter.errors import ExportError, UsageError, cause
 from modelyard.exporter.ingest import Announce, Checkpoint, read_checkpoint
 from modelyard.exporter.locate import first_difference
-from modelyard.exporter.parity import Parity, check
+from modelyard.exporter.parity import ExportReport, Parity, check, publish, report_path, sha256
 from modelyard.exporter.reference import Reference, observe
-from modelyard.exporter.report import ExportReport, publish, report_path, sha256
-from modelyard.exporter.samples import read_samples
+from modelyard.exporter.samples import read_sample
 
 SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx", "torchscript": ".pt", "aoti": ".aoti.pt2"}
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -120,7 +119,7 @@ def export(request: ExportRequest) -> list[ExportReport]:
     signature = read_inputs(request.inputs)
     device = _device(request.device)
     _check_request(request, signature)
-    samples = read_samples(request.samples, signature)
+    samples = [read_sample(path, signature) for path in request.samples]
     steps = _steps(request)
     finished: list[tuple[ExportReport, Path]] = []
     next(steps)

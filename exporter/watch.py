@@ -5,7 +5,7 @@ batch-norm on the statistics of its batch, and work done under `torch.no_grad()`
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -148,7 +148,3 @@ def _argument(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: s
         return None
     place = names.index(name)
     return args[place] if place < len(args) else kwargs.get(name)
-
-
-Run = Callable[[tuple[Tensor, ...]], tuple[Tensor, ...]]
-"""A model as it is compared: tensors in, tensors out, in eval mode and without gradients."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from modelyard.archiver.signature import Dim, Signature, parse_signature, with_dims
 from modelyard.exporter.errors import UsageError
-from modelyard.exporter.report import report_path
+from modelyard.exporter.parity import report_path
 from modelyard.handlers.backends import detect_format
 from modelyard.handlers.errors import LoadError
 

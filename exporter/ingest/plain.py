@@ -49,13 +49,13 @@ def to_array(value: Any) -> "np.ndarray[Any, Any] | None":
     """
     if not isinstance(value, UnresolvedCall):
         return None
-    if value.dotted in _RECONSTRUCT and value.state and isinstance(value.state[0], tuple):
+    if value.dotted in RECONSTRUCT and value.state and isinstance(value.state[0], tuple):
         state = value.state[0]
         if len(state) != 5:
             return None
         _, shape, dtype, by_column, content = state
         return _array(shape, dtype, "F" if by_column else "C", content)
-    if value.dotted in _FROMBUFFER and len(value.args) == 4:
+    if value.dotted in FROMBUFFER and len(value.args) == 4:
         content, dtype, shape, order = value.args
         return _array(shape, dtype, order, content)
     return None
@@ -246,13 +246,13 @@ def _both(module: str, name: str) -> Sequence[str]:
     return (f"numpy.core.{module}.{name}", f"numpy._core.{module}.{name}")
 
 
-_RECONSTRUCT = frozenset(_both("multiarray", "_reconstruct"))
-_FROMBUFFER = frozenset(_both("numeric", "_frombuffer"))
-_SCALARS = frozenset(_both("multiarray", "scalar"))
+RECONSTRUCT = frozenset(_both("multiarray", "_reconstruct"))
+FROMBUFFER = frozenset(_both("numeric", "_frombuffer"))
+SCALARS = frozenset(_both("multiarray", "scalar"))
 
 _MAKERS: Mapping[str, Callable[[UnresolvedCall], Any]] = {
-    **dict.fromkeys(_RECONSTRUCT | _FROMBUFFER, _to_tensor),
-    **dict.fromkeys(_SCALARS, _scalar),
+    **dict.fromkeys(RECONSTRUCT | FROMBUFFER, _to_tensor),
+    **dict.fromkeys(SCALARS, _scalar),
     "numpy.dtype": _dtype_name,
     "argparse.Namespace": _namespace,
     "types.SimpleNamespace": _namespace,

@@ -8,37 +8,28 @@ takes its flags from the file, and an array its size. Here the names are read, n
 from collections.abc import Iterable, Mapping
 
 from modelyard.exporter.ingest.pickles import Global
-from modelyard.exporter.ingest.plain import OMEGACONF_NODES, stock_class
+from modelyard.exporter.ingest.plain import (
+    FROMBUFFER,
+    OMEGACONF_NODES,
+    RECONSTRUCT,
+    SCALARS,
+    stock_class,
+)
 from modelyard.exporter.ingest.rebuild import is_known
 
 _DTYPES = (
     *("Bool", "Float16", "Float32", "Float64", "Int8", "Int16", "Int32", "Int64"),
     *("UInt8", "UInt16", "UInt32", "UInt64"),
 )
+_BUILTINS = tuple(f"builtins.{n}" for n in ("dict", "list", "int", "float", "str", "bool"))
 
 PROFILES: Mapping[str, frozenset[str]] = {
     "numpy-rng": frozenset(
-        [
-            # numpy 1 and numpy 2 name the same functions.
-            "numpy.core.multiarray._reconstruct",
-            "numpy._core.multiarray._reconstruct",
-            "numpy.ndarray",
-            "numpy.dtype",
-            "numpy.dtypes.UInt32DType",
-        ]
+        [*RECONSTRUCT, "numpy.ndarray", "numpy.dtype", "numpy.dtypes.UInt32DType"]
     ),
     "numpy-scalars": frozenset(
-        [
-            "numpy.core.multiarray.scalar",
-            "numpy._core.multiarray.scalar",
-            "numpy.core.multiarray._reconstruct",
-            "numpy._core.multiarray._reconstruct",
-            "numpy.core.numeric._frombuffer",
-            "numpy._core.numeric._frombuffer",
-            "numpy.ndarray",
-            "numpy.dtype",
-            *(f"numpy.dtypes.{name}DType" for name in _DTYPES),
-        ]
+        [*SCALARS, *RECONSTRUCT, *FROMBUFFER, "numpy.ndarray", "numpy.dtype"]
+        + [f"numpy.dtypes.{name}DType" for name in _DTYPES]
     ),
     "stdlib-inert": frozenset(
         [
@@ -51,12 +42,7 @@ PROFILES: Mapping[str, frozenset[str]] = {
             "pathlib.PureWindowsPath",
             "collections.defaultdict",
             "collections.deque",
-            "builtins.dict",
-            "builtins.list",
-            "builtins.int",
-            "builtins.float",
-            "builtins.str",
-            "builtins.bool",
+            *_BUILTINS,
             "builtins.frozenset",
             "builtins.range",
             "builtins.slice",
@@ -75,12 +61,7 @@ PROFILES: Mapping[str, frozenset[str]] = {
             *OMEGACONF_NODES,
             "typing.Any",
             "collections.defaultdict",
-            "builtins.dict",
-            "builtins.list",
-            "builtins.int",
-            "builtins.float",
-            "builtins.str",
-            "builtins.bool",
+            *_BUILTINS,
         ]
     ),
     "lightning-old": frozenset(

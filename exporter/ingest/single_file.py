@@ -31,6 +31,11 @@ from modelyard.exporter.ingest.value import ClassHint, ParsedCheckpoint, Weights
 Announce = Callable[[str, Sequence[str]], None]
 """Told, before a trusted file is unpickled, its name and what it will import."""
 
+_IS_ARTIFACT = (
+    "it is an artifact already: give --model to export its weights anew, or package it with "
+    "`modelyard archive`"
+)
+
 # What no training run saves, and what a file made to run a command does.
 _DANGEROUS = frozenset(
     (
@@ -247,22 +252,14 @@ def _read_safetensors(source: Source, _: Announce | None) -> ParsedCheckpoint:
 
 def _read_script(source: Source, announce: Announce | None) -> ParsedCheckpoint:
     script = read_script(source)
-    notes = [
-        "it is an artifact already: give --model to export its weights anew, or package it with "
-        "`modelyard archive`"
-    ]
-    if script.traced_shapes:
-        shapes = ", ".join(str(list(shape)) for shape in script.traced_shapes)
-        rows = ", and the rows themselves are inside" if script.has_rows else ""
-        notes.append(f"it was traced with tensors of shape {shapes}{rows}")
     return ParsedCheckpoint(
-        kind="TorchScript (mobile)" if script.is_mobile else "TorchScript",
+        kind=script.kind,
         loader="inert",
         weights={"": Weights(script.tensors)},
         writer="torch.jit",
         class_hint=ClassHint(script.class_name, "the program's text"),
         sources=script.code,
-        notes=tuple(notes),
+        notes=(_IS_ARTIFACT, *script.notes),
     )
 
 
@@ -279,10 +276,7 @@ def _read_program(source: Source, announce: Announce | None) -> ParsedCheckpoint
         weights={"": Weights(program.tensors)},
         writer="torch.export",
         writer_version=program.torch_version,
-        notes=(
-            "it is an artifact already: give --model to export its weights anew, or package it "
-            "with `modelyard archive`",
-        ),
+        notes=(_IS_ARTIFACT,),
     )
 
 

@@ -42,6 +42,20 @@ class Script:
     is_mobile: bool
     extra: tuple[str, ...]
 
+    @property
+    def kind(self) -> str:
+        """Name the kind of file."""
+        return "TorchScript (mobile)" if self.is_mobile else "TorchScript"
+
+    @property
+    def notes(self) -> list[str]:
+        """Return what travels inside beside the weights."""
+        if not self.traced_shapes:
+            return []
+        shapes = ", ".join(str(list(shape)) for shape in self.traced_shapes)
+        rows = ", and the rows themselves are inside" if self.has_rows else ""
+        return [f"it was traced with tensors of shape {shapes}{rows}"]
+
 
 def read_script(source: Source) -> Script:
     """Read the tensors, and the program as text.

@@ -8,7 +8,7 @@ from PIL import Image
 
 from modelyard.archiver.signature import Signature, parse_inputs
 from modelyard.exporter.errors import UsageError
-from modelyard.exporter.samples import read_samples
+from modelyard.exporter.samples import read_sample
 
 ROW = parse_inputs(["x:float32[batch,2]"])
 TWO = parse_inputs(["batch.x:float32[n,2]", "tokens:int64[n,length=1..4]"])
@@ -51,7 +51,7 @@ def _save(path: Path, value: object) -> Path:
     ],
 )
 def test_every_kind_of_file_gives_the_same_tensor(file: str, value: object, tmp_path: Path) -> None:
-    (sample,) = read_samples([_save(tmp_path / file, value)], ROW)
+    sample = read_sample(_save(tmp_path / file, value), ROW)
     assert (sample.inputs[0].dtype, sample.inputs[0].tolist()) == (torch.float32, [[1.0, 2.0]])
     assert (sample.file, sample.sizes, sample.rows) == (file, {"batch": 1}, 1)
 
@@ -60,7 +60,7 @@ def test_several_inputs_are_read_by_name_or_in_order(tmp_path: Path) -> None:
     x, tokens = torch.ones(3, 2), torch.ones(3, 4, dtype=torch.int32)
     by_name = _save(tmp_path / "a.pt", {"tokens": tokens, "batch.x": x})
     in_order = _save(tmp_path / "b.pt", [x, tokens])
-    for sample in read_samples([by_name, in_order], TWO):
+    for sample in (read_sample(by_name, TWO), read_sample(in_order, TWO)):
         assert [value.dtype for value in sample.inputs] == [torch.float32, torch.int64]
         assert sample.sizes == {"n": 3, "length": 4}
 
@@ -68,12 +68,12 @@ def test_several_inputs_are_read_by_name_or_in_order(tmp_path: Path) -> None:
 def test_a_picture_gives_its_pixels(tmp_path: Path) -> None:
     pixels = np.array([[0, 51, 102], [153, 204, 255]], dtype=np.uint8)
     Image.fromarray(pixels).save(tmp_path / "a.png")
-    (scaled,) = read_samples([tmp_path / "a.png"], PICTURE)
+    scaled = read_sample(tmp_path / "a.png", PICTURE)
     torch.testing.assert_close(
         scaled.inputs[0], torch.tensor([[[[0.0, 0.2, 0.4], [0.6, 0.8, 1.0]]]])
     )
     as_bytes = parse_inputs(["image:uint8[batch,1,height,width]"])
-    (exact,) = read_samples([tmp_path / "a.png"], as_bytes)
+    exact = read_sample(tmp_path / "a.png", as_bytes)
     assert exact.inputs[0].tolist() == [[pixels.tolist()]]
 
 
@@ -115,9 +115,15 @@ def test_what_is_not_the_models_input_is_refused(
     file: str, value: object, signature: Signature, seen: str, tmp_path: Path
 ) -> None:
     with pytest.raises(UsageError) as caught:
-        read_samples([_save(tmp_path / file, value)], signature)
+        read_sample(_save(tmp_path / file, value), signature)
     assert seen in str(caught.value)
     assert file in str(caught.value)
+
+
+def test_a_zip_that_unpacks_to_far_more_than_it_is_is_refused(tmp_path: Path) -> None:
+    np.savez_compressed(tmp_path / "a.npz", x=np.zeros((4_000_000, 2), np.float32))
+    with pytest.raises(UsageError, match=r'"x\.npy".*from numpy\.savez'):
+        read_sample(tmp_path / "a.npz", ROW)
 
 
 @pytest.mark.parametrize("file", ["a.pt", "a.npy", "a.npz"])
@@ -130,7 +136,7 @@ def test_no_pickle_runs(file: str, tmp_path: Path) -> None:
     else:
         np.savez(tmp_path / file, x=np.array([Evil(marker)], dtype=object))
     with pytest.raises(UsageError, match="cannot be read"):
-        read_samples([tmp_path / file], ROW)
+        read_sample(tmp_path / file, ROW)
     assert not marker.exists()
 
 
@@ -148,5 +154,5 @@ def test_a_picture_with_more_than_one_reading_is_refused(
 ) -> None:
     Image.new(mode, size).save(tmp_path / "a.png")
     with pytest.raises(UsageError) as caught:
-        read_samples([tmp_path / "a.png"], signature)
+        read_sample(tmp_path / "a.png", signature)
     assert seen in str(caught.value)
