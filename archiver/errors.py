@@ -18,7 +18,7 @@ SHOWN_PROBLEMS = 20
 
 
 class ArchiveError(Exception):
-    """Base of the room's errors: a summary, and every problem that was found.
+    """Base of the package's errors: a summary, and every problem that was found.
 
     Attributes:
         problems: one sentence each, never empty; the message shows the first 20.

@@ -85,7 +85,7 @@ def write_archive(
         wheels_dir: where its wheels are, to travel inside; nothing is downloaded then.
         archive_format: `zip-store`, `tgz` (`<name>.tar.gz`) or `no-archive` (a folder `<name>`).
         dry_run: load the archive in a worker's process and replay the examples before it is
-            written; this runs the handler's code and needs the other rooms.
+            written; this runs the handler's code and needs the other packages.
         key: signs the archive; see `modelyard.archiver.signing`.
         force: replace an archive that exists.
 

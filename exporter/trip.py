@@ -262,7 +262,9 @@ def _check_targets(request: ExportRequest) -> None:
                     "use -o with another folder, or --name"
                 )
             if target.is_dir():
-                raise UsageError(f'"{target}" is a folder; expected room for a file: use --name')
+                raise UsageError(
+                    f'"{target}" is a folder; expected a file or nothing there: use --name'
+                )
 
 
 def _device(text: str) -> torch.device:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 
 class HandlerError(Exception):
-    """Base of every error that this room raises on purpose."""
+    """Base of every error that this package raises on purpose."""
 
 
 class BadInput(HandlerError):
