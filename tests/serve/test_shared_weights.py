@@ -59,7 +59,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
     small = nn.Linear(WIDTH, 1, bias=False).eval().requires_grad_(False)
     export_all(small, torch.rand(5, WIDTH), folder / SMALL)
     handler = folder / "handler.py"
-    handler.write_text(HANDLER.format(base="handlers"))
+    handler.write_text(HANDLER.format(base="modelyard.handlers"))
     artifacts = {**FILES, SMALL: f"{SMALL}.pt"}
     for name, file in artifacts.items():
         write_archive(

@@ -67,13 +67,15 @@ def test_a_class_may_be_named(load: Load) -> None:
 
 
 def test_of_several_classes_the_one_that_is_a_handler_is_taken(load: Load) -> None:
-    source = "from handlers import BaseHandler\n" + body("one") + body("two", "(BaseHandler)")
+    source = (
+        "from modelyard.handlers import BaseHandler\n" + body("one") + body("two", "(BaseHandler)")
+    )
     source += "\n    explain = handle\n"
     assert load(source)["answers"][0] == ["two"]
 
 
 def test_imported_classes_do_not_count(load: Load) -> None:
-    source = "from pathlib import Path\nfrom handlers import BaseHandler\n" + body("one")
+    source = "from pathlib import Path\nfrom modelyard.handlers import BaseHandler\n" + body("one")
     assert load(source)["answers"][0] == ["one"]
 
 
