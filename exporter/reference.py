@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import DTYPES, Batching, Dim, Signature, Size, TensorSpec
 from modelyard.exporter.arguments import flatten, give_tensors, is_plain, own_name
 from modelyard.exporter.errors import ModelError, UsageError, cause
+from modelyard.exporter.ranges import find_bounds
 from modelyard.exporter.samples import Sample
 from modelyard.exporter.watch import Watched, in_train_mode, plain_tensors, watch
 from modelyard.handlers.agree import compare, full_precision
@@ -20,17 +21,12 @@ from modelyard.handlers.probes import (
     Plan,
     Probe,
     example_sizes,
-    is_mask,
     make_cases,
     make_inputs,
     plan,
 )
 
 Tensors = tuple[Tensor, ...]
-
-# Tried in this order as the bound of an integer input's values, after the sizes of the model's
-# embedding tables: a vocabulary, bytes, a flag.
-_INTEGER_BOUNDS = (1000, 256, 100, 10, 2)
 
 # Rows that share a batch; as the tolerance of float32: a kernel may add in another order for
 # another batch size.
@@ -108,7 +104,7 @@ def observe(
     original = model if dtype is None else model.float()
     signature = inputs if dtype is None else inputs.in_precision(dtype_name(dtype))
     # Integers out of range are an error on the CPU; on CUDA they end the process.
-    below = _integer_bounds(original, signature, dtype)
+    below = find_bounds(original, inputs if dtype is None else inputs.in_precision("float32"))
     original.to(device)
     with full_precision(device):
         example_probe = Probe("random", example_sizes(signature))
@@ -171,44 +167,6 @@ def _plain_tensor_warnings(model: nn.Module) -> list[str]:
         "checkpoint's; register_buffer() would keep it in both"
         for name in plain_tensors(model)
     ]
-
-
-def _integer_bounds(
-    model: nn.Module, signature: Signature, dtype: torch.dtype | None
-) -> dict[str, int]:
-    """Find for each integer input the largest bound whose values give finite outputs."""
-    below: dict[str, int] = {}
-    sizes = example_sizes(signature)
-    tables = {
-        module.num_embeddings for module in model.modules() if isinstance(module, nn.Embedding)
-    }
-    tried = (*sorted(tables, reverse=True), *_INTEGER_BOUNDS)
-    for place, spec in enumerate(signature.inputs):
-        kind = torch_dtype(spec.dtype)
-        if kind.is_floating_point or kind is torch.bool:
-            continue
-        zeros = make_inputs(signature, Probe("zeros", sizes), below)
-        inputs = list(_raised(zeros, dtype))
-        bounds = [bound for bound in tried if bound - 1 <= torch.iinfo(kind).max]
-        if is_mask(spec):
-            bounds = [2]
-        below[spec.name] = bounds[-1]
-        for bound in bounds:
-            inputs[place] = torch.full_like(inputs[place], bound - 1)
-            if _gives_finite(model, inputs):
-                below[spec.name] = bound
-                break
-    return below
-
-
-def _gives_finite(model: nn.Module, inputs: Sequence[Tensor]) -> bool:
-    try:
-        with torch.no_grad():
-            outputs = flatten(model(*(tensor.clone() for tensor in inputs)))
-    # The model is the author's code and may refuse a value in any way.
-    except Exception:
-        return False
-    return all(bool(value.isfinite().all()) for value in outputs.values())
 
 
 def _row_gflop(model: nn.Module, signature: Signature, watched: Watched) -> float:
