@@ -1,8 +1,12 @@
 """What an artifact takes and gives: names, dtypes, shapes, and the ranges of dynamic dimensions.
 
 An input is written `name:dtype[dims]`: `image:float32[batch,1,8,8]`. A dim is a number, or a name,
-which makes it dynamic; `length=1..128` gives the range of sizes to prove, 1..8 when absent. A name
-that appears twice is one size.
+which makes it dynamic; `length=1..128` gives the range of sizes to prove, 1..8 when absent, and
+`height=64..160/32` every 32nd of them. A name that appears twice is one size.
+
+Where not every number is a value, the range follows: `edge_index:int64[2,edges]<nodes`; see
+`archiver/values.py`. A complex tensor, `wave:complex64[batch,8]`, is taken as its real view: the
+artifact's input is float32[batch,8,2].
 
 A tensor inside an argument is named by the way to it: `batch.image:float32[…]` is the value under
 the key "image" of the dict `batch`, `pair.0:float32[…]` the first tensor of the tuple or list
@@ -13,6 +17,9 @@ Reports and manifests hold a signature as
     {"inputs": [{"name": "image", "dtype": "float32", "shape": ["batch", 1, 8, 8]}],
      "outputs": […], "dims": {"batch": {"min": 1, "max": 8}},
      "batching": {"batchable": true, "reason": "…"}}
+
+where an input may also have "values", "argument" (the way to it) and "view" ("complex64"), and a
+dim its "step".
 """
 
 import re
@@ -22,13 +29,17 @@ from dataclasses import dataclass, replace
 from keyword import iskeyword
 from typing import Any
 
+from modelyard.archiver import values as values_of
 from modelyard.archiver.untrusted.json import Fields
+from modelyard.archiver.values import Values
 
 DTYPES = (
     *("float32", "float16", "bfloat16", "float64"),
     *("int64", "int32", "int16", "int8", "uint8", "bool"),
 )
 """What an export takes; torch's names."""
+VIEWS = {"complex64": "float32", "complex128": "float64"}
+"""A complex dtype → that of its real view, whose last dim holds real and imaginary part."""
 OIP_DATATYPES = {
     "bool": "BOOL",
     "bfloat16": "BF16",
@@ -44,6 +55,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _PATH = re.compile(r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z0-9_]+)*")
 _FORM = "name:dtype[dims], such as image:float32[batch,1,8,8]"
 _DIM_FORM = "a size such as 8, a name such as batch, or a name with its range such as batch=1..8"
+_SIZES = re.compile(r"(\d{1,9})\.\.(\d{1,9})(?:/(\d{1,9}))?")
 
 
 @dataclass(frozen=True)
@@ -53,12 +65,24 @@ class Dim:
     name: str
     min: int = 0
     max: int = UNLIMITED
+    step: int = 1
+    """From one size to the next."""
 
     def __str__(self) -> str:
-        return self.name if self.max == UNLIMITED else f"{self.name}={self.min}..{self.max}"
+        step = f"/{self.step}" if self.step > 1 else ""
+        return self.name if self.max == UNLIMITED else f"{self.name}={self.min}..{self.max}{step}"
 
     def __contains__(self, size: int) -> bool:
-        return self.min <= size <= self.max
+        return self.min <= size <= self.max and (size - self.min) % self.step == 0
+
+    def sizes(self, start: int = 0) -> range:
+        """Return its sizes, those below `start` left out."""
+        skipped = -(-max(0, start - self.min) // self.step)
+        return range(self.min + skipped * self.step, self.max + 1, self.step)
+
+    def at_least(self, size: int) -> int:
+        """Return its smallest size from `size` on, its largest where all are smaller."""
+        return next(iter(self.sizes(size)), self.max)
 
 
 Size = int | Dim
@@ -78,11 +102,17 @@ class TensorSpec:
     shape: tuple[Size, ...] = ()
     path: str = ""
     """Where the tensor stands in forward()'s arguments, when that is inside one: `batch.image`."""
+    values: Values | None = None
+    """Those that it takes; None where nobody said so."""
+    view: str = ""
+    """The complex dtype whose real view the artifact takes, of `VIEWS`."""
 
     def __str__(self) -> str:
-        name = self.path or self.name
-        shape = f"[{','.join(map(str, self.shape))}]" if self.dtype else ""
-        return f"{name}:{self.dtype or 'tensor'}{shape}"
+        name, dims = self.path or self.name, self.shape
+        if self.view:
+            return f"{name}:{self.view}[{','.join(map(str, dims[:-1]))}]"
+        shape = f"[{','.join(map(str, dims))}]" if self.dtype else ""
+        return f"{name}:{self.dtype or 'tensor'}{shape}{self.values or ''}"
 
     @property
     def is_float(self) -> bool:
@@ -96,8 +126,10 @@ class TensorSpec:
     def to_json(self) -> dict[str, Any]:
         """Return the form that reports and manifests hold."""
         shape = [size if isinstance(size, int) else size.name for size in self.shape]
-        document = {"name": self.name, "dtype": self.dtype, "shape": shape}
-        return document | ({"argument": self.path} if self.path else {})
+        document: dict[str, Any] = {"name": self.name, "dtype": self.dtype, "shape": shape}
+        stated = {"argument": self.path, "view": self.view}
+        document |= {key: text for key, text in stated.items() if text}
+        return document | ({"values": self.values.to_json()} if self.values else {})
 
 
 @dataclass(frozen=True)
@@ -140,8 +172,11 @@ class Signature:
         return 1 if mixes or isinstance(self.batch, int) else self.batch.max
 
     def in_precision(self, dtype: str) -> "Signature":
-        """Return the signature whose floating-point inputs are of `dtype`."""
-        inputs = (replace(spec, dtype=dtype) if spec.is_float else spec for spec in self.inputs)
+        """Return the signature whose floating-point inputs are of `dtype`, but complex ones."""
+        inputs = (
+            replace(spec, dtype=dtype) if spec.is_float and not spec.view else spec
+            for spec in self.inputs
+        )
         return replace(self, inputs=tuple(inputs))
 
     def to_json(self) -> dict[str, Any]:
@@ -149,7 +184,11 @@ class Signature:
         document: dict[str, Any] = {
             "inputs": [spec.to_json() for spec in self.inputs],
             "outputs": [spec.to_json() for spec in self.outputs],
-            "dims": {name: {"min": dim.min, "max": dim.max} for name, dim in self.dims.items()},
+            "dims": {
+                name: {"min": dim.min, "max": dim.max}
+                | ({"step": dim.step} if dim.step > 1 else {})
+                for name, dim in self.dims.items()
+            },
         }
         return document | ({"batching": vars(self.batching)} if self.batching else {})
 
@@ -184,12 +223,14 @@ def read_signature(fields: Fields) -> Signature:
 
 
 def _read_dim(name: str, fields: Fields) -> Dim:
-    dim = Dim(name, fields.integer("min"), fields.integer("max"))
-    if not 0 <= dim.min <= dim.max:
-        fields.problems.append(
-            f"{fields.path}: expected 0 <= min <= max, found {dim.min} and {dim.max}"
-        )
-    return dim
+    low, high = fields.integer("min"), fields.integer("max")
+    step = fields.integer("step") if "step" in fields.values else 1
+    if not 0 <= low <= high:
+        fields.problems.append(f"{fields.path}: expected 0 <= min <= max, found {low} and {high}")
+    if step < 1 or (high - low) % step:
+        fields.wrong("step", "a whole part of the range", step)
+        step = 1
+    return Dim(name, low, high, step)
 
 
 def _read_tensor(fields: Fields, dims: Mapping[str, Dim]) -> TensorSpec:
@@ -202,7 +243,21 @@ def _read_tensor(fields: Fields, dims: Mapping[str, Dim]) -> TensorSpec:
         else:
             fields.wrong(f"shape[{i}]", "a size of at least 0 or a dimension's name", size)
     path = fields.text_or_none("argument") or ""
-    return TensorSpec(fields.text("name"), fields.text("dtype"), tuple(shape), path)
+    dtype, view = fields.text("dtype"), fields.text_or_none("view") or ""
+    if view and (VIEWS.get(view) != dtype or shape[-1:] != [2]):
+        fields.wrong("view", "a complex dtype whose real view this is", view)
+        view = ""
+    values = None
+    if "values" in fields.values:
+        stated = fields.object("values")
+        values = values_of.read_values(stated)
+        if problem := values.problem(dtype, _ranges(dims)):
+            fields.problems.append(f"{stated.path}: {problem}")
+    return TensorSpec(fields.text("name"), dtype, tuple(shape), path, values, view)
+
+
+def _ranges(dims: Mapping[str, Dim]) -> dict[str, tuple[int, int]]:
+    return {name: (dim.min, dim.max) for name, dim in dims.items()}
 
 
 def parse_inputs(texts: Sequence[str]) -> Signature:
@@ -213,7 +268,7 @@ def parse_inputs(texts: Sequence[str]) -> Signature:
     """
     if not texts:
         raise ValueError(f"no --input given; expected one {_FORM} per argument of forward()")
-    ranges: dict[str, tuple[int, int] | None] = {}
+    ranges: dict[str, tuple[int, ...] | None] = {}
     specs = [_parse_input(text, ranges) for text in texts]
     names = [spec.name for spec in specs]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -222,6 +277,9 @@ def parse_inputs(texts: Sequence[str]) -> Signature:
         )
     # The range of a name may follow its first mention.
     dims = {name: Dim(name, *(ends or DEFAULT_RANGE)) for name, ends in ranges.items()}
+    for text, spec in zip(texts, specs, strict=True):
+        if spec.values and (problem := spec.values.problem(spec.view or spec.dtype, _ranges(dims))):
+            raise ValueError(f'--input "{text}": the values {spec.values}: {problem}')
     return Signature(tuple(with_dims(specs, dims)))
 
 
@@ -234,29 +292,43 @@ def with_dims(specs: Iterable[TensorSpec], dims: Mapping[str, Dim]) -> Iterable[
         yield replace(spec, shape=tuple(shape))
 
 
-def _parse_input(text: str, ranges: dict[str, tuple[int, int] | None]) -> TensorSpec:
+def _parse_input(text: str, ranges: dict[str, tuple[int, ...] | None]) -> TensorSpec:
     path, colon, rest = text.partition(":")
     name = path.replace(".", "_")
     if not _PATH.fullmatch(path) or iskeyword(name):
         raise _wrong(text, f'"{path}" is not a name of letters, digits and _', _FORM)
     if not colon:
         raise _wrong(text, f'nothing follows the name "{name}"', _FORM)
-    dtype, bracket, dims = rest.partition("[")
-    if dtype not in DTYPES:
-        raise _wrong(text, f'"{dtype}" is not a dtype', f"one of {', '.join(DTYPES)}")
-    if not bracket or not dims.endswith("]"):
-        wrong = f'"{bracket}{dims}" after the dtype is not a list of dims in [ ]'
+    dtype, bracket, behind = rest.partition("[")
+    if dtype not in (*DTYPES, *VIEWS):
+        raise _wrong(text, f'"{dtype}" is not a dtype', f"one of {', '.join((*DTYPES, *VIEWS))}")
+    dims, closed, stated = behind.partition("]")
+    if not bracket or not closed or stated[:1] not in ("", "<", "="):
+        wrong = f'"{bracket}{behind}" after the dtype is not a list of dims in [ ]'
         raise _wrong(text, wrong, _FORM)
-    parts = dims.removesuffix("]").split(",")
     shape = tuple(
         _parse_dim(text, position, part.strip(), ranges)
-        for position, part in enumerate(parts, start=1)
+        for position, part in enumerate(dims.split(","), start=1)
     )
-    return TensorSpec(name, dtype, shape, path if path != name else "")
+    values = _parse_values(text, dtype, stated) if stated else None
+    path = path if path != name else ""
+    if dtype in VIEWS:
+        return TensorSpec(name, VIEWS[dtype], (*shape, 2), path, values, view=dtype)
+    return TensorSpec(name, dtype, shape, path, values)
+
+
+def _parse_values(text: str, dtype: str, stated: str) -> Values:
+    try:
+        values = values_of.parse_values(stated.replace(" ", ""))
+    except ValueError as error:
+        raise _wrong(text, str(error), values_of.FORM) from error
+    if stated.startswith("<") and "int" not in dtype:
+        raise _wrong(text, f'"{stated}" is for integers', "a range such as =0..1")
+    return values
 
 
 def _parse_dim(
-    text: str, position: int, part: str, ranges: dict[str, tuple[int, int] | None]
+    text: str, position: int, part: str, ranges: dict[str, tuple[int, ...] | None]
 ) -> Size:
     """Read one dim, and note a named one in `ranges` (None until a range is given)."""
     if part.isdecimal() and int(part) > 0:
@@ -273,17 +345,20 @@ def _parse_dim(
     return Dim(name)
 
 
-def _parse_range(text: str, position: int, part: str, range_text: str) -> tuple[int, int]:
-    ends = re.fullmatch(r"(\d{1,9})\.\.(\d{1,9})", range_text)
+def _parse_range(text: str, position: int, part: str, range_text: str) -> tuple[int, ...]:
+    ends = _SIZES.fullmatch(range_text)
     if ends is None:
         raise _wrong(text, f'dim {position} is "{part}"', _DIM_FORM)
-    low, high = int(ends[1]), int(ends[2])
+    low, high, step = int(ends[1]), int(ends[2]), int(ends[3] or 1)
     if low < 1 or low >= high:
         wrong = f"dim {position} has the range {low}..{high}"
         raise _wrong(
             text, wrong, "1 or more first, then more; a single size is written as a number"
         )
-    return low, high
+    if step < 1 or (high - low) % step:
+        wrong = f"dim {position} has the range {low}..{high} in steps of {step}"
+        raise _wrong(text, wrong, "whole steps from one end to the other, as in 64..160/32")
+    return low, high, step
 
 
 def _wrong(text: str, seen: str, expected: str) -> ValueError:
