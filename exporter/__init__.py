@@ -9,6 +9,7 @@ from modelyard.exporter.errors import (
     ExportError,
     ModelError,
     ParityError,
+    PartialExportError,
     UsageError,
 )
 
@@ -32,6 +33,7 @@ __all__ = [
     "ExportReport",
     "ModelError",
     "ParityError",
+    "PartialExportError",
     "UsageError",
     "export",
 ]

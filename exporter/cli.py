@@ -3,7 +3,7 @@
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +12,7 @@ import typer
 
 from modelyard.archiver.terminal import format_bytes, out, plain_table, step_bar
 from modelyard.archiver.threads import thread_environment
-from modelyard.exporter.errors import ExportError, UsageError
+from modelyard.exporter.errors import ExportError, PartialExportError, UsageError, reason
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -24,15 +24,18 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _HELP = """Write artifacts that are proven to agree with a checkpoint.
 
 Each artifact is compared with the checkpoint on many inputs, in a fresh process, and written only
-when they agree; `<artifact>.report.json` beside it holds the proof.
+when they agree; `<artifact>.report.json` beside it holds the proof. A format that cannot be written
+keeps no other from it.
 
 Example:
 
     modelyard export digits.pt --model net.py:DigitsNet \\
         --input 'image:float32\\[batch,1,8,8]' --output logits -o build
 
-Exit codes: 0 written; 1 not written, and why; 2 wrong usage.
+Exit codes: 0 written; 1 nothing written, and why; 2 wrong usage; 3 some formats written, others
+not, and why.
 """
+_PARTIAL = 3
 
 
 @app.command("export", help=_HELP)
@@ -122,7 +125,11 @@ def export_command(
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the reports as one JSON array.")
+        bool,
+        typer.Option(
+            "--json",
+            help="Print the reports as one JSON array, with the error of each format not written.",
+        ),
     ] = False,
 ) -> None:
     """Parse, call `modelyard.exporter.export` once, print."""
@@ -130,35 +137,44 @@ def export_command(
     # Here, not above: importing torch takes a second that `modelyard --help` need not wait.
     from modelyard.exporter.trip import export
 
+    failures: Mapping[str, ExportError] = {}
     with exit_codes():
         arguments = read_model_args(model_args)
         # What the author's code prints must not end up in the JSON.
         with step_bar() as progress, redirect_stdout(sys.stderr):
-            reports = export(
-                checkpoint,
-                model,
-                inputs,
-                output_dir=output_dir,
-                formats=formats,
-                model_args=arguments,
-                weights_key=weights_key,
-                ema=ema,
-                announce=_announce if trust else None,
-                output_names=output_names or (),
-                name=name,
-                device=device,
-                tolerance=tolerance,
-                dtype=dtype,
-                quantize=quantize,
-                samples=samples or (),
-                progress=progress,
-            )
+            try:
+                reports = export(
+                    checkpoint,
+                    model,
+                    inputs,
+                    output_dir=output_dir,
+                    formats=formats,
+                    model_args=arguments,
+                    weights_key=weights_key,
+                    ema=ema,
+                    announce=_announce if trust else None,
+                    output_names=output_names or (),
+                    name=name,
+                    device=device,
+                    tolerance=tolerance,
+                    dtype=dtype,
+                    quantize=quantize,
+                    samples=samples or (),
+                    progress=progress,
+                )
+            except PartialExportError as error:
+                reports, failures = error.reports, error.failures
     for line in _notes(reports):
         typer.echo(f"warning: {line}", err=True)
     if as_json:
-        typer.echo(json.dumps([report.to_json() for report in reports], indent=2))
+        missing = [{"format": format, "error": str(why)} for format, why in failures.items()]
+        typer.echo(json.dumps([*(report.to_json() for report in reports), *missing], indent=2))
     else:
         out.print(_table(reports))
+    for format, why in failures.items():
+        typer.echo(f"error: {format} is not written: {reason(format, why)}", err=True)
+    if failures:
+        raise typer.Exit(_PARTIAL)
 
 
 def _notes(reports: "list[ExportReport]") -> list[str]:

@@ -5,10 +5,17 @@ ExportError
 ├── CheckpointError   the checkpoint cannot be read, or does not fit the model class
 ├── ModelError        the model file, its class, or a run of the model on the named inputs fails
 ├── ConversionError   the model cannot be written in this format
-└── ParityError       the artifact does not give what the checkpoint gives; it is not written
+├── ParityError       the artifact does not give what the checkpoint gives; it is not written
+└── PartialExportError  some formats were written, others could not be (exit code 3)
 
 Every message says what was seen, what was expected and what to do next.
 """
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from modelyard.exporter.parity import ExportReport
 
 
 class ExportError(Exception):
@@ -33,6 +40,33 @@ class ConversionError(ExportError):
 
 class ParityError(ExportError):
     """The artifact was written and checked, and is not the checkpoint's equal."""
+
+
+class PartialExportError(ExportError):
+    """Some formats were written and proven, others could not be.
+
+    Attributes:
+        reports: of the artifacts that are in their place, as `export` returns them.
+        failures: format → why it was not written.
+    """
+
+    def __init__(
+        self, reports: "Sequence[ExportReport]", failures: Mapping[str, ExportError]
+    ) -> None:
+        written = ", ".join(report.artifact.name for report in reports)
+        super().__init__(f"{written} written and proven, without {join_failures(failures)}")
+        self.reports = list(reports)
+        self.failures = dict(failures)
+
+
+def join_failures(failures: Mapping[str, ExportError]) -> str:
+    """Return which formats could not be written, each with its reason."""
+    return "; ".join(f"{format}: {reason(format, error)}" for format, error in failures.items())
+
+
+def reason(format: str, error: ExportError) -> str:
+    """Return why a format could not be written, without its name in front."""
+    return str(error).removeprefix(f"{format}: ")
 
 
 def cause(error: BaseException) -> str:

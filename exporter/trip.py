@@ -1,4 +1,4 @@
-"""The export trip: load → run → write → check → artifact and report, or nothing at all."""
+"""The export trip: load → run → write → check → artifact and report, or no file of that format."""
 
 import functools
 import json
@@ -13,12 +13,19 @@ from typing import Any, ParamSpec
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
 from modelyard.archiver.signature import Signature
 from modelyard.exporter import to_aoti, to_exported_program, to_onnx, to_torchscript
 from modelyard.exporter.arguments import read_inputs, take_inputs
 from modelyard.exporter.checkpoint import open_model, split_model
-from modelyard.exporter.errors import ExportError, UsageError, cause
+from modelyard.exporter.errors import (
+    ExportError,
+    PartialExportError,
+    UsageError,
+    cause,
+    join_failures,
+)
 from modelyard.exporter.ingest import Announce, Checkpoint, read_checkpoint
 from modelyard.exporter.locate import first_difference
 from modelyard.exporter.parity import ExportReport, Parity, check, publish, report_path, sha256
@@ -114,15 +121,19 @@ def export(request: ExportRequest) -> list[ExportReport]:
     """Write artifacts that are proven to agree with the checkpoint, and a report beside each.
 
     Raises:
-        ExportError: nothing was written, and artifacts of an earlier export are as they were.
+        PartialExportError: some formats were written, others not; it holds the reports of the
+            former and the errors of the latter.
+        ExportError: nothing was written. In both cases artifacts of an earlier export that could
+            not be written anew are as they were.
     """
     signature = read_inputs(request.inputs)
     device = _device(request.device)
     _check_request(request, signature)
     samples = [read_sample(path, signature) for path in request.samples]
-    steps = _steps(request)
+    announce_step = _step_announcer(request)
     finished: list[tuple[ExportReport, Path]] = []
-    next(steps)
+    failures: dict[str, ExportError] = {}
+    announce_step(_LOAD.format(request.checkpoint.name))
     checkpoint = read_checkpoint(
         request.checkpoint,
         weights_key=request.weights_key,
@@ -133,7 +144,7 @@ def export(request: ExportRequest) -> list[ExportReport]:
     with open_model(
         checkpoint, request.model, request.model_args or {}, trust=is_trusted
     ) as module:
-        next(steps)
+        announce_step(_RUN)
         reference = observe(
             take_inputs(module, signature),
             signature,
@@ -145,17 +156,23 @@ def export(request: ExportRequest) -> list[ExportReport]:
         writers = _writers(reference, is_quantized=request.quantize is not None)
         with _workspace(request.output_dir) as folder:
             for format in request.chosen_formats():
-                next(steps)
-                draft = folder / request.target(format).name
-                details = writers[format](draft)
-                next(steps)
+                target = request.target(format)
+                draft = folder / target.name
+                try:
+                    announce_step(_WRITE.format(target.name))
+                    details = writers[format](draft)
+                    announce_step(_CHECK.format(target.name))
+                    parity = _prove(request, format, draft, reference)
+                except ExportError as error:
+                    failures[format] = error
+                    continue
                 report = ExportReport(
-                    artifact=request.target(format),
+                    artifact=target,
                     format=format,
                     artifact_sha256=sha256(draft),
                     artifact_bytes=draft.stat().st_size,
                     signature=reference.signature,
-                    parity=_prove(request, format, draft, reference),
+                    parity=parity,
                     checkpoint=request.checkpoint.name,
                     checkpoint_sha256=checkpoint.sha256,
                     checkpoint_kind=checkpoint.kind,
@@ -168,9 +185,23 @@ def export(request: ExportRequest) -> list[ExportReport]:
                     warnings=(*_checkpoint_warnings(checkpoint), *reference.warnings),
                 )
                 finished.append((report, draft))
+            if not finished:
+                raise _nothing_written(failures)
             for report, draft in finished:
                 publish(report, draft)
-    return [report for report, _ in finished]
+    reports = [report for report, _ in finished]
+    if failures:
+        raise PartialExportError(reports, failures)
+    return reports
+
+
+def _nothing_written(failures: Mapping[str, ExportError]) -> ExportError:
+    """Return the one error of all formats, or one that has them all."""
+    first, *others = failures.values()
+    if all(str(error) == str(first) for error in others):
+        return first
+    same_kind = all(type(error) is type(first) for error in others)
+    return (type(first) if same_kind else ExportError)(join_failures(failures))
 
 
 def _prove(request: ExportRequest, format: str, draft: Path, reference: Reference) -> Parity:
@@ -283,21 +314,27 @@ def _device(text: str) -> torch.device:
     return device
 
 
-def _steps(request: ExportRequest) -> Iterator[None]:
-    """Announce the trip's steps, one per `next`."""
-    names = [f"load {request.checkpoint.name}", "run the checkpoint's model"]
+_LOAD, _RUN, _WRITE, _CHECK = "load {}", "run the checkpoint's model", "write {}", "check {}"
+
+
+def _step_announcer(request: ExportRequest) -> Callable[[str], None]:
+    """Return what announces one of the trip's steps by its name."""
+    names = [_LOAD.format(request.checkpoint.name), _RUN]
     for format in request.chosen_formats():
-        names += [f"write {request.target(format).name}", f"check {request.target(format).name}"]
-    for number, name in enumerate(names):
+        target = request.target(format).name
+        names += [_WRITE.format(target), _CHECK.format(target)]
+
+    def announce(name: str) -> None:
         if request.progress is not None:
-            request.progress(name, number, len(names))
-        yield
+            request.progress(name, names.index(name), len(names))
+
+    return announce
 
 
 def _writers(reference: Reference, *, is_quantized: bool) -> dict[str, _Writer]:
     """Return for each format the function that writes it; three of them share one trace."""
     model, signature, example = reference.model, reference.signature, reference.example
-    program = functools.cache(lambda: to_exported_program.capture(model, signature, example))
+    program = _once(lambda: to_exported_program.capture(model, signature, example))
 
     def write_onnx(path: Path) -> Mapping[str, object]:
         details = to_onnx.write(program(), signature, path)
@@ -309,6 +346,25 @@ def _writers(reference: Reference, *, is_quantized: bool) -> dict[str, _Writer]:
         "torchscript": lambda path: to_torchscript.write(model, signature, example, path),
         "aoti": lambda path: to_aoti.write(program(), signature, path),
     }
+
+
+def _once(capture: Callable[[], ExportedProgram]) -> Callable[[], ExportedProgram]:
+    """Return what traces when it is first called, and fails alike each time."""
+
+    @functools.cache
+    def attempt() -> ExportedProgram | ExportError:
+        try:
+            return capture()
+        except ExportError as error:
+            return error
+
+    def get() -> ExportedProgram:
+        result = attempt()
+        if isinstance(result, ExportError):
+            raise result
+        return result
+
+    return get
 
 
 @contextmanager

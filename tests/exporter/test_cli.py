@@ -76,6 +76,29 @@ def test_a_disagreement_ends_with_1_and_one_line(author: Author, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("as_json", [False, True], ids=["table", "json"])
+def test_a_format_that_is_missing_ends_with_3_and_is_named(
+    as_json: bool, author: Author, tmp_path: Path
+) -> None:
+    more = ["--format", "pt2", *(["--json"] if as_json else [])]
+    result = _export(author, LIAR, tmp_path / "out", *more)
+    assert result.exit_code == 3
+    (line,) = result.stderr.splitlines()
+    assert line.startswith('error: torchscript is not written: output "y": max_abs 5.0e-01 ')
+    if as_json:
+        written, missing = json.loads(result.stdout)
+        assert written["format"] == "pt2"
+        assert missing["format"] == "torchscript"
+        assert "max_abs 5.0e-01" in missing["error"]
+    else:
+        _, row = result.stdout.splitlines()
+        assert row.startswith("pt2")
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        "net.pt2",
+        "net.pt2.report.json",
+    }
+
+
 @pytest.mark.parametrize(
     ("more", "code", "seen"),
     [

@@ -11,7 +11,14 @@ import onnx
 import pytest
 import torch
 
-from modelyard.exporter import ConversionError, ExportError, ParityError, UsageError, export
+from modelyard.exporter import (
+    ConversionError,
+    ExportError,
+    ParityError,
+    PartialExportError,
+    UsageError,
+    export,
+)
 from modelyard.handlers.backends import open_artifact
 
 Author = Callable[[str], tuple[Path, str]]
@@ -53,6 +60,12 @@ class Net(nn.Module):
         return x + (0.5 if torch.jit.is_scripting() else 0.0)
 """,
 }
+
+DIFFERENT = """
+class Net(nn.Module):
+    def forward(self, x):
+        return x + torch.zeros(int(x.shape[0]), 1) + (0.5 if torch.jit.is_scripting() else 0.0)
+"""
 
 FIXED = """
 class Net(nn.Module):
@@ -204,19 +217,50 @@ def test_an_artifact_that_disagrees_is_not_written_and_an_earlier_one_stays(
     assert earlier.read_bytes() == b"earlier"
 
 
-def test_one_format_that_fails_keeps_all_others_from_being_written(
-    author: Author, tmp_path: Path
-) -> None:
+def test_one_format_that_fails_leaves_the_others_written(author: Author, tmp_path: Path) -> None:
     checkpoint, model = author(FIXED)
     fixed = r'the model fixes dim "batch" of input "x" to 5 at net\.py:7 "return x \+'
-    with pytest.raises(ConversionError, match=fixed):
+    with pytest.raises(PartialExportError, match=rf"^net\.pt written .* pt2: .*{fixed}") as caught:
+        export(
+            checkpoint,
+            model,
+            ["x:float32[batch,3]"],
+            output_dir=tmp_path / "out",
+            formats=["pt2", "torchscript"],
+        )
+    assert [report.format for report in caught.value.reports] == ["torchscript"]
+    assert {name: type(why) for name, why in caught.value.failures.items()} == {
+        "pt2": ConversionError
+    }
+    assert _all_files(tmp_path / "out") == {"net.pt", "net.pt.report.json"}
+    torch.testing.assert_close(
+        open_artifact(tmp_path / "out" / "net.pt", "torchscript")(torch.ones(6, 3)),
+        torch.ones(6, 3),
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "formats", "kind", "seen"),
+    [
+        pytest.param(FIXED, ["pt2", "onnx"], ConversionError, "the model cannot", id="one reason"),
+        pytest.param(
+            DIFFERENT, ["pt2", "torchscript"], ExportError, r"pt2: .*; torchscript: ", id="two"
+        ),
+    ],
+)
+def test_nothing_is_written_where_no_format_can_be(
+    source: str, formats: list[str], kind: type, seen: str, author: Author, tmp_path: Path
+) -> None:
+    checkpoint, model = author(source)
+    with pytest.raises(kind, match=f"^{seen}") as caught:
         export(
             checkpoint,
             model,
             ["x:float32[batch,3]"],
             output_dir=tmp_path / "new" / "out",
-            formats=["torchscript", "pt2"],
+            formats=formats,
         )
+    assert type(caught.value) is kind
     assert not (tmp_path / "new").exists()
 
 
