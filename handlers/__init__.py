@@ -1,7 +1,13 @@
-"""What runs around a model, with or without a server."""
+"""What runs around a model, with or without a server.
 
-from modelyard.handlers.base import BaseHandler
+The classes below `Context` are imported when they are asked for: they need torch, which takes a
+worker two seconds and 150 MB, and a handler of an author's may do without.
+"""
+
+from typing import TYPE_CHECKING, Any
+
 from modelyard.handlers.context import Context
+from modelyard.handlers.entry_point import import_class
 from modelyard.handlers.errors import (
     BadInput,
     HandlerError,
@@ -11,19 +17,27 @@ from modelyard.handlers.errors import (
     PredictionException,
     TwinDiffers,
 )
-from modelyard.handlers.tabular_handler import TabularHandler
-from modelyard.handlers.text_encoder import TextEncoder
-from modelyard.handlers.text_handler import TextHandler
-from modelyard.handlers.vision_handler import ImageClassifier, VisionHandler
 
-BUILT_IN: dict[str, type[BaseHandler]] = {
-    "base_handler": BaseHandler,
-    "image_classifier": ImageClassifier,
-    "tabular": TabularHandler,
-    "text": TextHandler,
-    "text_encoder": TextEncoder,
+if TYPE_CHECKING:
+    from modelyard.handlers.base import BaseHandler
+    from modelyard.handlers.tabular_handler import TabularHandler
+    from modelyard.handlers.text_encoder import TextEncoder
+    from modelyard.handlers.text_handler import TextHandler
+    from modelyard.handlers.vision_handler import ImageClassifier, VisionHandler
+
+BUILT_IN = {
+    "base_handler": "modelyard.handlers.base:BaseHandler",
+    "image_classifier": "modelyard.handlers.vision_handler:ImageClassifier",
+    "tabular": "modelyard.handlers.tabular_handler:TabularHandler",
+    "text": "modelyard.handlers.text_handler:TextHandler",
+    "text_encoder": "modelyard.handlers.text_encoder:TextEncoder",
 }
-"""The handlers that archives may name without bringing them."""
+"""The handlers that archives may name without bringing them: module and class of each."""
+
+_PLACES = {
+    **{place.partition(":")[2]: place for place in BUILT_IN.values()},
+    "VisionHandler": "modelyard.handlers.vision_handler:VisionHandler",
+}
 
 __all__ = [
     "BUILT_IN",
@@ -42,3 +56,9 @@ __all__ = [
     "TwinDiffers",
     "VisionHandler",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_class(_PLACES[name])

@@ -25,6 +25,7 @@ from modelyard.archiver.signature import TensorSpec, fits
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.handlers.agree import Rule
 from modelyard.handlers.backends import Artifact, Output
+from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError, NoGradients
 from modelyard.handlers.explain import draw
@@ -32,7 +33,7 @@ from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.explanation import ExplainedModel, Explanation, explain_batch
 from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
 from modelyard.handlers.packed import open_packed
-from modelyard.handlers.rows import body_of, load_label_mapping, parse_json, read_numbers, stack
+from modelyard.handlers.rows import load_label_mapping, read_numbers, stack
 
 _log = logging.getLogger(__name__)
 

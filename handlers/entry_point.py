@@ -35,7 +35,7 @@ class FoundHandler:
         return entry
 
 
-def find_handler(handler: str, built_in: Mapping[str, type[Any]]) -> FoundHandler:
+def find_handler(handler: str, built_in: Mapping[str, str]) -> FoundHandler:
     """Import a handler by TorchServe's rules, without initialising it.
 
     `FILE.py:name` and `FILE:name` name a function or a class of a file on the path. Without a name,
@@ -44,7 +44,7 @@ def find_handler(handler: str, built_in: Mapping[str, type[Any]]) -> FoundHandle
 
     Args:
         handler: as the manifest has it.
-        built_in: name → class, for names that no file has.
+        built_in: name → `module:Class`, for names that no file has.
 
     Raises:
         NoEntryPoint: no such file, or nothing in it that can be called.
@@ -53,7 +53,7 @@ def find_handler(handler: str, built_in: Mapping[str, type[Any]]) -> FoundHandle
     place, _, wanted = handler.partition(":")
     name = PurePosixPath(place).name.removesuffix(".py")
     if handler in built_in and importlib.util.find_spec(name) is None:
-        return _from_class(built_in[handler])
+        return _from_class(import_class(built_in[handler]))
     module = _import(name, handler, built_in)
     entry = getattr(module, wanted or "handle", None)
     if inspect.isclass(entry):
@@ -61,7 +61,14 @@ def find_handler(handler: str, built_in: Mapping[str, type[Any]]) -> FoundHandle
     return FoundHandler(entry) if callable(entry) else _from_class(_only_class(module))
 
 
-def _import(name: str, handler: str, built_in: Mapping[str, type[Any]]) -> ModuleType:
+def import_class(place: str) -> type[Any]:
+    """Import what `module:Class` names."""
+    module, _, name = place.partition(":")
+    kind: type[Any] = getattr(importlib.import_module(module), name)
+    return kind
+
+
+def _import(name: str, handler: str, built_in: Mapping[str, str]) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -14,10 +14,11 @@ from torch import Tensor
 from modelyard.archiver.signature import fits
 from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler
+from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.rows import TopLabels, body_of, parse_json
+from modelyard.handlers.rows import TopLabels
 
 FEATURES_FILE = "features.json"
 

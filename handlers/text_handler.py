@@ -12,12 +12,13 @@ from torch import Tensor
 from modelyard.archiver.signature import UNLIMITED, Dim
 from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler, Inputs
+from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import token_page
 from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.rows import TopLabels, body_of, parse_json, stack
+from modelyard.handlers.rows import TopLabels, stack
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_LENGTH = 512

@@ -17,11 +17,12 @@ from torch import Tensor
 from modelyard.archiver.signature import Size, TensorSpec, fits
 from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler
+from modelyard.handlers.body import body_of
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import draw
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.rows import TopLabels, body_of, read_numbers
+from modelyard.handlers.rows import TopLabels, read_numbers
 
 MAX_PIXELS = 89_478_485
 """Largest image decoded: Pillow's own limit, a quarter of a gigabyte as 24 bits a pixel."""

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
+from modelyard.handlers.body import parse_strictly
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribution import DEFAULT_TOLERANCE, MAX_STEPS
 from modelyard.handlers.explain.methods import METHODS
-from modelyard.handlers.rows import parse_strictly
 
 Row = Mapping[str, Any]
 

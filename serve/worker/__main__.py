@@ -24,7 +24,8 @@ import traceback
 from pathlib import Path
 
 from modelyard.serve.dataplane import wire
-from modelyard.serve.worker import check, load, loop, torchserve
+from modelyard.serve.worker import load, loop, torchserve
+from modelyard.serve.worker.codec import is_out_of_memory
 from modelyard.serve.worker.golden import check_golden
 
 PR_SET_PDEATHSIG = 1
@@ -48,7 +49,7 @@ def main(fd: int) -> int:
     except BaseException as error:
         traceback.print_exc()
         reason = load.describe(error, Path(message["folder"]))
-        failed = {"message": reason, "out_of_memory": is_out_of_memory(error)}
+        failed = {"message": reason, "out_of_memory": _lacks_memory(error)}
         connection.sendall(wire.encode_control(wire.FAILED, failed))
         return 1
     ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}
@@ -57,11 +58,9 @@ def main(fd: int) -> int:
     return 0
 
 
-def is_out_of_memory(error: BaseException) -> bool:
+def _lacks_memory(error: BaseException) -> bool:
     """Return whether a load failed for memory; CUDA's own errors are RuntimeErrors that name it."""
-    return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError) and "CUDA" in str(error)
-    )
+    return is_out_of_memory(error) or (isinstance(error, RuntimeError) and "CUDA" in str(error))
 
 
 def check_archive(exchange: Path) -> int:
@@ -76,6 +75,8 @@ def check_archive(exchange: Path) -> int:
     try:
         load.import_shim()
         _enter(folder)
+        from modelyard.serve.worker import check  # and torch, which its comparison needs
+
         result = check.run(task)
     except BaseException as error:
         traceback.print_exc()

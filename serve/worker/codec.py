@@ -11,17 +11,17 @@ from __future__ import annotations
 import json
 import logging
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl, unquote_to_bytes
 
 import orjson
-import torch
 
-from modelyard.handlers import Context
+from modelyard.handlers.body import parse_strictly
+from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, NoGradients, PredictionException
-from modelyard.handlers.rows import parse_strictly
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.form import MAX_PARTS, read_parts
 
@@ -323,6 +323,14 @@ class Refusal(NamedTuple):
     message: str
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether memory ran out, the process's or a device's."""
+    torch = sys.modules.get("torch")  # a worker whose handler does without it does not import it
+    return isinstance(error, MemoryError) or (
+        torch is not None and isinstance(error, torch.OutOfMemoryError)
+    )
+
+
 def explain_error(error: BaseException) -> Refusal:
     """Return status, type and message of an error, never the traceback."""
     if isinstance(error, (BadInput, NoGradients)):
@@ -330,7 +338,7 @@ def explain_error(error: BaseException) -> Refusal:
     if isinstance(error, PredictionException):
         code = error.error_code if is_status(error.error_code) else 500
         return Refusal(code, INTERNAL, text_of(error.message))
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if is_out_of_memory(error):
         return Refusal(507, INTERNAL, "Out of resources")
     name = "" if isinstance(error, WrongAnswer) else f"{type(error).__name__}: "
     return Refusal(500, INTERNAL, f"{name}{text_of(error)}")

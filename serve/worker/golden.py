@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from modelyard.handlers.agree import json_difference
+from modelyard.archiver.answers import json_difference
 from modelyard.handlers.errors import LoadError
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker.codec import OURS, Answer

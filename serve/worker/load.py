@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
-import gc
 import importlib
 import sys
 import traceback
@@ -12,10 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 
-from modelyard.handlers import BUILT_IN, BaseHandler, Context
+from modelyard.handlers import BUILT_IN, Context
 from modelyard.handlers.entry_point import Entry, FoundHandler, find_handler
 from modelyard.handlers.errors import LoadError
 from modelyard.serve.worker import torchserve
@@ -45,7 +44,6 @@ def import_shim() -> Any:
     The first call comes before an archive's folder is on the path: whatever the archive ships,
     `ts` is ours.
     """
-    gc.freeze()  # going through all of torch's objects once would cost ten times these imports
     sys.path.insert(0, str(SHIM))
     return importlib.import_module("ts.model_loader")
 
@@ -59,14 +57,17 @@ def load_service(message: dict[str, Any]) -> Service:
     folder = Path(message["folder"])
     manifest = message["manifest"]
     device = choose_device(message["device"], message["worker"])
-    if device != "cpu":
-        torch.cuda.set_device(device)  # for whatever does not ask which one
+    gpu = int(device.removeprefix("cuda:")) if device != "cpu" else None
+    if gpu is not None:
+        import torch
+
+        torch.cuda.set_device(gpu)  # for whatever does not ask which one
     context = Context(
         model_name=message["name"],
         model_dir=str(folder),
         manifest=manifest,
         batch_size=message["batch_size"],
-        gpu=torch.device(device).index if device != "cpu" else None,
+        gpu=gpu,
         limit_max_image_pixels=message.get("limit_max_image_pixels", True),
         model_yaml_config=read_config(folder, message["config_file"]),
     )
@@ -100,7 +101,7 @@ def choose_device(requested: str, worker: int) -> str:
     """
     if requested == "cpu":
         return "cpu"
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    count = _count_devices()
     if requested == "auto":
         return f"cuda:{(worker - 1) % count}" if count else "cpu"
     index = int(requested.partition(":")[2] or (worker - 1) % max(1, count))
@@ -110,6 +111,17 @@ def choose_device(requested: str, worker: int) -> str:
             "start with --device auto or cpu, or check the driver with nvidia-smi"
         )
     return f"cuda:{index}"
+
+
+def _count_devices() -> int:
+    """Count the CUDA devices that this process sees; without a driver, torch need not look."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def describe(error: BaseException, folder: Path) -> str:
@@ -141,7 +153,9 @@ def _explain_entry(handler: FoundHandler, sealed: bool) -> Entry:
     any attribute of the name `explain`.
     """
     explain = getattr(handler.target, "explain", None)
-    if callable(explain) and (sealed or isinstance(handler.target, BaseHandler)):
+    base = sys.modules.get("modelyard.handlers.base")  # imported by whoever inherits from it
+    is_ours = base is not None and isinstance(handler.target, base.BaseHandler)
+    if callable(explain) and (sealed or is_ours):
         entry: Entry = explain
         return entry
     return handler.handle

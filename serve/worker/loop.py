@@ -18,8 +18,6 @@ from collections.abc import Sequence
 from time import perf_counter
 from typing import Any
 
-import torch
-
 from modelyard.handlers.entry_point import Entry
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.lengths import CALL_BYTES, choose_alike
@@ -351,6 +349,8 @@ def _answer_failure(
             another one, which gets the requests one by one, and only the bad one will be lost.
     """
     if service.device != "cpu":
+        import torch
+
         torch.cuda.synchronize()
     rules = service.rules
     if sender is not None and sender.has_sent:

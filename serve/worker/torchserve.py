@@ -10,8 +10,6 @@ import platform
 import sys
 from typing import Any
 
-import torch
-
 from modelyard.handlers.errors import BadInput, NoGradients, PredictionException
 from modelyard.serve.worker.codec import (
     INTERNAL,
@@ -21,6 +19,7 @@ from modelyard.serve.worker.codec import (
     Rules,
     WrongAnswer,
     explain_error,
+    is_out_of_memory,
     text_of,
 )
 
@@ -63,7 +62,8 @@ def encode(output: object, allow_nan: bool = True) -> tuple[bytes, str | None]:
         return str.encode(output), None
     if isinstance(output, (bytes, bytearray)):
         return b"".join((output,)), None
-    if isinstance(output, torch.Tensor):
+    torch = sys.modules.get("torch")  # who has a tensor has imported it
+    if torch and isinstance(output, torch.Tensor):
         saved = io.BytesIO()
         torch.save(output, saved)
         return saved.getvalue(), None
@@ -81,7 +81,7 @@ def explain_in_dialect(error: BaseException) -> Refusal:
         refusal = explain_error(error)
         is_too_large = isinstance(error, PredictionException) and refusal.code == 413
         return refusal._replace(code=507) if is_too_large else refusal
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "CUDA" in text_of(error):
+    if is_out_of_memory(error) or "CUDA" in text_of(error):
         return Refusal(507, INTERNAL, "Out of resources")
     if isinstance(error, WrongAnswer):
         return Refusal(error.code, INTERNAL, error.torchserve)

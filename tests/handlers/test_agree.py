@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from modelyard.archiver.answers import json_difference
 from modelyard.archiver.report import Parity
 from modelyard.handlers.agree import (
     TOLERANCES,
@@ -14,7 +15,6 @@ from modelyard.handlers.agree import (
     compare,
     disagreement,
     joint_rules,
-    json_difference,
     rule_for,
     summary,
 )

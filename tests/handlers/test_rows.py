@@ -5,8 +5,9 @@ import pytest
 import torch
 
 from modelyard.archiver.signature import Dim, TensorSpec
+from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.errors import BadInput, InputMismatch
-from modelyard.handlers.rows import body_of, parse_json, read_numbers, stack
+from modelyard.handlers.rows import read_numbers, stack
 
 ROW = TensorSpec("x", "float32", (Dim("batch", 1, 8), 2, Dim("length", 1, 3)))
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
+from modelyard.handlers.body import parse_strictly
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.rows import parse_strictly
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker.codec import ReadJson, Request
 

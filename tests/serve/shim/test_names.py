@@ -23,6 +23,7 @@ from ts.torch_handler.unit_tests.test_utils.mock_context import MockContext
 from ts.utils import util
 
 from modelyard.handlers.context import Context
+from modelyard.handlers.entry_point import import_class as import_place
 from modelyard.handlers.errors import LoadError
 from modelyard.handlers.errors import PredictionException as Ours
 
@@ -78,6 +79,17 @@ def test_the_names_are_there(module: str) -> None:
     assert set(NAMES[module]) <= set(dir(importlib.import_module(module)))
 
 
+def test_a_worker_imports_torch_when_its_handler_does() -> None:
+    code = (
+        "import sys; from modelyard.serve.worker import __main__, load; load.import_shim(); "
+        "print(*sys.modules)"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "numpy", "PIL", "onnxruntime"} & set(ran.stdout.split())
+
+
 def test_importing_them_all_costs_nothing_heavy() -> None:
     code = (
         "import importlib, pkgutil, sys; "
@@ -103,8 +115,8 @@ def test_importing_them_all_costs_nothing_heavy() -> None:
 @pytest.mark.parametrize("name", REASONS)
 def test_what_cannot_run_here_says_so(make_context: MakeContext, linear: Any, name: str) -> None:
     context = make_context({}, modelFile="linear_net.py")
-    kinds = {**BUILT_IN, "BasePippyHandler": BasePippyHandler}
-    kinds["BaseDeepSpeedHandler"] = BaseDeepSpeedHandler
+    kinds: dict[str, Any] = {name: import_place(place) for name, place in BUILT_IN.items()}
+    kinds |= {"BasePippyHandler": BasePippyHandler, "BaseDeepSpeedHandler": BaseDeepSpeedHandler}
     functions: dict[str, Any] = {
         "get_dali_pipeline": dali.get_dali_pipeline,
         "get_ds_engine": deepspeed.get_ds_engine,
@@ -208,9 +220,9 @@ def test_the_mock_context_is_enough_for_a_handler(linear: Any, tmp_path: Path) -
     context = MockContext(
         "linear.pth", str(tmp_path), "linear_net.py", None, "m", "model-config.yaml"
     )
-    handler = BUILT_IN["base_handler"]()
-    handler.initialize(context)  # type: ignore[arg-type]
-    assert handler.handle([[1.0, 1.0, 1.0]], context) == [[6.5, -1.0]]  # type: ignore[arg-type]
+    handler = import_place(BUILT_IN["base_handler"])()
+    handler.initialize(context)
+    assert handler.handle([[1.0, 1.0, 1.0]], context) == [[6.5, -1.0]]
     assert "HandlerTime" in [metric.name for metric in context.metrics.store]
 
 

@@ -10,51 +10,41 @@ PYTHONPATH=<serve/worker/shim>:<folder of the handler's files> python
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from modelyard.handlers.entry_point import find_handler
+from modelyard.handlers.entry_point import find_handler, import_class
 from modelyard.handlers.errors import LoadError
 from ts.metrics.worker_metrics import WorkerMetrics
 from ts.service import Service
-from ts.torch_handler.base_handler import BaseHandler
-from ts.torch_handler.dali_handler import DALIHandler
-from ts.torch_handler.dali_image_classifier import DALIImageClassifier
-from ts.torch_handler.image_classifier import ImageClassifier
-from ts.torch_handler.image_segmenter import ImageSegmenter
-from ts.torch_handler.object_detector import ObjectDetector
 from ts.torch_handler.request_envelope.base import BaseEnvelope
-from ts.torch_handler.request_envelope.body import BodyEnvelope
-from ts.torch_handler.request_envelope.json import JSONEnvelope
-from ts.torch_handler.request_envelope.kserve import KServeEnvelope
-from ts.torch_handler.request_envelope.kservev2 import KServev2Envelope
-from ts.torch_handler.text_classifier import TextClassifier
-from ts.torch_handler.text_handler import TextHandler
-from ts.torch_handler.trt_llm_handler import TRTLLMHandler
-from ts.torch_handler.vision_handler import VisionHandler
-from ts.torch_handler.vllm_handler import VLLMHandler
 
-BUILT_IN: Mapping[str, type[BaseHandler]] = {
-    "base_handler": BaseHandler,
-    "dali_handler": DALIHandler,
-    "dali_image_classifier": DALIImageClassifier,
-    "image_classifier": ImageClassifier,
-    "image_segmenter": ImageSegmenter,
-    "object_detector": ObjectDetector,
-    "text_classifier": TextClassifier,
-    "text_handler": TextHandler,
-    "trt_llm_handler": TRTLLMHandler,
-    "vision_handler": VisionHandler,
-    "vllm_handler": VLLMHandler,
+BUILT_IN = {
+    name: f"ts.torch_handler.{name}:{kind}"
+    for name, kind in {
+        "base_handler": "BaseHandler",
+        "dali_handler": "DALIHandler",
+        "dali_image_classifier": "DALIImageClassifier",
+        "image_classifier": "ImageClassifier",
+        "image_segmenter": "ImageSegmenter",
+        "object_detector": "ObjectDetector",
+        "text_classifier": "TextClassifier",
+        "text_handler": "TextHandler",
+        "trt_llm_handler": "TRTLLMHandler",
+        "vision_handler": "VisionHandler",
+        "vllm_handler": "VLLMHandler",
+    }.items()
 }
-"""The handlers that an archive may name instead of holding one."""
+"""The handlers that an archive may name instead of holding one: module and class of each."""
 
-ENVELOPES: Mapping[str, type[BaseEnvelope]] = {
-    "body": BodyEnvelope,
-    "json": JSONEnvelope,
-    "kserve": KServeEnvelope,
-    "kservev2": KServev2Envelope,
+ENVELOPES = {
+    name: f"ts.torch_handler.request_envelope.{name}:{kind}"
+    for name, kind in {
+        "body": "BodyEnvelope",
+        "json": "JSONEnvelope",
+        "kserve": "KServeEnvelope",
+        "kservev2": "KServev2Envelope",
+    }.items()
 }
 
 
@@ -66,7 +56,8 @@ def find_envelope(name: str) -> type[BaseEnvelope]:
     """
     if name not in ENVELOPES:
         raise LoadError(f"service_envelope is {name!r}; expected one of {', '.join(ENVELOPES)}")
-    return ENVELOPES[name]
+    kind: type[BaseEnvelope] = import_class(ENVELOPES[name])
+    return kind
 
 
 class TsModelLoader:
