@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 
 from modelyard.exporter.errors import CheckpointError, ModelError, UsageError, cause
 from modelyard.exporter.ingest import Checkpoint, read_checkpoint
-from modelyard.exporter.ingest.hugging_face import build_hugging_face
+from modelyard.exporter.ingest.hugging_face import build_hugging_face, quiet_and_offline
 from modelyard.exporter.ingest.plain import Placeholder
 from modelyard.exporter.ingest.value import fit_names, nearest, place_of
 
@@ -37,7 +37,9 @@ def open_model(
     model: str | None,
     model_args: Mapping[str, Any] | None = None,
     *,
+    task: str | None = None,
     trust: bool = False,
+    notes: list[str] | None = None,
 ) -> Iterator[nn.Module]:
     """Yield the model with the checkpoint's weights, in eval mode, on the CPU.
 
@@ -46,11 +48,14 @@ def open_model(
         model: `file.py:Class`, `package.module:Class` or `package.module:factory`; None where the
             checkpoint names a class that is installed (Hugging Face, torch.nn's own layers).
         model_args: keyword arguments for the class or factory; they replace those of the same
-            name among the checkpoint's hyper-parameters.
+            name among the checkpoint's hyper-parameters, and values of a folder's `config.json`.
+        task: what a Hugging Face folder is for, instead of `model`.
         trust: let the checkpoint's own code define the class, when `model` is None.
+        notes: gets a sentence for each thing that was done otherwise than the checkpoint says.
 
     Raises:
-        UsageError: `model` has another form, or is needed.
+        UsageError: `model` has another form, or is needed; or `task` or `model_args` mean nothing
+            for this checkpoint.
         CheckpointError: no such file, no weights, or tensors that do not fit the class.
         ModelError: the model file or its class is not there, or fails.
 
@@ -59,8 +64,27 @@ def open_model(
     place = None if model is None else split_model(model)
     if isinstance(checkpoint, Path):
         checkpoint = read_checkpoint(checkpoint)
+    is_described = checkpoint.kind == "Hugging Face folder"
+    if task is not None and (model is not None or not is_described):
+        if model is not None:
+            raise UsageError(f"--task {task} chooses the class; leave --model {model} out")
+        raise UsageError(
+            f'--task {task} is for a Hugging Face folder, and "{checkpoint.path.name}" is a '
+            f"{checkpoint.kind}; give the folder with config.json, or --model {_MODEL_FORM}"
+        )
+    if is_described and (place is None or place[0] == "transformers"):
+        with quiet_and_offline():
+            yield build_hugging_face(
+                checkpoint,
+                place and place[1],
+                task=task,
+                model_args=model_args,
+                is_trusted=trust,
+                notes=notes,
+            ).eval()
+        return
     if place is None:
-        with _open_without_model(checkpoint, trust) as built:
+        with _open_without_model(checkpoint, model_args or {}, trust) as built:
             yield built.eval()
         return
     source, name = place
@@ -80,14 +104,19 @@ def open_model(
 
 
 @contextmanager
-def _open_without_model(checkpoint: Checkpoint, trust: bool) -> Iterator[nn.Module]:
+def _open_without_model(
+    checkpoint: Checkpoint, model_args: Mapping[str, Any], trust: bool
+) -> Iterator[nn.Module]:
     """Build the model from what the checkpoint itself says of its class."""
     if checkpoint.module is not None:
+        if model_args:
+            raise UsageError(
+                f'--model-args: "{checkpoint.path.name}" is a whole module, which takes no '
+                "arguments; give its class with --model, or leave --model-args out"
+            )
         yield checkpoint.module
-    elif checkpoint.kind == "Hugging Face folder":
-        yield build_hugging_face(checkpoint, is_trusted=trust)
     elif trust and checkpoint.kind.startswith("TorchServe") and len(checkpoint.sources) == 1:
-        with _archived_class(checkpoint) as built:
+        with _archived_class(checkpoint, model_args) as built:
             load_weights(built, checkpoint, type(built).__name__)
             yield built
     else:
@@ -100,7 +129,7 @@ def _open_without_model(checkpoint: Checkpoint, trust: bool) -> Iterator[nn.Modu
 
 
 @contextmanager
-def _archived_class(checkpoint: Checkpoint) -> Iterator[nn.Module]:
+def _archived_class(checkpoint: Checkpoint, model_args: Mapping[str, Any]) -> Iterator[nn.Module]:
     """Import the model file of a trusted archive and build its one class, as TorchServe does."""
     ((file, text),) = checkpoint.sources.items()
     with tempfile.TemporaryDirectory() as folder:
@@ -114,7 +143,7 @@ def _archived_class(checkpoint: Checkpoint) -> Iterator[nn.Module]:
                     f"{file} of the archive defines {len(names)} nn.Module classes; expected one: "
                     "give --model"
                 )
-            yield _build(module, names[0], lambda factory: {})
+            yield _build(module, names[0], lambda factory: model_args)
 
 
 def split_model(model: str) -> tuple[Path | str, str]:

@@ -70,9 +70,16 @@ def export_command(
         str,
         typer.Option(
             help="Keyword arguments of the class, a JSON object; they replace those of the "
-            "checkpoint's hyper-parameters."
+            "checkpoint's hyper-parameters, and values of a folder's config.json."
         ),
     ] = "{}",
+    task: Annotated[
+        str | None,
+        typer.Option(
+            help="What a Hugging Face folder is for, instead of --model: text-classification, "
+            "feature-extraction, image-classification … Its head's weights must be there."
+        ),
+    ] = None,
     weights_key: Annotated[
         str | None,
         typer.Option(help="Path of the weights in the checkpoint, as in ema.model."),
@@ -150,6 +157,7 @@ def export_command(
                     output_dir=output_dir,
                     formats=formats,
                     model_args=arguments,
+                    task=task,
                     weights_key=weights_key,
                     ema=ema,
                     announce=_announce if trust else None,

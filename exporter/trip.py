@@ -67,7 +67,9 @@ class ExportRequest:
     """Of `SUFFIXES`; pt2 and onnx when absent, onnx alone when quantised."""
     model_args: Mapping[str, Any] | None = None
     """Keyword arguments for the class or factory; they replace those of the same name among the
-    checkpoint's hyper-parameters."""
+    checkpoint's hyper-parameters, and values of a Hugging Face folder's `config.json`."""
+    task: str | None = None
+    """What a Hugging Face folder is for, as `text-classification`, instead of `model`."""
     output_names: Sequence[str] = ()
     """One per output, in order."""
     name: str | None = None
@@ -141,8 +143,14 @@ def export(request: ExportRequest) -> list[ExportReport]:
         announce=request.announce,
     )
     is_trusted = request.announce is not None
+    notes = _checkpoint_warnings(checkpoint)
     with open_model(
-        checkpoint, request.model, request.model_args or {}, trust=is_trusted
+        checkpoint,
+        request.model,
+        request.model_args or {},
+        task=request.task,
+        trust=is_trusted,
+        notes=notes,
     ) as module:
         announce_step(_RUN)
         reference = observe(
@@ -182,7 +190,7 @@ def export(request: ExportRequest) -> list[ExportReport]:
                     device=str(device),
                     details={**({"dtype": request.dtype} if request.dtype else {}), **details},
                     command=_command(request, format),
-                    warnings=(*_checkpoint_warnings(checkpoint), *reference.warnings),
+                    warnings=(*notes, *reference.warnings),
                 )
                 finished.append((report, draft))
             if not finished:
@@ -397,6 +405,7 @@ def _command(request: ExportRequest, format: str) -> str:
     words = ["modelyard", "export", _relative(request.checkpoint)]
     for option, values in (
         ("--model", [model]),
+        ("--task", [request.task]),
         ("--weights-key", [request.weights_key]),
         ("--ema", [request.ema]),
         ("--trust", [request.announce is not None]),

@@ -35,7 +35,13 @@ from modelyard.exporter.ingest.source import (
     read_object_or_nothing,
     sniff,
 )
-from modelyard.exporter.ingest.value import ClassHint, ParsedCheckpoint, Weights, parse_labels
+from modelyard.exporter.ingest.value import (
+    ClassHint,
+    ParsedCheckpoint,
+    Weights,
+    code_names,
+    parse_labels,
+)
 
 _MAX_YAML = 1 << 20
 _WEIGHT_FILES = (
@@ -110,8 +116,8 @@ def _hugging_face(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     name = _text(name) or _text(config.get("architecture"))
     kind = "timm folder" if "pretrained_cfg" in config else "Hugging Face folder"
     notes = parsed.notes
-    if isinstance(config.get("auto_map"), dict):
-        code = ", ".join(sorted(str(value) for value in config["auto_map"].values()))
+    if "auto_map" in config:
+        code = code_names(config["auto_map"])
         notes = (*notes, f"its class is code in the folder ({code}), which was not imported")
     extra = [folder / name for name in ("config.json", "trainer_state.json")]
     return replace(

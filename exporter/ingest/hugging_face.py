@@ -2,91 +2,373 @@
 
 import importlib
 import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from modelyard.exporter.errors import CheckpointError, ModelError, cause
-from modelyard.exporter.ingest.source import read_object
-from modelyard.exporter.ingest.value import Checkpoint
+from modelyard.exporter.errors import CheckpointError, ModelError, UsageError, cause
+from modelyard.exporter.ingest.value import Checkpoint, code_names, nearest
+
+TASKS: Mapping[str, tuple[str, ...]] = {
+    "audio-classification": ("AudioClassification",),
+    "automatic-speech-recognition": ("CTC", "SpeechSeq2Seq"),
+    "depth-estimation": ("DepthEstimation",),
+    "feature-extraction": ("",),
+    "fill-mask": ("MaskedLM",),
+    "image-classification": ("ImageClassification",),
+    "image-feature-extraction": ("",),
+    "image-segmentation": ("ImageSegmentation", "SemanticSegmentation", "UniversalSegmentation"),
+    "multiple-choice": ("MultipleChoice",),
+    "object-detection": ("ObjectDetection",),
+    "question-answering": ("QuestionAnswering",),
+    "text-classification": ("SequenceClassification",),
+    "text-generation": ("CausalLM",),
+    "text2text-generation": ("Seq2SeqLM",),
+    "time-series-forecasting": ("TimeSeriesPrediction",),
+    "token-classification": ("TokenClassification",),
+    "video-classification": ("VideoClassification",),
+    "zero-shot-image-classification": ("ZeroShotImageClassification",),
+    "zero-shot-object-detection": ("ZeroShotObjectDetection",),
+}
+"""Task, as transformers' pipelines and the hub name it → endings of `AutoModelFor…`."""
+
+_KEYS_SHOWN = 20
+# What config.json may say of how it is computed: transformers fetches and loads native code for a
+# name with a slash, and needs a GPU for others.
+_KERNEL_ENDINGS = ("attn_implementation", "experts_implementation", "implementation_internal")
+# Arguments of PreTrainedConfig that are not among its fields.
+_ALWAYS_KNOWN = frozenset(
+    ("num_labels", "attn_implementation", "dtype", "output_attentions", "output_hidden_states")
+)
 
 
-def build_hugging_face(checkpoint: Checkpoint, *, is_trusted: bool = False) -> nn.Module:
-    """Build the model that `config.json` names, with the checkpoint's weights.
+def build_hugging_face(
+    checkpoint: Checkpoint,
+    class_name: str | None = None,
+    *,
+    task: str | None = None,
+    model_args: Mapping[str, Any] | None = None,
+    is_trusted: bool = False,
+    notes: list[str] | None = None,
+) -> nn.Module:
+    """Build the model that `config.json` names, or another head on it, with the weights.
 
     Args:
         checkpoint: of a folder with `config.json`.
+        class_name: of transformers, also an `Auto…` class; None for the one of `config.json`.
+        task: of `TASKS`, instead of a class.
+        model_args: values that replace those of `config.json`.
         is_trusted: let the folder's own Python files run.
+        notes: gets a sentence for each thing that was done otherwise than the folder says.
 
     Raises:
+        UsageError: there is no such task or class, or `model_args` has a key that is none of the
+            configuration's.
         CheckpointError: its class is code in the folder, or its tensors do not fit the class.
         ModelError: transformers is not installed, or does not know the class.
     """
-    folder = checkpoint.path
-    config = read_object(folder / "config.json")
-    if isinstance(config.get("auto_map"), dict) and not is_trusted:
-        code = ", ".join(sorted(str(value) for value in config["auto_map"].values()))
+    notes = [] if notes is None else notes
+    name = checkpoint.path.name
+    if task is not None and task not in TASKS:
+        near = nearest(task, TASKS)
+        raise UsageError(
+            f'--task "{task}" is unknown; expected {f"{near}, or another" if near else "one"} of '
+            f"{', '.join(TASKS)}"
+        )
+    content = dict(checkpoint.hyper_parameters)
+    if "auto_map" in content and not is_trusted:
         raise CheckpointError(
-            f'"{folder.name}" is refused: its class is code in the folder ({code}), which is not '
-            "imported; give --model, or --trust to run it"
+            f'"{name}" is refused: its class is code in the folder '
+            f"({code_names(content['auto_map'])}), which is not imported; give --model, or --trust "
+            "to run it"
+        )
+    if "quantization_config" in content:
+        raise CheckpointError(
+            f'"{name}" holds quantised weights (quantization_config in config.json), which need '
+            "the library that wrote them; save them anew after model.dequantize()"
         )
     try:
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ModelError(
-            f'"{folder.name}" needs transformers to build its class; install it, or give --model'
+            f'"{name}" needs transformers to build its class; install it, or give --model'
         ) from error
-    if is_trusted and "auto_map" in config:
-        return _remote(transformers, folder.as_posix())
-    hint = checkpoint.class_hint
-    found: Any = getattr(transformers, hint.name, None) if hint else None
-    if not _is_model_class(found, transformers):
-        seen = f'names the class "{hint.name}"' if hint else "names no class"
-        raise ModelError(
-            f'"{folder.name}/config.json" {seen}; expected one of transformers '
-            f"{transformers.__version__} under architectures: give --model"
-        )
+    if "auto_map" in content:
+        return _remote(transformers, checkpoint, task, model_args or {}, notes)
+    config = _configuration(transformers, content, model_args or {}, name, notes)
+    found = _model_class(transformers, config, checkpoint, class_name, task)
     try:
-        parsed = transformers.AutoConfig.from_pretrained(
-            folder, trust_remote_code=False, local_files_only=True
-        )
         model, loaded = found.from_pretrained(
-            None, config=parsed, state_dict=dict(checkpoint.tensors), output_loading_info=True
+            None, config=config, state_dict=dict(checkpoint.tensors), output_loading_info=True
         )
     # transformers fails in whatever way the configuration or a tensor does not suit it.
     except Exception as error:
         raise ModelError(
-            f'transformers cannot build {found.__name__} of "{folder.name}": {cause(error)}; '
-            "give --model"
+            f'transformers cannot build {found.__name__} of "{name}": {cause(error)}; give --model'
         ) from error
-    _check_loaded(loaded, folder.name, found.__name__)
+    is_chosen = class_name is not None or task is not None
+    _check_loaded(loaded, checkpoint, found.__name__, notes if is_chosen else None)
     assert isinstance(model, nn.Module)
+    if _caches(model) and _uses_no_cache(config):
+        notes.append(
+            "it was built with use_cache=False, so its outputs hold no cache (past_key_values)"
+        )
     return model
 
 
-def _is_model_class(found: Any, transformers: Any) -> bool:
-    return inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)
+@contextmanager
+def quiet_and_offline() -> Iterator[None]:
+    """Keep transformers' notes and progress bars to itself, and the hub unasked.
 
-
-def _remote(transformers: Any, folder: str) -> nn.Module:
+    A configuration may name a backbone or a kernel for which it would be.
+    """
     try:
-        model = transformers.AutoModel.from_pretrained(
-            folder, trust_remote_code=True, local_files_only=True
+        logging: Any = importlib.import_module("transformers").utils.logging
+        constants: Any = importlib.import_module("huggingface_hub.constants")
+    except ImportError:
+        yield
+        return
+    verbosity, is_offline = logging.get_verbosity(), constants.HF_HUB_OFFLINE
+    had_bars = logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = is_offline
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+def _configuration(
+    transformers: Any,
+    content: Mapping[str, Any],
+    model_args: Mapping[str, Any],
+    name: str,
+    notes: list[str],
+) -> Any:
+    """Build the configuration from the values of `config.json` and those that replace them."""
+    kind = content.get("model_type")
+    if not isinstance(kind, str) or kind not in transformers.CONFIG_MAPPING:
+        seen = f'the model_type "{kind}"' if isinstance(kind, str) else "no model_type"
+        raise ModelError(
+            f'"{name}/config.json" names {seen}, which transformers {transformers.__version__} '
+            "does not know: give --model"
+        )
+    kernels: list[str] = []
+    plain = _without_kernels(content, kernels)
+    notes += [
+        f'config.json asks for the kernel "{kernel}", which was left out: its code would be '
+        "fetched and loaded"
+        for kernel in kernels
+    ]
+    try:
+        config = transformers.AutoConfig.for_model(**plain)
+        if model_args:
+            _check_known(model_args, config, name)
+            config = transformers.AutoConfig.for_model(**_merged(plain, model_args))
+    except UsageError:
+        raise
+    # Each configuration class checks its values in its own way.
+    except Exception as error:
+        raise ModelError(
+            f'"{name}/config.json" is refused by transformers: {cause(error)}; correct it, or give '
+            "--model"
+        ) from error
+    for part, given in _parts(config, model_args):
+        if getattr(part, "use_cache", None) and "use_cache" not in given:
+            part.use_cache = False
+        if "return_dict" not in given:  # without it outputs have no names
+            part.return_dict = True
+    return config
+
+
+def _without_kernels(value: Any, kernels: list[str]) -> Any:
+    """Return the configuration without what chooses an implementation, nor a backbone's weights.
+
+    All weights are the checkpoint's; `kernels` gets the names with a slash, which are the hub's.
+    """
+    if isinstance(value, Mapping):
+        kept = {}
+        for key, item in value.items():
+            if key.endswith(_KERNEL_ENDINGS):
+                items = item.values() if isinstance(item, Mapping) else [item]
+                kernels += [str(each)[:100] for each in items if "/" in str(each)]
+            elif key == "use_pretrained_backbone":
+                kept[key] = False
+            else:
+                kept[key] = _without_kernels(item, kernels)
+        return kept
+    if isinstance(value, list):
+        return [_without_kernels(item, kernels) for item in value]
+    return value
+
+
+def _check_known(model_args: Mapping[str, Any], config: Any, name: str) -> None:
+    known = {*config.to_dict(), *config.attribute_map, *config.sub_configs, *_ALWAYS_KNOWN}
+    for key, value in model_args.items():
+        if key not in known:
+            near = nearest(key, known)
+            raise UsageError(
+                f'--model-args: "{key}" is no value of "{name}/config.json" '
+                f"({type(config).__name__}); expected one of its own"
+                f"{f', such as {near}' if near else ''}"
+            )
+        if key.endswith(_KERNEL_ENDINGS) and "/" in str(value):
+            raise UsageError(
+                f'--model-args: the kernel "{value}" would be fetched and loaded as native code; '
+                "expected eager or sdpa"
+            )
+
+
+def _merged(content: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Replace values, and inside a nested configuration only those that are given."""
+    merged = dict(content)
+    for key, value in given.items():
+        inner = merged.get(key)
+        if isinstance(inner, Mapping) and isinstance(value, Mapping) and "model_type" in inner:
+            merged[key] = _merged(inner, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _parts(config: Any, model_args: Mapping[str, Any]) -> Iterator[tuple[Any, Mapping[str, Any]]]:
+    """Yield the configuration and those nested in it, each with its own of `model_args`."""
+    yield config, model_args
+    for key in config.sub_configs:
+        part, given = getattr(config, key, None), model_args.get(key)
+        if part is not None:
+            yield from _parts(part, given if isinstance(given, Mapping) else model_args)
+
+
+def _caches(model: Any) -> bool:
+    """Return whether the model decodes, so that a cache would be among its outputs."""
+    config = model.config
+    is_encoder = not (getattr(config, "is_decoder", True) or config.is_encoder_decoder)
+    return not is_encoder and "use_cache" in inspect.signature(model.forward).parameters
+
+
+def _uses_no_cache(config: Any) -> bool:
+    return any(getattr(part, "use_cache", None) is False for part, _ in _parts(config, {}))
+
+
+def _model_class(
+    transformers: Any,
+    config: Any,
+    checkpoint: Checkpoint,
+    class_name: str | None,
+    task: str | None,
+) -> Any:
+    """Return the class that was asked for, or the one that `config.json` names."""
+    version = transformers.__version__
+    if task is not None:
+        endings = TASKS[task]
+        autos = [f"AutoModelFor{end}" if end else "AutoModel" for end in endings]
+    elif class_name is not None:
+        autos = [class_name] if class_name.startswith("Auto") else []
+    else:
+        autos = []
+    for auto in autos:
+        mapping = getattr(getattr(transformers, auto, None), "_model_mapping", {})
+        if type(config) in mapping:
+            found: Any = mapping[type(config)]
+            # Some configurations belong to several classes of one task.
+            return found[0] if isinstance(found, tuple) else found
+    if autos:
+        asked = f"--task {task}" if task else f"--model transformers:{class_name}"
+        raise UsageError(
+            f"{asked}: transformers {version} has no {' or '.join(autos)} for a "
+            f"{type(config).__name__}; expected a task of this model"
+        )
+    hint = checkpoint.class_hint
+    name = class_name or (hint.name if hint else "")
+    found = getattr(transformers, name, None) if name else None
+    if not (inspect.isclass(found) and issubclass(found, transformers.PreTrainedModel)):
+        if class_name is not None:
+            near = nearest(class_name, dir(transformers))
+            raise UsageError(
+                f'--model transformers:{class_name}: transformers {version} has no model "'
+                f'{class_name}"{f"; did you mean {near}?" if near else ""}'
+            )
+        seen = f'names the class "{name}"' if name else "names no class"
+        raise ModelError(
+            f'"{checkpoint.path.name}/config.json" {seen}; expected one of transformers {version} '
+            "under architectures: give --model or --task"
+        )
+    return found
+
+
+def _remote(
+    transformers: Any,
+    checkpoint: Checkpoint,
+    task: str | None,
+    model_args: Mapping[str, Any],
+    notes: list[str],
+) -> nn.Module:
+    """Let the folder's own code build its model: the class of `architectures`, or of the task."""
+    auto_map = checkpoint.hyper_parameters.get("auto_map")
+    classes = auto_map if isinstance(auto_map, Mapping) else {}
+    own = checkpoint.class_hint.name if checkpoint.class_hint else ""
+    wanted = [f"AutoModelFor{end}" if end else "AutoModel" for end in TASKS.get(task or "", ())]
+    fitting = [auto for auto, code in classes.items() if str(code).endswith(f".{own}")]
+    auto = next((auto for auto in (*wanted, *fitting) if auto in classes), "AutoModel")
+    try:
+        model = getattr(transformers, auto).from_pretrained(
+            checkpoint.path.as_posix(),
+            trust_remote_code=True,
+            local_files_only=True,
+            **model_args,
         )
     # The folder's own code runs.
     except Exception as error:
         raise ModelError(f"the folder's own class fails: {cause(error)}; give --model") from error
     assert isinstance(model, nn.Module)
+    config: Any = model.config
+    if getattr(config, "use_cache", None) and "use_cache" not in model_args:
+        config.use_cache = False
+        notes.append("it runs with use_cache=False, so its outputs hold no cache")
     return model
 
 
-def _check_loaded(loaded: Any, folder: str, name: str) -> None:
-    problems = []
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-        if keys := sorted(str(key) for key in loaded.get(problem) or ()):
-            problems.append(f"{problem.replace('_', ' ')} {', '.join(keys[:20])}")
+def _check_loaded(
+    loaded: Any, checkpoint: Checkpoint, class_name: str, notes: list[str] | None
+) -> None:
+    """Refuse weights that are not there, or not of the class's shapes.
+
+    Args:
+        loaded: what transformers says of them.
+        checkpoint: where they come from.
+        class_name: what messages call the class.
+        notes: given where the class was chosen: then it may use a part of the weights, and gets a
+            note of the rest.
+    """
+    found = {
+        problem: sorted(map(str, loaded.get(problem) or ()))
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs")
+    }
+    own = checkpoint.class_hint.name if checkpoint.class_hint else "another class"
+    if notes is not None and (rest := found.pop("unexpected_keys")):
+        notes.append(f"{class_name} has no place for {_shown(rest)} of the checkpoint, a {own}")
+    problems = [
+        f"{problem.replace('_', ' ')} {_shown(keys)}" for problem, keys in found.items() if keys
+    ]
     if problems:
-        raise CheckpointError(
-            f'"{folder}" does not fit {name}: {"; ".join(problems)}; give --model with the class '
-            "that it was trained with"
+        advice = (
+            "give --model with the class that it was trained with"
+            if notes is None
+            else f"they would be random, and this is a checkpoint of {own}: train that head, or "
+            "leave --task and --model out"
         )
+        raise CheckpointError(
+            f'"{checkpoint.path.name}" does not fit {class_name}: {"; ".join(problems)}; {advice}'
+        )
+
+
+def _shown(keys: list[str]) -> str:
+    rest = len(keys) - _KEYS_SHOWN
+    return ", ".join(keys[:_KEYS_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -203,6 +203,12 @@ def parse_labels(value: Any) -> dict[int, str]:
     return labels
 
 
+def code_names(auto_map: Any) -> str:
+    """Return what `auto_map` of a `config.json` names, of whatever type it is."""
+    values = auto_map.values() if isinstance(auto_map, Mapping) else [auto_map]
+    return ", ".join(sorted(str(value)[:100] for value in values))
+
+
 def strip_wrappers(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...]]:
     """Strip what wrappers put in front of every name, repeatedly, and inside names.
 

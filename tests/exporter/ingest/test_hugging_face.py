@@ -1,0 +1,241 @@
+"""Folders of transformers: the class, the head, the configuration, and what is left out of it."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from modelyard.exporter.arguments import flatten
+from modelyard.exporter.checkpoint import open_model
+from modelyard.exporter.errors import CheckpointError, ModelError, UsageError
+
+SMALL = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+NARROW = {
+    "vocab_size": 60,
+    "d_model": 16,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 24,
+    "decoder_ffn_dim": 24,
+}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GPT2LMHeadModel": (
+        "gpt2",
+        {"vocab_size": 60, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2},
+    ),
+    "LlamaForCausalLM": ("llama", SMALL),
+    "Qwen3ForCausalLM": ("qwen3", {**SMALL, "head_dim": 8}),
+    "MixtralForCausalLM": ("mixtral", {**SMALL, "num_local_experts": 2}),
+    "MambaForCausalLM": (
+        "mamba",
+        {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
+    ),
+    "T5ForConditionalGeneration": (
+        "t5",
+        {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2},
+    ),
+    "BartForConditionalGeneration": ("bart", {**NARROW, "max_position_embeddings": 32}),
+    "WhisperForConditionalGeneration": (
+        "whisper",
+        {**NARROW, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 12},
+    ),
+}
+
+
+def save(folder: Path, name: str, kind: str, values: dict[str, Any]) -> Path:
+    """Write the folder of a small random model, as `save_pretrained` does."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **TOKENS, **values)
+    getattr(transformers, name)(config).eval().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def _bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    values = {**SMALL, "num_labels": 3}
+    del values["num_key_value_heads"]
+    folder = tmp_path_factory.mktemp("bert")
+    return save(folder, "BertForSequenceClassification", "bert", values)
+
+
+@pytest.fixture
+def bert(_bert: Path, tmp_path: Path) -> Path:
+    """A classifier's folder, which the test may change."""
+    return Path(shutil.copytree(_bert, tmp_path / "bert"))
+
+
+def change(folder: Path, **values: Any) -> Path:
+    """Replace values of its config.json."""
+    config = json.loads((folder / "config.json").read_text("utf-8")) | values
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_what_decodes_is_built_without_its_cache_which_is_said(name: str, tmp_path: Path) -> None:
+    notes: list[str] = []
+    with open_model(save(tmp_path, name, *DECODERS[name]), None, notes=notes) as model:
+        call: Any = model
+        ids = torch.ones(2, 5, dtype=torch.int64)
+        named = {"decoder_input_ids": ids} if name.startswith(("T5", "Whisper")) else {}
+        sound = torch.randn(2, 8, 20)
+        found = flatten(call(sound if name.startswith("Whisper") else ids, **named))
+    assert found["logits"].shape == (2, 5, 60)
+    assert not [key for key in found if "cache" in key or "past" in key]
+    assert len(notes) == 1
+    assert "use_cache=False" in notes[0]
+
+
+def test_an_encoder_says_nothing_of_caches(bert: Path) -> None:
+    notes: list[str] = []
+    with open_model(bert, None, notes=notes):
+        assert notes == []
+
+
+def test_model_args_replace_values_of_the_configuration(tmp_path: Path) -> None:
+    folder = save(tmp_path, "GPT2LMHeadModel", *DECODERS["GPT2LMHeadModel"])
+    ids = torch.ones(1, 3, dtype=torch.int64)
+    with open_model(folder, None, {"use_cache": True}) as model:
+        assert "past_key_values" in model(ids)
+    with open_model(folder, None, {"activation_function": "relu"}) as model:
+        changed: Tensor = model(ids).logits
+    with open_model(folder, None) as model:
+        assert not torch.equal(changed, model(ids).logits)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "seen"),
+    [
+        pytest.param({"num_hiden_layers": 1}, "such as num_hidden_layers", id="unknown"),
+        pytest.param({"attn_implementation": "a/b"}, 'kernel "a/b" would be fetched', id="kernel"),
+    ],
+)
+def test_model_args_that_mean_nothing_are_wrong_usage(
+    arguments: dict[str, Any], seen: str, bert: Path
+) -> None:
+    with pytest.raises(UsageError, match=seen), open_model(bert, None, arguments):
+        pass
+
+
+def test_model_args_for_a_whole_module_are_wrong_usage(tmp_path: Path) -> None:
+    torch.save(nn.Sequential(nn.Linear(3, 2)), tmp_path / "net.pt")
+    with (
+        pytest.raises(UsageError, match=r"--model-args: .* is a whole module"),
+        open_model(tmp_path / "net.pt", None, {"width": 3}),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("model", "task"),
+    [
+        ("transformers:BertModel", None),
+        ("transformers:AutoModel", None),
+        (None, "feature-extraction"),
+    ],
+)
+def test_a_part_of_the_folders_model_is_taken_and_the_rest_is_noted(
+    model: str | None, task: str | None, bert: Path
+) -> None:
+    notes: list[str] = []
+    with open_model(bert, model, task=task, notes=notes) as built:
+        assert type(built).__name__ == "BertModel"
+    assert notes == [
+        "BertModel has no place for classifier.bias, classifier.weight of the checkpoint, a "
+        "BertForSequenceClassification"
+    ]
+
+
+def test_a_head_whose_weights_are_missing_is_refused_by_their_names(bert: Path) -> None:
+    with (
+        pytest.raises(
+            CheckpointError, match=r"missing keys qa_outputs\.bias, .*a checkpoint of BertForSeq"
+        ),
+        open_model(bert, None, task="question-answering"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("model", "task", "seen"),
+    [
+        pytest.param(None, "txt-classification", "expected text-classification", id="misspelt"),
+        pytest.param(None, "object-detection", "no AutoModelForObjectDetection", id="other kind"),
+        pytest.param("transformers:BertModl", None, "did you mean BertModel?", id="class"),
+        pytest.param("net.py:Net", "fill-mask", "leave --model net.py:Net out", id="both"),
+    ],
+)
+def test_a_task_or_class_that_is_none_is_wrong_usage(
+    model: str | None, task: str | None, seen: str, bert: Path
+) -> None:
+    with pytest.raises(UsageError) as caught, open_model(bert, model, task=task):
+        pass
+    assert seen in str(caught.value)
+
+
+def test_a_task_is_for_folders_alone(tmp_path: Path) -> None:
+    torch.save(nn.Linear(3, 2).state_dict(), tmp_path / "net.pt")
+    with (
+        pytest.raises(UsageError, match=r"for a Hugging Face folder, .* is a state dict"),
+        open_model(tmp_path / "net.pt", None, task="fill-mask"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "key", ["attn_implementation", "_attn_implementation", "experts_implementation"]
+)
+def test_a_kernel_that_the_folder_names_is_left_out(key: str, bert: Path) -> None:
+    notes: list[str] = []
+    # transformers would ask the hub for it, with a package that is not here.
+    with open_model(change(bert, **{key: "someone/kernel"}), None, notes=notes) as model:
+        assert "someone/kernel" not in str(vars(model.config))
+    assert [note for note in notes if 'the kernel "someone/kernel", which was left out' in note]
+
+
+@pytest.mark.parametrize(
+    "value", [{"AutoModel": "evil.Net"}, ["evil.Net"], "evil.Net", None], ids=repr
+)
+def test_code_of_the_folder_is_refused_however_it_is_written(value: Any, bert: Path) -> None:
+    (bert / "evil.py").write_text("raise SystemExit('imported')\n", encoding="utf-8")
+    with (
+        pytest.raises(CheckpointError, match=r"its class is code in the folder .*--trust"),
+        open_model(change(bert, auto_map=value), None),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "seen"),
+    [
+        pytest.param(
+            {"quantization_config": {"quant_method": "mxfp4"}},
+            CheckpointError,
+            r"quantised weights .*dequantize",
+            id="quantised",
+        ),
+        pytest.param({"model_type": "brt"}, ModelError, 'the model_type "brt"', id="unknown type"),
+        pytest.param({"hidden_size": "wide"}, ModelError, "refused by transformers", id="value"),
+    ],
+)
+def test_a_configuration_that_cannot_be_used_is_refused(
+    values: dict[str, Any], error: type[Exception], seen: str, bert: Path
+) -> None:
+    with pytest.raises(error, match=seen), open_model(change(bert, **values), None):
+        pass
