@@ -19,7 +19,15 @@ from modelyard.archiver.untrusted.container import OpenFile
 from modelyard.archiver.untrusted.zip import TORCH_RULES, NotAZip, ZipReader, read_names
 from modelyard.handlers.errors import InputMismatch, LoadError
 from modelyard.handlers.program.check import load_program
-from modelyard.handlers.sharing import MIN_FILE_BYTES, make_once, map_weights, release_freed_memory
+from modelyard.handlers.sharing import (
+    MIN_FILE_BYTES,
+    SHARED_ONNX,
+    Examples,
+    make_once,
+    map_weights,
+    release_freed_memory,
+    save_shared_onnx,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +141,10 @@ def _takes(spec: TensorSpec) -> Callable[[Tensor], bool]:
 
 
 def open_artifact(
-    path: Path, format: str, device: str | torch.device = "cpu", share: bool = False
+    path: Path,
+    format: str,
+    device: str | torch.device = "cpu",
+    share: bool | Examples = False,
 ) -> Artifact:
     """Load an artifact so that a worker can call it.
 
@@ -143,7 +154,8 @@ def open_artifact(
         device: "cpu" or "cuda[:N]"; an artifact exported on one device runs on the other.
         share: whether weights on the CPU are mapped, and so in memory once for all processes that
             do this. `path` must lie in a folder that nobody changes, and into which further files
-            may be written.
+            may be written. Instead of True, what returns inputs to try shared weights with where
+            that needs proof; else they are made up.
 
     Raises:
         LoadError: unknown format, no such device, or a file that is not what `format` says.
@@ -162,7 +174,7 @@ def open_artifact(
             f"{path.name} holds {found}, not {format}; say {found} or give the other file"
         )
     try:
-        return FORMATS[format](path, place, share and place.type == "cpu")
+        return FORMATS[format](path, place, share if place.type == "cpu" else False)
     except LoadError:
         raise
     # The loaders raise whatever their parsers raise on a damaged file (KeyError, RuntimeError,
@@ -202,7 +214,7 @@ def detect_format(path: Path) -> str:
     )
 
 
-def open_pt2(path: Path, device: torch.device, share: bool = False) -> Artifact:
+def open_pt2(path: Path, device: torch.device, share: bool | Examples = False) -> Artifact:
     """Load an exported program; gradients flow through it exactly as through the checkpoint.
 
     Raises:
@@ -225,7 +237,7 @@ def open_pt2(path: Path, device: torch.device, share: bool = False) -> Artifact:
     return Artifact("pt2", run, inputs, device, module)
 
 
-def open_torchscript(path: Path, device: torch.device, share: bool = False) -> Artifact:
+def open_torchscript(path: Path, device: torch.device, share: bool | Examples = False) -> Artifact:
     """Load a scripted or traced module; the file states its inputs' names, not their shapes."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"`torch\.jit\.load` is", DeprecationWarning)
@@ -241,7 +253,7 @@ def open_torchscript(path: Path, device: torch.device, share: bool = False) -> A
     return Artifact("torchscript", module, inputs, device, module)
 
 
-def open_onnx(path: Path, device: torch.device, share: bool = False) -> Artifact:
+def open_onnx(path: Path, device: torch.device, share: bool | Examples = False) -> Artifact:
     """Load an ONNX model into onnxruntime; tensors pass through numpy without a copy on the CPU."""
     session = open_session(path, device, share)
     inputs = [_onnx_input(node.name, node.type, node.shape) for node in session.get_inputs()]
@@ -261,12 +273,12 @@ def open_onnx(path: Path, device: torch.device, share: bool = False) -> Artifact
     return Artifact("onnx", run, inputs, torch.device("cpu"))
 
 
-def open_session(path: Path, device: torch.device, share: bool = False) -> Any:
+def open_session(path: Path, device: torch.device, share: bool | Examples = False) -> Any:
     """Return onnxruntime's session of an ONNX model, which computes on `device` if it can.
 
     Args:
-        share: as `open_artifact`'s; what is opened then is a copy, optimised for this machine, of
-            which onnxruntime maps the weights.
+        share: as `open_artifact`'s; what is opened then is a copy, optimised for this machine and
+            tried, of which onnxruntime maps the weights.
     """
     import onnxruntime
 
@@ -275,26 +287,18 @@ def open_session(path: Path, device: torch.device, share: bool = False) -> Any:
     def start(file: Path, options: Any) -> Any:
         return onnxruntime.InferenceSession(os.fspath(file), options, providers=providers)
 
-    def optimise(folder: Path) -> None:
-        """Save the model as it is optimised for this machine, with its weights as they are used."""
-        options = _session_options(onnxruntime)
-        options.optimized_model_filepath = os.fspath(folder / _ONNX_OPTIMISED)
-        for key, value in _ONNX_OPTIMISED_ENTRIES.items():
-            options.add_session_config_entry(f"session.{key}", value)
-        start(path, options)
-
     if share and providers == _ONNX_CPU and path.stat().st_size >= MIN_FILE_BYTES:
-        folder = make_once(path, optimise)
-        release_freed_memory()
+        examples = share if callable(share) else None
+        folder = make_once(path, partial(save_shared_onnx, path, examples))
         if folder is not None:
             options = _session_options(onnxruntime)
             # It is optimised: a second time might change the order of sums.
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-            return start(folder / _ONNX_OPTIMISED, options)
+            return start(folder / SHARED_ONNX, options)
     return start(path, _session_options(onnxruntime))
 
 
-def open_aoti(path: Path, device: torch.device, share: bool = False) -> Artifact:
+def open_aoti(path: Path, device: torch.device, share: bool | Examples = False) -> Artifact:
     """Load an AOTInductor package: native code, which runs in this process as it is.
 
     Raises:
@@ -384,7 +388,7 @@ def _open_native(folder: Path) -> Any:
     return torch._C._aoti.AOTIModelContainerRunnerCpu(os.fspath(library), 1)
 
 
-FORMATS: Mapping[str, Callable[[Path, torch.device, bool], Artifact]] = {
+FORMATS: Mapping[str, Callable[[Path, torch.device, bool | Examples], Artifact]] = {
     "pt2": open_pt2,
     "onnx": open_onnx,
     "torchscript": open_torchscript,
@@ -395,13 +399,6 @@ _AOTI_MODEL = "model"
 _AOTI_WEIGHTS = "weights.pt"
 
 _ONNX_CPU: list[Any] = ["CPUExecutionProvider"]
-_ONNX_OPTIMISED = "optimized.onnx"
-_ONNX_OPTIMISED_ENTRIES = {
-    "optimized_model_external_initializers_file_name": "optimized.weights",
-    "optimized_model_external_initializers_min_size_in_bytes": "1024",
-    # Kernels reorder weights for their own use, into memory of their own: not if the file has them.
-    "save_external_prepacked_constant_initializers": "1",
-}
 
 _ONNX_DTYPES = {
     "tensor(float)": "float32",

@@ -1,11 +1,13 @@
 """What an unpacked archive holds of a model → artifacts that can be called."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from modelyard.archiver.errors import ArchiveError
 from modelyard.archiver.report import Report, parse_report
@@ -13,6 +15,7 @@ from modelyard.archiver.signature import Signature, parse_signature
 from modelyard.handlers.agree import Rule, joint_rules
 from modelyard.handlers.backends import Artifact, detect_format, open_artifact, torch_dtype
 from modelyard.handlers.errors import LoadError
+from modelyard.handlers.probes import Probe, example_sizes, make_cases
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,17 @@ def _open(folder: Path, file: str, report: Report | None, device: torch.device) 
     if not path.is_file():
         raise LoadError(f"the manifest names {file}, which the archive does not hold")
     format = report.format if report else detect_format(path)
-    return open_artifact(path, format, device, share=True)
+    return open_artifact(path, format, device, share=partial(_examples, report) if report else True)
+
+
+def _examples(report: Report) -> Iterator[tuple[Tensor, ...]]:
+    """Yield inputs of two sizes that the model is known to take."""
+    signature = report.signature
+    smallest = {name: dim.min for name, dim in signature.dims.items()}
+    probes = [Probe("random", sizes) for sizes in (smallest, example_sizes(signature))]
+    below = report.parity.below if report.parity else {}
+    for _, inputs in make_cases(signature, probes, below):
+        yield inputs
 
 
 def _read_signature(stated: Mapping[str, Any] | None, artifact: Artifact) -> Signature:

@@ -12,11 +12,16 @@ import fcntl
 import logging
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,8 +35,15 @@ MIN_STORAGE_BYTES = 1 << 14
 MIN_FILE_BYTES = 1 << 20
 """Of smaller models no further file is made."""
 
+SHARED_ONNX_SCRIPT = Path(__file__).with_name("shared_onnx.py")
+SHARED_ONNX = "optimized.onnx"
+"""The file to open in the folder that `save_shared_onnx` fills."""
+
+Examples = Callable[[], Iterable[Sequence[Tensor]]]
+
 _ALIGNMENT = 64  # of what torch allocates, and of what it stores: kernels may choose by it
 _HEAD_BYTES = 64
+_TRIAL_S = 300
 _SHARED = ".shared"
 _libc = ctypes.CDLL(None)
 
@@ -112,6 +124,39 @@ def make_once(source: Path, make: Callable[[Path], None]) -> Path | None:
         _log.warning("each worker keeps a copy of the weights of %s: %s", source.name, error)
         return None
     return folder
+
+
+def save_shared_onnx(model: Path, examples: Examples | None, folder: Path) -> None:
+    """Save an ONNX model in a folder so that its weights are mapped, and prove that it computes.
+
+    Both happen in a process of their own: onnxruntime has no check of the layout of mapped weights,
+    and ends the process that computes with one it cannot read.
+
+    Args:
+        examples: inputs, in the model's order; None to make some up.
+
+    Raises:
+        OSError: the model does not compute from mapped weights what it computes without; says why.
+    """
+    command = [sys.executable, "-P", *map(os.fspath, (SHARED_ONNX_SCRIPT, model, folder))]
+    with tempfile.TemporaryDirectory() as inputs:
+        if examples is not None:
+            arrays: dict[str, Any] = {
+                f"{example}_{i}": tensor.numpy()
+                for example, tensors in enumerate(examples())
+                for i, tensor in enumerate(tensors)
+            }
+            np.savez(file := Path(inputs, "examples.npz"), **arrays)
+            command.append(os.fspath(file))
+        trial = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_TRIAL_S, check=False
+        )
+    if trial.returncode < 0:
+        ended_by = signal.Signals(-trial.returncode).name
+        raise OSError(f"the process that tried them mapped ended by {ended_by}")
+    if trial.returncode:
+        reason = trial.stderr.decode(errors="replace").strip().splitlines() or ["no reason given"]
+        raise OSError(reason[-1])
 
 
 def release_freed_memory() -> None:

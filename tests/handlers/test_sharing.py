@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import onnx
 import pytest
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,9 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import Signature, TensorSpec
 from modelyard.exporter.to_aoti import write as write_aoti
 from modelyard.exporter.to_torchscript import write as write_torchscript
-from modelyard.handlers.backends import open_artifact
-from modelyard.handlers.sharing import make_once, map_weights
+from modelyard.handlers import sharing
+from modelyard.handlers.backends import Artifact, open_artifact
+from modelyard.handlers.sharing import SHARED_ONNX, make_once, map_weights
 from tests.handlers.conftest import export_all
 from tests.serve.live import poll
 
@@ -314,3 +316,115 @@ def test_native_code_computes_with_mapped_weights(tmp_path: Path) -> None:
     weights = mapped(tmp_path / ".shared" / file.name / "weights.pt")
     assert weights["Rss"] * 1024 >= 2.9 * WEIGHT_BYTES
     assert weights["Anonymous"] == 0
+
+
+class Positions(nn.Module):
+    """A table of odd size, int64 as position ids are, and weights that kernels reorder."""
+
+    positions: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(2000, 64)
+        self.places = nn.Embedding(515, 64)
+        self.register_buffer("positions", torch.arange(515)[None])
+        self.first = nn.Linear(64, 2000)
+        self.second = nn.Linear(64, 2000)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        rows = self.tokens(ids) + self.places(self.positions[:, : ids.shape[1]])
+        out: Tensor = self.first(rows) + self.second(rows.relu())
+        return out
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An ONNX model whose weights, laid one after the other, end onnxruntime's process."""
+    torch.manual_seed(0)
+    file = tmp_path_factory.mktemp("odd") / "odd.onnx"
+    ids = torch.randint(0, 2000, (3, 7))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`isinstance\(treespec, LeafSpec\)`", FutureWarning)
+        torch.onnx.export(
+            Positions().eval(),
+            (ids,),
+            file,
+            dynamo=True,
+            dynamic_shapes=({1: torch.export.Dim("length", max=514)},),
+            external_data=False,
+            verbose=False,
+        )
+    return file
+
+
+IDS = torch.randint(0, 2000, (3, 11), generator=torch.Generator().manual_seed(1))
+
+
+def gives_the_same(artifact: Artifact, file: Path) -> bool:
+    found, expected = artifact(IDS), open_artifact(file, "onnx")(IDS)
+    return torch.equal(torch.as_tensor(found), torch.as_tensor(expected))
+
+
+def in_a_folder_of_its_own(file: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copy(file, tmp_path / file.name))
+
+
+def test_mapped_onnx_weights_lie_where_kernels_may_read_them(odd: Path, tmp_path: Path) -> None:
+    file = in_a_folder_of_its_own(odd, tmp_path)
+    artifact = open_artifact(file, "onnx", share=True)
+    assert gives_the_same(artifact, odd)
+    model = onnx.load(tmp_path / ".shared" / file.name / SHARED_ONNX, load_external_data=False)
+    entries = [(each.key, each.value) for t in model.graph.initializer for each in t.external_data]
+    offsets = [int(value) for key, value in entries if key == "offset"]
+    reordered = [v.split("|")[1].split(";")[0] for k, v in entries if k.startswith("prepacked")]
+    assert len(offsets) == 7
+    assert len(reordered) == 2
+    assert not any(int(offset) % 64 for offset in [*offsets, *reordered])
+
+
+def test_weights_whose_trial_ends_the_process_stay_copies(
+    odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = sharing.SHARED_ONNX_SCRIPT.read_text()
+    dying = script.replace(
+        "    mapped = _start(", "    signal.raise_signal(signal.SIGSEGV)\n    mapped = _start("
+    )
+    assert dying != script
+    (tmp_path / "dying.py").write_text(dying)
+    monkeypatch.setattr(sharing, "SHARED_ONNX_SCRIPT", tmp_path / "dying.py")
+    file = in_a_folder_of_its_own(odd, tmp_path)
+    artifact = open_artifact(file, "onnx", share=True)
+    assert (
+        "copy of the weights of odd.onnx: the process that tried them mapped ended by SIGSEGV"
+        in caplog.text
+    )
+    assert not mapped(tmp_path)
+    assert gives_the_same(artifact, odd)
+
+
+def test_weights_that_no_example_proves_stay_copies(
+    odd: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = in_a_folder_of_its_own(odd, tmp_path)
+    outside = [torch.zeros(3, 7)]  # no integers
+    artifact = open_artifact(file, "onnx", share=lambda: [outside])
+    assert (
+        "each worker keeps a copy of the weights of odd.onnx: no input to try them" in caplog.text
+    )
+    assert not mapped(tmp_path)
+    assert gives_the_same(artifact, odd)
+
+
+def test_weights_that_give_other_values_stay_copies(
+    odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    script = sharing.SHARED_ONNX_SCRIPT.read_text()
+    # As a file that is written short would be: zeros where the weights were.
+    wrong = script.replace("target.write(source.read(length))", "target.write(bytes(length))")
+    assert wrong != script
+    (tmp_path / "wrong.py").write_text(wrong)
+    monkeypatch.setattr(sharing, "SHARED_ONNX_SCRIPT", tmp_path / "wrong.py")
+    file = in_a_folder_of_its_own(odd, tmp_path)
+    artifact = open_artifact(file, "onnx", share=lambda: [[IDS]])
+    assert "odd.onnx: it computes other values from them mapped" in caplog.text
+    assert gives_the_same(artifact, odd)
