@@ -5,8 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from modelyard.archiver.errors import CannotArchive
-from modelyard.archiver.signature import Signature, read_signature
+from modelyard.archiver.signature import Signature, TensorSpec, ends_of, read_signature
 from modelyard.archiver.untrusted.json import Fields, parse_json
+from modelyard.archiver.values import End, Values, read_end
 
 _MAX_REPORT_BYTES = 16 * 1024 * 1024
 
@@ -21,8 +22,8 @@ class Parity:
     tolerances: Mapping[str, float]
     """Output → largest scaled difference that was allowed."""
     is_quantized: bool = False
-    below: Mapping[str, int] = field(default_factory=dict)
-    """Integer input → the bound that its values stayed under."""
+    integers: Mapping[str, Values] = field(default_factory=dict)
+    """Integer input → the values that were tried, where its signature states none."""
     kinds: tuple[str, ...] = ()
     """Of the values that were tried; empty for all."""
     is_reduced: bool = True
@@ -41,6 +42,11 @@ class Report:
     signature: Signature
     parity: Parity | None
     """None in reports that prove nothing."""
+
+    @property
+    def tried(self) -> Signature:
+        """The signature with the integers that the export found by trying."""
+        return self.signature.with_values(self.parity.integers if self.parity else {})
 
 
 def read_report(artifact: Path) -> Report | None:
@@ -97,7 +103,11 @@ def _parity(fields: Fields, signature: Signature) -> Parity:
             for spec in signature.outputs
         },
         is_quantized="quantize" in _optional(fields, "details").values,
-        below={name: _bound(integers, name) for name in integers.values},
+        integers={
+            spec.name: _range(integers, spec, signature)
+            for spec in signature.inputs
+            if spec.name in integers.values
+        },
         kinds=tuple(parity.items("kinds")) if "kinds" in parity.values else (),
         is_reduced=plan.boolean("reduced") if "reduced" in plan.values else True,
     )
@@ -107,11 +117,16 @@ def _optional(fields: Fields, key: str) -> Fields:
     return fields.object(key) if key in fields.values else Fields({}, fields.at(key), [])
 
 
-def _bound(integers: Fields, name: str) -> int:
-    """Read the bound that follows from `[smallest, largest]`."""
-    match integers.items(name):
-        case [int(), int() as largest]:
-            return largest + 1
-        case found:
-            integers.wrong(name, "the smallest and the largest value", found)
-            return 1
+def _range(integers: Fields, spec: TensorSpec, signature: Signature) -> Values:
+    """Read `[smallest, largest]`, of which each is a number or the size of a dim."""
+    found = integers.items(spec.name)
+    match [end for value in found if (end := read_end(value))]:
+        case [low, high] if len(found) == 2:
+            values = Values(low, high)
+            problem = values.problem(spec.dtype, ends_of(signature.dims))
+            if problem is None:
+                return values
+            integers.problems.append(f"{integers.at(spec.name)}: {problem}")
+        case _:
+            integers.wrong(spec.name, "the smallest and the largest value", found)
+    return Values(End(0), End(0))

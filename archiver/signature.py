@@ -171,6 +171,11 @@ class Signature:
         mixes = self.batching is not None and not self.batching.batchable
         return 1 if mixes or isinstance(self.batch, int) else self.batch.max
 
+    def with_values(self, found: Mapping[str, Values]) -> "Signature":
+        """Return the signature in which inputs without stated values take those of their name."""
+        inputs = (replace(spec, values=spec.values or found.get(spec.name)) for spec in self.inputs)
+        return replace(self, inputs=tuple(inputs))
+
     def in_precision(self, dtype: str) -> "Signature":
         """Return the signature whose floating-point inputs are of `dtype`, but complex ones."""
         inputs = (
@@ -251,12 +256,13 @@ def _read_tensor(fields: Fields, dims: Mapping[str, Dim]) -> TensorSpec:
     if "values" in fields.values:
         stated = fields.object("values")
         values = values_of.read_values(stated)
-        if problem := values.problem(dtype, _ranges(dims)):
+        if problem := values.problem(dtype, ends_of(dims)):
             fields.problems.append(f"{stated.path}: {problem}")
     return TensorSpec(fields.text("name"), dtype, tuple(shape), path, values, view)
 
 
-def _ranges(dims: Mapping[str, Dim]) -> dict[str, tuple[int, int]]:
+def ends_of(dims: Mapping[str, Dim]) -> dict[str, tuple[int, int]]:
+    """Return the smallest and the largest size of each dim."""
     return {name: (dim.min, dim.max) for name, dim in dims.items()}
 
 
@@ -278,7 +284,7 @@ def parse_inputs(texts: Sequence[str]) -> Signature:
     # The range of a name may follow its first mention.
     dims = {name: Dim(name, *(ends or DEFAULT_RANGE)) for name, ends in ranges.items()}
     for text, spec in zip(texts, specs, strict=True):
-        if spec.values and (problem := spec.values.problem(spec.view or spec.dtype, _ranges(dims))):
+        if spec.values and (problem := spec.values.problem(spec.view or spec.dtype, ends_of(dims))):
             raise ValueError(f'--input "{text}": the values {spec.values}: {problem}')
     return Signature(tuple(with_dims(specs, dims)))
 

@@ -279,7 +279,11 @@ def _scope(reference: Reference) -> dict[str, Any]:
     }
     return {
         "sizes": tried,
-        "integers": {name: [0, bound - 1] for name, bound in reference.below.items()},
+        "integers": {
+            name: [stated["min"], stated["max"]]
+            for name, values in reference.found.items()
+            if (stated := values.to_json())
+        },
         "kinds": sorted({case.probe.kind for case in reference.cases}),
         "samples": [{"file": sample.file, "rows": sample.rows} for sample in reference.samples],
         "plan": reference.plan.to_json(),

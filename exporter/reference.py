@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import DTYPES, Batching, Dim, Signature, Size, TensorSpec
+from modelyard.archiver.values import Values
 from modelyard.exporter.arguments import flatten, give_tensors, is_plain, own_name
 from modelyard.exporter.errors import ModelError, UsageError, cause
-from modelyard.exporter.ranges import find_bounds
+from modelyard.exporter.ranges import advice, find_values
 from modelyard.exporter.samples import Sample
 from modelyard.exporter.watch import Watched, in_train_mode, plain_tensors, watch
 from modelyard.handlers.agree import compare, full_precision
@@ -63,8 +64,8 @@ class Reference:
     """The checkpoint's model, on its device; in float32 where a dtype was asked for."""
     model: nn.Module
     """The one to export: `original`, in the dtype that was asked for."""
-    below: Mapping[str, int]
-    """For each integer input, the bound that the compared values stay under."""
+    found: Mapping[str, Values]
+    """For each integer input without stated values, those that the model was found to take."""
     samples: tuple[Sample, ...] = ()
     warnings: tuple[str, ...] = ()
     """What the author may want to change, in a sentence each."""
@@ -104,11 +105,12 @@ def observe(
     original = model if dtype is None else model.float()
     signature = inputs if dtype is None else inputs.in_precision(dtype_name(dtype))
     # Integers out of range are an error on the CPU; on CUDA they end the process.
-    below = find_bounds(original, inputs if dtype is None else inputs.in_precision("float32"))
+    found = find_values(original, inputs if dtype is None else inputs.in_precision("float32"))
+    tried = signature.with_values(found)
     original.to(device)
     with full_precision(device):
         example_probe = Probe("random", example_sizes(signature))
-        example = _to(make_inputs(signature, example_probe, below), device)
+        example = _to(make_inputs(tried, example_probe), device)
         call = (signature, example_probe, _raised(example, dtype))
         output = _call(original, *call)
         named = _name_outputs(flatten(output), output_names)
@@ -120,7 +122,7 @@ def observe(
             output = _call(lowered, signature, example_probe, example)
         chosen = plan(signature, _row_gflop(original, signature, watched))
         compared = [
-            *make_cases(signature, chosen.probes, below),
+            *make_cases(tried, chosen.probes),
             *((Probe("sample", sample.sizes), _lowered(sample, signature)) for sample in samples),
         ]
         cases = [
@@ -133,8 +135,7 @@ def observe(
         _check_finite(outputs, cases)
         batching = find_batching(
             lambda tensors: _outputs(original, signature, example_probe, tensors, dtype),
-            replace(signature, outputs=outputs),
-            below,
+            replace(tried, outputs=outputs),
             watched.batch_norm,
         )
     dtypes = [dtype_name(value.dtype) for value in flatten(output).values()]
@@ -146,7 +147,7 @@ def observe(
         plan=chosen,
         original=original,
         model=lowered if is_plain(output) else give_tensors(lowered, signature),
-        below=below,
+        found=found,
         samples=tuple(samples),
         warnings=(*watched.warnings(), *_plain_tensor_warnings(original)),
     )
@@ -228,6 +229,7 @@ def _call(model: nn.Module, signature: Signature, probe: Probe, inputs: Tensors)
         raise ModelError(
             f"the model cannot take input {shown} at {probe}: {cause(error)}; "
             "change --input to what forward() expects: dtype, shape, range of a dim"
+            f"{advice(signature)}"
         ) from error
 
 
@@ -330,15 +332,12 @@ def _to(tensors: Tensors, device: torch.device) -> Tensors:
 # -- whether requests may share a batch: each row's output must depend on that row alone ---------
 
 
-def find_batching(
-    run: Run, signature: Signature, below: Mapping[str, int], batch_norm: Sequence[str]
-) -> Batching:
+def find_batching(run: Run, signature: Signature, batch_norm: Sequence[str]) -> Batching:
     """Compare a row inside batches of different neighbours, and alone.
 
     Args:
         run: the checkpoint's model.
         signature: inputs and outputs.
-        below: bounds of integer inputs.
         batch_norm: places that normalise by the batch, which explain why rows mix.
     """
     batch = signature.batch
@@ -348,7 +347,7 @@ def find_batching(
     shape_reason = _shapes_apart(signature, batch)
     if shape_reason:
         return Batching(False, shape_reason)
-    for name, apart, how in _row_differences(run, signature, batch, below):
+    for name, apart, how in _row_differences(run, signature, batch):
         if not apart <= _ROW_TOLERANCE:
             why = (
                 f"; batch-norm uses the statistics of its batch{batch_norm[0]}"
@@ -374,14 +373,12 @@ def _shapes_apart(signature: Signature, batch: Dim) -> str:
     return ""
 
 
-def _row_differences(
-    run: Run, signature: Signature, batch: Dim, below: Mapping[str, int]
-) -> list[tuple[str, float, str]]:
+def _row_differences(run: Run, signature: Signature, batch: Dim) -> list[tuple[str, float, str]]:
     """Measure per output how much one row changes: (output, scaled difference, when)."""
-    size = min(batch.max, max(batch.min, _ROWS))
+    size = batch.at_least(_ROWS)
     probe = Probe("random", {**example_sizes(signature), batch.name: size})
-    rows = make_inputs(signature, probe, below, seed=1)
-    others = make_inputs(signature, probe, below, seed=2)
+    rows = make_inputs(signature, probe, seed=1)
+    others = make_inputs(signature, probe, seed=2)
     alone = run(rows)
     differences: list[tuple[str, float, str]] = []
     for row in (0, size - 1):

@@ -3,6 +3,7 @@
 All are made from a fixed seed. Kinds: `random` (floats from a standard normal distribution),
 `zeros`, `large` (four times random; the largest integers that the model takes; all true), and for
 floats `tiny` (next to the smallest number of the dtype, half of them denormal) and `negative`.
+Where an input's values are stated, all are among them: `zeros` are then the smallest integers.
 
 A mask (an input of integers or flags with "mask" in its name) holds 0 and 1, and always lets the
 first position through: attention over nothing has no answer that two libraries would agree on.
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from modelyard.archiver.signature import Dim, Signature, TensorSpec
+from modelyard.archiver.values import End, Values
 from modelyard.handlers.backends import torch_dtype
 
 KINDS = ("random", "zeros", "large", "tiny", "negative")
@@ -31,6 +33,7 @@ ALL_SIZES_UP_TO = 32
 BUDGET_GFLOP = 250.0
 # What lets a position through, by what the name holds; torch's padding masks say what to leave out.
 _OPEN = {"padding_mask": 0, "mask": 1}
+_FLAGS = Values(End(0), End(1))
 
 
 @dataclass(frozen=True)
@@ -106,18 +109,18 @@ def choose_probes(
         return probes
     # Edge values at one size: two rows where that is in the range.
     edge = {
-        name: max(2, dim.min) if dim == signature.batch else dim.min
+        name: dim.at_least(2) if dim == signature.batch else dim.min
         for name, dim in signature.dims.items()
     }
     return probes + tuple(Probe(kind, edge) for kind in kinds if kind != "random")
 
 
 def make_cases(
-    signature: Signature, probes: Sequence[Probe], below: Mapping[str, int]
+    signature: Signature, probes: Sequence[Probe]
 ) -> Iterator[tuple[Probe, tuple[Tensor, ...]]]:
     """Yield each probe with its inputs: the same for an export and for whoever repeats it."""
     for seed, probe in enumerate(probes, start=1):
-        yield probe, make_inputs(signature, probe, below, seed=seed)
+        yield probe, make_inputs(signature, probe, seed=seed)
 
 
 def example_sizes(signature: Signature) -> dict[str, int]:
@@ -129,9 +132,9 @@ def example_sizes(signature: Signature) -> dict[str, int]:
     chosen: dict[str, int] = {}
     for name, dim in signature.dims.items():
         candidates = [size for size in (5, 3, 7, dim.min, dim.max) if size > 1 and size in dim]
-        candidates += range(max(dim.min, 2), dim.max + 1)
+        candidates += dim.sizes(2)
         free = (size for size in candidates if size not in taken)
-        chosen[name] = next(free, candidates[0])
+        chosen[name] = next(free, candidates[0] if candidates else dim.max)
         taken.add(chosen[name])
     return chosen
 
@@ -141,38 +144,64 @@ def is_mask(spec: TensorSpec) -> bool:
     return "mask" in spec.name and not spec.is_float
 
 
-def make_inputs(
-    signature: Signature, probe: Probe, below: Mapping[str, int], *, seed: int = 0
-) -> tuple[Tensor, ...]:
+def make_inputs(signature: Signature, probe: Probe, *, seed: int = 0) -> tuple[Tensor, ...]:
     """Make one tensor per input on the CPU; equal arguments give equal values.
 
     Args:
-        signature: the inputs.
+        signature: the inputs; integers without stated values are 0 and 1.
         probe: sizes and kind.
-        below: for each integer input, the bound that its values stay under.
         seed: another seed gives other random values.
     """
     generator = torch.Generator().manual_seed(seed)
-    return tuple(
-        _values(spec, spec.sizes(probe.sizes), probe.kind, below.get(spec.name, 2), generator)
-        for spec in signature.inputs
-    )
+    return tuple(_values(spec, probe.sizes, probe.kind, generator) for spec in signature.inputs)
 
 
 def _values(
-    spec: TensorSpec, shape: tuple[int, ...], kind: str, below: int, generator: torch.Generator
+    spec: TensorSpec, sizes: Mapping[str, int], kind: str, generator: torch.Generator
 ) -> Tensor:
-    dtype = torch_dtype(spec.dtype)
-    if dtype.is_floating_point:
+    dtype, shape = torch_dtype(spec.dtype), spec.sizes(sizes)
+    if dtype.is_floating_point and spec.values is None:
         return _floats(torch.randn(shape, generator=generator), kind, dtype)
-    highest = 1 if dtype is torch.bool else below - 1
-    if kind in ("zeros", "large"):
-        values = torch.full(shape, 0 if kind == "zeros" else highest, dtype=dtype)
+    stated = spec.values or _FLAGS
+    low, high = stated.ends(sizes)
+    if stated.among:
+        places = _integers(shape, kind, 0, len(stated.among) - 1, generator)
+        values = torch.tensor(stated.among, dtype=dtype)[places]
+    elif dtype.is_floating_point:
+        values = _floats_between(shape, kind, low, high, generator).to(dtype)
     else:
-        values = torch.randint(0, highest + 1, shape, generator=generator).to(dtype)
+        values = _integers(shape, kind, int(low), int(high), generator).to(dtype)
+    if stated.order:
+        values = values.sort(dim=-1, descending=stated.order == "falling").values
+    if stated.order == "rising" and values.numel():
+        values[..., 0] = low
     if is_mask(spec):
-        values[..., 0] = next(value for part, value in _OPEN.items() if part in spec.name)
+        let_through = next(value for part, value in _OPEN.items() if part in spec.name)
+        if let_through in stated.among or (not stated.among and low <= let_through <= high):
+            values[..., 0] = let_through
     return values
+
+
+def _integers(
+    shape: tuple[int, ...], kind: str, low: int, high: int, generator: torch.Generator
+) -> Tensor:
+    if kind in ("zeros", "large"):
+        return torch.full(shape, high if kind == "large" else low)
+    return torch.randint(low, high + 1, shape, generator=generator)
+
+
+def _floats_between(
+    shape: tuple[int, ...], kind: str, low: float, high: float, generator: torch.Generator
+) -> Tensor:
+    """Make float64 values of a range: where it holds none of a kind, those that come next to it."""
+    if kind == "random":
+        values = torch.rand(shape, generator=generator, dtype=torch.float64)
+        return low + (high - low) * values
+    if kind == "tiny":
+        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return (normal * torch.finfo(torch.float32).tiny).clamp(low, high)
+    value = {"zeros": min(max(0.0, low), high), "large": high, "negative": low}[kind]
+    return torch.full(shape, value, dtype=torch.float64)
 
 
 def _floats(normal: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
@@ -189,17 +218,18 @@ def _floats(normal: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 
 def _batch_sizes(dim: Dim, is_reduced: bool) -> tuple[int, ...]:
     if is_reduced:
-        return tuple(sorted({dim.min, max(2, dim.min), *_largest_prime(dim), dim.max}))
-    if dim.max - dim.min < ALL_SIZES_UP_TO:
-        return tuple(range(dim.min, dim.max + 1))
-    first = range(dim.min, dim.min + ALL_SIZES_UP_TO // 2)
-    doublings = [2**power for power in range(dim.max.bit_length()) if dim.min < 2**power]
+        return tuple(sorted({dim.min, dim.at_least(2), *_largest_prime(dim), dim.max}))
+    sizes = dim.sizes()
+    if len(sizes) <= ALL_SIZES_UP_TO:
+        return tuple(sizes)
+    doublings = [2**power for power in range(dim.max.bit_length()) if 2**power in dim]
+    first = sizes[: ALL_SIZES_UP_TO // 2]
     return tuple(sorted({*first, *doublings, *_largest_prime(dim), dim.max}))
 
 
 def _largest_prime(dim: Dim) -> tuple[int, ...]:
     """Find the largest odd prime below the end of the range: a size that no tile divides."""
-    for size in range(dim.max - 1, max(dim.min, 3) - 1, -1):
+    for size in reversed(dim.sizes(3)[:-1]):
         if all(size % factor for factor in range(2, int(size**0.5) + 1)):
             return (size,)
     return ()

@@ -75,7 +75,7 @@ class Session:
             sizes = {name: dim.max for name, dim in self.signature.dims.items()}
             if isinstance(self.signature.batch, Dim):
                 sizes[self.signature.batch.name] = batch
-            made = make_inputs(self.signature, Probe("random", sizes), {}, seed=_SEED)
+            made = make_inputs(self.signature, Probe("random", sizes), seed=_SEED)
             self._inputs[batch] = tuple(tensor.to(self.device) for tensor in made)
             self._warm_up(batch)
         return self._inputs[batch]

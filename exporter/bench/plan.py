@@ -1,12 +1,13 @@
 """What a bench measures: subjects, batch sizes, thread counts."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from modelyard.archiver.signature import Dim, Signature, parse_signature, with_dims
+from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.report import parse_report
+from modelyard.archiver.signature import Dim, Signature, with_dims
 from modelyard.exporter.errors import UsageError
 from modelyard.exporter.parity import report_path
 from modelyard.handlers.backends import detect_format
@@ -42,15 +43,15 @@ class Plan:
 
 
 def read_signature(artifact: Path) -> Signature:
-    """Read inputs and proven ranges from an artifact's report.
+    """Read inputs, proven ranges and the integers that were tried from an artifact's report.
 
     Raises:
         UsageError: there is no report, or none that states a signature.
     """
     path = report_path(artifact)
     try:
-        return parse_signature(json.loads(path.read_text(encoding="utf-8"))["signature"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return parse_report(path.read_bytes(), path).tried
+    except (OSError, CannotArchive) as error:
         raise UsageError(
             f'"{artifact.name}" has no report that states its inputs ({path.name}); give --input'
         ) from error

@@ -92,7 +92,7 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
         report.signature, is_reduced=parity.is_reduced, among=parity.kinds or KINDS
     )
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in rules}
-    for _, inputs in make_cases(report.signature, probes, parity.below):
+    for _, inputs in make_cases(report.tried, probes):
         pairs = zip(agree.run(twin, inputs), agree.run(artifact, inputs), strict=True)
         for (name, rule), (expected, actual) in zip(rules.items(), pairs, strict=True):
             measured[name].append(agree.compare(expected, actual, rule.tolerance))

@@ -8,6 +8,7 @@ import pytest
 
 from modelyard.archiver.errors import CannotArchive
 from modelyard.archiver.report import Parity, parse_report
+from modelyard.archiver.values import End, Values
 
 REPORT: dict[str, Any] = {
     "format": "onnx",
@@ -38,8 +39,28 @@ def test_the_rule_and_the_inputs_of_an_export_are_read() -> None:
         "plan": {"reduced": False},
     }
     assert parity(stated, details={"quantize": "int8-dynamic"}) == Parity(
-        {"logits": 1e-2, "place": 0.0}, True, {"ids": 50}, ("random", "zeros"), is_reduced=False
+        {"logits": 1e-2, "place": 0.0},
+        True,
+        {"ids": Values(End(0), End(49))},
+        ("random", "zeros"),
+        is_reduced=False,
     )
+
+
+def test_integers_may_end_at_the_size_of_a_dim() -> None:
+    stated = {"tolerance": 1e-4, "integers": {"ids": [1, "batch"]}}
+    report = parse_report(json.dumps({**REPORT, "parity": stated}).encode(), Path("x.report.json"))
+    (spec,) = report.tried.inputs
+    assert str(spec) == "ids:int64[batch=1..8]=1..batch"
+
+
+def test_integers_that_were_tried_do_not_replace_those_that_are_stated() -> None:
+    signature = json.loads(json.dumps(REPORT["signature"]))
+    signature["inputs"][0]["values"] = {"among": [1, 2]}
+    stated = {"tolerance": 1e-4, "integers": {"ids": [0, 49]}}
+    document = {**REPORT, "signature": signature, "parity": stated}
+    report = parse_report(json.dumps(document).encode(), Path("x.report.json"))
+    assert str(report.tried.inputs[0]) == "ids:int64[batch=1..8]=1,2"
 
 
 def test_an_older_report_states_one_tolerance_and_nothing_of_its_inputs() -> None:
@@ -52,9 +73,13 @@ def test_an_older_report_states_one_tolerance_and_nothing_of_its_inputs() -> Non
         ({}, "parity.tolerance: expected a number"),
         ({"tolerance": 1e-4, "integers": {"ids": 3}}, "parity.integers.ids: expected a list"),
         ({"tolerance": 1e-4, "integers": {"ids": [0]}}, "the smallest and the largest value"),
+        (
+            {"tolerance": 1e-4, "integers": {"ids": [0, "rows"]}},
+            'parity.integers.ids: "rows" is not a dim of an input; expected batch',
+        ),
         ({"tolerance": 1e-4, "plan": {"reduced": 1}}, "plan.reduced: expected true or false"),
     ],
-    ids=["tolerance", "integers", "one end", "plan"],
+    ids=["tolerance", "integers", "one end", "unknown dim", "plan"],
 )
 def test_what_cannot_be_read_is_named(stated: dict[str, Any], problem: str) -> None:
     with pytest.raises(CannotArchive, match=problem):
