@@ -78,11 +78,10 @@ def _open(folder: Path, file: str, report: Report | None, device: torch.device) 
 
 def _examples(report: Report) -> Iterator[tuple[Tensor, ...]]:
     """Yield inputs of two sizes that the model is known to take."""
-    signature = report.signature
+    signature = report.tried
     smallest = {name: dim.min for name, dim in signature.dims.items()}
     probes = [Probe("random", sizes) for sizes in (smallest, example_sizes(signature))]
-    below = report.parity.below if report.parity else {}
-    for _, inputs in make_cases(signature, probes, below):
+    for _, inputs in make_cases(signature, probes):
         yield inputs
 
 
