@@ -20,6 +20,8 @@ from modelyard.handlers.errors import (
 
 if TYPE_CHECKING:
     from modelyard.handlers.base import BaseHandler
+    from modelyard.handlers.fill_mask import FillMask
+    from modelyard.handlers.span_handler import QuestionAnswering, TokenClassifier
     from modelyard.handlers.tabular_handler import TabularHandler
     from modelyard.handlers.text_encoder import TextEncoder
     from modelyard.handlers.text_handler import TextHandler
@@ -27,10 +29,13 @@ if TYPE_CHECKING:
 
 BUILT_IN = {
     "base_handler": "modelyard.handlers.base:BaseHandler",
+    "fill_mask": "modelyard.handlers.fill_mask:FillMask",
     "image_classifier": "modelyard.handlers.vision_handler:ImageClassifier",
+    "question_answering": "modelyard.handlers.span_handler:QuestionAnswering",
     "tabular": "modelyard.handlers.tabular_handler:TabularHandler",
     "text": "modelyard.handlers.text_handler:TextHandler",
     "text_encoder": "modelyard.handlers.text_encoder:TextEncoder",
+    "token_classifier": "modelyard.handlers.span_handler:TokenClassifier",
 }
 """The handlers that archives may name without bringing them: module and class of each."""
 
@@ -44,15 +49,18 @@ __all__ = [
     "BadInput",
     "BaseHandler",
     "Context",
+    "FillMask",
     "HandlerError",
     "ImageClassifier",
     "InputMismatch",
     "LoadError",
     "NoGradients",
     "PredictionException",
+    "QuestionAnswering",
     "TabularHandler",
     "TextEncoder",
     "TextHandler",
+    "TokenClassifier",
     "TwinDiffers",
     "VisionHandler",
 ]

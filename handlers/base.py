@@ -29,11 +29,12 @@ from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError, NoGradients
 from modelyard.handlers.explain import draw
-from modelyard.handlers.explain.attribution import Tensors
+from modelyard.handlers.explain.attribution import Tensors, outputs_of
 from modelyard.handlers.explain.explanation import ExplainedModel, Explanation, explain_batch
 from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
+from modelyard.handlers.folder import load_label_mapping, read_config
 from modelyard.handlers.packed import open_packed
-from modelyard.handlers.rows import load_label_mapping, read_numbers, stack
+from modelyard.handlers.rows import read_numbers, stack
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ class BaseHandler:
         model: the artifact, called with one tensor per input.
         explainer: its differentiable twin, `model` itself where that is differentiable, or None.
         inputs: what the model takes; the first dimension is the batch.
-        mapping: output index as str → label, None where the archive has no index_to_name.json.
+        mapping: output index as str → label, None where no file of the archive says them.
+        config: `config.json` of the archive, empty where it has none.
         device: where the model computes.
         agreement: how far `model` and `explainer` may be apart, where both have a certificate.
         digest: SHA-256 of the archive's manifest, which lists the digests of all other files.
@@ -79,6 +81,7 @@ class BaseHandler:
         self.inputs: tuple[TensorSpec, ...] = ()
         self.output_names: tuple[str, ...] = ()
         self.mapping: dict[str, str] | None = None
+        self.config: Mapping[str, Any] = {}
         self.agreement: Rule | None = None
         self.digest: str | None = None
         self._module: Artifact | None = None
@@ -106,7 +109,8 @@ class BaseHandler:
         if manifest.is_file():
             self.digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
         self._check_batch_size(context.system_properties["batch_size"])
-        self.mapping = load_label_mapping(folder / "index_to_name.json")
+        self.mapping = load_label_mapping(folder)
+        self.config = read_config(folder)
         self.initialized = True
 
     def handle(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
@@ -179,10 +183,28 @@ class BaseHandler:
             self.label,
             self.baselines,
             self.window,
+            self.score,
+            self.find_target,
+            self.name_place,
             self.default_baseline,
             self.embedded,
             self.context.check_cancelled,
         )
+
+    def score(self, outputs: Output) -> Tensor:
+        """Return the numbers (N, …) of a call of which `target` chooses what is explained."""
+        return outputs_of(outputs)
+
+    def find_target(self, index: int, target: str, scores: Tensor) -> list[int] | None:
+        """Return the places in the flattened scores (…) of request `index` that `target` means.
+
+        None leaves it to the common rule: `predicted`, `top-N`, a label or a place.
+        """
+        return None
+
+    def name_place(self, index: int, place: tuple[int, ...]) -> str:
+        """Return the name of a place among scores of more than one dimension."""
+        return ",".join(map(str, place))
 
     def baselines(self, name: str, inputs: Tensors, seed: int) -> Tensors:
         """Return what stands for "no information", for one request's inputs (1, …): (B, …) each.

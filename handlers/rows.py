@@ -1,8 +1,7 @@
 """One row of a batch: numbers → a row of the model's input; logits → labels."""
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import numpy as np
@@ -14,6 +13,9 @@ from modelyard.handlers.backends import Output, torch_dtype
 from modelyard.handlers.errors import BadInput, HandlerError, InputMismatch, LoadError
 
 DEFAULT_TOP_K = 5
+
+PROBLEMS = {"regression": "none", "multi_label_classification": "sigmoid"}
+"""`problem_type` of a Hugging Face model → what its logits become."""
 
 
 def read_numbers(spec: TensorSpec, value: Any) -> np.ndarray:
@@ -56,26 +58,73 @@ def stack(spec: TensorSpec, rows: Sequence[np.ndarray]) -> Tensor:
     return tensor.to(torch_dtype(spec.dtype)) if spec.dtype else tensor
 
 
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Return the softmax over the last dimension, in the dtype of the logits."""
+    weights: np.ndarray = np.exp(logits - logits.max(axis=-1, keepdims=True))
+    weights /= weights.sum(axis=-1, keepdims=True)
+    return weights
+
+
+def sigmoid(logits: np.ndarray) -> np.ndarray:
+    """Return 1 / (1 + exp(-x)), which no x is too large for."""
+    values: np.ndarray = 0.5 * (1 + np.tanh(0.5 * logits))
+    return values
+
+
+FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "softmax": softmax,
+    "sigmoid": sigmoid,
+    "none": lambda logits: logits,
+}
+
+
+def read_whole(name: str, value: Any, low: int = 1) -> int:
+    """Read a whole number of model-config.yaml.
+
+    Raises:
+        LoadError: it is something else, or below `low`.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise LoadError(f"{name} is {value!r}; expected a whole number from {low}")
+    return value
+
+
 class TopLabels:
     """Return {"label": probability, …} for each row of logits, the likeliest first.
+
+    `handler.function` of model-config.yaml says what makes probabilities of logits: `softmax`,
+    `sigmoid` where labels do not exclude each other, or `none`. Without it `problem_type` of
+    `config.json` decides as in transformers' pipelines, and without that there is a softmax over
+    several labels and a sigmoid of one. A single output without a function is a number: a model
+    that measures.
 
     Args:
         section: `handler` of model-config.yaml, whose `top_k` says how many.
         label: output index → its name.
+        config: `config.json`.
 
     Raises:
-        LoadError: `top_k` is not a whole number from 1.
+        LoadError: `top_k` is not a whole number from 1, or `function` unknown.
     """
 
-    def __init__(self, section: Mapping[str, Any], label: Callable[[int], str]) -> None:
-        self.top_k = top_k = section.get("top_k", DEFAULT_TOP_K)
-        if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
-            raise LoadError(f"handler.top_k is {top_k!r}; expected a whole number from 1")
+    def __init__(
+        self,
+        section: Mapping[str, Any],
+        label: Callable[[int], str],
+        config: Mapping[str, Any] = MappingProxyType({}),
+    ) -> None:
+        self.top_k = read_whole("handler.top_k", section.get("top_k", DEFAULT_TOP_K))
+        problem = config.get("problem_type")
+        by_problem = PROBLEMS.get(problem) if isinstance(problem, str) else None
+        self.function = section.get("function", by_problem)
+        if self.function not in (None, *FUNCTIONS):
+            known = ", ".join(FUNCTIONS)
+            raise LoadError(f"handler.function is {self.function!r}; expected one of {known}")
         self._label = label
         self._names: list[str] = []
 
     def __call__(self, outputs: Output) -> list[Any]:
-        """Answer logits (N, K): labels and their softmax, descending."""
+        """Answer logits (N, K): labels and their probabilities, descending; or a number each."""
         logits = outputs if isinstance(outputs, Tensor) else outputs[0]
         if logits.dim() != 2:
             raise HandlerError(
@@ -83,8 +132,11 @@ class TopLabels:
             )
         # numpy: at the sizes of one batch, a call costs a third of torch's.
         weights = logits.float().cpu().numpy()
-        weights = np.exp(weights - weights.max(axis=1, keepdims=True))
-        weights /= weights.sum(axis=1, keepdims=True)
+        function = self.function or ("softmax" if weights.shape[1] > 1 else "sigmoid")
+        if function == "none" and weights.shape[1] == 1:
+            numbers: list[Any] = weights[:, 0].tolist()
+            return numbers
+        weights = FUNCTIONS[function](weights)
         order = (-weights).argsort(axis=1, kind="stable")[:, : self.top_k]
         return list(map(self._name, order.tolist(), weights.tolist()))
 
@@ -96,27 +148,6 @@ class TopLabels:
         for index in order:
             answer.setdefault(self._names[index], probabilities[index])
         return answer
-
-
-def load_label_mapping(path: Path) -> dict[str, str] | None:
-    """Read index_to_name.json: output index as str → label; None where there is no such file.
-
-    TorchServe's three forms: {"0": "cat"}, {"0": ["n02123045", "tabby"]} (the last name counts)
-    and {"object_type_names": ["cat", …]}.
-    """
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise LoadError(f"{path.name} is not JSON: {error}") from error
-    if isinstance(content, dict) and "object_type_names" in content:
-        content = dict(enumerate(content["object_type_names"]))
-    if not isinstance(content, dict):
-        raise LoadError(
-            f'{path.name} holds a {type(content).__name__}; expected an object like {{"0": "cat"}}'
-        )
-    return {str(k): str(v[-1] if isinstance(v, list) and v else v) for k, v in content.items()}
 
 
 def _numpy_dtype(spec: TensorSpec) -> np.dtype[Any]:

@@ -36,9 +36,10 @@ PAD_TOKENS = ("[PAD]", "<pad>", "<|endoftext|>")
 class TextHandler(BaseHandler):
     """Serve a classifier of token ids; the archive holds its tokenizer (`tokenizer.json`).
 
-    A request's body is text, or a JSON string. The file is one of the `tokenizers` package, which
-    the archive names among its requirements. `handler.text` of model-config.yaml: `tokenizer` (the
-    file), `max_length` (more tokens are cut off), `pad` (the token that fills rows).
+    A request's body is text, a JSON string, or {"text": …, "text_pair": …} for a model that
+    compares two. The file is one of the `tokenizers` package, which the archive names among its
+    requirements. `handler.text` of model-config.yaml: `tokenizer` (the file), `max_length` (more
+    tokens are cut off), `pad` (the token that fills rows).
     """
 
     formats: ClassVar[tuple[str, ...]] = ("json", "html")
@@ -46,6 +47,10 @@ class TextHandler(BaseHandler):
     default_aggregate: ClassVar[str] = "sum"
     settings: ClassVar[tuple[str, ...]] = ("tokenizer", "max_length", "pad")
     """Keys of `handler.text`."""
+    parts: ClassVar[tuple[str, ...]] = ("text", "text_pair")
+    """Keys of a request that is a JSON object."""
+    least_parts: ClassVar[int] = 1
+    """How many of them every request has; with one, a request may be the text itself."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,9 +62,10 @@ class TextHandler(BaseHandler):
         """Ids of special tokens, which a baseline keeps."""
         self.roles: tuple[str, ...] = ()
         """What each input of the model is: ids, mask or types."""
-        self.texts: list[str] = []
+        self.texts: list[tuple[str, ...]] = []
+        """Of the current batch, one for each of `parts` that a request has."""
         self.encodings: list[Any] = []
-        """Of the current batch, as `texts`."""
+        """Of the current batch, one per row of the model's inputs."""
         self.top_labels = TopLabels({}, self.label)
 
     def initialize(self, context: Context) -> None:
@@ -74,7 +80,7 @@ class TextHandler(BaseHandler):
         if unknown := sorted(set(section) - set(self.settings)):
             known = ", ".join(self.settings)
             raise LoadError(f"handler.text.{unknown[0]} is unknown; expected {known}")
-        self.top_labels = TopLabels(handler, self.label)
+        self.top_labels = TopLabels(handler, self.label, self.config)
         self.roles = tuple(self._role(spec.name) for spec in self.inputs)
         if self.roles.count("ids") != 1:
             takes = ", ".join(map(str, self.inputs))
@@ -94,8 +100,8 @@ class TextHandler(BaseHandler):
             BadInput: a body that is not text.
             InputMismatch: texts of different length in one batch, for a model without a mask.
         """
-        self.texts = [self._each(index, _read_text, row) for index, row in enumerate(data)]
-        self.encodings = self.tokenizer.encode_batch(self.texts)
+        self.texts = [self._each(at, self._read_texts, row) for at, row in enumerate(data)]
+        self.encodings = self.encode(self.texts)
         low, high = self._lengths()
         longest = max([low, *map(len, self.encodings)])
         if "mask" not in self.roles and low != high:
@@ -105,6 +111,13 @@ class TextHandler(BaseHandler):
             for spec, role in zip(self.inputs, self.roles, strict=True)
         )
         return tensors[0] if len(tensors) == 1 else tensors
+
+    def encode(self, texts: Sequence[tuple[str, ...]]) -> list[Any]:
+        """Return the tokens of each request; what is too long is cut off."""
+        encodings: list[Any] = self.tokenizer.encode_batch(
+            [row[0] if len(row) == 1 else row for row in texts]
+        )
+        return encodings
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Turn logits (N, K) into one dict per request: labels and their softmax, descending."""
@@ -128,6 +141,7 @@ class TextHandler(BaseHandler):
             return {}
         (attributions,) = explanation.attributions
         encoding = self.encodings[index]
+        is_alone = len(self.texts[index]) == 1
         own = attributions[: len(encoding)]
         return {
             "shape": list(own.shape),
@@ -139,11 +153,13 @@ class TextHandler(BaseHandler):
                     "end": end,
                     "is_special": bool(special),
                     "attribution": value,
+                    **({} if is_alone or part is None else {"part": self.parts[part]}),
                 }
-                for token, (start, end), special, value in zip(
+                for token, (start, end), special, part, value in zip(
                     encoding.tokens,
                     encoding.offsets,
                     encoding.special_tokens_mask,
+                    encoding.sequence_ids,
                     self.aggregate(own).tolist(),
                     strict=True,
                 )
@@ -159,13 +175,64 @@ class TextHandler(BaseHandler):
                 token_page.Section(
                     each.label,
                     each.probability,
-                    self.texts[index],
-                    self.describe(index, each)["tokens"],
+                    *self._as_one(index, self.describe(index, each)["tokens"]),
                     f"{each.legend} · {each.footer}",
                 )
                 for each in explanations
             ]
         )
+
+    def word_at(self, index: int, token: int) -> str:
+        """Return what a token of request `index` stands for in its text."""
+        encoding = self.encodings[index]
+        (start, end), part = encoding.offsets[token], encoding.sequence_ids[token]
+        return str(encoding.tokens[token] if part is None else self.texts[index][part][start:end])
+
+    def _as_one(
+        self, index: int, tokens: Sequence[Mapping[str, Any]]
+    ) -> tuple[str, list[dict[str, Any]]]:
+        """Return the parts of a request as one text, and its tokens with their places there."""
+        texts, first = self.texts[index], self.parts[0]
+        moved = []
+        for token in tokens:
+            shift = 0 if token.get("part", first) == first else len(texts[0]) + 1
+            moved.append({**token, "start": token["start"] + shift, "end": token["end"] + shift})
+        return "\n".join(texts), moved
+
+    def _read_texts(self, row: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the texts of one request, in the order of `parts`."""
+        body, is_parsed = body_of(row), True
+        if isinstance(body, bytes | bytearray):
+            try:
+                body = body.decode("utf-8")
+            except UnicodeDecodeError as error:
+                raise BadInput(f"the body is not text in UTF-8: {error}") from error
+            is_parsed = False
+        if isinstance(body, str) and body.lstrip()[:1] in ('"', "{") and not is_parsed:
+            # Else it is a text that begins with a quotation.
+            with contextlib.suppress(BadInput):
+                value = parse_json(body)
+                if isinstance(value, str) or set(self.parts) & set(value):
+                    body = value
+        if isinstance(body, str) and self.least_parts == 1:
+            body = {self.parts[0]: body}
+        names = self.parts[: len(body)] if isinstance(body, dict) else ()
+        if len(names) < self.least_parts or set(names) != set(body):
+            form = "{" + ", ".join(f'"{part}": "…"' for part in self.parts) + "}"
+            seen = (
+                "an object of " + (", ".join(map(str, body)) or "nothing")
+                if isinstance(body, dict)
+                else f"a {type(body).__name__}"
+            )
+            alone = "text, a JSON string or " if self.least_parts == 1 else ""
+            raise BadInput(f"the body is {seen}; expected {alone}{form}")
+        texts = tuple(body[name] for name in names)
+        for name, text in zip(names, texts, strict=True):
+            if not isinstance(text, str):
+                raise BadInput(f"{name} is a {type(text).__name__}; expected text")
+        if (length := sum(map(len, texts))) > MAX_CHARACTERS:
+            raise BadInput(f"the text has {length} characters; the limit is {MAX_CHARACTERS}")
+        return texts
 
     def _role(self, name: str) -> str:
         if len(self.inputs) == 1 or name in IDS:
@@ -243,21 +310,3 @@ def _special_ids(tokenizer: Any) -> list[int]:
         for id, token in tokenizer.get_added_tokens_decoder().items()
         if token.special and token.content != unknown
     ]
-
-
-def _read_text(row: Mapping[str, Any]) -> str:
-    body = body_of(row)
-    if isinstance(body, bytes | bytearray):
-        try:
-            body = body.decode("utf-8")
-        except UnicodeDecodeError as error:
-            raise BadInput(f"the body is not text in UTF-8: {error}") from error
-        if body.lstrip().startswith('"'):
-            # Else it is a text that begins with a quotation.
-            with contextlib.suppress(BadInput):
-                body = parse_json(body)
-    if not isinstance(body, str):
-        raise BadInput(f"the body is a {type(body).__name__}; expected text or a JSON string")
-    if len(body) > MAX_CHARACTERS:
-        raise BadInput(f"the text has {len(body)} characters; the limit is {MAX_CHARACTERS}")
-    return body

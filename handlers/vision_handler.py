@@ -205,7 +205,7 @@ class ImageClassifier(VisionHandler):
     def initialize(self, context: Context) -> None:
         """Load the archive, its `handler.image` and its `handler.top_k`."""
         super().initialize(context)
-        self.top_labels = TopLabels(self.settings, self.label)
+        self.top_labels = TopLabels(self.settings, self.label, self.config)
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Turn logits (N, K) into one dict per request: labels and their softmax, descending."""

@@ -15,13 +15,16 @@ WHEELS_FOLDER = "MAR-INF/wheels"
 # Handlers that a server brings along; an archive records the name and holds no file for it.
 BUILTIN_HANDLERS = (
     "base_handler",
+    "fill_mask",
     "image_classifier",
     "image_segmenter",
     "object_detector",
+    "question_answering",
     "tabular",
     "text",
     "text_classifier",
     "text_encoder",
+    "token_classifier",
 )
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")

@@ -21,6 +21,7 @@ from modelyard.handlers.explain.attribution import (
     Tensors,
     evaluate,
     is_met,
+    outputs_of,
     probabilities,
     sums_of,
 )
@@ -49,6 +50,12 @@ class ExplainedModel:
     """Name, one request's inputs (1, …) and seed → as many tensors (B, …)."""
     window: Callable[[torch.Size, int | None], tuple[int, ...]]
     """Shape of a row and side → shape of a window."""
+    score: Callable[[Any], Tensor] = outputs_of
+    """Outputs of a call → the numbers (N, …) of which one per row is explained."""
+    find_target: Callable[[int, str, Tensor], list[int] | None] = lambda row, target, scores: None
+    """Row, `target`, scores (…) → places in these flattened; None leaves it to the common rule."""
+    name_place: Callable[[int, tuple[int, ...]], str] | None = None
+    """Row and place among scores of more than one dimension → its name."""
     default_baseline: str = "zero"
     embedded: int | None = None
     """Place of the token ids, which are explained where they have become embeddings."""
@@ -146,6 +153,10 @@ class _Split:
     select: Callable[[Tensors], Tensors]
     """Inputs of the model (B, …) → what of them, or of what follows from them, is explained."""
 
+    def scored(self, score: Callable[[Any], Tensor]) -> Model:
+        """Return the model as a function to the numbers that targets are places in."""
+        return lambda *tensors: score(self.model(*tensors))
+
 
 def explain_batch(
     version: ExplainedModel, inputs: Tensors, options: Sequence[ExplainOptions]
@@ -162,8 +173,9 @@ def explain_batch(
     """
     outputs = _evaluate(version, version.artifact, inputs)
     targets = [
-        _resolve(option.target, row, version.label)
-        for option, row in zip(options, outputs, strict=True)
+        version.find_target(at, options[at].target, row)
+        or _resolve(options[at].target, row, version.label)
+        for at, row in enumerate(outputs)
     ]
     found: dict[int, list[Explanation]] = {}
     for rows in _groups(options):
@@ -172,6 +184,7 @@ def explain_batch(
             outputs[rows],
             [options[row] for row in rows],
             [targets[row] for row in rows],
+            rows,
         )
         found |= zip(rows, _explain_alike(version, batch), strict=True)
     return [found[row] for row in range(len(options))]
@@ -187,6 +200,8 @@ class _Batch:
     options: Sequence[ExplainOptions]
     targets: Sequence[Sequence[int]]
     """Places in a row's flattened output."""
+    rows: Sequence[int]
+    """Which requests of the whole batch these are."""
 
 
 def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanation]]:
@@ -214,7 +229,7 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
                 options=options,
                 baseline=options.baseline or version.default_baseline,
                 names=split.names,
-                **_name(target, batch.outputs[row], version.label),
+                **_name(version, batch.rows[row], target, batch.outputs[row]),
                 **_numbers(request.part(slice(at, at + 1)), attribution, at, options, settings),
             )
         )
@@ -245,7 +260,7 @@ def _request(
     counts = [len(rows[0]) for rows in sets]
     repeated = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)])
     baseline_outputs = evaluate(
-        split.model,
+        split.scored(version.score),
         (
             *(torch.cat(column) for column in zip(*sets, strict=True)),
             *(tensor[repeated.to(tensor.device)] for tensor in split.fixed),
@@ -260,7 +275,7 @@ def _request(
     owners = [(row, target) for row, each in enumerate(batch.targets) for target in each]
     rows = torch.tensor([row for row, _ in owners], device=outputs.device)
     forward = ForwardFunction(
-        split.model,
+        split.scored(version.score),
         torch.tensor([target for _, target in owners], device=outputs.device),
         tuple(tensor[rows] for tensor in split.fixed),
         options.output == "probability",
@@ -428,7 +443,11 @@ def _forward_rows(options: ExplainOptions, artifact: Artifact) -> int:
 def _evaluate(version: ExplainedModel, artifact: Artifact, inputs: Tensors) -> Tensor:
     """Return the outputs (N, …) of the requests' inputs, which came as one batch and so fit one."""
     inputs = tuple(tensor.to(artifact.device) for tensor in inputs)
-    return evaluate(artifact, inputs, len(inputs[0]), version.between_chunks)
+
+    def scored(*tensors: Tensor) -> Tensor:
+        return version.score(artifact(*tensors))
+
+    return evaluate(scored, inputs, len(inputs[0]), version.between_chunks)
 
 
 def _check_agreement(rule: Rule | None, outputs: Tensor, twin: Tensor) -> None:
@@ -471,13 +490,15 @@ def _groups(options: Sequence[ExplainOptions]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _name(target: int, outputs: Tensor, label: Callable[[int], str]) -> dict[str, Any]:
+def _name(version: ExplainedModel, row: int, target: int, outputs: Tensor) -> dict[str, Any]:
     """Return the target's place and names, of one request's outputs."""
     if outputs.dim() > 1:
         place = tuple(map(int, np.unravel_index(target, tuple(outputs.shape))))
-        return {"target": place, "label": ",".join(map(str, place)), "probability": None}
+        name = version.name_place
+        label = name(row, place) if name else ",".join(map(str, place))
+        return {"target": place, "label": label, "probability": None}
     probability = float(outputs.double().softmax(0)[target]) if len(outputs) > 1 else None
-    return {"target": target, "label": label(target), "probability": probability}
+    return {"target": target, "label": version.label(target), "probability": probability}
 
 
 def _resolve(target: str, outputs: Tensor, label: Callable[[int], str]) -> list[int]:

@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 DEFAULT_BATCH_SIZE = 8
 """On a CPU a batch above 8 gains nothing for small networks and costs latency for large ones."""
-FILLS_ROWS = ("text", "text_encoder")
+FILLS_ROWS = ("fill_mask", "question_answering", "text", "text_encoder", "token_classifier")
 """Built-in handlers that fill a batch up to its longest request."""
 
 

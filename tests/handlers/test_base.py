@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.handlers import BadInput, BaseHandler, Context, LoadError, NoGradients
-from modelyard.handlers.rows import load_label_mapping
+from modelyard.handlers.folder import load_label_mapping
 
 MakeContext = Callable[..., Context]
 
@@ -187,11 +187,20 @@ def test_label_mapping_has_torchserves_three_forms(
 ) -> None:
     path = tmp_path / "index_to_name.json"
     path.write_text(json.dumps(content))
-    assert load_label_mapping(path) == expected
+    assert load_label_mapping(tmp_path) == expected
+
+
+def test_labels_are_those_of_a_hugging_face_folder_where_no_others_are_packed(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "config.json").write_text('{"id2label": {"0": "ham", "1": "spam"}}')
+    assert load_label_mapping(tmp_path) == {"0": "ham", "1": "spam"}
+    (tmp_path / "index_to_name.json").write_text('{"0": "good"}')
+    assert load_label_mapping(tmp_path) == {"0": "good"}
 
 
 def test_archive_without_labels_names_outputs_by_index(tmp_path: Path) -> None:
-    assert load_label_mapping(tmp_path / "index_to_name.json") is None
+    assert load_label_mapping(tmp_path) is None
     assert BaseHandler().label(3) == "3"
 
 
@@ -200,7 +209,7 @@ def test_label_mapping_of_another_form_is_refused(tmp_path: Path, content: str) 
     path = tmp_path / "index_to_name.json"
     path.write_text(content)
     with pytest.raises(LoadError, match=r"index_to_name\.json"):
-        load_label_mapping(path)
+        load_label_mapping(tmp_path)
 
 
 def test_numbers_can_be_explained(make_context: MakeContext) -> None:

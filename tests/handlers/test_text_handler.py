@@ -284,7 +284,7 @@ def test_long_text_is_cut_off(initialized: Initialized) -> None:
     ("body", "message"),
     [
         (b"\xff\xfe", "the body is not text in UTF-8"),
-        ({"a": 1}, "the body is a dict; expected text"),
+        ({"a": 1}, "an object of a; expected text"),
     ],
 )
 def test_body_that_is_no_text_is_refused(initialized: Initialized, body: Any, message: str) -> None:

@@ -1,0 +1,76 @@
+"""What an archive takes along from a checkpoint's folder: Hugging Face's JSON files, as they are.
+
+`config.json` names the labels and says what kind of problem the model solves;
+`preprocessor_config.json`, or `processor_config.json` of newer folders, says how pictures or sounds
+become inputs. Everything that a handler reads of them can be said in model-config.yaml instead,
+which comes first.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from modelyard.archiver.untrusted.json import parse_json
+from modelyard.handlers.errors import LoadError
+
+CONFIG_FILE = "config.json"
+LABELS_FILE = "index_to_name.json"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+PROCESSOR_PARTS = ("image_processor", "feature_extractor")
+"""Where newer folders keep what was a file of its own."""
+
+_MAX_BYTES = 16 * 1024 * 1024
+
+
+def read_json_file(path: Path) -> Any:
+    """Read a JSON file of the archive; None where there is none.
+
+    Raises:
+        LoadError: it is not JSON, or too long.
+    """
+    if not path.is_file():
+        return None
+    try:
+        return parse_json(path.read_bytes(), _MAX_BYTES)
+    except ValueError as error:
+        raise LoadError(f"{path.name} is not JSON: {error}") from error
+
+
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """Return `config.json`; empty where the archive has none, or one of something else."""
+    content = read_json_file(folder / CONFIG_FILE)
+    return content if isinstance(content, dict) else {}
+
+
+def read_processor(folder: Path) -> tuple[str, Mapping[str, Any]] | None:
+    """Return the name and content of the file that says how inputs are made; None without one."""
+    for name in PROCESSOR_FILES:
+        content = read_json_file(folder / name)
+        if isinstance(content, dict):
+            parts = (
+                content[part] for part in PROCESSOR_PARTS if isinstance(content.get(part), dict)
+            )
+            return name, next(parts, content)
+    return None
+
+
+def load_label_mapping(folder: Path) -> dict[str, str] | None:
+    """Read the labels: output index as str → label; None where no file says them.
+
+    `index_to_name.json` has TorchServe's three forms: {"0": "cat"}, {"0": ["n02123045", "tabby"]}
+    (the last name counts) and {"object_type_names": ["cat", …]}. Without it they are `id2label` of
+    `config.json`.
+    """
+    file, content = LABELS_FILE, read_json_file(folder / LABELS_FILE)
+    if content is None:
+        file, content = CONFIG_FILE, read_config(folder).get("id2label")
+    if content is None:
+        return None
+    if isinstance(content, dict) and "object_type_names" in content:
+        content = dict(enumerate(content["object_type_names"]))
+    if not isinstance(content, dict):
+        raise LoadError(
+            f"{file} holds a {type(content).__name__} of labels; expected an object like "
+            '{"0": "cat"}'
+        )
+    return {str(k): str(v[-1] if isinstance(v, list) and v else v) for k, v in content.items()}
