@@ -7,7 +7,8 @@ report names the file and its number of rows.
 
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -15,12 +16,16 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from modelyard.archiver.signature import Dim, Signature, TensorSpec
+from modelyard.archiver.signature import DEFAULT_RANGE, Dim, Signature, TensorSpec
 from modelyard.archiver.untrusted.zip import ZipReader
+from modelyard.exporter.arguments import read_inputs
 from modelyard.exporter.errors import UsageError, cause
 from modelyard.exporter.ingest.source import Source
-from modelyard.handlers.backends import torch_dtype
+from modelyard.handlers.backends import dtype_name, torch_dtype
+from modelyard.handlers.limits import refused_values
 
+# Python and numpy count in double precision, and few models do.
+_SINGLE = {"float64": "float32", "complex128": "complex64"}
 _FORMS = "expected .npz, .npy, .pt, .json, .png or .jpg"
 
 
@@ -44,22 +49,35 @@ def read_sample(path: Path, signature: Signature) -> Sample:
     Raises:
         UsageError: it cannot be read, or its tensors are not the signature's inputs.
     """
-    read = _READERS.get(path.suffix.lower())
-    if read is None:
-        raise UsageError(f'--sample "{path}": "{path.suffix}" is not a known suffix; {_FORMS}')
     sizes: dict[str, int] = {}
-    try:
-        given = _by_input(path, read(path, signature), signature)
+    with _readable(path):
+        given = _by_input(path, _read(path, signature), signature)
         inputs = tuple(
             _fit(path, spec, value, signature, sizes)
             for spec, value in zip(signature.inputs, given, strict=True)
         )
+    for spec, tensor in zip(signature.inputs, inputs, strict=True):
+        if problem := refused_values(spec, tensor, sizes):
+            raise UsageError(f'--sample "{path}": "{spec.name}" {problem}')
+    return Sample(path.name, inputs, sizes)
+
+
+def _read(path: Path, signature: Signature) -> Any:
+    read = _READERS.get(path.suffix.lower())
+    if read is None:
+        raise UsageError(f'--sample "{path}": "{path.suffix}" is not a known suffix; {_FORMS}')
+    return read(path, signature)
+
+
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn what a parser raises into one sentence: each fails in its own ways on other files."""
+    try:
+        yield
     except UsageError:
         raise
-    # Every parser fails in ways of its own on a file that is something else.
     except Exception as error:
         raise UsageError(f'--sample "{path}" cannot be read: {cause(error)}; {_FORMS}') from error
-    return Sample(path.name, inputs, sizes)
 
 
 def _by_input(path: Path, found: Any, signature: Signature) -> list[Any]:
@@ -87,6 +105,8 @@ def _fit(
     path: Path, spec: TensorSpec, value: Any, signature: Signature, sizes: dict[str, int]
 ) -> Tensor:
     """Return the value as a tensor of the input's dtype and shape; note its dynamic sizes."""
+    if spec.view and isinstance(value, Tensor) and value.is_complex():
+        value = torch.view_as_real(value)
     tensor = _as_dtype(path, spec, value)
     batch = signature.batch
     if tensor.ndim == len(spec.shape) - 1 and isinstance(batch, Dim) and spec.shape[0] == batch:
@@ -128,6 +148,88 @@ def _is_integer(dtype: torch.dtype) -> bool:
     return not dtype.is_floating_point and not dtype.is_complex and dtype is not torch.bool
 
 
+# -- samples without --input ----------------------------------------------------------------------
+
+
+def signature_of_samples(paths: Sequence[Path]) -> Signature:
+    """Return what a model takes, by files of what it is given.
+
+    Names, dtypes and shapes are the files'. The first dimension is the batch, and those of other
+    inputs that are as large in every file; a size that differs between files has a range. Numbers
+    of double precision, as Python and numpy have them, are taken for single ones.
+
+    Raises:
+        UsageError: a file cannot be read, names nothing, or the files do not hold the same inputs.
+    """
+    found = [_tensors(path) for path in paths]
+    for path, tensors in zip(paths, found, strict=True):
+        if _described(tensors) != _described(found[0]):
+            raise UsageError(
+                f'--sample "{path}" holds {_described(tensors)}, and "{paths[0]}" '
+                f"{_described(found[0])}; expected the same inputs in every file, or --input"
+            )
+    names: dict[tuple[int, ...], str] = {}
+    texts = []
+    for name in found[0]:
+        each = [tensors[name] for tensors in found]
+        dims = [
+            _dim(sizes, f"{name.replace('.', '_')}_{axis}", is_first=axis == 0, names=names)
+            for axis, sizes in enumerate(zip(*(tensor.shape for tensor in each), strict=True))
+        ]
+        dtype = dtype_name(each[0].dtype)
+        texts.append(f"{name}:{_SINGLE.get(dtype, dtype)}[{','.join(dims)}]")
+    return read_inputs(texts)
+
+
+def _tensors(path: Path) -> dict[str, Tensor]:
+    """Read a file's tensors by name; one alone is called "input"."""
+    with _readable(path):
+        found = _read(path, Signature(()))
+        if isinstance(found, tuple) or (
+            isinstance(found, list) and all(isinstance(value, Tensor) for value in found)
+        ):
+            found = {f"input_{place}": value for place, value in enumerate(found)}
+        if not isinstance(found, Mapping):
+            found = {"input": found}
+        tensors = {
+            str(name): value if isinstance(value, Tensor) else torch.tensor(value)
+            for name, value in found.items()
+        }
+    if not tensors or not all(tensor.ndim and tensor.numel() for tensor in tensors.values()):
+        raise UsageError(
+            f'--sample "{path}" holds {_described(tensors) or "nothing"}; expected tensors with a '
+            "first dimension of one or more rows"
+        )
+    return tensors
+
+
+def _described(tensors: Mapping[str, Tensor]) -> str:
+    return ", ".join(
+        f"{name} {dtype_name(tensor.dtype)} of {tensor.ndim} dims"
+        for name, tensor in tensors.items()
+    )
+
+
+def _dim(
+    sizes: tuple[int, ...], name: str, *, is_first: bool, names: dict[tuple[int, ...], str]
+) -> str:
+    """Write a dim by its sizes in each file; `names` holds those that have a name already."""
+    if not names:  # the first dim of the first input
+        names[sizes] = "batch"
+        last = max(*sizes, DEFAULT_RANGE[1])
+        return "batch" if last == DEFAULT_RANGE[1] else f"batch=1..{last}"
+    differ = len(set(sizes)) > 1
+    if sizes in names and (is_first or differ):
+        return names[sizes]
+    if not differ:
+        return str(sizes[0])
+    names[sizes] = name
+    return f"{name}={min(sizes)}..{max(sizes)}"
+
+
+# -- one reader per suffix -------------------------------------------------------------------------
+
+
 def _read_npy(path: Path, signature: Signature) -> Any:
     return _array(path.open("rb"))
 
@@ -164,6 +266,8 @@ def _read_picture(path: Path, signature: Signature) -> Any:
     import numpy as np
     from PIL import Image
 
+    if not signature.inputs:
+        raise UsageError(f'--sample "{path}": a picture says nothing of an input; give --input')
     spec = signature.inputs[0]
     channels = spec.shape[1] if len(spec.shape) == 4 else None
     if len(signature.inputs) > 1 or channels not in (1, 3) or spec.dtype not in _PIXELS:

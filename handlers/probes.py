@@ -97,7 +97,9 @@ def choose_probes(
     has_floats = any(spec.is_float for spec in signature.inputs)
     kinds = [kind for kind in KINDS if kind in among and (has_floats or kind not in _FLOAT_KINDS)]
     sizes = {
-        name: _batch_sizes(dim, is_reduced) if dim == signature.batch else (dim.min, dim.max)
+        name: batch_sizes(dim, is_reduced=is_reduced)
+        if dim == signature.batch
+        else (dim.min, dim.max)
         for name, dim in signature.dims.items()
     }
     probes = tuple(
@@ -216,7 +218,8 @@ def _floats(normal: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     return normal.to(dtype)
 
 
-def _batch_sizes(dim: Dim, is_reduced: bool) -> tuple[int, ...]:
+def batch_sizes(dim: Dim, *, is_reduced: bool) -> tuple[int, ...]:
+    """Return the sizes of the batch dimension to try."""
     if is_reduced:
         return tuple(sorted({dim.min, dim.at_least(2), *_largest_prime(dim), dim.max}))
     sizes = dim.sizes()

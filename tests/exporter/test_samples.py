@@ -8,7 +8,7 @@ from PIL import Image
 
 from modelyard.archiver.signature import Signature, parse_inputs
 from modelyard.exporter.errors import UsageError
-from modelyard.exporter.samples import read_sample
+from modelyard.exporter.samples import read_sample, signature_of_samples
 
 ROW = parse_inputs(["x:float32[batch,2]"])
 TWO = parse_inputs(["batch.x:float32[n,2]", "tokens:int64[n,length=1..4]"])
@@ -156,3 +156,128 @@ def test_a_picture_with_more_than_one_reading_is_refused(
     with pytest.raises(UsageError) as caught:
         read_sample(tmp_path / "a.png", signature)
     assert seen in str(caught.value)
+
+
+def test_complex_numbers_are_read_as_their_real_view(tmp_path: Path) -> None:
+    signature = parse_inputs(["wave:complex64[batch,2]"])
+    wave = torch.tensor([[1 + 2j, 3 - 4j]])
+    pairs = [[[1.0, 2.0], [3.0, -4.0]]]
+    for file, value in (("a.pt", wave), ("b.json", pairs), ("c.npy", wave.numpy())):
+        assert read_sample(_save(tmp_path / file, value), signature).inputs[0].tolist() == pairs
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "seen"),
+    [
+        pytest.param(
+            "i:int64[2,edges]<nodes",
+            [[0, 3], [2, 1]],
+            '"i" holds 3; expected values <nodes, which are 0 to 2 here',
+            id="dim",
+        ),
+        pytest.param(
+            "i:uint8[edges]=0,3,7", [3, 4], '"i" holds 4; expected values =0,3,7', id="set"
+        ),
+        pytest.param(
+            "i:float32[edges]=0..1",
+            [0.5, -0.1],
+            '"i" holds -0.1; expected values =0..1',
+            id="float",
+        ),
+        pytest.param(
+            "i:uint8[edges]=0..9,falling",
+            [3, 5],
+            '"i" is not falling along its last dim; expected values =0..9,falling',
+            id="order",
+        ),
+    ],
+)
+def test_values_that_are_not_those_stated_are_refused(
+    text: str, value: object, seen: str, tmp_path: Path
+) -> None:
+    signature = parse_inputs(["x:float32[nodes,1]", text])
+    path = _save(tmp_path / "a.json", {"x": [[0.0]] * 3, "i": value})
+    with pytest.raises(UsageError) as caught:
+        read_sample(path, signature)
+    assert str(caught.value) == f'--sample "{path}": {seen}'
+
+
+GRAPH = {"x": np.ones((17, 8), np.float32), "edge_index": np.zeros((2, 40), np.int64)}
+
+
+def test_one_file_says_what_a_model_takes(tmp_path: Path) -> None:
+    path = _save(tmp_path / "a.npz", {**GRAPH, "graph": np.zeros(17, np.int64)})
+    assert [str(spec) for spec in signature_of_samples([path]).inputs] == [
+        "x:float32[batch=1..17,8]",
+        "edge_index:int64[2,40]",
+        "graph:int64[batch=1..17]",
+    ]
+
+
+def test_what_differs_between_files_is_a_range(tmp_path: Path) -> None:
+    first = _save(tmp_path / "a.npz", GRAPH)
+    other = _save(
+        tmp_path / "b.npz",
+        {"x": np.ones((5, 8), np.float32), "edge_index": np.zeros((2, 9), np.int64)},
+    )
+    signature = signature_of_samples([first, other])
+    assert [str(spec) for spec in signature.inputs] == [
+        "x:float32[batch=1..17,8]",
+        "edge_index:int64[2,edge_index_1=9..40]",
+    ]
+    assert read_sample(first, signature).sizes == {"batch": 17, "edge_index_1": 40}
+
+
+@pytest.mark.parametrize(
+    ("file", "value", "inputs"),
+    [
+        pytest.param("a.npy", np.ones((2, 3)), ["input:float32[batch=1..8,3]"], id="numpy"),
+        pytest.param("a.json", [[1.5, 2], [3, 4]], ["input:float32[batch=1..8,2]"], id="json"),
+        pytest.param(
+            "a.pt",
+            (torch.ones(2, 3), torch.ones(2, dtype=torch.int32)),
+            ["input_0:float32[batch=1..8,3]", "input_1:int32[batch=1..8]"],
+            id="in order",
+        ),
+        pytest.param(
+            "a.pt",
+            {"net.x": torch.ones(9, 2, dtype=torch.complex128)},
+            ["net.x:complex64[batch=1..9,2]"],
+            id="inside an argument, complex",
+        ),
+    ],
+)
+def test_every_kind_of_file_says_what_a_model_takes(
+    file: str, value: object, inputs: list[str], tmp_path: Path
+) -> None:
+    path = _save(tmp_path / file, value)
+    assert [str(spec) for spec in signature_of_samples([path]).inputs] == inputs
+
+
+@pytest.mark.parametrize(
+    ("file", "value", "seen"),
+    [
+        pytest.param("a.json", 3.5, "input float32 of 0 dims; expected tensors with", id="number"),
+        pytest.param("a.json", {}, "holds nothing; expected tensors with", id="nothing"),
+        pytest.param("a.json", {"x": "text"}, "cannot be read", id="text"),
+        pytest.param("a.json", {"a b": [1]}, '"a b" is not a name of letters', id="name"),
+        pytest.param("a.npy", np.ones(2, np.uint16), '"uint16" is not a dtype', id="dtype"),
+        pytest.param("a.npy", np.ones((0, 2)), "a first dimension of one or more rows", id="empty"),
+    ],
+)
+def test_a_file_that_says_too_little_is_refused(
+    file: str, value: object, seen: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        signature_of_samples([_save(tmp_path / file, value)])
+    assert seen in str(caught.value)
+
+
+def test_files_of_different_inputs_and_pictures_are_refused(tmp_path: Path) -> None:
+    first = _save(tmp_path / "a.npz", GRAPH)
+    other = _save(tmp_path / "b.npz", {"x": np.ones((17, 8), np.float32)})
+    with pytest.raises(UsageError, match="expected the same inputs in every file"):
+        signature_of_samples([first, other])
+    Image.new("L", (3, 2)).save(tmp_path / "a.png")
+    with pytest.raises(UsageError, match="a picture says nothing of an input; give --input"):
+        signature_of_samples([tmp_path / "a.png"])

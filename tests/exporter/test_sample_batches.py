@@ -1,0 +1,71 @@
+"""Samples in batches of other sizes."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from modelyard.archiver.signature import parse_inputs
+from modelyard.exporter.sample_batches import choose_example, regroup, two_batches
+from modelyard.exporter.samples import Sample
+
+WORDS = parse_inputs(["ids:int64[batch,length=2..9]", "lengths:int64[batch]=1..length"])
+GRAPH = parse_inputs(["x:float32[nodes=1..99,2]", "edges:int64[2,edges=1..99]<nodes"])
+
+
+def _words(rows: int, length: int, first: int = 0) -> Sample:
+    ids = torch.arange(first, first + rows).unsqueeze(1).expand(rows, length)
+    lengths = torch.full((rows,), length)
+    return Sample(f"{rows}.npz", (ids, lengths), {"batch": rows, "length": length})
+
+
+def _shapes(samples: Sequence[Sample]) -> list[tuple[int, ...]]:
+    return [tuple(sample.inputs[0].shape) for sample in samples]
+
+
+def _first_column(tensor: Tensor) -> list[int]:
+    return [int(value) for value in tensor[:, 0]]
+
+
+def test_rows_come_back_in_batches_of_1_2_a_prime_all_and_the_largest() -> None:
+    cases = regroup([_words(4, 3)], WORDS)
+    assert _shapes(cases) == [(4, 3), (1, 3), (2, 3), (7, 3), (8, 3)]
+    assert _first_column(cases[3].inputs[0]) == [0, 1, 2, 3, 0, 1, 2]
+    assert all(case.sizes == {"batch": len(case.inputs[0]), "length": 3} for case in cases)
+
+
+def test_rows_of_files_share_a_batch_where_their_other_sizes_are_equal() -> None:
+    cases = regroup([_words(1, 3), _words(2, 3, first=5), _words(1, 4)], WORDS)
+    assert _shapes(cases) == [
+        *[(1, 3), (2, 3), (1, 4)],  # as they are
+        *[(2, 3), (3, 3), (7, 3), (8, 3)],
+        *[(2, 4), (7, 4), (8, 4)],
+    ]
+    assert _first_column(cases[4].inputs[0]) == [0, 5, 6]
+    assert _first_column(cases[3].inputs[0]) == [0, 5]
+
+
+def test_what_is_not_made_of_rows_stays_as_it_is() -> None:
+    sample = Sample(
+        "a.npz", (torch.ones(7, 2), torch.zeros(2, 5, dtype=torch.int64)), {"nodes": 7, "edges": 5}
+    )
+    assert regroup([sample], GRAPH) == (sample,)
+    assert choose_example([sample], GRAPH) is sample
+    assert two_batches([sample], GRAPH, 3) is None
+    offsets = parse_inputs(["offsets:int64[rows]=0..9,rising"])
+    sorted_rows = Sample("a.npz", (torch.tensor([0, 4, 5]),), {"rows": 3})
+    assert regroup([sorted_rows], offsets) == (sorted_rows,)
+
+
+def test_the_example_has_no_size_of_1_and_none_twice() -> None:
+    assert choose_example([_words(1, 5)], WORDS).sizes == {"batch": 3, "length": 5}
+    one = Sample("a.npz", (torch.ones(1, 2), torch.zeros(2, 1)), {"nodes": 1, "edges": 1})
+    other = Sample("a.npz", (torch.ones(4, 2), torch.zeros(2, 6)), {"nodes": 4, "edges": 6})
+    assert choose_example([one, other], GRAPH) is other
+
+
+def test_two_batches_differ_in_every_row_or_there_are_none() -> None:
+    found = two_batches([_words(2, 3)], WORDS, 3)
+    assert found is not None
+    assert [_first_column(batch.inputs[0]) for batch in found] == [[0, 1, 0], [1, 0, 1]]
+    assert two_batches([_words(1, 3)], WORDS, 3) is None
