@@ -1,11 +1,7 @@
 """The same inputs through checkpoint and artifact → differences, a verdict and its report.
 
-The artifact runs in a fresh process, opened as a worker opens it:
-`python -P -m modelyard.exporter.parity FOLDER`, with a folder that holds `task.json` and one file
-of tensors per case (read with weights_only). What it finds, it leaves there in `result.json`. That
-process knows nothing of the model's Python.
-
-Both are judged by the rule of `modelyard.handlers.agree`.
+The artifact runs in the fresh process of `modelyard.exporter.checker`, which gets one case at a
+time: nothing grows with their number. Both are judged by the rule of `modelyard.handlers.agree`.
 """
 
 import hashlib
@@ -13,34 +9,26 @@ import json
 import math
 import os
 import platform
-import subprocess
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from modelyard.archiver.exits import describe_exit
 from modelyard.archiver.signature import Dim, Signature
-from modelyard.archiver.threads import thread_environment
-from modelyard.exporter.errors import ExportError, ParityError, cause
+from modelyard.exporter.checker import Checker
+from modelyard.exporter.errors import ParityError
 from modelyard.exporter.reference import Case, Reference
 from modelyard.handlers.agree import (
     QUANTIZED_RULE,
     SCALED_RULE,
     Difference,
     Rule,
-    compare,
     disagreement,
     rule_for,
-    run,
     worst,
 )
-from modelyard.handlers.backends import dtype_name, open_artifact
+from modelyard.handlers.probes import Probe
 
 SCHEMA = 1
 
@@ -201,7 +189,7 @@ def check(
     artifact: Path,
     format: str,
     reference: Reference,
-    folder: Path,
+    checker: Checker,
     *,
     device: str = "cpu",
     tolerance: float | None = None,
@@ -214,7 +202,7 @@ def check(
         artifact: the file, complete and closed.
         format: as in `modelyard.handlers.backends`.
         reference: the checkpoint's outputs.
-        folder: an empty folder for the exchange of files.
+        checker: the process.
         device: where the artifact is to run.
         tolerance: largest allowed scaled difference of floats; by the outputs' dtype when absent.
         is_quantized: judge as an approximation.
@@ -226,18 +214,25 @@ def check(
     """
     signature = reference.signature
     rules = [rule_for(spec.dtype, tolerance, is_quantized) for spec in signature.outputs]
-    _write_task(folder, artifact, format, device, reference, rules)
-    result = _run_child(folder, format)
-    if "error" in result:
-        raise ParityError(f"{format}: {result['error']}; {_ADVICE[format]}")
+    outputs = [
+        (spec.name, spec.dtype, rule.tolerance)
+        for spec, rule in zip(signature.outputs, rules, strict=True)
+    ]
+    probes = reference.cases.probes
+    try:
+        checker.open(artifact, format, device, outputs)
+        by_case = [
+            checker.measure(str(case.probe), case.inputs, case.outputs) for case in reference.cases
+        ]
+    except ParityError as error:
+        raise ParityError(f"{format}: {error}; {_ADVICE[format]}") from error
     judged: list[_Judged] = [
         (spec.name, rule, list(measured))
         for spec, rule, measured in zip(
-            signature.outputs, rules, zip(*result["cases"], strict=True), strict=True
+            signature.outputs, rules, zip(*by_case, strict=True), strict=True
         )
     ]
-    places = [case.probe for case in reference.cases]
-    wrong = [(each, text) for each in judged if (text := disagreement(*each, places))]
+    wrong = [(each, text) for each in judged if (text := disagreement(*each, probes))]
     if wrong:
         differences = "; ".join(text for _, text in wrong)
         if is_quantized:
@@ -248,8 +243,8 @@ def check(
         raise ParityError(f"{format}: {differences}{where}; {advice}")
     return Parity(
         tolerance=max(rule.tolerance for rule in rules),
-        cases=len(reference.cases),
-        batches=_batches(signature, reference.cases),
+        cases=len(probes),
+        batches=_batches(signature, probes),
         outputs={name: rule.merge(measured) for name, rule, measured in judged},
         rule=QUANTIZED_RULE if is_quantized else SCALED_RULE,
         compared_with=reference.precision,
@@ -264,18 +259,18 @@ def _overflows(judged: Sequence[_Judged], reference: Reference, where: str) -> b
     return is_half and ("by inf" in where or not all(map(math.isfinite, scaled)))
 
 
-def _batches(signature: Signature, cases: Sequence[Case]) -> tuple[int, ...]:
+def _batches(signature: Signature, probes: Sequence[Probe]) -> tuple[int, ...]:
     batch = signature.batch
     if isinstance(batch, Dim):
-        return tuple(sorted({case.probe.sizes[batch.name] for case in cases}))
+        return tuple(sorted({probe.sizes[batch.name] for probe in probes}))
     return (batch or 1,)
 
 
 def _scope(reference: Reference) -> dict[str, Any]:
     """State what was tried, for the report."""
+    probes = reference.cases.probes
     tried = {
-        name: sorted({case.probe.sizes[name] for case in reference.cases})
-        for name in reference.signature.dims
+        name: sorted({probe.sizes[name] for probe in probes}) for name in reference.signature.dims
     }
     return {
         "sizes": tried,
@@ -284,101 +279,7 @@ def _scope(reference: Reference) -> dict[str, Any]:
             for name, values in reference.found.items()
             if (stated := values.to_json())
         },
-        "kinds": sorted({case.probe.kind for case in reference.cases}),
+        "kinds": sorted({probe.kind for probe in probes}),
         "samples": [{"file": sample.file, "rows": sample.rows} for sample in reference.samples],
         "plan": reference.plan.to_json(),
     }
-
-
-def _write_task(
-    folder: Path,
-    artifact: Path,
-    format: str,
-    device: str,
-    reference: Reference,
-    rules: Sequence[Rule],
-) -> None:
-    for place, case in enumerate(reference.cases):
-        tensors = {"inputs": list(case.inputs), "outputs": list(case.outputs)}
-        torch.save(tensors, folder / f"{place}.pt")
-    task = {
-        "artifact": str(artifact.absolute()),
-        "format": format,
-        "device": device,
-        "outputs": [
-            [spec.name, spec.dtype, rule.tolerance]
-            for spec, rule in zip(reference.signature.outputs, rules, strict=True)
-        ],
-        "cases": [str(case.probe) for case in reference.cases],
-    }
-    (folder / "task.json").write_text(json.dumps(task), encoding="utf-8")
-
-
-def _run_child(folder: Path, format: str) -> dict[str, Any]:
-    """Run this module as a program; -P keeps files of the working folder from being imported."""
-    command = [sys.executable, "-P", "-m", "modelyard.exporter.parity", str(folder.absolute())]
-    environment = os.environ | thread_environment()
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    try:
-        result: dict[str, Any] = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        messages = [line for line in done.stderr.splitlines() if line.strip()] or ["no message"]
-        raise ParityError(
-            f"{format}: the process that checks the artifact ended with "
-            f"{describe_exit(done.returncode)} and no result: {messages[-1]}; {_ADVICE[format]}"
-        ) from error
-    return result
-
-
-def main(folder: Path) -> None:
-    """Run in the fresh process: open the artifact, run every case, leave `result.json`."""
-    task = json.loads((folder / "task.json").read_text(encoding="utf-8"))
-    try:
-        result: dict[str, Any] = {"cases": _run_cases(folder, task)}
-    except ExportError as error:
-        result = {"error": str(error)}
-    (folder / "result.json").write_text(json.dumps(result), encoding="utf-8")
-
-
-def _run_cases(folder: Path, task: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-    try:
-        artifact = open_artifact(Path(task["artifact"]), task["format"], task["device"])
-    # Each format's library fails in its own ways; all mean that a worker could not load it.
-    except Exception as error:
-        raise ParityError(f"the artifact does not load: {cause(error)}") from error
-    measured = []
-    for place, probe in enumerate(task["cases"]):
-        tensors = torch.load(folder / f"{place}.pt", weights_only=True)
-        try:
-            outputs = run(artifact, tensors["inputs"])
-        except Exception as error:
-            raise ParityError(f"the artifact does not run at {probe}: {cause(error)}") from error
-        measured.append(_measure(task["outputs"], tensors["outputs"], outputs, probe))
-    return measured
-
-
-def _measure(
-    specs: Sequence[tuple[str, str, float]],
-    expected: Sequence[Tensor],
-    actual: Sequence[Tensor],
-    probe: str,
-) -> list[dict[str, Any]]:
-    """Compare one case's outputs: their number, then dtypes and shapes, then values."""
-    if len(actual) != len(expected):
-        listed = ", ".join(name for name, _, _ in specs)
-        raise ParityError(f"the artifact gives {len(actual)} outputs, expected {listed}")
-    measured = []
-    for (name, dtype, tolerance), target, tensor in zip(specs, expected, actual, strict=True):
-        right = f"{dtype}[{','.join(map(str, target.shape))}]"
-        if _type(tensor) != right:
-            raise ParityError(f'output "{name}" is {_type(tensor)} at {probe}, expected {right}')
-        measured.append(compare(target, tensor, tolerance))
-    return measured
-
-
-def _type(tensor: Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,10 +1,11 @@
 """Run the checkpoint's model eagerly: what every artifact must reproduce."""
 
 import copy
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -22,12 +23,15 @@ from modelyard.handlers.probes import (
     Plan,
     Probe,
     example_sizes,
-    make_cases,
+    make_case,
     make_inputs,
     plan,
 )
 
 Tensors = tuple[Tensor, ...]
+
+# Of the checkpoint's outputs, of all cases together: most models' are below it, and run once.
+KEPT_BYTES = 64 * 2**20
 
 # Rows that share a batch; as the tolerance of float32: a kernel may add in another order for
 # another batch size.
@@ -51,6 +55,64 @@ class Case:
     outputs: Tensors
 
 
+class Cases(Sequence[Case]):
+    """Every probe and sample with what the checkpoint gives for it, made anew whenever it is read.
+
+    Outputs of the first are kept, up to `KEPT_BYTES` of them all; the others are computed again.
+
+    Args:
+        signature: of the inputs, with the values of integers.
+        probes: whose inputs are made.
+        samples: whose inputs are a file's.
+        run: the checkpoint's model.
+    """
+
+    def __init__(
+        self,
+        signature: Signature,
+        probes: Sequence[Probe],
+        samples: Sequence[Sample],
+        run: Callable[[Probe, Tensors], Tensors],
+    ) -> None:
+        self.probes = (*probes, *(Probe("sample", sample.sizes) for sample in samples))
+        self._inputs = [
+            *(functools.partial(make_case, signature, probe) for probe in probes),
+            *(functools.partial(_lowered, sample, signature) for sample in samples),
+        ]
+        self._run = run
+        self._kept: dict[int, Tensors] = {}
+        self._free_bytes = KEPT_BYTES
+
+    def __len__(self) -> int:
+        return len(self.probes)
+
+    @overload
+    def __getitem__(self, place: int) -> Case: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Case]: ...
+    def __getitem__(self, place: int | slice) -> Case | Sequence[Case]:
+        if isinstance(place, slice):
+            return [self[one] for one in range(len(self))[place]]
+        probe, inputs = self.probes[place], self._inputs[place]()
+        outputs = self._kept.get(place)
+        if outputs is None:
+            outputs = self._run(probe, inputs)
+            size_bytes = sum(tensor.nbytes for tensor in outputs)
+            if size_bytes <= self._free_bytes:
+                self._free_bytes -= size_bytes
+                self._kept[place] = outputs
+        return Case(probe, inputs, outputs)
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What is remembered of one output of one case."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    has_finite: bool
+
+
 @dataclass(frozen=True)
 class Reference:
     """What is known of a model once it has run."""
@@ -58,7 +120,7 @@ class Reference:
     signature: Signature
     example: Tensors
     """Inputs to trace with, on the model's device."""
-    cases: tuple[Case, ...]
+    cases: Cases
     plan: Plan
     original: nn.Module
     """The checkpoint's model, on its device; in float32 where a dtype was asked for."""
@@ -116,23 +178,23 @@ def observe(
         named = _name_outputs(flatten(output), output_names)
         watched = watch(original, _raised(example, dtype))
         again = flatten(_call(original, *call))
-        _check_repeats(named, flatten(output), again, watched)
+        unsteady = _unsteady(watched, example_probe.sizes)
+        _check_repeats(named, flatten(output), again, unsteady)
         lowered = _lower(original, dtype)
         if lowered is not original:
             output = _call(lowered, signature, example_probe, example)
         chosen = plan(signature, _row_gflop(original, signature, watched))
-        compared = [
-            *make_cases(tried, chosen.probes),
-            *((Probe("sample", sample.sizes), _lowered(sample, signature)) for sample in samples),
-        ]
-        cases = [
-            Case(probe, tensors, _outputs(original, signature, probe, tensors, dtype))
-            for probe, tensors in compared
-        ]
-        outputs = tuple(
-            _describe(name, axis, cases, signature.dims) for axis, name in enumerate(named)
+        cases = Cases(
+            tried,
+            chosen.probes,
+            samples,
+            lambda probe, tensors: _outputs(original, signature, probe, tensors, dtype),
         )
-        _check_finite(outputs, cases)
+        seen = [_remember(case) for case in cases]
+        outputs = tuple(
+            _describe(name, [case[place] for case in seen], cases.probes, signature.dims)
+            for place, name in enumerate(named)
+        )
         batching = find_batching(
             lambda tensors: _outputs(original, signature, example_probe, tensors, dtype),
             replace(tried, outputs=outputs),
@@ -143,7 +205,7 @@ def observe(
     return Reference(
         signature=replace(signature, outputs=outputs, batching=batching),
         example=example,
-        cases=tuple(cases),
+        cases=cases,
         plan=chosen,
         original=original,
         model=lowered if is_plain(output) else give_tensors(lowered, signature),
@@ -223,7 +285,7 @@ def _call(model: nn.Module, signature: Signature, probe: Probe, inputs: Tensors)
     # The model is the author's code and may fail in any way.
     except Exception as error:
         shown = ", ".join(
-            f'"{spec.name}" {dtype_name(tensor.dtype)}[{",".join(map(str, tensor.shape))}]'
+            f'"{spec.name}" {_type(tensor)}'
             for spec, tensor in zip(signature.inputs, inputs, strict=True)
         )
         raise ModelError(
@@ -242,8 +304,14 @@ def _outputs(
 ) -> Tensors:
     """Run the checkpoint's model, on its own device, and give its outputs on the CPU."""
     device = next((value.device for value in model.state_dict().values()), torch.device("cpu"))
-    moved = _to(_raised(inputs, dtype), device)
-    return _to(tuple(flatten(_call(model, signature, probe, moved)).values()), torch.device("cpu"))
+    with full_precision(device):
+        output = _call(model, signature, probe, _to(_raised(inputs, dtype), device))
+    return tuple(_alone(tensor.cpu()) for tensor in flatten(output).values())
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """Return a tensor that keeps no larger one in memory, whose part it is."""
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def _name_outputs(outputs: dict[str, Tensor], names: Sequence[str]) -> list[str]:
@@ -264,65 +332,96 @@ def _check_repeats(
     names: Sequence[str],
     first: Mapping[str, Tensor],
     second: Mapping[str, Tensor],
-    watched: Watched,
+    unsteady: str,
 ) -> None:
     """Refuse a model that gives two answers to one input: there is nothing to agree with."""
+    if len(first) != len(second):
+        raise ModelError(
+            f"the model gives {len(first)} outputs in one run and {len(second)} in the next on one "
+            f"input; expected the same: {unsteady}"
+        )
     for name, one, two in zip(names, first.values(), second.values(), strict=True):
+        if one.shape != two.shape or one.dtype != two.dtype:
+            raise ModelError(
+                f'output "{name}" is {_type(one)} in one run and {_type(two)} in the next on one '
+                f"input; expected the same: {unsteady}"
+            )
         # CUDA may add in another order each time; a CPU with a fixed number of threads does not.
         allowed = 1e-5 if one.is_cuda else 0.0
         if not torch.allclose(one, two, rtol=0.0, atol=allowed, equal_nan=True):
             apart = (one.double() - two.double()).abs().max().item()
             raise ModelError(
                 f'output "{name}" differs by {apart:.1e} between two runs on one input; expected '
-                f"the same values: {_unsteady(watched)}"
+                f"the same values: {unsteady}"
             )
 
 
-def _unsteady(watched: Watched) -> str:
-    """Return what to remove so that a model repeats."""
-    for operator, place in watched.random.items():
-        return f"remove what is random in forward(){place}: {operator}, as dropout uses in training"
+def _type(tensor: Tensor) -> str:
+    return f"{dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
+
+
+def _unsteady(watched: Watched, sizes: Mapping[str, int]) -> str:
+    """Return what to change so that a model repeats.
+
+    Args:
+        watched: what it did on the example.
+        sizes: of the example's dims.
+    """
+    for operator, drawn in watched.random.items():
+        if "dropout" in operator or "bernoulli" in operator:
+            return f"remove what is random in forward(){drawn.place}: {operator}"
+        names = {size: name for name, size in sizes.items()}
+        dims = ",".join(str(names.get(size, size)) for size in drawn.shape)
+        return (
+            f"forward() draws random numbers{drawn.place} ({operator}); take them as an argument "
+            f"instead, noise for example, and add --input 'noise:{drawn.dtype}[{dims}]', so that "
+            "who calls the artifact draws them, from a seed of their own"
+        )
     return (
         "remove what is random in forward() (dropout with training=True, torch.rand) or what it "
         "remembers from call to call"
     )
 
 
-def _describe(name: str, place: int, cases: Sequence[Case], dims: Mapping[str, Dim]) -> TensorSpec:
+def _remember(case: Case) -> tuple[_Seen, ...]:
+    return tuple(
+        _Seen(tensor.dtype, tuple(tensor.shape), bool(tensor.isfinite().any()))
+        for tensor in case.outputs
+    )
+
+
+def _describe(
+    name: str, seen: Sequence[_Seen], probes: Sequence[Probe], dims: Mapping[str, Dim]
+) -> TensorSpec:
     """Find an output's dtype and shape, and which input dim each varying size follows."""
-    seen = [case.outputs[place] for case in cases]
-    kinds = sorted({f"{dtype_name(tensor.dtype)} with {tensor.ndim} dims" for tensor in seen})
+    kinds = sorted({f"{dtype_name(case.dtype)} with {len(case.shape)} dims" for case in seen})
     dtype = dtype_name(seen[0].dtype)
     if len(kinds) > 1 or dtype not in DTYPES:
         raise ModelError(
             f'output "{name}" is {" or ".join(kinds)}; expected one of {", ".join(DTYPES)} '
             "and the same number of dims for every input"
         )
-    axes = zip(*(tensor.shape for tensor in seen), strict=True)
+    if not any(case.has_finite for case in seen):
+        raise ModelError(
+            f'output "{name}" has no finite value on any of {len(seen)} inputs, so '
+            "nothing can be compared; look for NaN in the checkpoint's weights"
+        )
+    axes = zip(*(case.shape for case in seen), strict=True)
     shape = tuple(
-        _describe_axis(f"{name}_{axis}", sizes, cases, dims) for axis, sizes in enumerate(axes)
+        _describe_axis(f"{name}_{axis}", sizes, probes, dims) for axis, sizes in enumerate(axes)
     )
     return TensorSpec(name, dtype, shape)
 
 
 def _describe_axis(
-    name: str, sizes: Sequence[int], cases: Sequence[Case], dims: Mapping[str, Dim]
+    name: str, sizes: Sequence[int], probes: Sequence[Probe], dims: Mapping[str, Dim]
 ) -> Size:
     if len(set(sizes)) == 1:
         return sizes[0]
     for dim in dims.values():
-        if list(sizes) == [case.probe.sizes[dim.name] for case in cases]:
+        if list(sizes) == [probe.sizes[dim.name] for probe in probes]:
             return dim
     return Dim(name)
-
-
-def _check_finite(outputs: Sequence[TensorSpec], cases: Sequence[Case]) -> None:
-    for place, spec in enumerate(outputs):
-        if not any(bool(case.outputs[place].isfinite().any()) for case in cases):
-            raise ModelError(
-                f'output "{spec.name}" has no finite value on any of {len(cases)} inputs, so '
-                "nothing can be compared; look for NaN in the checkpoint's weights"
-            )
 
 
 def _to(tensors: Tensors, device: torch.device) -> Tensors:

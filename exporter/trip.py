@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from modelyard.archiver.signature import Signature
 from modelyard.exporter import to_aoti, to_exported_program, to_onnx, to_torchscript
 from modelyard.exporter.arguments import read_inputs, take_inputs
+from modelyard.exporter.checker import Checker
 from modelyard.exporter.checkpoint import open_model, split_model
 from modelyard.exporter.errors import (
     ExportError,
@@ -162,7 +163,7 @@ def export(request: ExportRequest) -> list[ExportReport]:
             samples=samples,
         )
         writers = _writers(reference, is_quantized=request.quantize is not None)
-        with _workspace(request.output_dir) as folder:
+        with _workspace(request.output_dir) as folder, _exchange(folder) as checker:
             for format in request.chosen_formats():
                 target = request.target(format)
                 draft = folder / target.name
@@ -170,7 +171,7 @@ def export(request: ExportRequest) -> list[ExportReport]:
                     announce_step(_WRITE.format(target.name))
                     details = writers[format](draft)
                     announce_step(_CHECK.format(target.name))
-                    parity = _prove(request, format, draft, reference)
+                    parity = _prove(request, format, draft, reference, checker)
                 except ExportError as error:
                     failures[format] = error
                     continue
@@ -212,19 +213,20 @@ def _nothing_written(failures: Mapping[str, ExportError]) -> ExportError:
     return (type(first) if same_kind else ExportError)(join_failures(failures))
 
 
-def _prove(request: ExportRequest, format: str, draft: Path, reference: Reference) -> Parity:
+def _prove(
+    request: ExportRequest, format: str, draft: Path, reference: Reference, checker: Checker
+) -> Parity:
     """Compare a written artifact with the checkpoint; its submodules too, where it differs."""
-    with tempfile.TemporaryDirectory(dir=draft.parent) as exchange:
-        return check(
-            draft,
-            format,
-            reference,
-            Path(exchange),
-            device=request.device,
-            tolerance=request.tolerance,
-            is_quantized=request.quantize is not None,
-            locate=lambda case: first_difference(draft, format, reference, case),
-        )
+    return check(
+        draft,
+        format,
+        reference,
+        checker,
+        device=request.device,
+        tolerance=request.tolerance,
+        is_quantized=request.quantize is not None,
+        locate=lambda case: first_difference(draft, format, reference, case),
+    )
 
 
 def _check_request(request: ExportRequest, signature: Signature) -> None:
@@ -394,6 +396,13 @@ def _workspace(output_dir: Path) -> Iterator[Path]:
         for path in made:  # only empty ones can be removed: after a failure
             with suppress(OSError):
                 path.rmdir()
+
+
+@contextmanager
+def _exchange(folder: Path) -> Iterator[Checker]:
+    """Start the process that checks: it imports its libraries while the first file is written."""
+    with tempfile.TemporaryDirectory(dir=folder) as exchange, Checker(Path(exchange)) as checker:
+        yield checker
 
 
 def _command(request: ExportRequest, format: str) -> str:

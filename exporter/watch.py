@@ -22,12 +22,21 @@ _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Random numbers that a model draws."""
+
+    place: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
 @dataclass
 class Watched:
     """What one run showed; each entry is a place in the author's code, "" when not known."""
 
-    random: dict[str, str] = field(default_factory=dict)
-    """Operator that draws random numbers → place."""
+    random: dict[str, Drawn] = field(default_factory=dict)
+    """Operator that draws random numbers → what it draws first."""
     batch_norm: list[str] = field(default_factory=list)
     """Places that normalise by the statistics of the batch."""
     cut: list[str] = field(default_factory=list)
@@ -38,9 +47,9 @@ class Watched:
     def warnings(self) -> list[str]:
         """Return in a sentence each what the author may want to change."""
         lines = [
-            f"forward() draws random numbers{place} ({operator}), so outputs may not repeat; "
+            f"forward() draws random numbers{drawn.place} ({operator}), so outputs may not repeat; "
             "draw them outside and pass them as an input"
-            for operator, place in self.random.items()
+            for operator, drawn in self.random.items()
         ]
         lines += [
             f"gradients end{place}, under torch.no_grad() inside forward(), so explanations would "
@@ -111,13 +120,17 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = dict(kwargs or {})
         name = func.name().removeprefix("aten::")
         # Attention is marked as random for the dropout that it may do, and repeats without.
-        if torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name:
-            self._seen.random.setdefault(name.partition(".")[0], _author_place())
+        is_random = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name
         if "batch_norm" in name and _argument(func, args, given, "training"):
             self._seen.batch_norm.append(_author_place())
         if not torch.is_grad_enabled() and _cuts(func, args):
             self._seen.cut.append(_author_place())
-        return func(*args, **given)
+        result = func(*args, **given)
+        if is_random and isinstance(drawn := result, Tensor):
+            dtype, shape = str(drawn.dtype).removeprefix("torch."), tuple(drawn.shape)
+            place = _author_place()
+            self._seen.random.setdefault(name.partition(".")[0], Drawn(place, dtype, shape))
+        return result
 
 
 def _author_place() -> str:

@@ -13,7 +13,7 @@ compares later reads them there.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,8 @@ from modelyard.handlers.backends import Artifact
 # Largest allowed scaled difference, by the dtype of the output. Integers must be equal.
 TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
 MIN_TOP1_AGREEMENT = 0.99
+# Values that are compared at a time: some ten copies of them in float64 are made.
+_PIECE = 2**20
 MIN_COSINE = 0.99
 
 SCALED_RULE = "max|a-b| <= tolerance * max(max|b|, 1) for every row of every output"
@@ -107,7 +109,8 @@ def joint_rules(one: Parity, other: Parity) -> dict[str, Rule]:
 def compare(expected: Tensor, found: Tensor, tolerance: float = 0.0) -> dict[str, Any]:
     """Measure how far `found` is from `expected`.
 
-    Where the shapes differ, or values that are not finite, every difference is infinite.
+    Where the shapes differ, or values that are not finite, differences are infinite. Little memory
+    is taken beside the two, however large they are.
 
     Args:
         expected: what `found` is scaled by.
@@ -126,68 +129,109 @@ def compare(expected: Tensor, found: Tensor, tolerance: float = 0.0) -> dict[str
     if expected.shape != found.shape:
         apart = dict.fromkeys(("max_abs", "scaled", "largest", "max_rel"), math.inf)
         return {**apart, "cosine": 0.0, "rows": 1, "same": 0, "margin": math.inf}
-    wanted, got = expected.double().flatten(), found.double().flatten()
-    finite = wanted.isfinite()
-    sizes = _row_sizes(expected)
-    if not torch.allclose(got[~finite], wanted[~finite], rtol=0, atol=0, equal_nan=True):
-        max_abs = scaled = largest = math.inf
-    elif not finite.any():
-        max_abs = scaled = largest = 0.0
-    else:
-        differences = torch.where(finite, _differences(expected, found), 0.0)
-        differences = differences.nan_to_num(nan=math.inf, posinf=math.inf)
-        max_abs = differences.max().item()
-        scaled = (differences.view(len(sizes), -1).amax(dim=1) / sizes).max().item()
-        wanted, got = wanted[finite], got[finite]
-        largest = wanted.abs().max().item()
+    sums = _Sums(expected.shape[0] if expected.ndim > 1 else 1)
+    for rows, wanted, got in _pieces(expected, found, len(sums.sizes)):
+        sums.add(rows, wanted, got)
+    scaled = (sums.apart / sums.sizes).max().item() if expected.numel() else 0.0
+    max_abs = sums.apart.max().item() if expected.numel() else 0.0
+    largest = sums.largest if sums.holes_agree else math.inf
     return {
         "max_abs": max_abs,
         "scaled": scaled,
         "largest": largest,
         "max_rel": max_abs / largest if 0 < largest < math.inf else max_abs,
-        "cosine": _cosine(wanted, got),
-        **_top1(expected, found, sizes, tolerance),
+        "cosine": sums.cosine(),
+        **_top1(expected, found, sums.sizes, tolerance),
     }
 
 
+class _Sums:
+    """What is gathered of two tensors, piece by piece.
+
+    Args:
+        rows: of dim 0.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.apart = torch.zeros(rows, dtype=torch.float64)
+        """Largest difference of each row; infinite where a value that is not finite differs."""
+        self.sizes = torch.ones(rows, dtype=torch.float64)
+        """What each is divided by: its largest value, or 1."""
+        self.largest = 0.0
+        self.holes_agree = True
+        self._dot = self._wanted = self._got = 0.0
+        self._is_equal = True
+
+    def add(self, rows: slice, wanted: Tensor, got: Tensor) -> None:
+        """Add a piece (rows, K) of what is expected and what is there."""
+        differences = _differences(wanted, got)
+        wanted, got = wanted.double(), got.double()
+        finite = wanted.isfinite()
+        if not bool(finite.all()):
+            same = (wanted == got) | (wanted.isnan() & got.isnan())
+            self.holes_agree &= bool((finite | same).all())
+            differences = torch.where(finite, differences, torch.where(same, 0.0, math.inf))
+            wanted, got = (torch.where(finite, values, 0.0) for values in (wanted, got))
+        differences = differences.nan_to_num(nan=math.inf, posinf=math.inf)
+        self._is_equal &= not bool(differences.any())
+        sizes = wanted.abs().amax(dim=1)
+        self.apart[rows] = self.apart[rows].maximum(differences.amax(dim=1))
+        self.sizes[rows] = self.sizes[rows].maximum(sizes)
+        self.largest = max(self.largest, sizes.max().item())
+        wanted, got = wanted.flatten(), got.flatten()
+        self._dot += (wanted @ got).item()
+        self._wanted += (wanted @ wanted).item()
+        self._got += (got @ got).item()
+
+    def cosine(self) -> float:
+        """Return the cosine between the two as vectors."""
+        if self._is_equal:
+            return 1.0
+        lengths = math.sqrt(self._wanted) * math.sqrt(self._got)
+        return min(1.0, self._dot / lengths) if 0 < lengths < math.inf else 0.0
+
+
+def _pieces(expected: Tensor, found: Tensor, rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield which rows, and their values in both: so few that what is computed of them is small."""
+    if not expected.numel():
+        return
+    one, two = expected.reshape(rows, -1), found.reshape(rows, -1)
+    width = min(one.shape[1], _PIECE)
+    height = max(1, _PIECE // width)
+    for top in range(0, rows, height):
+        for left in range(0, one.shape[1], width):
+            at = slice(top, top + height), slice(left, left + width)
+            yield at[0], one[at], two[at]
+
+
 def _differences(expected: Tensor, found: Tensor) -> Tensor:
-    """Return |found − expected| of each value (K,) float64; of long integers without rounding."""
+    """Return |found − expected| of each value in float64; of long integers without rounding."""
     is_real = expected.is_floating_point() or found.is_floating_point()
     kind = torch.float64 if is_real else torch.int64
-    return (found.to(kind) - expected.to(kind)).abs().double().flatten()
-
-
-def _row_sizes(expected: Tensor) -> Tensor:
-    """Return what the difference of each row of dim 0 is divided by."""
-    rows = expected.shape[0] if expected.ndim > 1 else 1
-    if not expected.numel():
-        return torch.ones(rows, dtype=torch.float64)
-    values = expected.double().abs().reshape(rows, -1)
-    return torch.where(values.isfinite(), values, 0.0).amax(dim=1).clamp(min=1.0)
-
-
-def _cosine(wanted: Tensor, got: Tensor) -> float:
-    if torch.equal(wanted, got):
-        return 1.0
-    if not bool(got.isfinite().all()):
-        return 0.0
-    lengths = (wanted.norm() * got.norm()).item()
-    return min(1.0, (wanted @ got).item() / lengths) if lengths else 0.0
+    return (found.to(kind) - expected.to(kind)).abs().double()
 
 
 def _top1(expected: Tensor, found: Tensor, sizes: Tensor, tolerance: float) -> dict[str, Any]:
     ranked = expected.is_floating_point() and expected.ndim > 1 and expected.shape[-1] > 1
     if not ranked or not expected.numel():
         return {"rows": 0, "same": 0, "margin": 0.0}
-    moved = expected.argmax(dim=-1) != found.argmax(dim=-1)
-    best = expected.double().topk(2, dim=-1).values
-    leads = (best[..., 0] - best[..., 1]).nan_to_num(nan=0.0)
-    ties = 2 * tolerance * sizes.view(-1, *[1] * (leads.ndim - 1))
+    wanted = expected.reshape(-1, expected.shape[-1])
+    moved = wanted.argmax(dim=-1) != found.reshape(wanted.shape).argmax(dim=-1)
+    places = moved.nonzero().flatten()
+    some = max(1, _PIECE // wanted.shape[1])
+    leads = torch.cat([_leads(wanted[part]) for part in torch.split(places, some)])
+    ties = 2 * tolerance * sizes[places // (len(wanted) // len(sizes))]
     return {
-        "rows": moved.numel(),
-        "same": int((~moved | (leads <= ties)).sum()),
-        "margin": leads[moved].max().item() if moved.any() else 0.0,
+        "rows": len(moved),
+        "same": len(moved) - int((leads > ties).sum()),
+        "margin": leads.max().item() if len(leads) else 0.0,
     }
+
+
+def _leads(rows: Tensor) -> Tensor:
+    """Return how far the largest value of each row (N, K) is above the next."""
+    best = rows.double().topk(2, dim=-1).values
+    return (best[:, 0] - best[:, 1]).nan_to_num(nan=0.0)
 
 
 def worst(measured: Sequence[Mapping[str, Any]]) -> int:

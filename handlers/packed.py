@@ -15,7 +15,7 @@ from modelyard.archiver.signature import Signature, parse_signature
 from modelyard.handlers.agree import Rule, joint_rules
 from modelyard.handlers.backends import Artifact, detect_format, open_artifact, torch_dtype
 from modelyard.handlers.errors import LoadError
-from modelyard.handlers.probes import Probe, example_sizes, make_cases
+from modelyard.handlers.probes import Probe, example_sizes, make_case
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,11 @@ def _open(folder: Path, file: str, report: Report | None, device: torch.device) 
 
 
 def _examples(report: Report) -> Iterator[tuple[Tensor, ...]]:
-    """Yield inputs of two sizes that the model is known to take."""
+    """Return inputs of two sizes that the model is known to take, made when they are used."""
     signature = report.tried
     smallest = {name: dim.min for name, dim in signature.dims.items()}
     probes = [Probe("random", sizes) for sizes in (smallest, example_sizes(signature))]
-    for _, inputs in make_cases(signature, probes):
-        yield inputs
+    return (make_case(signature, probe) for probe in probes)
 
 
 def _read_signature(stated: Mapping[str, Any] | None, artifact: Artifact) -> Signature:

@@ -22,7 +22,7 @@ from typing import Any
 from modelyard.archiver.report import Report, parse_report
 from modelyard.handlers import agree
 from modelyard.handlers.backends import Artifact, open_artifact
-from modelyard.handlers.probes import KINDS, choose_probes, make_cases
+from modelyard.handlers.probes import KINDS, choose_probes, make_case
 from modelyard.serve.worker import load
 from modelyard.serve.worker.golden import answer_golden, compare_golden, value_of
 
@@ -92,7 +92,8 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
         report.signature, is_reduced=parity.is_reduced, among=parity.kinds or KINDS
     )
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in rules}
-    for _, inputs in make_cases(report.tried, probes):
+    for probe in probes:
+        inputs = make_case(report.tried, probe)
         pairs = zip(agree.run(twin, inputs), agree.run(artifact, inputs), strict=True)
         for (name, rule), (expected, actual) in zip(rules.items(), pairs, strict=True):
             measured[name].append(agree.compare(expected, actual, rule.tolerance))

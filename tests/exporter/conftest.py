@@ -2,11 +2,13 @@
 
 import runpy
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+from modelyard.exporter.checker import Checker
 
 HEAD = "import torch\nfrom torch import nn\n\n"
 
@@ -33,3 +35,10 @@ def author(tmp_path: Path) -> Callable[[str], tuple[Path, str]]:
         return checkpoint, f"{file}:Net"
 
     return write
+
+
+@pytest.fixture(scope="module")
+def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checker]:
+    """Start the process that checks artifacts, for all tests of a module."""
+    with Checker(tmp_path_factory.mktemp("exchange")) as started:
+        yield started

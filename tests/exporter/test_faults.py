@@ -20,6 +20,7 @@ from modelyard.exporter import (
     to_onnx,
     to_torchscript,
 )
+from modelyard.exporter.checker import Checker
 from modelyard.exporter.locate import first_difference
 from modelyard.exporter.parity import check
 from modelyard.exporter.reference import Reference, observe
@@ -143,19 +144,18 @@ def _cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("fault", "format"), list(_cases()))
 def test_a_doctored_artifact_is_refused_with_the_layer_where_it_leaves_the_model(
-    fault: str, format: str, tmp_path: Path
+    fault: str, format: str, checker: Checker, tmp_path: Path
 ) -> None:
     doctor, layer = FAULTS[fault]
     reference = _reference()
     artifact = tmp_path / "net.pt2"
     _write(format, doctor(copy.deepcopy(_net())), reference, artifact)
-    (tmp_path / "exchange").mkdir()
     with pytest.raises(ParityError, match=rf'^{format}: output "classes": max_abs ') as caught:
         check(
             artifact,
             format,
             reference,
-            tmp_path / "exchange",
+            checker,
             locate=lambda case: first_difference(artifact, format, reference, case),
         )
     # In the whole swapped model every layer sees something else.
@@ -171,20 +171,20 @@ def test_a_doctored_artifact_is_refused_with_the_layer_where_it_leaves_the_model
         "torchscript",
     ],
 )
-def test_an_honest_artifact_passes_the_same_gate(format: str, tmp_path: Path) -> None:
+def test_an_honest_artifact_passes_the_same_gate(
+    format: str, checker: Checker, tmp_path: Path
+) -> None:
     reference = _reference()
     _write(format, _net(), reference, tmp_path / "net.pt2")
-    (tmp_path / "exchange").mkdir()
-    assert check(tmp_path / "net.pt2", format, reference, tmp_path / "exchange").max_abs <= 1e-5
+    assert check(tmp_path / "net.pt2", format, reference, checker).max_abs <= 1e-5
 
 
-def test_a_dim_specialised_to_one_is_refused(tmp_path: Path) -> None:
+def test_a_dim_specialised_to_one_is_refused(checker: Checker, tmp_path: Path) -> None:
     reference = _reference()
     program = torch.export.export(_net(), (torch.ones(1, 3, 8, 8),))
     to_exported_program.write(program, tmp_path / "net.pt2")
-    (tmp_path / "exchange").mkdir()
     with pytest.raises(ParityError, match=r"does not run at batch=2 .*the artifact takes image"):
-        check(tmp_path / "net.pt2", "pt2", reference, tmp_path / "exchange")
+        check(tmp_path / "net.pt2", "pt2", reference, checker)
 
 
 def test_a_model_that_specialises_a_dim_to_one_is_refused_by_its_name(author: Author) -> None:

@@ -1,12 +1,14 @@
 import math
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import to_torchscript
+from modelyard.exporter.checker import Checker
 from modelyard.exporter.errors import ParityError
 from modelyard.exporter.parity import Parity, check
 from modelyard.exporter.reference import Reference, observe
@@ -47,13 +49,16 @@ def _observe(model: nn.Module, text: str, names: list[str]) -> Reference:
 
 
 def _check(
-    reference: Reference, other: nn.Module, folder: Path, tolerance: float | None = None
+    reference: Reference,
+    other: nn.Module,
+    folder: Path,
+    checker: Checker,
+    tolerance: float | None = None,
 ) -> Parity:
     """Compare `reference` with a TorchScript artifact of another model."""
-    artifact, exchange = folder / "net.pt", folder / "exchange"
-    exchange.mkdir()
+    artifact = folder / "net.pt"
     to_torchscript.write(other.eval(), reference.signature, reference.example, artifact)
-    return check(artifact, "torchscript", reference, exchange, tolerance=tolerance)
+    return check(artifact, "torchscript", reference, checker, tolerance=tolerance)
 
 
 def test_differences_are_the_known_ones() -> None:
@@ -79,9 +84,11 @@ def test_equal_infinities_and_nans_agree_and_others_do_not() -> None:
     assert compare(torch.zeros(1), torch.full((1,), math.nan))["max_abs"] == math.inf
 
 
-def test_an_artifact_that_agrees_is_measured_in_every_batch_size(tmp_path: Path) -> None:
+def test_an_artifact_that_agrees_is_measured_in_every_batch_size(
+    checker: Checker, tmp_path: Path
+) -> None:
     reference = _observe(Scale(2.0), "x:float32[batch=1..4,3]", ["scaled", "same"])
-    parity = _check(reference, Scale(2.0), tmp_path)
+    parity = _check(reference, Scale(2.0), tmp_path, checker)
     assert (parity.batches, parity.cases, parity.tolerance) == ((1, 2, 3, 4), 20, 1e-4)
     assert {name: found.max_abs for name, found in parity.outputs.items()} == {
         "scaled": 0.0,
@@ -89,40 +96,86 @@ def test_an_artifact_that_agrees_is_measured_in_every_batch_size(tmp_path: Path)
     }
 
 
-def test_the_output_that_differs_is_named_with_its_difference_and_place(tmp_path: Path) -> None:
+def test_the_output_that_differs_is_named_with_its_difference_and_place(
+    checker: Checker, tmp_path: Path
+) -> None:
     reference = _observe(Scale(2.0), "x:float32[batch,3]", ["scaled", "same"])
     largest = max(float(case.inputs[0].abs().max()) for case in reference.cases)
     with pytest.raises(ParityError) as caught:
-        _check(reference, Scale(2.5), tmp_path)
+        _check(reference, Scale(2.5), tmp_path, checker)
     message = str(caught.value)
     assert f'output "scaled": max_abs {largest / 2:.1e} (2.5e-01 scaled to values up to' in message
     assert "over tolerance 0.0001 at batch=" in message
     assert '"same"' not in message
 
 
-def test_a_tolerance_of_ones_own_decides(tmp_path: Path) -> None:
+def test_a_tolerance_of_ones_own_decides(checker: Checker, tmp_path: Path) -> None:
     reference = _observe(Scale(2.0), "x:float32[batch,3]", ["scaled", "same"])
-    parity = _check(reference, Scale(2.001), tmp_path, tolerance=0.1)
+    parity = _check(reference, Scale(2.001), tmp_path, checker, tolerance=0.1)
     assert 1e-3 < parity.max_abs < 0.1
 
 
-def test_integers_must_be_equal_whatever_the_tolerance(tmp_path: Path) -> None:
+def test_integers_must_be_equal_whatever_the_tolerance(checker: Checker, tmp_path: Path) -> None:
     reference = _observe(Count(1), "n:int64[batch]", ["n_plus"])
     with pytest.raises(ParityError, match=r"max_abs 1\.0e\+00 .* over tolerance 0 at"):
-        _check(reference, Count(2), tmp_path, tolerance=10)
+        _check(reference, Count(2), tmp_path, checker, tolerance=10)
 
 
-def test_another_shape_is_a_disagreement(tmp_path: Path) -> None:
+def test_another_shape_is_a_disagreement(checker: Checker, tmp_path: Path) -> None:
     reference = _observe(Columns(2), "x:float32[batch,5]", ["out"])
     with pytest.raises(
         ParityError, match=r'"out" is float32\[1,3\] at batch=1 .*expected float32\[1,2\]'
     ):
-        _check(reference, Columns(3), tmp_path)
+        _check(reference, Columns(3), tmp_path, checker)
 
 
-def test_a_file_that_no_worker_can_load_is_a_disagreement(tmp_path: Path) -> None:
+def test_a_file_that_no_worker_can_load_is_a_disagreement(checker: Checker, tmp_path: Path) -> None:
     reference = _observe(Count(1), "n:int64[batch]", ["out"])
     (tmp_path / "net.pt").write_bytes(b"PK\x03\x04 broken")
-    (tmp_path / "exchange").mkdir()
     with pytest.raises(ParityError, match="torchscript: the artifact does not load"):
-        check(tmp_path / "net.pt", "torchscript", reference, tmp_path / "exchange")
+        check(tmp_path / "net.pt", "torchscript", reference, checker)
+
+
+def test_outputs_that_are_not_kept_are_computed_again(
+    checker: Checker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Scale(2.0)
+    runs: list[int] = []
+    model.register_forward_hook(lambda _, inputs, __: runs.append(len(inputs[0])))
+    parities = []
+    for kept_bytes in (2**20, 0):
+        monkeypatch.setattr("modelyard.exporter.reference.KEPT_BYTES", kept_bytes)
+        observed = _observe(model, "x:float32[batch=1..4,3]", ["scaled", "same"])
+        runs.clear()
+        parities.append(_check(observed, Scale(2.0), tmp_path, checker))
+        assert len(runs) == (0 if kept_bytes else len(observed.cases))
+    assert parities[0] == parities[1]
+
+
+def test_what_is_exchanged_does_not_grow_with_the_cases(tmp_path: Path) -> None:
+    (tmp_path / "exchange").mkdir()
+    with Checker(tmp_path / "exchange") as checker:
+        sizes = []
+        for batch in ("4", "batch=1..4"):
+            observed = _observe(Scale(2.0), f"x:float32[{batch},3]", ["scaled", "same"])
+            _check(observed, Scale(2.0), tmp_path, checker)
+            files = list((tmp_path / "exchange").iterdir())
+            sizes.append(sum(file.stat().st_size for file in files))
+    assert sizes[0] == sizes[1]
+
+
+def test_a_process_that_dies_is_a_disagreement_and_the_next_artifact_gets_another(
+    tmp_path: Path,
+) -> None:
+    observed = _observe(Scale(2.0), "x:float32[batch=1..2,3]", ["scaled", "same"])
+    (tmp_path / "exchange").mkdir()
+    before = set(psutil.Process().children())
+    with Checker(tmp_path / "exchange") as checker:
+        (started,) = set(psutil.Process().children()) - before
+        started.kill()
+        with pytest.raises(
+            ParityError, match=r"^torchscript: the process that checks the artifact ended with"
+        ):
+            _check(observed, Scale(2.0), tmp_path, checker)
+        assert _check(observed, Scale(2.0), tmp_path, checker).max_abs == 0.0
+    assert set(psutil.Process().children()) == before

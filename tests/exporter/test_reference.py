@@ -1,3 +1,4 @@
+import inspect
 from collections.abc import Sequence
 
 import pytest
@@ -46,6 +47,36 @@ class Masked(nn.Module):
 class Pooled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.max_pool1d(x, 2)
+
+
+class Samples(nn.Module):
+    """As a variational autoencoder: its answer is drawn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.randn_like(x)
+
+
+HERE = f"test_reference.py:{inspect.getsourcelines(Samples)[1] + 4}"
+
+
+class Speaks(nn.Module):
+    """As text to speech: how long its answer is changes from run to run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs = self.runs % 4 + 1
+        return x[:, : self.runs]
+
+
+class Forgets(Speaks):
+    """Gives another number of outputs in each run."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs = self.runs % 4 + 1
+        return (x,) * self.runs  # type: ignore[return-value]
 
 
 class Random(nn.Module):
@@ -159,6 +190,20 @@ def test_a_model_that_writes_into_its_input_gets_a_copy() -> None:
             id="size at the end of a range",
         ),
         pytest.param(Random(), ["x:float32[batch,64]"], 'output "output" differs by', id="dropout"),
+        pytest.param(
+            Samples(),
+            ["x:float32[batch,6]"],
+            f"forward() draws random numbers at {HERE} (randn_like); take them as an argument "
+            "instead, noise for example, and add --input 'noise:float32[batch,6]'",
+            id="random by nature",
+        ),
+        pytest.param(
+            Speaks(),
+            ["x:float32[batch,4]"],
+            'output "output" is float32[5,1] in one run and float32[5,3] in the next on one input',
+            id="size that changes",
+        ),
+        pytest.param(Forgets(), ["x:float32[batch]"], "1 outputs in one run and 3 in", id="number"),
         pytest.param(Remembers(), ["x:float32[batch]"], "remembers from call to call", id="state"),
         pytest.param(Nan(), ["x:float32[batch]"], "no finite value on any of 40", id="nan"),
         pytest.param(Text(), ["x:float32[batch]"], "a tuple of 0: Tensor, 1: str", id="text"),
