@@ -46,8 +46,11 @@ def export_command(
             help="File or folder that a training run left; `modelyard inspect` says what it is."
         ),
     ],
+    output_dir: Annotated[
+        Path, typer.Option("--output-dir", "-o", help="Where the artifacts go; made if need be.")
+    ],
     inputs: Annotated[
-        list[str],
+        list[str] | None,
         typer.Option(
             "--input",
             help=r"name:dtype\[dims]; a dim is a number, or a name for any size, or name=lo..hi "
@@ -55,10 +58,7 @@ def export_command(
             "forward()'s argument or by place; batch.image for a key of a dict, pair.0 for a place "
             "in a tuple or list.",
         ),
-    ],
-    output_dir: Annotated[
-        Path, typer.Option("--output-dir", "-o", help="Where the artifacts go; made if need be.")
-    ],
+    ] = None,
     model: Annotated[
         str | None,
         typer.Option(
@@ -89,6 +89,14 @@ def export_command(
         bool,
         typer.Option(
             "--trust", help="Let the checkpoint run its own code; says first what it will import."
+        ),
+    ] = False,
+    generate: Annotated[
+        bool,
+        typer.Option(
+            "--generate",
+            help="Write a Hugging Face decoder (GPT-2, Llama …) with its cache, for the handler "
+            "generate; --input is needed for other ranges only.",
         ),
     ] = False,
     output_names: Annotated[
@@ -153,7 +161,7 @@ def export_command(
                 reports = export(
                     checkpoint,
                     model,
-                    inputs,
+                    inputs or (),
                     output_dir=output_dir,
                     formats=formats,
                     model_args=arguments,
@@ -161,6 +169,7 @@ def export_command(
                     weights_key=weights_key,
                     ema=ema,
                     announce=_announce if trust else None,
+                    generate=generate,
                     output_names=output_names or (),
                     name=name,
                     device=device,

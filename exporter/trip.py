@@ -20,6 +20,7 @@ from modelyard.exporter import to_aoti, to_exported_program, to_onnx, to_torchsc
 from modelyard.exporter.arguments import read_inputs, take_inputs
 from modelyard.exporter.checker import Checker
 from modelyard.exporter.checkpoint import open_model, split_model
+from modelyard.exporter.decoder import open_decoder
 from modelyard.exporter.errors import (
     ExportError,
     PartialExportError,
@@ -85,6 +86,9 @@ class ExportRequest:
     absent. Parity compares with the checkpoint in float32."""
     quantize: str | None = None
     """Of `QUANTIZATIONS`, for onnx."""
+    generate: bool = False
+    """Write a decoder with its cache, which takes a prompt and the steps after it; `inputs` then
+    give other ranges to what `exporter/decoder.py` says."""
     samples: Sequence[Path] = ()
     """Files of real inputs to compare on; nothing of them stays."""
     progress: Progress | None = None
@@ -129,7 +133,7 @@ def export(request: ExportRequest) -> list[ExportReport]:
         ExportError: nothing was written. In both cases artifacts of an earlier export that could
             not be written anew are as they were.
     """
-    signature = read_inputs(request.inputs)
+    signature = Signature(()) if request.generate else read_inputs(request.inputs)
     device = _device(request.device)
     _check_request(request, signature)
     samples = [read_sample(path, signature) for path in request.samples]
@@ -154,6 +158,11 @@ def export(request: ExportRequest) -> list[ExportReport]:
         notes=notes,
     ) as module:
         announce_step(_RUN)
+        known: dict[str, object] = {"dtype": request.dtype} if request.dtype else {}
+        model_name = _model_name(request, module)
+        if request.generate:
+            module, signature, proof = open_decoder(module, request.inputs)
+            known["generation"] = proof
         reference = observe(
             take_inputs(module, signature),
             signature,
@@ -186,10 +195,10 @@ def export(request: ExportRequest) -> list[ExportReport]:
                     checkpoint_sha256=checkpoint.sha256,
                     checkpoint_kind=checkpoint.kind,
                     checkpoint_details=_ingested(checkpoint),
-                    model=_model_name(request, module),
+                    model=model_name,
                     model_args=request.model_args or {},
                     device=str(device),
-                    details={**({"dtype": request.dtype} if request.dtype else {}), **details},
+                    details={**known, **details},
                     command=_command(request, format),
                     warnings=(*notes, *reference.warnings),
                 )
@@ -247,6 +256,10 @@ def _check_request(request: ExportRequest, signature: Signature) -> None:
         json.dumps(request.model_args)
     except (TypeError, ValueError) as error:
         raise UsageError(f"model_args cannot be kept in the report: {cause(error)}") from error
+    if request.generate and request.samples:
+        raise UsageError(
+            "--sample does not go with --generate: a decoder's inputs are tokens and its own cache"
+        )
     _check_precision(request)
     _check_output_names(request.output_names, signature)
     _check_targets(request)
@@ -419,6 +432,7 @@ def _command(request: ExportRequest, format: str) -> str:
         ("--ema", [request.ema]),
         ("--trust", [request.announce is not None]),
         ("--model-args", [model_args]),
+        ("--generate", [request.generate]),
         ("--input", request.inputs),
         ("--output", request.output_names),
         ("--format", [format]),
