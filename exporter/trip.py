@@ -163,6 +163,8 @@ def export(request: ExportRequest) -> list[ExportReport]:
         if request.generate:
             module, signature, proof = open_decoder(module, request.inputs)
             known["generation"] = proof
+            # Of the model as a folder's other exports have it.
+            notes = [note for note in notes if "use_cache" not in note]
         reference = observe(
             take_inputs(module, signature),
             signature,

@@ -126,6 +126,7 @@ def test_the_report_proves_the_cache_and_says_what_ends_a_text(
         "compared_with": "forward() of the whole text",
     }
     assert "--generate" in report["command"]
+    assert report["warnings"] == []
 
 
 @pytest.mark.parametrize(
