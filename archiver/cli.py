@@ -57,7 +57,8 @@ def archive(
     handler: Annotated[
         str,
         typer.Option(
-            metavar="NAME|FILE.py[:Class]", help="A built-in handler, or a file and its class."
+            metavar="auto|NAME|FILE.py[:Class]",
+            help="A built-in handler, `auto` for the one that fits, or a file and its class.",
         ),
     ],
     version: Annotated[str, typer.Option(help="The model's version, as 1.0.")],
@@ -93,6 +94,15 @@ def archive(
     wheels: Annotated[
         Path | None,
         typer.Option(help="Folder of the requirements' wheels, which then travel inside."),
+    ] = None,
+    source_folder: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="FOLDER",
+            help="The checkpoint's folder, of which the tokenizer, processor and labels are packed "
+            "for a built-in handler. Default for `auto`: where the export found it.",
+        ),
     ] = None,
     archive_format: Annotated[
         Format,
@@ -134,6 +144,7 @@ def archive(
             examples=example or [],
             requirements_file=requirements,
             wheels_dir=wheels,
+            source_folder=source_folder,
         )
         for warning in plan.warnings:
             print(f"warning: {warning}", file=sys.stderr)
@@ -154,12 +165,15 @@ def archive(
             "name": name,
             "version": version,
             "digest": packed.digest,
+            "handler": plan.manifest.handler,
             "files": files,
             "warnings": list(plan.warnings),
         }
         print(json.dumps(described, indent=2))
     else:
         _print_files(files, "role")
+        if plan.choice:
+            print(plan.choice)
         print(f"{packed.path}: {len(files)} files, digest {packed.digest}")
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from modelyard.archiver.choose import AUTO, Choice, choose
 from modelyard.archiver.entry_point import EntryPoint, parse_handler
 from modelyard.archiver.errors import CannotArchive
 from modelyard.archiver.example import TOLERANCE, parse_example
@@ -76,6 +77,8 @@ class Plan:
     parts: tuple[Part, ...]
     """Sorted by name; without the manifest."""
     warnings: tuple[str, ...] = ()
+    choice: Choice | None = None
+    """How the handler and the files of the checkpoint's folder were chosen, where they were."""
     unanswered: tuple[Golden, ...] = ()
     """Golden requests whose expected answer the dry run records; its part is still missing."""
 
@@ -108,6 +111,7 @@ def plan_archive(
     examples: Sequence[str] = (),
     requirements_file: Path | None = None,
     wheels_dir: Path | None = None,
+    source_folder: Path | None = None,
 ) -> Plan:
     """Find, name and check the files; see `write_archive` for the arguments.
 
@@ -120,7 +124,14 @@ def plan_archive(
     collector = _Collector()
     report = collector.add_artifact(artifact)
     explain = collector.add_twin(artifact, report, explain_artifact)
-    entry_point = collector.add_handler(handler)
+    choice = None
+    if handler == AUTO or source_folder is not None:
+        packed = {file.name for file in extra_files}
+        choice = collector.attempt(lambda: choose(handler, report, source_folder, packed))
+        for file in choice.files if choice else ():
+            collector.add_file(file, "file of the checkpoint's folder")
+    known = choice.handler if choice else handler
+    entry_point = None if known == AUTO else collector.add_handler(known)
     for file in extra_files:
         collector.add_file(file, "extra file")
     if config_file is not None:
@@ -150,8 +161,9 @@ def plan_archive(
         ),
     )
     names = [part.name for part in parts]
-    warnings = source_warnings(names, _python_sources(parts), resolved.pins)
-    return Plan(manifest, parts, (*collector.warnings, *warnings), tuple(collector.unanswered))
+    sources = source_warnings(names, _python_sources(parts), resolved.pins)
+    warnings = (*collector.warnings, *sources)
+    return Plan(manifest, parts, warnings, choice, tuple(collector.unanswered))
 
 
 class _Collector:

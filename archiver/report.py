@@ -42,6 +42,10 @@ class Report:
     signature: Signature
     parity: Parity | None
     """None in reports that prove nothing."""
+    model: str = ""
+    """Module and class of the checkpoint's model, as `package.module:Class`."""
+    command: str = ""
+    """The command line that made the artifact, with relative paths."""
 
     @property
     def tried(self) -> Signature:
@@ -83,6 +87,8 @@ def parse_report(data: bytes, path: Path) -> Report:
         checkpoint_sha256=fields.object("checkpoint").sha256("sha256"),
         signature=signature,
         parity=_parity(fields, signature) if "parity" in fields.values else None,
+        model=fields.text_or_none("model") or "",
+        command=fields.text_or_none("command") or "",
     )
     if problems:
         raise CannotArchive("cannot read the report", [f"{path.name}: {p}" for p in problems])

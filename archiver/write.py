@@ -62,6 +62,7 @@ def write_archive(
     examples: Sequence[str] = (),
     requirements_file: Path | None = None,
     wheels_dir: Path | None = None,
+    source_folder: Path | None = None,
     archive_format: str = "zip-store",
     dry_run: bool = False,
     key: "PrivateKey | None" = None,
@@ -73,7 +74,8 @@ def write_archive(
         name: the model's name, by the rule of `check_name`.
         version: the model's version, by the rule of `check_version`.
         artifact: exported file; `<artifact>.report.json` beside it is packed too.
-        handler: a built-in handler's name, `FILE.py` or `FILE.py:Class`.
+        handler: a built-in handler's name, `FILE.py` or `FILE.py:Class`; `auto` chooses a built-in
+            one by the artifact's report.
         output_dir: created when missing.
         explain_artifact: differentiable twin; default: the artifact, or for formats without
             gradients the `.pt2` of the same stem beside it.
@@ -83,6 +85,8 @@ def write_archive(
             which needs the dry run.
         requirements_file: what the handler imports, as pip reads it; pinned now, with pip.
         wheels_dir: where its wheels are, to travel inside; nothing is downloaded then.
+        source_folder: the checkpoint's folder, from which a built-in handler's files are packed
+            (tokenizer, processor, labels); `auto` finds it where the report names it.
         archive_format: `zip-store`, `tgz` (`<name>.tar.gz`) or `no-archive` (a folder `<name>`).
         dry_run: load the archive in a worker's process and replay the examples before it is
             written; this runs the handler's code and needs the other packages.
@@ -106,6 +110,7 @@ def write_archive(
         examples=examples,
         requirements_file=requirements_file,
         wheels_dir=wheels_dir,
+        source_folder=source_folder,
     )
     for warning in plan.warnings:
         logger.warning("archive %s: %s", name, warning)

@@ -1,0 +1,245 @@
+"""An artifact's report and its checkpoint's folder → the built-in handler, and the files to pack.
+
+The signature says which handlers could serve the model, and the class of a Hugging Face model
+which of them is meant. The files that the handler reads are taken from the folder as they are.
+"""
+
+import shlex
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.report import Report
+from modelyard.archiver.signature import Signature, TensorSpec
+from modelyard.archiver.untrusted.json import parse_json
+
+AUTO = "auto"
+
+_LABELS = ("index_to_name.json", "config.json")
+_TOKENIZER = ("tokenizer.json",)
+_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
+_MAX_CONFIG_BYTES = 16 * 1024 * 1024
+
+_LIBRARY = "transformers"
+_TOKEN_IDS = ("input_ids", "ids", "tokens", "token_ids")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """When a built-in handler serves a model, and which files it reads."""
+
+    handler: str
+    takes: str
+    """Of `_inputs_of`."""
+    gives: Sequence[str]
+    """Of `_output_of`: what the first output may be, or the first two."""
+    endings: Sequence[str]
+    """Of transformers' classes that are made for it."""
+    needs: Sequence[str] = ()
+    """Files without which the handler does not start, one of them."""
+    brings: Sequence[str] = _LABELS
+    """Files that it reads where they are there."""
+    has_labels: bool = False
+
+
+RULES = (
+    Rule("audio_classifier", "sound", ["classes"], ["ForSequenceClassification",
+         "ForAudioClassification"], brings=(*_LABELS, *_PROCESSOR), has_labels=True),
+    Rule("fill_mask", "text", ["places"], ["ForMaskedLM"], _TOKENIZER),
+    Rule("forecaster", "series", ["places", "classes", "map"], ["ForPrediction"],
+         brings=("scaler.json",)),
+    Rule("image_classifier", "image", ["classes"], ["ForImageClassification"],
+         brings=(*_LABELS, *_PROCESSOR), has_labels=True),
+    Rule("image_encoder", "image", ["classes", "places"], ["Model"], brings=_PROCESSOR),
+    Rule("image_segmenter", "image", ["map"], ["ForSemanticSegmentation"],
+         brings=(*_LABELS, *_PROCESSOR), has_labels=True),
+    Rule("image_text", "image and text", ["classes"], ["Model"], _TOKENIZER, brings=_PROCESSOR),
+    Rule("object_detector", "image", ["boxes"], ["ForObjectDetection"],
+         brings=(*_LABELS, *_PROCESSOR), has_labels=True),
+    Rule("question_answering", "text", ["spans"], ["ForQuestionAnswering"], _TOKENIZER),
+    Rule("speech_recognizer", "sound", ["places"], ["ForCTC"], ("vocab.json", "tokenizer.json"),
+         brings=("config.json", "tokenizer_config.json", *_PROCESSOR)),
+    Rule("tabular", "numbers", ["classes"], [], ("features.json",), has_labels=True),
+    Rule("text", "text", ["classes"], ["ForSequenceClassification"], _TOKENIZER, has_labels=True),
+    Rule("text_encoder", "text", ["classes", "places"], ["Model"], _TOKENIZER, brings=()),
+    Rule("token_classifier", "text", ["places"], ["ForTokenClassification"], _TOKENIZER,
+         has_labels=True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The handler, and what is packed for it."""
+
+    handler: str
+    reason: str
+    files: tuple[Path, ...]
+    """Of the checkpoint's folder."""
+
+    def __str__(self) -> str:
+        names = ", ".join(map(_described, self.files))
+        packed = f"; from {self.files[0].parent}: {names}" if self.files else ""
+        return f"handler {self.handler}: {self.reason}{packed}"
+
+
+def choose(
+    handler: str, report: Report | None, folder: Path | None, packed: Collection[str]
+) -> Choice:
+    """Choose the handler, where it is `auto`, and the files of its checkpoint's folder.
+
+    Args:
+        handler: a built-in one, or `auto`.
+        report: of the artifact.
+        folder: of the checkpoint; without one, the folder that the report's command names.
+        packed: names of the files that are packed anyway, which come before those of the folder.
+
+    Raises:
+        CannotArchive: no handler fits, several do, or a file that it needs is missing.
+    """
+    if folder is not None and not folder.is_dir():
+        raise CannotArchive(f"--from {folder}: there is no such folder")
+    if report is None:
+        raise CannotArchive(
+            f"--handler {handler} needs the artifact's report, which says what the model takes; "
+            "write both with `modelyard export`"
+        )
+    folder = folder or _folder_of(report)
+    if folder is None and report.model.startswith(_LIBRARY):
+        raise CannotArchive(
+            f"the checkpoint's folder is not here ({report.command or 'the report names none'}); "
+            "give it with --from, for its tokenizer, processor and labels"
+        )
+    rule, reason = _choose(handler, report, folder, packed)
+    files = list(_files(rule, folder, packed))
+    have = {*packed, *(file.name for file in files)}
+    if rule.needs and not have & set(rule.needs):
+        seen = f"{folder} holds none" if folder else "the checkpoint's folder is not known"
+        raise CannotArchive(
+            f"the handler {rule.handler} needs {' or '.join(rule.needs)}, and {seen}: give the "
+            "folder with --from, or the file with --extra-files"
+        )
+    return Choice(rule.handler, reason, tuple(files))
+
+
+def _choose(
+    handler: str, report: Report, folder: Path | None, packed: Collection[str]
+) -> tuple[Rule, str]:
+    if handler != AUTO:
+        known = [rule for rule in RULES if rule.handler == handler]
+        if not known:
+            names = ", ".join(rule.handler for rule in RULES)
+            raise CannotArchive(
+                f"--from goes with a built-in handler that reads files of the folder ({names}), "
+                f"not with {handler}; pack files with --extra-files"
+            )
+        return known[0], "as given"
+    signature = report.signature
+    takes, gives = _inputs_of(signature), _outputs_of(signature)
+    found = [rule for rule in RULES if rule.takes in takes and set(rule.gives) & gives]
+    name = report.model.rpartition(":")[2] if report.model.startswith(_LIBRARY) else ""
+    if by_class := [rule for rule in found if any(name.endswith(end) for end in rule.endings)]:
+        found, reason = by_class, f"the model is a {name}"
+    else:
+        found, reason = _by_files(found, folder, packed)
+    if len(found) == 1:
+        return found[0], reason
+    inputs, outputs = (", ".join(map(str, each)) for each in (signature.inputs, signature.outputs))
+    shown = f"the model takes {inputs} and gives {outputs}"
+    if not found:
+        raise CannotArchive(
+            f"--handler auto: no built-in handler is made for it: {shown}; give --handler "
+            "base_handler (JSON numbers), or a FILE.py"
+        )
+    reasons = "; ".join(
+        f"{rule.handler} for {rule.takes} to {' or '.join(_WORDS[each] for each in rule.gives)}"
+        for rule in found
+    )
+    raise CannotArchive(f"--handler auto: several fit: {reasons}. {shown}; give one as --handler")
+
+
+def _by_files(
+    rules: list[Rule], folder: Path | None, packed: Collection[str]
+) -> tuple[list[Rule], str]:
+    """Keep the rules whose files are there, then those with labels where there are labels."""
+    have = {*packed, *(file.name for rule in rules for file in _files(rule, folder, packed))}
+    rules = [rule for rule in rules if not rule.needs or have & set(rule.needs)] or rules
+    if with_labels := [rule for rule in rules if rule.has_labels and _LABELS[0] in have]:
+        return with_labels, "by the artifact's inputs and outputs, and the labels"
+    return rules, "by the artifact's inputs and outputs"
+
+
+def _files(rule: Rule, folder: Path | None, packed: Collection[str]) -> Iterator[Path]:
+    """Yield the files of the folder that a handler reads; the first of several for one purpose."""
+    names = (*rule.needs, *rule.brings)
+    for name in dict.fromkeys(names):
+        if folder is not None and name not in packed and (folder / name).is_file():
+            yield folder / name
+
+
+def _folder_of(report: Report) -> Path | None:
+    """Return the folder that was exported, where it lies as it did then."""
+    words = shlex.split(report.command)
+    checkpoint = Path(words[2]) if len(words) > 2 else None
+    return checkpoint if checkpoint is not None and checkpoint.is_dir() else None
+
+
+_WORDS = {
+    "classes": "one row of numbers",
+    "places": "a row for each place",
+    "map": "a map for each class",
+    "boxes": "logits and boxes",
+    "spans": "logits of starts and ends",
+}
+
+
+def _inputs_of(signature: Signature) -> set[str]:
+    """Return what the inputs may be: text, an image, both, sound, a series, numbers."""
+    whole = [spec for spec in signature.inputs if not spec.is_float]
+    real = [spec for spec in signature.inputs if spec.is_float]
+    has_ids = len(whole) == 1 or any(spec.name in _TOKEN_IDS for spec in whole)
+    is_text = has_ids and all(len(spec.shape) == 2 for spec in whole)
+    if not real:
+        return {"text"} if is_text else set()
+    shape = real[0].shape
+    is_image = len(shape) == 4 and shape[1] in (1, 3)
+    if len(real) > 1 or (whole and not is_text and not all("mask" in each.name for each in whole)):
+        return set()
+    if is_image:
+        if is_text:
+            return {"image and text"}
+        return set() if whole else {"image"}
+    if len(shape) == 2:
+        sounds = {"sound"} if _is_long(real[0]) else set()
+        return sounds if whole else {*sounds, "series", "numbers"}
+    return {"series"} if len(shape) == 3 and not whole else set()
+
+
+def _is_long(spec: TensorSpec) -> bool:
+    """Return whether a row may be the samples of a sound: a thousand, or as many as one likes."""
+    size = spec.shape[1]
+    return (size if isinstance(size, int) else size.max) >= 1000
+
+
+def _outputs_of(signature: Signature) -> set[str]:
+    """Return what the outputs may be, of `_WORDS`."""
+    shapes = [spec.shape for spec in signature.outputs]
+    dims = [len(shape) for shape in shapes]
+    if dims[:2] == [3, 3] and shapes[1][2] == 4:
+        return {"boxes"}
+    is_text = any(not spec.is_float for spec in signature.inputs)
+    if is_text and dims[:2] == [2, 2] and not isinstance(shapes[0][1], int):
+        return {"spans"}
+    return {{2: "classes", 3: "places", 4: "map"}[dims[0]]} if dims and 2 <= dims[0] <= 4 else set()
+
+
+def _described(file: Path) -> str:
+    """Return a file's name, and of a configuration how many labels it has."""
+    try:
+        content = parse_json(file.read_bytes(), _MAX_CONFIG_BYTES) if file.name in _LABELS else None
+    except (OSError, ValueError) as error:
+        raise CannotArchive(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        return file.name
+    labels = content if file.name == _LABELS[0] else content.get("id2label")
+    return f"{file.name} ({len(labels)} labels)" if isinstance(labels, dict) else file.name
