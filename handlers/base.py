@@ -34,7 +34,7 @@ from modelyard.handlers.explain.explanation import ExplainedModel, Explanation, 
 from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
 from modelyard.handlers.folder import load_label_mapping, read_config
 from modelyard.handlers.packed import open_packed
-from modelyard.handlers.rows import read_numbers, stack
+from modelyard.handlers.rows import check_stated, read_numbers, stack
 
 _log = logging.getLogger(__name__)
 
@@ -53,6 +53,7 @@ class BaseHandler:
         model: the artifact, called with one tensor per input.
         explainer: its differentiable twin, `model` itself where that is differentiable, or None.
         inputs: what the model takes; the first dimension is the batch.
+        is_whole: whether a request holds whole inputs, since they are not made of rows.
         mapping: output index as str → label, None where no file of the archive says them.
         config: `config.json` of the archive, empty where it has none.
         device: where the model computes.
@@ -79,6 +80,7 @@ class BaseHandler:
         self.explainer: Artifact | None = None
         self.signature: dict[str, Any] | None = None
         self.inputs: tuple[TensorSpec, ...] = ()
+        self.is_whole = False
         self.output_names: tuple[str, ...] = ()
         self.mapping: dict[str, str] | None = None
         self.config: Mapping[str, Any] = {}
@@ -105,6 +107,7 @@ class BaseHandler:
         self.inputs = packed.signature.inputs
         self.output_names = tuple(spec.name for spec in packed.signature.outputs)
         self.signature = (self.manifest.get("modelyard") or {}).get("signature")
+        self.is_whole = self.signature is not None and not _have_rows(self.inputs)
         manifest = folder / MANIFEST_NAME
         if manifest.is_file():
             self.digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
@@ -122,14 +125,17 @@ class BaseHandler:
         """Turn request bodies into what the model takes: JSON numbers into its dtype and shape.
 
         A model of one input takes the numbers of one row, `[[0.1, …], …]`; a model of several
-        takes an object with one entry per input.
+        takes an object with one entry per input. Where inputs have no rows, as a graph's nodes and
+        edges, a request holds them whole.
 
         Raises:
-            BadInput: a body that is not JSON, or numbers of another shape.
+            BadInput: a body that is not JSON, or numbers of another shape or beyond those stated.
         """
         rows = [self._each(index, self._read_row, row) for index, row in enumerate(data)]
         columns = zip(*rows, strict=True)
         tensors = tuple(map(stack, self.inputs, columns))
+        if self.is_whole:
+            tensors = tuple(tensor[0] for tensor in tensors)
         return tensors[0] if len(tensors) == 1 else tensors
 
     def inference(self, inputs: Inputs, *args: Any, **kwargs: Any) -> Output:
@@ -144,8 +150,8 @@ class BaseHandler:
         """Turn outputs into answers: a list per request, or an object of lists by output name."""
         if isinstance(outputs, Tensor):
             rows: list[Any] = outputs.tolist()
-            return rows
-        columns = [output.tolist() for output in outputs]
+            return [rows] if self.is_whole else rows
+        columns = [[output.tolist()] if self.is_whole else output.tolist() for output in outputs]
         names = self.output_names or tuple(f"output_{i}" for i in range(len(columns)))
         return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
@@ -161,6 +167,11 @@ class BaseHandler:
             TwinDiffers: what would be explained is not what is predicted.
         """
         self.context = context
+        if self.is_whole:
+            raise BadInput(
+                "this model's inputs are not made of rows, and explanations are of one row; "
+                "expected a prediction"
+            )
         read = [self._each(index, self._read_options, index, row) for index, row in enumerate(data)]
         inputs = self.preprocess([row for _, row in read])
         tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
@@ -257,6 +268,13 @@ class BaseHandler:
     # --- initialize -----------------------------------------------------------------------------
 
     def _check_batch_size(self, batch_size: int) -> None:
+        if self.is_whole:
+            if batch_size != 1:
+                raise LoadError(
+                    f"batchSize is {batch_size}, and {', '.join(map(str, self.inputs))} cannot be "
+                    "stacked; set batchSize: 1 in model-config.yaml"
+                )
+            return
         for spec in self.inputs:
             rows = spec.shape[0] if spec.shape else batch_size
             if not fits(batch_size, rows):
@@ -279,13 +297,18 @@ class BaseHandler:
     def _read_row(self, row: Mapping[str, Any]) -> list[np.ndarray]:
         """Return one request's row of each input; what `preprocess` of most handlers differs in."""
         value = parse_json(body_of(row))
-        if len(self.inputs) == 1 and not isinstance(value, dict):
-            return [read_numbers(self.inputs[0], value)]
+        specs = self.inputs
+        if self.is_whole:
+            specs = tuple(replace(spec, shape=(1, *spec.shape)) for spec in specs)
+        if len(specs) == 1 and not isinstance(value, dict):
+            value = {specs[0].name: value}
         if not isinstance(value, dict) or set(value) != {spec.name for spec in self.inputs}:
             names = ", ".join(spec.name for spec in self.inputs)
             seen = f"the entries {', '.join(value)}" if isinstance(value, dict) else "no object"
             raise BadInput(f"the body holds {seen}; expected a JSON object with exactly: {names}")
-        return [read_numbers(spec, value[spec.name]) for spec in self.inputs]
+        rows = [read_numbers(spec, value[spec.name]) for spec in specs]
+        check_stated(specs, rows)
+        return rows
 
     # --- explain --------------------------------------------------------------------------------
 
@@ -353,3 +376,9 @@ class BaseHandler:
     def _aggregated(self, explanation: Explanation) -> Explanation:
         summed = tuple(self.aggregate(each) for each in explanation.attributions)
         return replace(explanation, attributions=summed)
+
+
+def _have_rows(specs: Sequence[TensorSpec]) -> bool:
+    """Return whether a request is one place of the first dimension of every input."""
+    first = [spec.shape[0] if spec.shape else None for spec in specs]
+    return all(size in (first[0], 1) for size in first)

@@ -8,9 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelyard.archiver.signature import TensorSpec, fits
+from modelyard.archiver.signature import Dim, TensorSpec, fits
 from modelyard.handlers.backends import Output, torch_dtype
 from modelyard.handlers.errors import BadInput, HandlerError, InputMismatch, LoadError
+from modelyard.handlers.limits import refused_values
 
 DEFAULT_TOP_K = 5
 
@@ -39,7 +40,35 @@ def read_numbers(spec: TensorSpec, value: Any) -> np.ndarray:
     dims = spec.shape[1:]
     if spec.dtype and not (found.ndim == len(dims) and all(map(fits, found.shape, dims))):
         _refuse(spec, f"numbers of shape {list(found.shape)}")
-    return found.astype(wanted)
+    numbers = found.astype(wanted)
+    if wanted.kind in "iu" and found.dtype != wanted and not np.array_equal(numbers, found):
+        _refuse(spec, f"numbers beyond {spec.dtype}")
+    return numbers
+
+
+def check_stated(specs: Sequence[TensorSpec], rows: Sequence[np.ndarray]) -> None:
+    """Refuse a request whose inputs hold other values than their signature states.
+
+    Args:
+        specs: of the inputs, the first dimension of which is not in a row.
+        rows: one of each.
+
+    Raises:
+        BadInput: names the value, and what is expected; or a dim that has two sizes.
+    """
+    if len(specs) == 1 and specs[0].values is None:
+        return
+    sizes: dict[str, int] = {}
+    for spec, row in zip(specs, rows, strict=True):
+        for dim, size in zip(spec.shape[1:], row.shape, strict=False):
+            if isinstance(dim, Dim) and sizes.setdefault(dim.name, size) != size:
+                raise BadInput(
+                    f'input "{spec.name}" has {dim.name}={size}, another {sizes[dim.name]}; '
+                    "expected one size"
+                )
+    for spec, row in zip(specs, rows, strict=True):
+        if spec.values and (problem := refused_values(spec, torch.from_numpy(row), sizes)):
+            raise BadInput(f'input "{spec.name}" {problem}')
 
 
 def stack(spec: TensorSpec, rows: Sequence[np.ndarray]) -> Tensor:

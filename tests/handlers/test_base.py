@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.signature import parse_inputs
 from modelyard.handlers import BadInput, BaseHandler, Context, LoadError, NoGradients
 from modelyard.handlers.folder import load_label_mapping
 
@@ -386,3 +387,84 @@ def test_model_that_is_no_module_is_not_explained(
     handler.model, handler.explainer = sum, None
     with pytest.raises(NoGradients, match="the handler's model is a builtin_function_or_method"):
         handler.explain([{"body": {"left": [1, 2], "right": [3, 4]}}], context)
+
+
+class Graph(nn.Module):
+    """Adds to every node what its neighbours hold."""
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        source, target = edges
+        return x.index_add(0, target, x.index_select(0, source))
+
+
+@pytest.fixture
+def graph(tmp_path: Path, make_context: MakeContext) -> Callable[..., tuple[BaseHandler, Context]]:
+    """Open an archive whose inputs are not made of rows."""
+    nodes, edges = torch.export.Dim("nodes", min=2), torch.export.Dim("edges", min=2)
+    example = (torch.rand(5, 2), torch.randint(0, 5, (2, 7)))
+    program = torch.export.export(Graph(), example, dynamic_shapes=({0: nodes}, {1: edges}))
+    torch.export.save(program, tmp_path / "graph.pt2")
+    inputs = parse_inputs(["x:float32[nodes=3..6,2]", "edges:int64[2,edges=2..9]<nodes"])
+
+    def open_graph(batch_size: int = 1) -> tuple[BaseHandler, Context]:
+        context = make_context(
+            "graph.pt2",
+            None,
+            folder=tmp_path,
+            signature=inputs.to_json(),
+            batch_size=batch_size,
+        )
+        return initialized(BaseHandler(), context), context
+
+    return open_graph
+
+
+NODES = [[1, 10], [2, 20], [3, 30]]
+
+
+def test_a_graph_is_one_request(
+    graph: Callable[..., tuple[BaseHandler, Context]],
+) -> None:
+    handler, context = graph()
+    body = {"x": NODES, "edges": [[0, 0], [1, 2]]}
+    assert handler.handle([{"body": body}], context) == [[[1, 10], [3, 30], [4, 40]]]
+
+
+@pytest.mark.parametrize(
+    ("body", "problem"),
+    [
+        pytest.param(
+            {"x": NODES, "edges": [[0, 0], [1, 3]]},
+            'input "edges" holds 3; expected values <nodes, which are 0 to 2 here',
+            id="no such node",
+        ),
+        pytest.param(
+            {"x": NODES, "edges": [[0, -1], [1, 0]]},
+            'input "edges" holds -1; expected values <nodes, which are 0 to 2 here',
+            id="negative",
+        ),
+        pytest.param(
+            {"x": NODES[:2], "edges": [[0, 0], [1, 1]]},
+            'input "x" holds numbers of shape [2, 2]; expected float32 numbers of shape '
+            "[nodes=3..6, 2]",
+            id="too few",
+        ),
+    ],
+)
+def test_a_graph_that_leaves_the_stated_ranges_is_refused(
+    graph: Callable[..., tuple[BaseHandler, Context]], body: object, problem: str
+) -> None:
+    handler, context = graph()
+    with pytest.raises(BadInput) as caught:
+        handler.handle([{"body": body}], context)
+    assert str(caught.value) == problem
+
+
+def test_graphs_are_neither_stacked_nor_explained(
+    graph: Callable[..., tuple[BaseHandler, Context]],
+) -> None:
+    with pytest.raises(LoadError, match=r"batchSize is 8, and .* cannot be stacked"):
+        graph(batch_size=8)
+    handler, context = graph()
+    with pytest.raises(BadInput, match="explanations are of one row"):
+        handler.explain([{"body": {}}], context)

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 import torch
 
-from modelyard.archiver.signature import Dim, TensorSpec
+from modelyard.archiver.signature import Dim, TensorSpec, parse_inputs
 from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.errors import BadInput, InputMismatch
-from modelyard.handlers.rows import read_numbers, stack
+from modelyard.handlers.rows import check_stated, read_numbers, stack
 
 ROW = TensorSpec("x", "float32", (Dim("batch", 1, 8), 2, Dim("length", 1, 3)))
 
@@ -105,3 +105,51 @@ def test_rows_of_unequal_shape_cannot_share_a_batch() -> None:
     rows = [np.zeros((2, 1), np.float32), np.zeros((2, 3), np.float32)]
     with pytest.raises(InputMismatch, match=r"shapes \[\[2, 1\], \[2, 3\]\] in one batch; pad"):
         stack(ROW, rows)
+
+
+@pytest.mark.parametrize("number", [300, -1, 2**40])
+def test_integers_that_the_dtype_does_not_hold_are_refused(number: int) -> None:
+    with pytest.raises(BadInput, match='input "x" holds numbers beyond uint8; expected uint8'):
+        read_numbers(TensorSpec("x", "uint8", (1, 2)), [0, number])
+
+
+@pytest.mark.parametrize(
+    ("ids", "length", "problem"),
+    [
+        ([0, 4, 9], 3, None),
+        (
+            [0, 4, 9],
+            0,
+            'input "lengths" holds 0; expected values =1..length, which are 1 to 3 here',
+        ),
+        (
+            [0, 4, 9],
+            4,
+            'input "lengths" holds 4; expected values =1..length, which are 1 to 3 here',
+        ),
+        ([0, 10], 2, 'input "ids" holds 10; expected values =0..9'),
+    ],
+)
+def test_a_row_holds_only_values_that_are_stated(
+    ids: list[int], length: int, problem: str | None
+) -> None:
+    texts = ["ids:int64[batch,length]<10", "lengths:int64[batch]=1..length"]
+    specs = parse_inputs(texts).inputs
+    rows = [read_numbers(spec, value) for spec, value in zip(specs, (ids, length), strict=True)]
+    if problem is None:
+        check_stated(specs, rows)
+    else:
+        with pytest.raises(BadInput) as caught:
+            check_stated(specs, rows)
+        assert str(caught.value) == problem
+
+
+def test_a_dim_has_one_size_in_a_request() -> None:
+    specs = parse_inputs(["a:float32[batch,n]", "b:float32[batch,n]"]).inputs
+    with pytest.raises(BadInput, match='input "b" has n=3, another 2; expected one size'):
+        check_stated(specs, [np.zeros(2, np.float32), np.zeros(3, np.float32)])
+
+
+def test_the_end_of_a_range_that_only_the_batch_knows_is_not_checked() -> None:
+    specs = parse_inputs(["place:int64[batch]<batch"]).inputs
+    check_stated(specs, [np.array(7)])
