@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import decomposition_table
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
@@ -21,7 +22,7 @@ from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
-_TALKATIVE = ("torch.export._trace", _SHAPES_LOG)
+_TALKATIVE = ("torch.export._trace", "torch._dynamo", "torch._guards", _SHAPES_LOG)
 _SOURCE_FILE = re.compile(r'(?<=File ")[^"\n]*[/\\](?=[^"/\\\n]+")')
 # How torch logs why a size became a number, with the end of the file's path:
 # eval Eq(s77, 5) [guard added] (r/net.py:12 in forward), for more info …
@@ -34,6 +35,8 @@ _KNOWN: tuple[tuple[str, type[Warning]], ...] = (
     (r".*treespec, LeafSpec", FutureWarning),
     # Recurrent layers of torch set their list of weights anew in every call.
     (r"The tensor attributes? (self\.\S*_flat_weights\[\d+\](, )?)+ w", UserWarning),
+    # Reading bytecode, torch asks the example for a number as forward() would.
+    ("Converting a tensor with requires_grad=True to a scalar", UserWarning),
     # One name that stands in two inputs is one size: what the signature means.
     ("# The axis name: .* will not be used", UserWarning),
 )
@@ -45,11 +48,15 @@ def capture(model: nn.Module, signature: Signature, example: tuple[Tensor, ...])
     Raises:
         ConversionError: the model cannot be traced, or fixes a named dim; names dim and input.
     """
+    shapes = _shapes(model, signature)
     try:
-        program = _trace(model, example, _shapes(model, signature))
+        program = _trace(model, example, shapes)
     # Tracing runs the author's code on unknown sizes, which fails in any way.
     except Exception as error:
-        raise _why_not(model, signature, example, error) from error
+        try:
+            program = _trace(model, example, shapes, strict=True)
+        except Exception:  # the first failure says more, and names the author's line
+            raise _why_not(model, signature, example, error) from error
     if fixed := _fixed_dims(program, signature):
         raise ConversionError(_fixed_message(fixed))
     if narrowed := _narrowed_dims(program, signature):
@@ -69,11 +76,23 @@ def write(program: ExportedProgram, path: Path) -> dict[str, object]:
 
 
 def _trace(
-    model: nn.Module, example: tuple[Tensor, ...], shapes: tuple[object, ...]
+    model: nn.Module,
+    example: tuple[Tensor, ...],
+    shapes: tuple[object, ...],
+    *,
+    strict: bool = False,
 ) -> ExportedProgram:
-    """Trace without what torch prints when it fails: the error that it raises says it."""
+    """Trace without what torch prints when it fails: the error that it raises says it.
+
+    Args:
+        model: takes the example.
+        example: each dynamic dim has a size of its own.
+        shapes: the dynamic axes.
+        strict: read the model's bytecode instead of running it, which knows what a size is where
+            Python asks for a number (`len(x)`, `int(x.max())`), and does not know much else.
+    """
     with quiet(*_TALKATIVE), redirect_stderr(StringIO()), any_length():
-        return torch.export.export(model, example, dynamic_shapes=shapes)
+        return torch.export.export(model, example, dynamic_shapes=shapes, strict=strict)
 
 
 @contextmanager
@@ -268,6 +287,8 @@ def any_length() -> Iterator[None]:
 
     It changes torch for the whole process meanwhile: no other thread may run a model.
     """
+    # Fake tensors of unknown sizes look here before they ask the operator.
+    decompositions = {operator: decomposition_table[operator] for operator in _KERNELS}
     saved = {
         (operator, key): operator.py_kernels[key]
         for operator in _KERNELS
@@ -275,11 +296,13 @@ def any_length() -> Iterator[None]:
         if key in operator.py_kernels
     }
     try:
+        decomposition_table.update(_KERNELS)
         for operator, key in saved:
             operator.py_kernels[key] = _KERNELS[operator]
             operator._dispatch_cache.clear()
         yield
     finally:
+        decomposition_table.update(decompositions)
         for (operator, key), kernel in saved.items():
             operator.py_kernels[key] = kernel
             operator._dispatch_cache.clear()

@@ -2,9 +2,13 @@
 
 import logging
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
 from torch.export import ExportedProgram
 
 from modelyard.archiver.signature import Signature
@@ -24,23 +28,18 @@ def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[st
         ConversionError: an operator has no ONNX form, the model is over 2 GB, or ONNX refuses it.
     """
     import onnx
+    from onnx_ir.passes import PassError
 
     _check_recurrent(program)
     try:
-        with quiet("torch.onnx._internal.exporter._registration"), any_length():
-            converted = torch.onnx.export(
-                program,
-                dynamo=True,
-                verbose=False,
-                input_names=[spec.name for spec in signature.inputs],
-                output_names=[spec.name for spec in signature.outputs],
-                dynamic_shapes=_shapes(signature),
-            )
+        try:
+            converted = _convert(program, signature, optimize=True)
+        except PassError:  # the optimizer fails on some splits; what it is given runs as well
+            converted = _convert(program, signature, optimize=False)
     # The converter wraps whatever one of its hundreds of functions raised.
     except Exception as error:
         log = _where(program, str(error.__cause__ or error))
         raise explain(error, "ONNX", signature, log=log) from error
-    assert converted is not None
     size_bytes = sum(weight.nbytes for weight in program.state_dict.values())
     if size_bytes > _MAX_BYTES:
         raise ConversionError(
@@ -55,6 +54,51 @@ def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[st
             f"ONNX's own checker refuses the file: {cause(error)}; export --format pt2 instead"
         ) from error
     return {"opset": converted.model.opset_imports[""]}
+
+
+def _convert(
+    program: ExportedProgram, signature: Signature, *, optimize: bool
+) -> torch.onnx.ONNXProgram:
+    with (
+        quiet("torch.onnx._internal.exporter._registration"),
+        any_length(),
+        _scalars_as_tensors(),
+        # As the converter's first step runs. With gradients, its second would take another
+        # attention kernel for a learned mask, whose answer lies in memory in another order.
+        torch.no_grad(),
+    ):
+        converted = torch.onnx.export(
+            program,
+            dynamo=True,
+            verbose=False,
+            optimize=optimize,
+            input_names=[spec.name for spec in signature.inputs],
+            output_names=[spec.name for spec in signature.outputs],
+            dynamic_shapes=_shapes(signature),
+        )
+    assert converted is not None
+    return converted
+
+
+def _number_minus(tensor: Tensor, number: float, alpha: float = 1) -> Tensor:
+    """Return number - alpha * tensor, in the dtype that torch gives it."""
+    dtype = torch.result_type(tensor, number)
+    return torch.sub(torch.full((), number, dtype=dtype), tensor.to(dtype), alpha=alpha)
+
+
+@contextmanager
+def _scalars_as_tensors() -> Iterator[None]:
+    """Decompose `1.0 - mask` so that its dtype is stated: the converter's own step loses it.
+
+    It changes torch for the whole process meanwhile, as `any_length` does.
+    """
+    operator = torch.ops.aten.rsub.Scalar
+    before = decomposition_table[operator]
+    decomposition_table[operator] = _number_minus
+    try:
+        yield
+    finally:
+        decomposition_table[operator] = before
 
 
 def _check_recurrent(program: ExportedProgram) -> None:

@@ -30,10 +30,12 @@ class Net(nn.Module):
             x = 2 * x + 1
         return x
 """
-FLOAT = """
+COUNT = """
 class Net(nn.Module):
     def forward(self, x):
-        return x * float(x.sum())
+        for _ in range(int(x.abs().sum())):
+            x = x + 1
+        return x
 """
 FIXED_VIEW = """
 class Net(nn.Module):
@@ -43,7 +45,7 @@ class Net(nn.Module):
 
     def forward(self, x):
         rows = x.shape[0]
-        return x + torch.zeros(int(rows), 1)
+        return sum([x + row for row in range(rows)])
 """
 CHOOSES = """
 class Net(nn.Module):
@@ -66,7 +68,7 @@ class Net(nn.Module):
 NUMPY = """
 class Net(nn.Module):
     def forward(self, x):
-        return torch.from_numpy(x.numpy() * 2)
+        return x + len(x.numpy().tobytes())
 """
 BESSEL = """
 class Net(nn.Module):
@@ -118,18 +120,18 @@ def _refused(author: Author, source: str, format: str, *inputs: str) -> str:
             id="loop",
         ),
         pytest.param(
-            FLOAT, "pt2", 'net.py:7 "return x * float', "read out of a tensor", "_check", id="float"
+            COUNT, "pt2", 'net.py:7 "for _ in range', "read out of a tensor", "_check", id="count"
         ),
         pytest.param(
             FIXED_VIEW,
             "pt2",
-            'net.py:12 "return x + torch.zeros(int(rows), 1)"',
+            'net.py:12 "return sum([x + row for row in range(rows)])"',
             'fixes dim "batch" of input "x" to 5',
             "use x.shape[…] or -1",
             id="batch fixed inside",
         ),
         pytest.param(
-            NUMPY, "pt2", 'net.py:7 "return torch.from_n', "goes through numpy", "same", id="numpy"
+            NUMPY, "pt2", 'net.py:7 "return x + len(x.n', "goes through numpy", "same", id="numpy"
         ),
         pytest.param(
             BESSEL, "onnx", "net.py:8", "no ONNX form", "--format pt2 instead", id="operator"

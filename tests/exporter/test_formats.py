@@ -56,7 +56,7 @@ class Apart(nn.Module):
 
 class Fixed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.zeros(int(x.shape[0]), 1)
+        return sum((x + row for row in range(x.shape[0])), x)
 
 
 class Unknown(nn.Module):
