@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
+import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -23,20 +26,38 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("this machine has no CUDA device that torch can use")
 
 
+@contextmanager
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[tuple[Path, bool]]:
+    """Yield a folder that all processes of a test run share, and whether it is still to be filled.
+
+    Whoever comes second waits until the first has filled it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = folder.with_suffix(".done")
+        folder.mkdir(exist_ok=True)
+        yield folder, not done.exists()
+        done.touch()
+
+
 @pytest.fixture(scope="session")
 def digits_artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Export the digits checkpoint; give format → artifact, each with its report beside it."""
-    from modelyard.exporter import export  # torch, which most tests do without
+    from modelyard.exporter.trip import SUFFIXES, export  # torch, which most tests do without
 
-    reports = export(
-        DIGITS / "digits.pt",
-        f"{DIGITS / 'net.py'}:DigitsNet",
-        ["image:float32[batch,1,8,8]"],
-        output_names=["logits"],
-        formats=FORMATS,
-        output_dir=tmp_path_factory.mktemp("artifacts"),
-    )
-    return {report.format: report.artifact for report in reports}
+    with made_once(tmp_path_factory, "artifacts") as (folder, is_empty):
+        if is_empty:
+            export(
+                DIGITS / "digits.pt",
+                f"{DIGITS / 'net.py'}:DigitsNet",
+                ["image:float32[batch,1,8,8]"],
+                output_names=["logits"],
+                formats=FORMATS,
+                output_dir=folder,
+            )
+    return {format: folder / f"digits{SUFFIXES[format]}" for format in FORMATS}
 
 
 @pytest.fixture(scope="session")
@@ -44,18 +65,18 @@ def digits_store(
     digits_artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """Archive each artifact of the digits model under its format's name; give the model store."""
-    store = tmp_path_factory.mktemp("store")
-    for format, artifact in digits_artifacts.items():
-        write_archive(
-            format,
-            version="1.0",
-            artifact=artifact,
-            handler="image_classifier",
-            output_dir=store,
-            extra_files=[DIGITS / "index_to_name.json"],
-            config_file=DIGITS / "model-config.yaml",
-            examples=[f"{DIGITS / 'scans' / f'{digit}.png'}={digit}" for digit in (2, 7)],
-        )
+    with made_once(tmp_path_factory, "store") as (store, is_empty):
+        for format, artifact in digits_artifacts.items() if is_empty else ():
+            write_archive(
+                format,
+                version="1.0",
+                artifact=artifact,
+                handler="image_classifier",
+                output_dir=store,
+                extra_files=[DIGITS / "index_to_name.json"],
+                config_file=DIGITS / "model-config.yaml",
+                examples=[f"{DIGITS / 'scans' / f'{digit}.png'}={digit}" for digit in (2, 7)],
+            )
     return store
 
 

@@ -23,6 +23,7 @@ from modelyard.handlers.explain.options import ExplainOptions
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import STATUS
 from modelyard.serve.settings import Settings
+from tests import neighbours
 
 REPO = Path(__file__).parent.parent
 PAGES = sorted((REPO / "docs").rglob("*.md"))
@@ -62,17 +63,22 @@ def free_ports(count: int) -> list[int]:
 
 
 class Yard:
-    """A reader's checkout: what the commands need, the default ports replaced by free ones."""
+    """A reader's checkout: what the commands need, the default ports replaced by free ones.
+
+    The reader has files of our packages' names there, and the folder on the path.
+    """
 
     def __init__(self, folder: Path, home: Path) -> None:
         self.folder = folder
         shutil.copytree(REPO / "examples", folder / "examples")
         shutil.copy(REPO / "Makefile", folder)
+        neighbours.write_neighbours(folder)
         (folder / ".venv").symlink_to(sys.prefix)
         (home / ".curlrc").write_text("silent\nshow-error\nfail-with-body\n")
         self.ports = dict(zip(PORTS, map(str, free_ports(3)), strict=True))
         self.environment = {
             **os.environ,
+            **neighbours.ENVIRONMENT,
             **{PORTS[port]: free for port, free in self.ports.items()},
             "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}",
             "HOME": str(home),

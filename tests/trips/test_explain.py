@@ -348,6 +348,7 @@ def test_the_command_line_explains(server: LiveServer, tmp_path: Path) -> None:
     assert "cannot write" in nowhere.stderr
 
 
+@pytest.mark.nightly
 def test_the_gallery_is_drawn_anew(tmp_path: Path) -> None:
     ran = subprocess.run(
         [sys.executable, DIGITS / "gallery.py", tmp_path / "gallery"],
