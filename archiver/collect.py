@@ -201,6 +201,11 @@ class _Collector:
         self.add_file(artifact, "artifact", report.artifact_sha256 if report else None)
         if report:
             self.add_file(report.path, "report")
+            if report.parity and report.parity.extent == "quick":
+                self.warnings.append(
+                    f"{artifact.name} was compared with its checkpoint on few inputs; export it "
+                    "again without --quick before it is served"
+                )
         elif len(self.problems) == problems_before:
             self.warnings.append(
                 f"{artifact.name} has no report beside it: its signature and parity are unknown "

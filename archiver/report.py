@@ -3,11 +3,15 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, get_args
 
 from modelyard.archiver.errors import CannotArchive
 from modelyard.archiver.signature import Signature, TensorSpec, ends_of, read_signature
 from modelyard.archiver.untrusted.json import Fields, parse_json
 from modelyard.archiver.values import End, Values, read_end
+
+Extent = Literal["every", "random", "few", "quick"]
+"""How much was tried; `modelyard.handlers.plan` says what each is."""
 
 _MAX_REPORT_BYTES = 16 * 1024 * 1024
 
@@ -26,8 +30,10 @@ class Parity:
     """Integer input → the values that were tried, where its signature states none."""
     kinds: tuple[str, ...] = ()
     """Of the values that were tried; empty for all."""
-    is_reduced: bool = True
-    """Whether a slow model was tried at fewer sizes; reports of older versions do not say."""
+    extent: Extent = "few"
+    """How much was tried; reports of older versions do not all say."""
+    left_out: tuple[str, ...] = ()
+    """Sizes that were too large to try."""
 
 
 @dataclass(frozen=True)
@@ -115,8 +121,22 @@ def _parity(fields: Fields, signature: Signature) -> Parity:
             if spec.name in integers.values
         },
         kinds=tuple(parity.items("kinds")) if "kinds" in parity.values else (),
-        is_reduced=plan.boolean("reduced") if "reduced" in plan.values else True,
+        extent=_extent(plan),
+        left_out=tuple(plan.items("left_out")) if "left_out" in plan.values else (),
     )
+
+
+def _extent(plan: Fields) -> Extent:
+    """Read how much was tried; reports of older versions only say whether it was reduced."""
+    if "extent" not in plan.values:
+        reduced = plan.boolean("reduced") if "reduced" in plan.values else True
+        return "few" if reduced else "every"
+    stated = plan.text("extent")
+    for extent in get_args(Extent):
+        if stated == extent:
+            return extent  # type: ignore[no-any-return]
+    plan.wrong("extent", f"one of {', '.join(get_args(Extent))}", stated)
+    return "few"
 
 
 def _optional(fields: Fields, key: str) -> Fields:

@@ -139,6 +139,12 @@ def export_command(
             help="Real inputs to compare on: .npz, .npy, .pt, .json or a picture; may be repeated.",
         ),
     ] = None,
+    quick: Annotated[
+        bool,
+        typer.Option(
+            "--quick", help="Compare on few inputs, for a first look; report and archive say so."
+        ),
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -177,6 +183,7 @@ def export_command(
                     dtype=dtype,
                     quantize=quantize,
                     samples=samples or (),
+                    quick=quick,
                     progress=progress,
                 )
             except PartialExportError as error:
@@ -202,6 +209,17 @@ def _notes(reports: "list[ExportReport]") -> list[str]:
         # A fixed batch is what was asked for; rows that mix are not.
         if batching and not batching.batchable and not isinstance(report.signature.batch, int):
             notes.append(f"not batchable, served one request at a time: {batching.reason}")
+        plan = report.parity.scope["plan"]
+        if plan["extent"] == "quick":
+            notes.append(
+                f"compared on {report.parity.cases} inputs only; export it again without --quick "
+                "before it is served"
+            )
+        if left_out := plan.get("left_out"):
+            notes.append(
+                f"not compared at {len(left_out)} sizes where one case holds over "
+                f"{format_bytes(plan['budget_bytes'])}, up to {left_out[-1]}"
+            )
         if "deprecated" in report.details:
             notes.append(str(report.details["deprecated"]))
         if "native_code" in report.details:

@@ -18,7 +18,7 @@ from typing import Any
 from modelyard.archiver.signature import Dim, Signature
 from modelyard.exporter.checker import Checker
 from modelyard.exporter.errors import ParityError
-from modelyard.exporter.reference import Case, Reference
+from modelyard.exporter.reference import Case, Cases, Reference
 from modelyard.handlers.agree import (
     QUANTIZED_RULE,
     SCALED_RULE,
@@ -221,9 +221,7 @@ def check(
     probes = reference.cases.probes
     try:
         checker.open(artifact, format, device, outputs)
-        by_case = [
-            checker.measure(str(case.probe), case.inputs, case.outputs) for case in reference.cases
-        ]
+        by_case = [_measure(checker, reference.cases, place) for place in range(len(probes))]
     except ParityError as error:
         raise ParityError(f"{format}: {error}; {_ADVICE[format]}") from error
     judged: list[_Judged] = [
@@ -250,6 +248,11 @@ def check(
         compared_with=reference.precision,
         scope=_scope(reference),
     )
+
+
+def _measure(checker: Checker, cases: Cases, place: int) -> list[dict[str, Any]]:
+    case = cases[place]
+    return checker.measure(str(case.probe), case.inputs, case.outputs)
 
 
 def _overflows(judged: Sequence[_Judged], reference: Reference, where: str) -> bool:

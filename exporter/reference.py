@@ -16,30 +16,32 @@ from modelyard.exporter.arguments import flatten, give_tensors, is_plain, own_na
 from modelyard.exporter.errors import ModelError, UsageError, cause
 from modelyard.exporter.ranges import advice, find_values
 from modelyard.exporter.samples import Sample
-from modelyard.exporter.watch import Watched, in_train_mode, plain_tensors, watch
+from modelyard.exporter.watch import (
+    Counted,
+    Watched,
+    count,
+    in_train_mode,
+    plain_tensors,
+    watch,
+)
 from modelyard.handlers.agree import compare, full_precision
 from modelyard.handlers.backends import dtype_name, torch_dtype
-from modelyard.handlers.probes import (
-    Plan,
-    Probe,
-    example_sizes,
-    make_case,
-    make_inputs,
-    plan,
-)
+from modelyard.handlers.plan import GFLOP_PER_OPERATOR, Plan, end_sizes, fit_growth, plan
+from modelyard.handlers.probes import Probe, example_sizes, make_case, make_inputs
 
 Tensors = tuple[Tensor, ...]
 
 # Of the checkpoint's outputs, of all cases together: most models' are below it, and run once.
 KEPT_BYTES = 64 * 2**20
+_PIECE = 2**20
 
 # Rows that share a batch; as the tolerance of float32: a kernel may add in another order for
 # another batch size.
 _ROWS = 3
 _ROW_TOLERANCE = 1e-4
 
-Run = Callable[[Tensors], Tensors]
-"""A model as it is compared: tensors in, tensors out, in eval mode and without gradients."""
+Run = Callable[[Probe, Tensors], Tensors]
+"""A model as it is compared: a probe's tensors in, tensors out, in eval mode, no gradients."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,8 @@ class Case:
 class Cases(Sequence[Case]):
     """Every probe and sample with what the checkpoint gives for it, made anew whenever it is read.
 
+    By its place: a loop over the cases would hold one while it makes the next.
+
     Outputs of the first are kept, up to `KEPT_BYTES` of them all; the others are computed again.
 
     Args:
@@ -72,7 +76,7 @@ class Cases(Sequence[Case]):
         signature: Signature,
         probes: Sequence[Probe],
         samples: Sequence[Sample],
-        run: Callable[[Probe, Tensors], Tensors],
+        run: Run,
     ) -> None:
         self.probes = (*probes, *(Probe("sample", sample.sizes) for sample in samples))
         self._inputs = [
@@ -147,6 +151,7 @@ def observe(
     *,
     dtype: torch.dtype | None = None,
     samples: Sequence[Sample] = (),
+    quick: bool = False,
 ) -> Reference:
     """Run `model` (eval mode, on the CPU) on every probe and sample, on `device`, where it stays.
 
@@ -157,6 +162,7 @@ def observe(
         device: where to run.
         dtype: what weights and floating-point inputs become in the artifact; None keeps them.
         samples: real inputs, compared beside the probes.
+        quick: try few probes.
 
     Raises:
         ModelError: the model cannot take an input, gives something else than tensors, gives
@@ -183,20 +189,19 @@ def observe(
         lowered = _lower(original, dtype)
         if lowered is not original:
             output = _call(lowered, signature, example_probe, example)
-        chosen = plan(signature, _row_gflop(original, signature, watched))
-        cases = Cases(
-            tried,
-            chosen.probes,
-            samples,
-            lambda probe, tensors: _outputs(original, signature, probe, tensors, dtype),
-        )
-        seen = [_remember(case) for case in cases]
+
+        def run(probe: Probe, tensors: Tensors) -> Tensors:
+            return _outputs(original, signature, probe, tensors, dtype)
+
+        chosen = _plan(run, original, tried, quick=quick)
+        cases = Cases(tried, chosen.probes, samples, run)
+        seen = [_remember(cases[place]) for place in range(len(cases))]
         outputs = tuple(
             _describe(name, [case[place] for case in seen], cases.probes, signature.dims)
             for place, name in enumerate(named)
         )
         batching = find_batching(
-            lambda tensors: _outputs(original, signature, example_probe, tensors, dtype),
+            functools.partial(run, example_probe),
             replace(tried, outputs=outputs),
             watched.batch_norm,
         )
@@ -232,18 +237,32 @@ def _plain_tensor_warnings(model: nn.Module) -> list[str]:
     ]
 
 
-def _row_gflop(model: nn.Module, signature: Signature, watched: Watched) -> float:
-    """Estimate the arithmetic per element of the dynamic dims' product.
+def _plan(run: Run, model: nn.Module, tried: Signature, *, quick: bool) -> Plan:
+    """Choose what to try, by what runs at both ends of every dim take.
 
-    At least one multiplication and addition per weight: recurrent layers are not counted.
+    Args:
+        run: the checkpoint's model on a probe.
+        model: whose weights are used at least once for each row; recurrent layers are not counted.
+        tried: inputs, with the values of integers.
+        quick: as `observe`.
     """
-    elements = 1
-    for size in example_sizes(signature).values():
-        elements *= size
-    batch = signature.batch
-    rows = example_sizes(signature)[batch.name] if isinstance(batch, Dim) else 1
     weights = sum(parameter.numel() for parameter in model.parameters())
-    return max(watched.gflop, 2e-9 * weights * rows) / elements
+    batch = tried.batch.name if isinstance(tried.batch, Dim) else None
+    gflop, size_bytes = [], []
+    for sizes in end_sizes(tried):
+        probe = Probe("random", sizes)
+        inputs = make_case(tried, probe)
+        try:
+            with count() as counted:
+                outputs = run(probe, inputs)
+        # Some models do not run where operators are counted.
+        except ModelError:
+            counted, outputs = Counted(), run(probe, inputs)
+        arithmetic = max(counted.gflop, 2e-9 * weights * sizes.get(batch or "", 1))
+        gflop.append(arithmetic + GFLOP_PER_OPERATOR * counted.operators)
+        size_bytes.append(float(sum(tensor.nbytes for tensor in (*inputs, *outputs))))
+        del outputs
+    return plan(tried, fit_growth(gflop, tried), fit_growth(size_bytes, tried), quick=quick)
 
 
 def _lower(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
@@ -385,9 +404,13 @@ def _unsteady(watched: Watched, sizes: Mapping[str, int]) -> str:
 
 def _remember(case: Case) -> tuple[_Seen, ...]:
     return tuple(
-        _Seen(tensor.dtype, tuple(tensor.shape), bool(tensor.isfinite().any()))
-        for tensor in case.outputs
+        _Seen(tensor.dtype, tuple(tensor.shape), _has_finite(tensor)) for tensor in case.outputs
     )
+
+
+def _has_finite(tensor: Tensor) -> bool:
+    parts = torch.split(tensor.flatten(), _PIECE)
+    return any(bool(part.isfinite().any()) for part in parts)
 
 
 def _describe(
@@ -431,7 +454,9 @@ def _to(tensors: Tensors, device: torch.device) -> Tensors:
 # -- whether requests may share a batch: each row's output must depend on that row alone ---------
 
 
-def find_batching(run: Run, signature: Signature, batch_norm: Sequence[str]) -> Batching:
+def find_batching(
+    run: Callable[[Tensors], Tensors], signature: Signature, batch_norm: Sequence[str]
+) -> Batching:
     """Compare a row inside batches of different neighbours, and alone.
 
     Args:
@@ -472,7 +497,9 @@ def _shapes_apart(signature: Signature, batch: Dim) -> str:
     return ""
 
 
-def _row_differences(run: Run, signature: Signature, batch: Dim) -> list[tuple[str, float, str]]:
+def _row_differences(
+    run: Callable[[Tensors], Tensors], signature: Signature, batch: Dim
+) -> list[tuple[str, float, str]]:
     """Measure per output how much one row changes: (output, scaled difference, when)."""
     size = batch.at_least(_ROWS)
     probe = Probe("random", {**example_sizes(signature), batch.name: size})

@@ -91,6 +91,8 @@ class ExportRequest:
     give other ranges to what `exporter/decoder.py` says."""
     samples: Sequence[Path] = ()
     """Files of real inputs to compare on; nothing of them stays."""
+    quick: bool = False
+    """Compare on few inputs, for a first look; the report says so."""
     progress: Progress | None = None
     """Called at every step."""
 
@@ -172,6 +174,7 @@ def export(request: ExportRequest) -> list[ExportReport]:
             device,
             dtype=PRECISIONS[request.dtype] if request.dtype else None,
             samples=samples,
+            quick=request.quick,
         )
         writers = _writers(reference, is_quantized=request.quantize is not None)
         with _workspace(request.output_dir) as folder, _exchange(folder) as checker:
@@ -444,6 +447,7 @@ def _command(request: ExportRequest, format: str) -> str:
         ("--dtype", [request.dtype]),
         ("--quantize", [request.quantize]),
         ("--sample", map(_relative, request.samples)),
+        ("--quick", [request.quick]),
         ("-o", [_relative(request.output_dir)]),
     ):
         for value in filter(None, values):

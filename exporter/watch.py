@@ -5,7 +5,8 @@ batch-norm on the statistics of its batch, and work done under `torch.no_grad()`
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -41,8 +42,6 @@ class Watched:
     """Places that normalise by the statistics of the batch."""
     cut: list[str] = field(default_factory=list)
     """Places where gradients end under torch.no_grad()."""
-    gflop: float = 0.0
-    """Arithmetic of the run, 1e9 floating-point operations."""
 
     def warnings(self) -> list[str]:
         """Return in a sentence each what the author may want to change."""
@@ -72,15 +71,32 @@ def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
         tensor.clone().requires_grad_() * 1 if tensor.is_floating_point() else tensor.clone()
         for tensor in inputs
     ]
-    counter = FlopCounterMode(display=False)
     try:
-        with torch.enable_grad(), counter, _Watch(seen):
+        with torch.enable_grad(), _Watch(seen):
             model(*given)
     # Gradients are not promised yet: a model may fail in any way where it now asks for them.
     except Exception:
         pass
-    seen.gflop = counter.get_total_flops() / 1e9
     return seen
+
+
+@dataclass
+class Counted:
+    """What a run does."""
+
+    gflop: float = 0.0
+    """Arithmetic, 1e9 floating-point operations; of matrix products, convolutions, attention."""
+    operators: int = 0
+
+
+@contextmanager
+def count() -> Iterator[Counted]:
+    """Count what is run in this context; it is known once that is left."""
+    counted = Counted()
+    flops = FlopCounterMode(display=False)
+    with flops, _Count(counted):
+        yield counted
+    counted.gflop = flops.get_total_flops() / 1e9
 
 
 def plain_tensors(model: nn.Module) -> list[str]:
@@ -101,6 +117,22 @@ def in_train_mode(model: nn.Module) -> list[str]:
         for name, module in model.named_modules()
         if module.training and isinstance(module, kinds)
     ]
+
+
+class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, counted: Counted) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._counted = counted
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self._counted.operators += 1
+        return func(*args, **(kwargs or {}))
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -8,14 +8,11 @@ Where an input's values are stated, all are among them: `zeros` are then the sma
 A mask (an input of integers or flags with "mask" in its name) holds 0 and 1, and always lets the
 first position through: attention over nothing has no answer that two libraries would agree on.
 
-A model that is slow gets fewer of them, by its arithmetic and not by the clock, so that equal
-exports prove the same: see `plan`.
+Which of them are tried, says `modelyard.handlers.plan`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
-from math import prod
 from zlib import crc32
 
 import torch
@@ -26,12 +23,9 @@ from modelyard.archiver.values import End, Values
 from modelyard.handlers.backends import torch_dtype
 
 KINDS = ("random", "zeros", "large", "tiny", "negative")
-_FLOAT_KINDS = ("tiny", "negative")
 LARGE = 4.0
 # Up to here every size is tried; a wider range is tried at its start, at doublings and at its end.
 ALL_SIZES_UP_TO = 32
-# Two to four seconds of two cores, for the checkpoint and again for each artifact.
-BUDGET_GFLOP = 250.0
 # What lets a position through, by what the name holds; torch's padding masks say what to leave out.
 _OPEN = {"padding_mask": 0, "mask": 1}
 _FLAGS = Values(End(0), End(1))
@@ -48,74 +42,12 @@ class Probe:
     sizes: Mapping[str, int]
 
     def __str__(self) -> str:
-        sizes = ", ".join(f"{name}={size}" for name, size in self.sizes.items())
-        return f"{sizes or 'the fixed shape'} ({self.kind} values)"
+        return f"{sizes_text(self.sizes)} ({self.kind} values)"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What will be tried, and what that costs."""
-
-    probes: tuple[Probe, ...]
-    gflop: float
-    """Estimated arithmetic of one pass over all probes, 1e9 floating-point operations."""
-    is_reduced: bool
-
-    def to_json(self) -> dict[str, object]:
-        """Return the form that the report holds."""
-        every = "every batch size in every kind of values"
-        few = "batch 1, 2, a prime and the largest; edge values at one size"
-        return {
-            "tried": few if self.is_reduced else every,
-            "reduced": self.is_reduced,
-            "gflop": float(f"{self.gflop:.3g}"),
-            "budget_gflop": BUDGET_GFLOP,
-        }
-
-
-def plan(signature: Signature, row_gflop: float) -> Plan:
-    """Choose the probes: every size of the batch dimension with both ends of all others.
-
-    Args:
-        signature: the inputs.
-        row_gflop: arithmetic per element of the dynamic dimensions' product; 0 when unknown.
-
-    In every kind while one pass stays in the budget; else random values at the smallest batch, 2,
-    a prime and the largest, and the other kinds at one size. These are never dropped.
-    """
-    every = choose_probes(signature, is_reduced=False)
-    cost = _gflop(every, row_gflop)
-    if cost <= BUDGET_GFLOP:
-        return Plan(every, cost, is_reduced=False)
-    few = choose_probes(signature, is_reduced=True)
-    return Plan(few, _gflop(few, row_gflop), is_reduced=True)
-
-
-def choose_probes(
-    signature: Signature, *, is_reduced: bool, among: Sequence[str] = KINDS
-) -> tuple[Probe, ...]:
-    """Return what a plan tries, of these kinds."""
-    has_floats = any(spec.is_float for spec in signature.inputs)
-    kinds = [kind for kind in KINDS if kind in among and (has_floats or kind not in _FLOAT_KINDS)]
-    sizes = {
-        name: batch_sizes(dim, is_reduced=is_reduced)
-        if dim == signature.batch
-        else (dim.min, dim.max)
-        for name, dim in signature.dims.items()
-    }
-    probes = tuple(
-        Probe(kind, dict(zip(sizes, chosen, strict=True)))
-        for chosen in product(*sizes.values())
-        for kind in (["random"] if is_reduced else kinds)
-    )
-    if not is_reduced:
-        return probes
-    # Edge values at one size: two rows where that is in the range.
-    edge = {
-        name: dim.at_least(2) if dim == signature.batch else dim.min
-        for name, dim in signature.dims.items()
-    }
-    return probes + tuple(Probe(kind, edge) for kind in kinds if kind != "random")
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """Write sizes of dims, as reports and messages do."""
+    return ", ".join(f"{name}={size}" for name, size in sizes.items()) or "the fixed shape"
 
 
 def make_case(signature: Signature, probe: Probe) -> tuple[Tensor, ...]:
@@ -234,7 +166,3 @@ def _largest_prime(dim: Dim) -> tuple[int, ...]:
         if all(size % factor for factor in range(2, int(size**0.5) + 1)):
             return (size,)
     return ()
-
-
-def _gflop(probes: tuple[Probe, ...], row_gflop: float) -> float:
-    return sum(prod(probe.sizes.values()) for probe in probes) * row_gflop

@@ -22,7 +22,8 @@ from typing import Any
 from modelyard.archiver.report import Report, parse_report
 from modelyard.handlers import agree
 from modelyard.handlers.backends import Artifact, open_artifact
-from modelyard.handlers.probes import KINDS, choose_probes, make_case
+from modelyard.handlers.plan import choose_probes
+from modelyard.handlers.probes import KINDS, make_case
 from modelyard.serve.worker import load
 from modelyard.serve.worker.golden import answer_golden, compare_golden, value_of
 
@@ -89,7 +90,10 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
     parity = report.parity
     rules = agree.joint_rules(parity, other.parity)
     probes = choose_probes(
-        report.signature, is_reduced=parity.is_reduced, among=parity.kinds or KINDS
+        report.signature,
+        parity.extent,
+        among=parity.kinds or KINDS,
+        left_out=parity.left_out,
     )
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in rules}
     for probe in probes:
@@ -100,8 +104,9 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
     differences = (
         agree.disagreement(name, rule, measured[name], probes) for name, rule in rules.items()
     )
+    few = "; few inputs were tried, as by `modelyard export --quick`"
     return {
         "cases": len(probes),
-        "summary": agree.summary(rules, measured),
+        "summary": agree.summary(rules, measured) + (few if parity.extent == "quick" else ""),
         "differences": [text for text in differences if text],
     }

@@ -36,14 +36,15 @@ def test_the_rule_and_the_inputs_of_an_export_are_read() -> None:
         "outputs": {"logits": {"tolerance": 1e-2}, "place": {"tolerance": 0.0}},
         "integers": {"ids": [0, 49]},
         "kinds": ["random", "zeros"],
-        "plan": {"reduced": False},
+        "plan": {"extent": "random", "left_out": ["batch=8"]},
     }
     assert parity(stated, details={"quantize": "int8-dynamic"}) == Parity(
         {"logits": 1e-2, "place": 0.0},
         True,
         {"ids": Values(End(0), End(49))},
         ("random", "zeros"),
-        is_reduced=False,
+        "random",
+        ("batch=8",),
     )
 
 
@@ -64,7 +65,9 @@ def test_integers_that_were_tried_do_not_replace_those_that_are_stated() -> None
 
 
 def test_an_older_report_states_one_tolerance_and_nothing_of_its_inputs() -> None:
-    assert parity({"tolerance": 1e-4}) == Parity({"logits": 1e-4, "place": 1e-4})
+    assert parity({"tolerance": 1e-4}) == Parity({"logits": 1e-4, "place": 1e-4}, extent="few")
+    full = parity({"tolerance": 1e-4, "plan": {"reduced": False}})
+    assert full == Parity({"logits": 1e-4, "place": 1e-4}, extent="every")
 
 
 @pytest.mark.parametrize(
@@ -78,8 +81,9 @@ def test_an_older_report_states_one_tolerance_and_nothing_of_its_inputs() -> Non
             'parity.integers.ids: "rows" is not a dim of an input; expected batch',
         ),
         ({"tolerance": 1e-4, "plan": {"reduced": 1}}, "plan.reduced: expected true or false"),
+        ({"tolerance": 1e-4, "plan": {"extent": "all"}}, "plan.extent: expected one of every, ran"),
     ],
-    ids=["tolerance", "integers", "one end", "unknown dim", "plan"],
+    ids=["tolerance", "integers", "one end", "unknown dim", "plan", "extent"],
 )
 def test_what_cannot_be_read_is_named(stated: dict[str, Any], problem: str) -> None:
     with pytest.raises(CannotArchive, match=problem):

@@ -255,6 +255,18 @@ def test_artifact_without_report_is_archived_with_a_warning(
     assert "digits.onnx has no report beside it" in caplog.text
 
 
+def test_artifact_of_a_quick_export_is_archived_with_a_warning(
+    inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = inputs / "digits.onnx.report.json"
+    report = json.loads(path.read_text(encoding="utf-8"))
+    report["parity"]["plan"] = {"extent": "quick"}
+    path.write_text(json.dumps(report), encoding="utf-8")
+    with caplog.at_level(logging.WARNING), open_archive(digits(inputs, tmp_path)):
+        pass
+    assert "digits.onnx was compared with its checkpoint on few inputs" in caplog.text
+
+
 @pytest.mark.parametrize("changed", ["digits.onnx", "digits.pt2"])
 def test_artifact_that_is_not_its_reports_is_refused_and_nothing_stays(
     inputs: Path, tmp_path: Path, changed: str

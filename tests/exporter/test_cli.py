@@ -165,3 +165,13 @@ def test_precision_and_samples_are_options(author: Author, tmp_path: Path) -> No
     assert report["signature"]["inputs"][0]["dtype"] == "bfloat16"
     assert report["parity"]["samples"] == [{"file": "mine.json", "rows": 1}]
     assert "--dtype bf16 --sample mine.json" in report["command"]
+
+
+def test_a_quick_look_says_that_it_is_one(author: Author, tmp_path: Path) -> None:
+    result = _export(author, DOUBLE, tmp_path / "out", "--quick", "--json")
+    (report,) = json.loads(result.stdout)
+    assert report["parity"]["plan"]["extent"] == "quick"
+    assert report["parity"]["cases"] == 6
+    assert report["parity"]["batches"] == [1, 8]
+    assert "--quick" in report["command"]
+    assert "warning: compared on 6 inputs only; export it again without --quick" in result.stderr

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter.errors import ModelError
 from modelyard.exporter.reference import observe
-from modelyard.exporter.watch import watch
+from modelyard.exporter.watch import count
 
 HERE = Path(__file__).name
 
@@ -106,4 +106,7 @@ def test_a_layer_left_in_train_mode_is_refused_by_its_name(layer: nn.Module) -> 
 
 
 def test_the_arithmetic_of_a_matrix_product_is_counted() -> None:
-    assert watch(nn.Linear(100, 10), [torch.ones(5, 100)]).gflop == 2 * 5 * 100 * 10 / 1e9
+    with count() as counted:
+        nn.Linear(100, 10)(torch.ones(5, 100)).relu()
+    assert counted.gflop == 2 * 5 * 100 * 10 / 1e9
+    assert counted.operators >= 3
