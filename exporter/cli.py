@@ -56,7 +56,8 @@ def export_command(
             help=r"name:dtype\[dims]; a dim is a number, or a name for any size, or name=lo..hi "
             "with the sizes to prove (1..8 when absent). Repeat it for each tensor: by the name of "
             "forward()'s argument or by place; batch.image for a key of a dict, pair.0 for a place "
-            "in a tuple or list.",
+            "in a tuple or list. Not needed where the model says what it takes: Hugging Face and "
+            "diffusers folders, timm, Lightning's example_input_array.",
         ),
     ] = None,
     model: Annotated[
@@ -184,6 +185,7 @@ def export_command(
                     quantize=quantize,
                     samples=samples or (),
                     quick=quick,
+                    tell=_tell,
                     progress=progress,
                 )
             except PartialExportError as error:
@@ -230,6 +232,10 @@ def _notes(reports: "list[ExportReport]") -> list[str]:
 def _announce(name: str, imports: Sequence[str]) -> None:
     """Report what a trusted checkpoint will import, before it does."""
     typer.echo(f'trusted: "{name}" will import and may run {", ".join(imports)}', err=True)
+
+
+def _tell(line: str) -> None:
+    typer.echo(line, err=True)
 
 
 @contextmanager

@@ -1,13 +1,14 @@
 """The export trip: load → run → write → check → artifact and report, or no file of that format."""
 
 import functools
+import inspect
 import json
 import math
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path, PurePath
 from typing import Any, ParamSpec
 
@@ -31,8 +32,9 @@ from modelyard.exporter.errors import (
 from modelyard.exporter.ingest import Announce, Checkpoint, read_checkpoint
 from modelyard.exporter.locate import first_difference
 from modelyard.exporter.parity import ExportReport, Parity, check, publish, report_path, sha256
+from modelyard.exporter.propose import complete, guess_inputs, left_out, propose_inputs
 from modelyard.exporter.reference import Reference, observe
-from modelyard.exporter.samples import read_sample
+from modelyard.exporter.samples import read_sample, signature_of_samples
 
 SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx", "torchscript": ".pt", "aoti": ".aoti.pt2"}
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,7 +57,8 @@ class ExportRequest:
     """`file.py:Class`, `package.module:Class` or `package.module:factory`; None where the
     checkpoint names a class that is installed."""
     inputs: Sequence[str]
-    """One `name:dtype[dims]` per tensor that forward() takes; see `archiver/signature.py`."""
+    """One `name:dtype[dims]` per tensor that forward() takes; see `archiver/signature.py`. What is
+    needed and not given is asked of the model; see `propose.py`."""
     _: KW_ONLY
     output_dir: Path
     """Made when it is not there."""
@@ -93,6 +96,8 @@ class ExportRequest:
     """Files of real inputs to compare on; nothing of them stays."""
     quick: bool = False
     """Compare on few inputs, for a first look; the report says so."""
+    tell: Callable[[str], None] | None = None
+    """Called with a line about what was chosen where nothing was given."""
     progress: Progress | None = None
     """Called at every step."""
 
@@ -135,10 +140,8 @@ def export(request: ExportRequest) -> list[ExportReport]:
         ExportError: nothing was written. In both cases artifacts of an earlier export that could
             not be written anew are as they were.
     """
-    signature = Signature(()) if request.generate else read_inputs(request.inputs)
     device = _device(request.device)
-    _check_request(request, signature)
-    samples = [read_sample(path, signature) for path in request.samples]
+    _check_request(request)
     announce_step = _step_announcer(request)
     finished: list[tuple[ExportReport, Path]] = []
     failures: dict[str, ExportError] = {}
@@ -159,6 +162,12 @@ def export(request: ExportRequest) -> list[ExportReport]:
         trust=is_trusted,
         notes=notes,
     ) as module:
+        signature = Signature(())
+        if not request.generate:
+            request = replace(request, inputs=_settle_inputs(request, module, checkpoint, notes))
+            signature = read_inputs(request.inputs)
+        _check_output_names(request.output_names, signature)
+        samples = [read_sample(path, signature) for path in request.samples]
         announce_step(_RUN)
         known: dict[str, object] = {"dtype": request.dtype} if request.dtype else {}
         model_name = _model_name(request, module)
@@ -204,7 +213,7 @@ def export(request: ExportRequest) -> list[ExportReport]:
                     model_args=request.model_args or {},
                     device=str(device),
                     details={**known, **details},
-                    command=_command(request, format),
+                    command=_command(request, [format]),
                     warnings=(*notes, *reference.warnings),
                 )
                 finished.append((report, draft))
@@ -243,8 +252,44 @@ def _prove(
     )
 
 
-def _check_request(request: ExportRequest, signature: Signature) -> None:
+def _settle_inputs(
+    request: ExportRequest, module: nn.Module, checkpoint: Checkpoint, notes: list[str]
+) -> tuple[str, ...]:
+    """Return the inputs that were given, and those that the model itself says it needs.
+
+    Raises:
+        UsageError: none was given, and the model does not say what it takes.
+    """
+    proposal = propose_inputs(module, checkpoint)
+    if request.samples and not request.inputs:
+        inputs = tuple(map(str, signature_of_samples(request.samples).inputs))
+        source = "--sample"
+    elif proposal is not None:
+        inputs, source = complete(request.inputs, proposal), proposal.source
+    elif request.inputs:
+        return tuple(request.inputs)
+    else:
+        example = _command(replace(request, inputs=guess_inputs(module)), request.formats or ())
+        raise UsageError(
+            f'no --input given, and "{request.checkpoint.name}" does not say what forward'
+            f"{inspect.signature(module.forward)} takes; write dtype and sizes of each tensor, "
+            f"such as {example}"
+        )
+    if inputs != tuple(request.inputs) and request.tell is not None:
+        chosen = shlex.join(word for text in inputs for word in ("--input", text))
+        request.tell(f"inputs, from {source}: {chosen}")
+    if proposal is not None and (rest := left_out(inputs, proposal)):
+        notes.append(
+            f"forward() also takes {rest[0]}: without it, texts that are padded to one length "
+            "change each other's answers"
+        )
+    return inputs
+
+
+def _check_request(request: ExportRequest) -> None:
     """Refuse arguments that mean nothing, before anything is read."""
+    if request.inputs and not request.generate:
+        _check_output_names(request.output_names, read_inputs(request.inputs))
     if request.model is not None:
         split_model(request.model)
     known = ", ".join(SUFFIXES)
@@ -266,7 +311,6 @@ def _check_request(request: ExportRequest, signature: Signature) -> None:
             "--sample does not go with --generate: a decoder's inputs are tokens and its own cache"
         )
     _check_precision(request)
-    _check_output_names(request.output_names, signature)
     _check_targets(request)
 
 
@@ -423,8 +467,8 @@ def _exchange(folder: Path) -> Iterator[Checker]:
         yield checker
 
 
-def _command(request: ExportRequest, format: str) -> str:
-    """Write the command line that makes one artifact; equal for equal exports."""
+def _command(request: ExportRequest, formats: Sequence[str]) -> str:
+    """Write the command line that makes artifacts; equal for equal exports."""
     model = request.model and _named(request.model, lambda source: _relative(Path(source)))
     model_args = request.model_args and json.dumps(request.model_args, sort_keys=True)
     device = "" if request.device.startswith("cpu") else request.device
@@ -440,7 +484,7 @@ def _command(request: ExportRequest, format: str) -> str:
         ("--generate", [request.generate]),
         ("--input", request.inputs),
         ("--output", request.output_names),
-        ("--format", [format]),
+        ("--format", formats),
         ("--name", [request.name]),
         ("--device", [device]),
         ("--tolerance", [tolerance]),

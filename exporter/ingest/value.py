@@ -89,6 +89,8 @@ class Description:
     """Source text of classes that the file holds; never compiled."""
     notes: tuple[str, ...] = ()
     """What a person should know before using it, a sentence each."""
+    inputs: tuple[str, ...] = ()
+    """What its program takes, as `--input` is written, where the file holds one."""
     module: nn.Module | None = None
     """The whole model, where the file was trusted or needs no code of its own."""
 

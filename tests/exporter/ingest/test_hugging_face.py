@@ -7,71 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from modelyard.exporter.arguments import flatten
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.errors import CheckpointError, ModelError, UsageError
-
-SMALL = {
-    "vocab_size": 60,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
-NARROW = {
-    "vocab_size": 60,
-    "d_model": 16,
-    "encoder_layers": 1,
-    "decoder_layers": 1,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 24,
-    "decoder_ffn_dim": 24,
-}
-TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
-    "GPT2LMHeadModel": (
-        "gpt2",
-        {"vocab_size": 60, "n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2},
-    ),
-    "LlamaForCausalLM": ("llama", SMALL),
-    "Qwen3ForCausalLM": ("qwen3", {**SMALL, "head_dim": 8}),
-    "MixtralForCausalLM": ("mixtral", {**SMALL, "num_local_experts": 2}),
-    "MambaForCausalLM": (
-        "mamba",
-        {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4},
-    ),
-    "T5ForConditionalGeneration": (
-        "t5",
-        {"vocab_size": 60, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_layers": 1, "num_heads": 2},
-    ),
-    "BartForConditionalGeneration": ("bart", {**NARROW, "max_position_embeddings": 32}),
-    "WhisperForConditionalGeneration": (
-        "whisper",
-        {**NARROW, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 12},
-    ),
-}
-
-
-def save(folder: Path, name: str, kind: str, values: dict[str, Any]) -> Path:
-    """Write the folder of a small random model, as `save_pretrained` does."""
-    torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(kind, **TOKENS, **values)
-    getattr(transformers, name)(config).eval().save_pretrained(folder)
-    return folder
+from tests.exporter.tiny import DECODERS, save
 
 
 @pytest.fixture(scope="module")
 def _bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    values = {**SMALL, "num_labels": 3}
-    del values["num_key_value_heads"]
-    folder = tmp_path_factory.mktemp("bert")
-    return save(folder, "BertForSequenceClassification", "bert", values)
+    return save(tmp_path_factory.mktemp("bert"), "BertForSequenceClassification")
 
 
 @pytest.fixture
@@ -90,7 +36,7 @@ def change(folder: Path, **values: Any) -> Path:
 @pytest.mark.parametrize("name", DECODERS)
 def test_what_decodes_is_built_without_its_cache_which_is_said(name: str, tmp_path: Path) -> None:
     notes: list[str] = []
-    with open_model(save(tmp_path, name, *DECODERS[name]), None, notes=notes) as model:
+    with open_model(save(tmp_path, name), None, notes=notes) as model:
         call: Any = model
         ids = torch.ones(2, 5, dtype=torch.int64)
         named = {"decoder_input_ids": ids} if name.startswith(("T5", "Whisper")) else {}
@@ -109,7 +55,7 @@ def test_an_encoder_says_nothing_of_caches(bert: Path) -> None:
 
 
 def test_model_args_replace_values_of_the_configuration(tmp_path: Path) -> None:
-    folder = save(tmp_path, "GPT2LMHeadModel", *DECODERS["GPT2LMHeadModel"])
+    folder = save(tmp_path, "GPT2LMHeadModel")
     ids = torch.ones(1, 3, dtype=torch.int64)
     with open_model(folder, None, {"use_cache": True}) as model:
         assert "past_key_values" in model(ids)
