@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +16,8 @@ from modelyard.archiver import write_archive
 from tests.serve.live import LiveServer, running
 
 DIGITS = Path(__file__).parent.parent / "examples" / "digits"
-FORMATS = ("pt2", "onnx", "torchscript")
+FILES = {"pt2": "digits.pt2", "onnx": "digits.onnx", "torchscript": "digits.pt"}
+"""Format → artifact of the digits model."""
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -44,20 +47,27 @@ def made_once(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[t
 
 @pytest.fixture(scope="session")
 def digits_artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Export the digits checkpoint; give format → artifact, each with its report beside it."""
-    from modelyard.exporter.trip import SUFFIXES, export  # torch, which most tests do without
+    """Export the digits checkpoint; give format → artifact, each with its report beside it.
 
-    with made_once(tmp_path_factory, "artifacts") as (folder, is_empty):
+    What the command printed is in `stdout` and `stderr` beside their folder.
+    """
+    command = [
+        *(sys.executable, "-P", "-W", "error", "-c", "from modelyard.cli import main; main()"),
+        *("export", str(DIGITS / "digits.pt"), "--model", f"{DIGITS / 'net.py'}:DigitsNet"),
+        *("--input", "image:float32[batch,1,8,8]", "--output", "logits"),
+        *(word for format in FILES for word in ("--format", format)),
+    ]
+    with made_once(tmp_path_factory, "digits") as (folder, is_empty):
         if is_empty:
-            export(
-                DIGITS / "digits.pt",
-                f"{DIGITS / 'net.py'}:DigitsNet",
-                ["image:float32[batch,1,8,8]"],
-                output_names=["logits"],
-                formats=FORMATS,
-                output_dir=folder,
+            ran = subprocess.run(
+                [*command, "-o", str(folder / "artifacts"), "--json"],
+                capture_output=True,
+                text=True,
             )
-    return {format: folder / f"digits{SUFFIXES[format]}" for format in FORMATS}
+            assert ran.returncode == 0, ran.stderr
+            (folder / "stdout").write_text(ran.stdout)
+            (folder / "stderr").write_text(ran.stderr)
+    return {format: folder / "artifacts" / file for format, file in FILES.items()}
 
 
 @pytest.fixture(scope="session")

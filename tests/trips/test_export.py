@@ -13,34 +13,19 @@ from examples.digits.net import DigitsNet
 from examples.digits.train import accuracy, held_out, to_input
 from modelyard.exporter import to_torchscript
 from modelyard.handlers.backends import open_artifact
-
-DIGITS = Path(__file__).parents[2] / "examples" / "digits"
-FILES = {"pt2": "digits.pt2", "onnx": "digits.onnx", "torchscript": "digits.pt"}
+from tests.conftest import DIGITS, FILES
 
 
 @pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Export the digits checkpoint in every format; give the folder."""
-    folder = tmp_path_factory.mktemp("exported")
-    command = [
-        *(
-            sys.executable,
-            "-P",
-            "-W",
-            "error",
-            "-c",
-            "from modelyard.cli import main; main()",
-            "export",
-        ),
-        *(str(DIGITS / "digits.pt"), "--model", f"{DIGITS / 'net.py'}:DigitsNet"),
-        *("--input", "image:float32[batch,1,8,8]", "--output", "logits"),
-        *(word for format in FILES for word in ("--format", format)),
-        *("-o", str(folder), "--json"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, f"warning: {to_torchscript.DEPRECATION}\n")
-    assert [report["format"] for report in json.loads(done.stdout)] == list(FILES)
-    return folder
+def exported(digits_artifacts: dict[str, Path]) -> Path:
+    """Return the folder of the digits artifacts, one in every format."""
+    return digits_artifacts["pt2"].parent
+
+
+def test_the_command_warns_of_torchscript_and_prints_the_reports(exported: Path) -> None:
+    assert (exported.parent / "stderr").read_text() == f"warning: {to_torchscript.DEPRECATION}\n"
+    reports = json.loads((exported.parent / "stdout").read_text())
+    assert [report["format"] for report in reports] == list(FILES)
 
 
 def _checkpoint() -> DigitsNet:

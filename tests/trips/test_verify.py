@@ -73,18 +73,21 @@ def archived(
     exec(NETS, namespace)
     torch.manual_seed(0)
     torch.save(namespace[net](**model_args).state_dict(), checkpoint)
+    # What is quantised is an export of its own.
+    chosen = [[formats[0]], [formats[1]]] if quantize else [formats]
     artifact, twin = (
-        export(
+        report.artifact
+        for place, each in enumerate(chosen)
+        for report in export(
             checkpoint,
             f"{file}:{net}",
             inputs,
-            formats=[format],
+            formats=each,
             output_dir=folder / "out",
             model_args=model_args,
             dtype=dtype,
             quantize=quantize if place == 0 else None,
-        )[0].artifact
-        for place, format in enumerate(formats)
+        )
     )
     return archive(artifact, twin, folder)
 
