@@ -52,6 +52,8 @@ class Report:
     """Module and class of the checkpoint's model, as `package.module:Class`."""
     command: str = ""
     """The command line that made the artifact, with relative paths."""
+    end_tokens: tuple[int, ...] = ()
+    """Of a decoder: what ends a text."""
 
     @property
     def tried(self) -> Signature:
@@ -95,6 +97,7 @@ def parse_report(data: bytes, path: Path) -> Report:
         parity=_parity(fields, signature) if "parity" in fields.values else None,
         model=fields.text_or_none("model") or "",
         command=fields.text_or_none("command") or "",
+        end_tokens=_end_tokens(_optional(_optional(fields, "details"), "generation")),
     )
     if problems:
         raise CannotArchive("cannot read the report", [f"{path.name}: {p}" for p in problems])
@@ -137,6 +140,13 @@ def _extent(plan: Fields) -> Extent:
             return extent  # type: ignore[no-any-return]
     plan.wrong("extent", f"one of {', '.join(get_args(Extent))}", stated)
     return "few"
+
+
+def _end_tokens(generation: Fields) -> tuple[int, ...]:
+    found = generation.items("end_tokens") if generation.values else []
+    if not all(type(token) is int for token in found):
+        generation.wrong("end_tokens", "a list of whole numbers", found)
+    return tuple(found)
 
 
 def _optional(fields: Fields, key: str) -> Fields:

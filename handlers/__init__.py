@@ -21,6 +21,7 @@ from modelyard.handlers.errors import (
 if TYPE_CHECKING:
     from modelyard.handlers.base import BaseHandler
     from modelyard.handlers.fill_mask import FillMask
+    from modelyard.handlers.generate import Generate
     from modelyard.handlers.span_handler import QuestionAnswering, TokenClassifier
     from modelyard.handlers.tabular_handler import TabularHandler
     from modelyard.handlers.text_encoder import TextEncoder
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 BUILT_IN = {
     "base_handler": "modelyard.handlers.base:BaseHandler",
     "fill_mask": "modelyard.handlers.fill_mask:FillMask",
+    "generate": "modelyard.handlers.generate:Generate",
     "image_classifier": "modelyard.handlers.vision_handler:ImageClassifier",
     "question_answering": "modelyard.handlers.span_handler:QuestionAnswering",
     "tabular": "modelyard.handlers.tabular_handler:TabularHandler",
@@ -50,6 +52,7 @@ __all__ = [
     "BaseHandler",
     "Context",
     "FillMask",
+    "Generate",
     "HandlerError",
     "ImageClassifier",
     "InputMismatch",

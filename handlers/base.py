@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.report import Report
 from modelyard.archiver.signature import TensorSpec, fits
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.handlers.agree import Rule
@@ -57,6 +58,7 @@ class BaseHandler:
         mapping: output index as str → label, None where no file of the archive says them.
         config: `config.json` of the archive, empty where it has none.
         device: where the model computes.
+        report: of the artifact's export, None in archives without one.
         agreement: how far `model` and `explainer` may be apart, where both have a certificate.
         digest: SHA-256 of the archive's manifest, which lists the digests of all other files.
     """
@@ -78,6 +80,7 @@ class BaseHandler:
         self.device: torch.device
         self.model: Any  # authors put models of their own here
         self.explainer: Artifact | None = None
+        self.report: Report | None = None
         self.signature: dict[str, Any] | None = None
         self.inputs: tuple[TensorSpec, ...] = ()
         self.is_whole = False
@@ -106,6 +109,7 @@ class BaseHandler:
         self.agreement = packed.agreement
         self.inputs = packed.signature.inputs
         self.output_names = tuple(spec.name for spec in packed.signature.outputs)
+        self.report = packed.report
         self.signature = (self.manifest.get("modelyard") or {}).get("signature")
         self.is_whole = self.signature is not None and not _have_rows(self.inputs)
         manifest = folder / MANIFEST_NAME

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from modelyard.archiver.signature import UNLIMITED, Dim, Signature, TensorSpec
+from modelyard.archiver.signature import UNLIMITED, Dim, TensorSpec
 from modelyard.handlers.backends import torch_dtype
 
 TOKENS = ("input_ids", "attention_mask", "past_mask")
@@ -35,9 +35,9 @@ def cache_names(layers: int) -> list[str]:
     return [f"past_{part}_{layer}" for layer in range(layers) for part in ("key", "value")]
 
 
-def is_decoder(signature: Signature) -> bool:
+def is_decoder(inputs: Sequence[TensorSpec]) -> bool:
     """Return whether an artifact is one that `modelyard export --generate` wrote."""
-    names = [spec.name for spec in signature.inputs]
+    names = [spec.name for spec in inputs]
     layers, rest = divmod(len(names) - len(TOKENS), 2)
     return layers > 0 and not rest and names == [*TOKENS, *cache_names(layers)]
 

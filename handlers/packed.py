@@ -31,6 +31,8 @@ class PackedModel:
     """How far the two may be apart, where both have a certificate."""
     signature: Signature
     """From the export's report, else as far as the artifact says."""
+    report: Report | None
+    """Of the artifact's export."""
 
 
 def open_packed(folder: Path, manifest: Mapping[str, Any], device: torch.device) -> PackedModel:
@@ -58,7 +60,7 @@ def open_packed(folder: Path, manifest: Mapping[str, Any], device: torch.device)
             # Explanations are of the first output.
             agreement = next(iter(joint_rules(report.parity, twin_report.parity).values()))
     signature = _read_signature(ours.get("signature"), artifact)
-    return PackedModel(folder / file, artifact, explainer, agreement, signature)
+    return PackedModel(folder / file, artifact, explainer, agreement, signature, report)
 
 
 def _read_report(folder: Path, name: str | None) -> Report | None:

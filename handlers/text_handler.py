@@ -87,7 +87,7 @@ class TextHandler(BaseHandler):
             raise LoadError(f"the artifact takes {takes}; expected token ids as {' or '.join(IDS)}")
         self.embedded = self.roles.index("ids")
         folder = Path(context.system_properties["model_dir"])
-        self.tokenizer = _load_tokenizer(folder / section.get("tokenizer", TOKENIZER_FILE))
+        self.tokenizer = load_tokenizer(folder / section.get("tokenizer", TOKENIZER_FILE))
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(self._max_length(section))
         self.pad_id = self._find_pad(section.get("pad"))
@@ -284,12 +284,17 @@ class TextHandler(BaseHandler):
         return np.array([*values, *[fill] * (length - len(values))], dtype=np.int64)
 
 
-def _load_tokenizer(path: Path) -> Any:
+def load_tokenizer(path: Path) -> Any:
+    """Read a tokenizer's file.
+
+    Raises:
+        LoadError: the package or the file is missing, or it is another file.
+    """
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise LoadError(
-            "the handler text needs the package tokenizers, which is not installed here; name it "
+            "this handler needs the package tokenizers, which is not installed here; name it "
             "among the archive's requirements and start with --install-requirements"
         ) from error
     if not path.is_file():

@@ -111,6 +111,9 @@ class Frame:
         self._payloads.append(meta)
         self._payloads += parts
 
+    def __len__(self) -> int:
+        return self._count
+
     def buffers(self) -> list[bytes]:
         """Return the frame's buffers in the order in which they are sent."""
         return [COUNT.pack(self._count), *self._heads, *self._payloads]

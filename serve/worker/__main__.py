@@ -24,7 +24,7 @@ import traceback
 from pathlib import Path
 
 from modelyard.serve.dataplane import wire
-from modelyard.serve.worker import load, loop, torchserve
+from modelyard.serve.worker import load, loop, steps, torchserve
 from modelyard.serve.worker.codec import is_out_of_memory
 from modelyard.serve.worker.golden import check_golden
 
@@ -54,7 +54,7 @@ def main(fd: int) -> int:
         return 1
     ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}
     connection.sendall(wire.encode_control(wire.READY, ready))
-    loop.run(reader, service)
+    (loop if service.steps is None else steps).run(reader, service)
     return 0
 
 

@@ -254,18 +254,7 @@ def answer_output(context: Context, index: int, output: object, rules: Rules) ->
     Raises:
         WrongAnswer: it cannot be sent.
     """
-    try:
-        body, content_type = rules.encode(output)
-    except (TypeError, ValueError, RecursionError) as error:
-        raise WrongAnswer(
-            f"the handler's answer cannot be sent as JSON: {error}",
-            "Unsupported model output data type.",
-        ) from error
-    limit = rules.max_answer_bytes
-    if limit is not None and len(body) > limit:
-        text = f"the answer has {len(body)} bytes; max_response_size allows {limit}"
-        raise WrongAnswer(text, text, 500)
-    headers = {"content-type": content_type} if content_type else {}
+    body, headers = encode_value(output, rules)
     if context.is_answer_plain:
         return Answer(200, headers, body)
     status, _ = context.get_response_status(index)
@@ -278,6 +267,26 @@ def answer_output(context: Context, index: int, output: object, rules: Rules) ->
         if lower not in _FRAMING:
             headers[lower] = text
     return Answer(status, headers, body)
+
+
+def encode_value(output: object, rules: Rules) -> tuple[bytes, dict[str, str]]:
+    """Turn a value of the handler into bytes, and the header that says their type.
+
+    Raises:
+        WrongAnswer: it cannot be sent.
+    """
+    try:
+        body, content_type = rules.encode(output)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise WrongAnswer(
+            f"the handler's answer cannot be sent as JSON: {error}",
+            "Unsupported model output data type.",
+        ) from error
+    limit = rules.max_answer_bytes
+    if limit is not None and len(body) > limit:
+        text = f"the answer has {len(body)} bytes; max_response_size allows {limit}"
+        raise WrongAnswer(text, text, 500)
+    return body, {"content-type": content_type} if content_type else {}
 
 
 def encode(output: object) -> tuple[bytes, str]:

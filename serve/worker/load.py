@@ -17,6 +17,7 @@ import yaml
 from modelyard.handlers import BUILT_IN, Context
 from modelyard.handlers.entry_point import Entry, FoundHandler, find_handler
 from modelyard.handlers.errors import LoadError
+from modelyard.handlers.steps import Steps
 from modelyard.serve.worker import torchserve
 from modelyard.serve.worker.codec import OURS, Rules
 
@@ -35,6 +36,8 @@ class Service:
     rules: Rules = OURS
     by_length: bool = False
     """Whether a batch is made of requests of like length."""
+    steps: Steps | None = None
+    """The handler, where requests join and leave between its steps."""
 
 
 @functools.cache
@@ -80,9 +83,11 @@ def load_service(message: dict[str, Any]) -> Service:
     handler = find_handler(message["handler"], {**shim.BUILT_IN, **(BUILT_IN if sealed else {})})
     handler.initialize(context)
     predict, explain = handler.handle, _explain_entry(handler, sealed)
+    steps = handler.target if isinstance(handler.target, Steps) else None
     if name := message.get("envelope"):
         envelope = shim.find_envelope(name)
         predict, explain = envelope(predict).handle, envelope(explain).handle
+        steps = None  # an envelope stands around whole batches
     return Service(
         predict,
         explain,
@@ -91,6 +96,7 @@ def load_service(message: dict[str, Any]) -> Service:
         device,
         torchserve.choose_rules(message),
         message.get("by_length", False),
+        steps,
     )
 
 

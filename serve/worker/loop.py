@@ -14,10 +14,11 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from time import perf_counter
 from typing import Any
 
+from modelyard.handlers.context import Context
 from modelyard.handlers.entry_point import Entry
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.lengths import CALL_BYTES, choose_alike
@@ -44,7 +45,7 @@ _PACKED = {name: wire.pack_meta([b"content-type", name.encode()]) for name in (J
 KIND = wire.EXPLAIN | wire.ALONE | wire.DESCRIBE
 """Flags that jobs of one batch share."""
 
-_STREAMED = {"ts_stream_next": "true"}
+STREAMED = {"ts_stream_next": "true"}
 """On the first chunk of a streamed answer, as TorchServe's clients know it."""
 
 
@@ -75,10 +76,10 @@ class Reader:
             self._receive(0)
         return self._frames.popleft()
 
-    def forget_cancelled(self) -> None:
-        """Forget jobs that were answered before the word came; call it when none is held."""
+    def forget_cancelled(self, held: Iterable[int] = ()) -> None:
+        """Forget jobs that were answered before the word came: all but those that are held."""
         if not self._frames:
-            self.cancelled.clear()
+            self.cancelled.intersection_update(held)
 
     def read_arrived(self, must_wait: bool = False) -> list[wire.Item]:
         """Return the items of all frames that have arrived; wait for a first one if `must_wait`.
@@ -183,8 +184,8 @@ class Sender:
             raise ClientsLeft
         for at, request in waiting:
             answer = answer_output(self._context, at, values[at], self._rules)
-            headers = {} if self.has_sent else {**answer.headers, **_STREAMED}
-            frame.add(request.id, answer.status, wire.MORE, _pack(headers), [answer.body])
+            headers = {} if self.has_sent else {**answer.headers, **STREAMED}
+            frame.add(request.id, answer.status, wire.MORE, pack_headers(headers), [answer.body])
         self._reader.connection.sendall(b"".join(frame.buffers()))
         self.has_sent = True
 
@@ -200,13 +201,9 @@ class Sender:
         for item, (status, headers, body, flags) in zip(batch, answers, strict=True):
             queue_us = (began_us - item.queue_us) & 0xFFFFFFFF
             handler_us = self._handler_us.get(item.id, 0)
-            frame.add(item.id, status, flags, _pack(headers), [body], queue_us, handler_us)
+            frame.add(item.id, status, flags, pack_headers(headers), [body], queue_us, handler_us)
         self._handler_us.clear()
-        metrics = self._context.metrics
-        if metrics is not None and metrics.records:
-            # Authors report numbers of any library; the server reads what str() makes of them.
-            reported = json.dumps({"records": metrics.drain()}, default=text_of).encode()
-            frame.add(0, wire.METRICS, 0, b"", [reported])
+        add_metrics(frame, self._context)
         self._reader.connection.sendall(b"".join(frame.buffers()))
 
 
@@ -229,7 +226,17 @@ def run(reader: Reader, service: Service) -> None:
         sender.send(batch, began_us, answers)
 
 
-def _pack(headers: dict[str, str]) -> bytes:
+def add_metrics(frame: wire.Frame, context: Context) -> None:
+    """Add what the handler measured since the last frame."""
+    metrics = context.metrics
+    if metrics is not None and metrics.records:
+        # Authors report numbers of any library; the server reads what str() makes of them.
+        reported = json.dumps({"records": metrics.drain()}, default=text_of).encode()
+        frame.add(0, wire.METRICS, 0, b"", [reported])
+
+
+def pack_headers(headers: dict[str, str]) -> bytes:
+    """Return the `meta` of a reply."""
     if len(headers) == 1 and (packed := _PACKED.get(headers.get("content-type", ""))):
         return packed
     return wire.pack_meta(
@@ -348,10 +355,7 @@ def _answer_failure(
         RuntimeError: the device cannot be used any more. That ends this process: the server starts
             another one, which gets the requests one by one, and only the bad one will be lost.
     """
-    if service.device != "cpu":
-        import torch
-
-        torch.cuda.synchronize()
+    finish_device(service)
     rules = service.rules
     if sender is not None and sender.has_sent:
         return _broken(rules, error, requests)
@@ -363,7 +367,7 @@ def _answer_failure(
         # As they came: the handler may have changed its input.
         fresh = [request.decoded_again(rules.read_json) for request in requests]
         return [_call(service, entry, [one], sender)[0] for one in fresh]
-    _log_failure(rules, error, requests[0].request_id)
+    log_failure(rules, error, requests[0].request_id)
     return [rules.refuse(error, request.request_id) for request in requests]
 
 
@@ -380,7 +384,7 @@ def _answer_outputs(
             if sender is not None and sender.has_sent:
                 answers += _broken(rules, error, [requests[index]])
             else:
-                _log_failure(rules, error, requests[index].request_id)
+                log_failure(rules, error, requests[index].request_id)
                 answers.append(rules.refuse(error, requests[index].request_id))
     return answers
 
@@ -394,7 +398,15 @@ def _broken(rules: Rules, error: BaseException, requests: Sequence[Request]) -> 
     ]
 
 
-def _log_failure(rules: Rules, error: BaseException, request_id: str) -> None:
+def finish_device(service: Service) -> None:
+    """Wait for what a device still does; a broken one raises here, and that ends the process."""
+    if service.device != "cpu":
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def log_failure(rules: Rules, error: BaseException, request_id: str) -> None:
     """Log what is not the client's fault, with the traceback that no client sees."""
     if rules.explain_error(error).code >= 500:
         _log_error("request %s failed", request_id, error)

@@ -112,7 +112,7 @@ def test_the_report_proves_the_cache_and_says_what_ends_a_text(
     reports: dict[str, ExportReport],
 ) -> None:
     report = json.loads(reports["onnx"].path.read_text())
-    assert is_decoder(reports["onnx"].signature)
+    assert is_decoder(reports["onnx"].signature.inputs)
     assert reports["onnx"].signature.batching is not None
     assert reports["onnx"].signature.batching.batchable
     assert report["parity"]["verdict"] == "agrees"
