@@ -22,6 +22,8 @@ _PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 _MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 _LIBRARY = "transformers"
+_CACHE = "past_mask"
+"""An input that only decoders have which `modelyard export --generate` wrote."""
 _TOKEN_IDS = ("input_ids", "ids", "tokens", "token_ids")
 
 
@@ -49,6 +51,7 @@ RULES = (
     Rule("fill_mask", "text", ["places"], ["ForMaskedLM"], _TOKENIZER),
     Rule("forecaster", "series", ["places", "classes", "map"], ["ForPrediction"],
          brings=("scaler.json",)),
+    Rule("generate", "text and its cache", ["classes"], [], _TOKENIZER, brings=()),
     Rule("image_classifier", "image", ["classes"], ["ForImageClassification"],
          brings=(*_LABELS, *_PROCESSOR), has_labels=True),
     Rule("image_encoder", "image", ["classes", "places"], ["Model"], brings=_PROCESSOR),
@@ -194,7 +197,9 @@ _WORDS = {
 
 
 def _inputs_of(signature: Signature) -> set[str]:
-    """Return what the inputs may be: text, an image, both, sound, a series, numbers."""
+    """Return what the inputs may be: text, its cache, an image, sound, a series, numbers."""
+    if any(spec.name == _CACHE for spec in signature.inputs):
+        return {"text and its cache"}
     whole = [spec for spec in signature.inputs if not spec.is_float]
     real = [spec for spec in signature.inputs if spec.is_float]
     has_ids = len(whole) == 1 or any(spec.name in _TOKEN_IDS for spec in whole)

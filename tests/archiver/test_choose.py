@@ -89,6 +89,15 @@ def test_a_net_of_ones_own_gets_the_one_that_fits(folder: Path) -> None:
     assert choose("auto", report(IDS, SPANS), folder, ()).handler == "question_answering"
 
 
+def test_a_decoder_with_its_cache_gets_generate(folder: Path) -> None:
+    cache = ("past_mask:int64[batch,past=1..64]", "past_key_0:float32[batch,2,past,8]")
+    choice = choose(
+        "auto", report([*IDS, *cache], ["logits[batch,96]"], "GPT2LMHeadModel"), folder, ()
+    )
+    assert choice.handler == "generate"
+    assert [file.name for file in choice.files] == ["tokenizer.json"]
+
+
 def test_labels_make_a_classifier_of_what_may_be_an_encoder() -> None:
     vectors = report(IMAGE, [LOGITS])
     assert choose("auto", vectors, None, ["index_to_name.json"]).handler == "image_classifier"
