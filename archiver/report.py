@@ -10,7 +10,7 @@ from modelyard.archiver.signature import Signature, TensorSpec, ends_of, read_si
 from modelyard.archiver.untrusted.json import Fields, parse_json
 from modelyard.archiver.values import End, Values, read_end
 
-Extent = Literal["every", "random", "few", "quick"]
+Extent = Literal["every", "random", "few", "quick", "none"]
 """How much was tried; `modelyard.handlers.plan` says what each is."""
 
 _MAX_REPORT_BYTES = 16 * 1024 * 1024

@@ -108,4 +108,10 @@ def _parity_check(parity: ParityResult) -> Check:
     both = f"{parity.pair.artifact} and {parity.pair.twin}"
     if parity.differences:
         return Check("parity", "differs", f"{both}: {'; '.join(parity.differences)}")
+    if not parity.cases:
+        return Check(
+            "parity",
+            f"{both} not compared: their export used samples alone, which no archive holds; golden "
+            "requests are what can be repeated",
+        )
     return Check("parity", f"{both} agree in {parity.cases} cases: {parity.summary}")

@@ -146,6 +146,14 @@ def export_command(
             "--quick", help="Compare on few inputs, for a first look; report and archive say so."
         ),
     ] = False,
+    sample_only: Annotated[
+        bool,
+        typer.Option(
+            "--sample-only",
+            help="Make no inputs up, where none would be valid: trace with the samples and compare "
+            "on them alone, their rows in batches of several sizes.",
+        ),
+    ] = False,
     as_json: Annotated[
         bool,
         typer.Option(
@@ -186,6 +194,7 @@ def export_command(
                     samples=samples or (),
                     quick=quick,
                     tell=_tell,
+                    sample_only=sample_only,
                     progress=progress,
                 )
             except PartialExportError as error:

@@ -64,7 +64,7 @@ def advice(signature: Signature) -> str:
     """Return what to write about integers of which nobody said which they are; empty for none."""
     for spec in signature.inputs:
         if _is_open(spec) and not is_mask(spec):
-            return f", or the integers it takes, as in --input '{_example(spec, signature)}'"
+            return f", or the integers it takes, as in {_example(spec, signature)}"
     return ""
 
 
@@ -139,15 +139,16 @@ def _refusal(
     said = f": {cause(error)}" if error else ""
     return (
         f'the model takes no range of integers that was tried as input "{spec.name}" ({shown}'
-        f"{more}){said}; say which it takes, as in --input '{_example(spec, signature)}'"
+        f"{more}){said}; say which it takes, as in {_example(spec, signature)}"
     )
 
 
 def _example(spec: TensorSpec, signature: Signature) -> str:
-    """Write an input with a range of values that it might take."""
+    """Write an input with values that it might take, and how to do without any that is made up."""
     names = (name for name, dim in signature.dims.items() if dim not in spec.shape)
-    ends = next((End(-1, name) for name in names), End(_USUAL[0] - 1))
-    return str(replace(spec, values=Values(End(0), ends)))
+    high = next((End(-1, name) for name in names), End(_USUAL[0] - 1))
+    stated = replace(spec, values=Values(End(0), high))
+    return f"--input '{stated}', or compare on real inputs alone: --sample FILE --sample-only"
 
 
 def _below(bound: int) -> Values:

@@ -15,6 +15,7 @@ from modelyard.archiver.values import Values
 from modelyard.exporter.arguments import flatten, give_tensors, is_plain, own_name
 from modelyard.exporter.errors import ModelError, UsageError, cause
 from modelyard.exporter.ranges import advice, find_values
+from modelyard.exporter.sample_batches import choose_example, regroup, two_batches, why_no_rows
 from modelyard.exporter.samples import Sample
 from modelyard.exporter.watch import (
     Counted,
@@ -26,7 +27,14 @@ from modelyard.exporter.watch import (
 )
 from modelyard.handlers.agree import compare, full_precision
 from modelyard.handlers.backends import dtype_name, torch_dtype
-from modelyard.handlers.plan import GFLOP_PER_OPERATOR, Plan, end_sizes, fit_growth, plan
+from modelyard.handlers.plan import (
+    GFLOP_PER_OPERATOR,
+    ONLY_SAMPLES,
+    Plan,
+    end_sizes,
+    fit_growth,
+    plan,
+)
 from modelyard.handlers.probes import Probe, example_sizes, make_case, make_inputs
 
 Tensors = tuple[Tensor, ...]
@@ -152,6 +160,7 @@ def observe(
     dtype: torch.dtype | None = None,
     samples: Sequence[Sample] = (),
     quick: bool = False,
+    sample_only: bool = False,
 ) -> Reference:
     """Run `model` (eval mode, on the CPU) on every probe and sample, on `device`, where it stays.
 
@@ -163,6 +172,7 @@ def observe(
         dtype: what weights and floating-point inputs become in the artifact; None keeps them.
         samples: real inputs, compared beside the probes.
         quick: try few probes.
+        sample_only: make nothing up: trace with a sample, compare on samples alone.
 
     Raises:
         ModelError: the model cannot take an input, gives something else than tensors, gives
@@ -173,12 +183,18 @@ def observe(
     original = model if dtype is None else model.float()
     signature = inputs if dtype is None else inputs.in_precision(dtype_name(dtype))
     # Integers out of range are an error on the CPU; on CUDA they end the process.
-    found = find_values(original, inputs if dtype is None else inputs.in_precision("float32"))
+    raised = inputs if dtype is None else inputs.in_precision("float32")
+    found = {} if sample_only else find_values(original, raised)
     tried = signature.with_values(found)
     original.to(device)
     with full_precision(device):
-        example_probe = Probe("random", example_sizes(signature))
-        example = _to(make_inputs(tried, example_probe), device)
+        if sample_only:
+            chosen_sample = choose_example(samples, signature)
+            example_probe = Probe("sample", chosen_sample.sizes)
+            example = _to(_lowered(chosen_sample, signature), device)
+        else:
+            example_probe = Probe("random", example_sizes(signature))
+            example = _to(make_inputs(tried, example_probe), device)
         call = (signature, example_probe, _raised(example, dtype))
         output = _call(original, *call)
         named = _name_outputs(flatten(output), output_names)
@@ -193,8 +209,9 @@ def observe(
         def run(probe: Probe, tensors: Tensors) -> Tensors:
             return _outputs(original, signature, probe, tensors, dtype)
 
-        chosen = _plan(run, original, tried, quick=quick)
-        cases = Cases(tried, chosen.probes, samples, run)
+        chosen = ONLY_SAMPLES if sample_only else _plan(run, original, tried, quick=quick)
+        compared = regroup(samples, signature) if sample_only else samples
+        cases = Cases(tried, chosen.probes, compared, run)
         seen = [_remember(cases[place]) for place in range(len(cases))]
         outputs = tuple(
             _describe(name, [case[place] for case in seen], cases.probes, signature.dims)
@@ -204,6 +221,7 @@ def observe(
             functools.partial(run, example_probe),
             replace(tried, outputs=outputs),
             watched.batch_norm,
+            _two_batches(tried, samples if sample_only else ()),
         )
     dtypes = [dtype_name(value.dtype) for value in flatten(output).values()]
     outputs = tuple(replace(a, dtype=b) for a, b in zip(outputs, dtypes, strict=True))
@@ -216,7 +234,20 @@ def observe(
         model=lowered if is_plain(output) else give_tensors(lowered, signature),
         found=found,
         samples=tuple(samples),
-        warnings=(*watched.warnings(), *_plain_tensor_warnings(original)),
+        warnings=(
+            *watched.warnings(),
+            *_plain_tensor_warnings(original),
+            *([_only_samples(cases.probes)] if sample_only else []),
+        ),
+    )
+
+
+def _only_samples(probes: Sequence[Probe]) -> str:
+    count = len(probes)
+    return (
+        f"compared on samples alone, {count} case{'s' if count > 1 else ''}: what the artifact "
+        "does on other values and sizes is not proven, and `modelyard verify` has no samples to "
+        "repeat it"
     )
 
 
@@ -455,7 +486,10 @@ def _to(tensors: Tensors, device: torch.device) -> Tensors:
 
 
 def find_batching(
-    run: Callable[[Tensors], Tensors], signature: Signature, batch_norm: Sequence[str]
+    run: Callable[[Tensors], Tensors],
+    signature: Signature,
+    batch_norm: Sequence[str],
+    batches: tuple[Tensors, Tensors] | None,
 ) -> Batching:
     """Compare a row inside batches of different neighbours, and alone.
 
@@ -463,6 +497,7 @@ def find_batching(
         run: the checkpoint's model.
         signature: inputs and outputs.
         batch_norm: places that normalise by the batch, which explain why rows mix.
+        batches: two of one size, in which no row is the same; None where samples have none.
     """
     batch = signature.batch
     if not isinstance(batch, Dim):
@@ -471,7 +506,11 @@ def find_batching(
     shape_reason = _shapes_apart(signature, batch)
     if shape_reason:
         return Batching(False, shape_reason)
-    for name, apart, how in _row_differences(run, signature, batch):
+    if batches is None:
+        return Batching(
+            False, "no two rows of the samples could change places, so whether rows mix is unknown"
+        )
+    for name, apart, how in _row_differences(run, signature, batch, *batches):
         if not apart <= _ROW_TOLERANCE:
             why = (
                 f"; batch-norm uses the statistics of its batch{batch_norm[0]}"
@@ -485,29 +524,41 @@ def find_batching(
 
 def _shapes_apart(signature: Signature, batch: Dim) -> str:
     """Return which input or output does not hold one row per request; empty when all do."""
-    lacks = f'has no dim "{batch.name}" in front, so'
     for spec in signature.inputs:
-        if spec.shape[0] != batch:
-            return f'input "{spec.name}" {lacks} rows cannot be stacked'
+        if reason := why_no_rows(spec, batch):
+            return reason
     for spec in signature.outputs:
         if not spec.shape or spec.shape[0] != batch:
-            return f'output "{spec.name}" {lacks} no row per request'
+            return f'output "{spec.name}" has no dim "{batch.name}" in front, so no row per request'
         if batch in spec.shape[1:]:
             return f'output "{spec.name}" has rows as long as the batch'
     return ""
 
 
+def _two_batches(signature: Signature, samples: Sequence[Sample]) -> tuple[Tensors, Tensors] | None:
+    """Return two batches of one size and of other rows: made up, or of samples where there are."""
+    batch = signature.batch
+    if not isinstance(batch, Dim):
+        return None
+    size = batch.at_least(_ROWS)
+    if samples:
+        pair = two_batches(samples, signature, size)
+        return pair and (_lowered(pair[0], signature), _lowered(pair[1], signature))
+    probe = Probe("random", {**example_sizes(signature), batch.name: size})
+    return make_inputs(signature, probe, seed=1), make_inputs(signature, probe, seed=2)
+
+
 def _row_differences(
-    run: Callable[[Tensors], Tensors], signature: Signature, batch: Dim
+    run: Callable[[Tensors], Tensors],
+    signature: Signature,
+    batch: Dim,
+    rows: Tensors,
+    others: Tensors,
 ) -> list[tuple[str, float, str]]:
     """Measure per output how much one row changes: (output, scaled difference, when)."""
-    size = batch.at_least(_ROWS)
-    probe = Probe("random", {**example_sizes(signature), batch.name: size})
-    rows = make_inputs(signature, probe, seed=1)
-    others = make_inputs(signature, probe, seed=2)
     alone = run(rows)
     differences: list[tuple[str, float, str]] = []
-    for row in (0, size - 1):
+    for row in (0, len(rows[0]) - 1):
         mixed = run(tuple(_replace_others(a, b, row) for a, b in zip(rows, others, strict=True)))
         differences += _measure(
             signature.outputs, alone, mixed, row, "with the other rows of its batch"

@@ -74,7 +74,7 @@ def two_batches(
 def _rows(samples: Sequence[Sample], signature: Signature) -> list[Sample]:
     """Gather the rows of samples whose other sizes are equal; none where inputs have no rows."""
     batch = signature.batch
-    if not isinstance(batch, Dim) or not all(_has_rows(spec, batch) for spec in signature.inputs):
+    if not isinstance(batch, Dim) or any(why_no_rows(spec, batch) for spec in signature.inputs):
         return []
     alike: defaultdict[tuple[tuple[str, int], ...], list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -88,12 +88,15 @@ def _rows(samples: Sequence[Sample], signature: Signature) -> list[Sample]:
     return groups
 
 
-def _has_rows(spec: TensorSpec, batch: Dim) -> bool:
-    """Return whether each place of an input's first dim is a row that may stand elsewhere."""
-    ends = (spec.values.low.dim, spec.values.high.dim) if spec.values else ()
-    is_ordered = spec.values is not None and bool(spec.values.order) and len(spec.shape) == 1
-    is_stack = spec.shape[:1] == (batch,) and batch not in spec.shape[1:]
-    return is_stack and not is_ordered and batch.name not in ends
+def why_no_rows(spec: TensorSpec, batch: Dim) -> str:
+    """Return why an input's places of dim 0 cannot change theirs; empty where they can."""
+    if spec.shape[0] != batch:
+        return f'input "{spec.name}" has no dim "{batch.name}" in front, so rows cannot be stacked'
+    if spec.values and batch.name in (spec.values.low.dim, spec.values.high.dim):
+        return f'input "{spec.name}" counts the rows of its batch, so rows cannot be stacked'
+    if spec.values and spec.values.order and len(spec.shape) == 1:
+        return f'input "{spec.name}" is {spec.values.order}, so rows cannot be stacked as they come'
+    return ""
 
 
 def _is_same(one: Sample, other: Sample) -> bool:

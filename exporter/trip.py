@@ -98,6 +98,8 @@ class ExportRequest:
     """Compare on few inputs, for a first look; the report says so."""
     tell: Callable[[str], None] | None = None
     """Called with a line about what was chosen where nothing was given."""
+    sample_only: bool = False
+    """Make nothing up: trace with a sample, and compare on the samples alone."""
     progress: Progress | None = None
     """Called at every step."""
 
@@ -184,6 +186,7 @@ def export(request: ExportRequest) -> list[ExportReport]:
             dtype=PRECISIONS[request.dtype] if request.dtype else None,
             samples=samples,
             quick=request.quick,
+            sample_only=request.sample_only,
         )
         writers = _writers(reference, is_quantized=request.quantize is not None)
         with _workspace(request.output_dir) as folder, _exchange(folder) as checker:
@@ -302,6 +305,8 @@ def _check_request(request: ExportRequest) -> None:
         raise UsageError(f'--name "{name}" is not a file name; expected one without a folder')
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise UsageError(f"--tolerance {tolerance} is not a difference; expected 0 or more")
+    if request.sample_only and not request.samples:
+        raise UsageError("--sample-only has nothing to compare on; give --sample FILE too")
     try:
         json.dumps(request.model_args)
     except (TypeError, ValueError) as error:
@@ -492,6 +497,7 @@ def _command(request: ExportRequest, formats: Sequence[str]) -> str:
         ("--quantize", [request.quantize]),
         ("--sample", map(_relative, request.samples)),
         ("--quick", [request.quick]),
+        ("--sample-only", [request.sample_only]),
         ("-o", [_relative(request.output_dir)]),
     ):
         for value in filter(None, values):

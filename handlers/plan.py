@@ -28,6 +28,7 @@ _TRIED: Mapping[Extent, str] = {
     "random": "every batch size in random values; edge values at one size",
     "few": "batch 1, 2, a prime and the largest; edge values at one size",
     "quick": "the smallest and the largest sizes, edge values at the smallest: a quick look only",
+    "none": "the samples alone; nothing was made up",
 }
 
 
@@ -95,6 +96,10 @@ class Plan:
         }
 
 
+ONLY_SAMPLES = Plan((), "none", 0.0, 0.0)
+"""Of an export in which nothing is made up."""
+
+
 def plan(signature: Signature, gflop: Growth, size_bytes: Growth, *, quick: bool = False) -> Plan:
     """Choose the probes.
 
@@ -138,6 +143,8 @@ def choose_probes(
         among: kinds of values.
         left_out: sizes of a plan that were too large.
     """
+    if extent == "none":
+        return ()
     has_floats = any(spec.is_float for spec in signature.inputs)
     kinds = [kind for kind in KINDS if kind in among and (has_floats or kind not in _FLOAT_KINDS)]
     everywhere = kinds if extent == "every" else ["random"]

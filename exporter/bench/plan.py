@@ -50,11 +50,17 @@ def read_signature(artifact: Path) -> Signature:
     """
     path = report_path(artifact)
     try:
-        return parse_report(path.read_bytes(), path).tried
+        report = parse_report(path.read_bytes(), path)
     except (OSError, CannotArchive) as error:
         raise UsageError(
             f'"{artifact.name}" has no report that states its inputs ({path.name}); give --input'
         ) from error
+    if report.parity and report.parity.extent == "none":
+        raise UsageError(
+            f'"{artifact.name}" was compared on samples alone, since nothing made up may be a '
+            "valid input; give --input with the values that it takes"
+        )
+    return report.tried
 
 
 def choose_subjects(

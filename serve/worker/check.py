@@ -95,18 +95,22 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
         among=parity.kinds or KINDS,
         left_out=parity.left_out,
     )
+    if not probes:
+        none = "the report names no inputs to compare on"
+        differences = [] if parity.extent == "none" else [none]
+        return {"cases": 0, "summary": "", "differences": differences}
     measured: dict[str, list[dict[str, Any]]] = {name: [] for name in rules}
     for probe in probes:
         inputs = make_case(report.tried, probe)
         pairs = zip(agree.run(twin, inputs), agree.run(artifact, inputs), strict=True)
         for (name, rule), (expected, actual) in zip(rules.items(), pairs, strict=True):
             measured[name].append(agree.compare(expected, actual, rule.tolerance))
-    differences = (
+    apart = (
         agree.disagreement(name, rule, measured[name], probes) for name, rule in rules.items()
     )
     few = "; few inputs were tried, as by `modelyard export --quick`"
     return {
         "cases": len(probes),
         "summary": agree.summary(rules, measured) + (few if parity.extent == "quick" else ""),
-        "differences": [text for text in differences if text],
+        "differences": [text for text in apart if text],
     }

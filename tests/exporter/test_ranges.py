@@ -148,7 +148,8 @@ def test_a_model_that_takes_no_integers_that_are_made_up_says_what_to_write() ->
     assert str(caught.value) == (
         'the model cannot take input "kind" int64[5] at batch=5 (random values): ValueError: '
         "unknown kind; change --input to what forward() expects: dtype, shape, range of a dim, or "
-        "the integers it takes, as in --input 'kind:int64[batch=1..8]=0..999'"
+        "the integers it takes, as in --input 'kind:int64[batch=1..8]=0..999', or compare on real "
+        "inputs alone: --sample FILE --sample-only"
     )
 
 
@@ -158,5 +159,6 @@ def test_one_input_for_which_nothing_fits_is_named_with_what_was_tried() -> None
     assert str(caught.value) == (
         'the model takes no range of integers that was tried as input "kind" (0..999, 0..255, '
         "0..99, <words, <batch, 0..9, 0..1, 1..1000 and 6 more): ValueError: unknown kind; say "
-        "which it takes, as in --input 'kind:int64[batch=1..8,words=2..7]=0..999'"
+        "which it takes, as in --input 'kind:int64[batch=1..8,words=2..7]=0..999', or compare on "
+        "real inputs alone: --sample FILE --sample-only"
     )
