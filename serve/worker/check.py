@@ -105,9 +105,7 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
         pairs = zip(agree.run(twin, inputs), agree.run(artifact, inputs), strict=True)
         for (name, rule), (expected, actual) in zip(rules.items(), pairs, strict=True):
             measured[name].append(agree.compare(expected, actual, rule.tolerance))
-    apart = (
-        agree.disagreement(name, rule, measured[name], probes) for name, rule in rules.items()
-    )
+    apart = (agree.disagreement(name, rule, measured[name], probes) for name, rule in rules.items())
     few = "; few inputs were tried, as by `modelyard export --quick`"
     return {
         "cases": len(probes),
