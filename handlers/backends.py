@@ -145,6 +145,7 @@ def open_artifact(
     format: str,
     device: str | torch.device = "cpu",
     share: bool | Examples = False,
+    on_tensorrt: bool = False,
 ) -> Artifact:
     """Load an artifact so that a worker can call it.
 
@@ -156,6 +157,7 @@ def open_artifact(
             do this. `path` must lie in a folder that nobody changes, and into which further files
             may be written. Instead of True, what returns inputs to try shared weights with where
             that needs proof; else they are made up.
+        on_tensorrt: let ONNX Runtime's TensorRT provider run it, on a CUDA device.
 
     Raises:
         LoadError: unknown format, no such device, or a file that is not what `format` says.
@@ -173,8 +175,13 @@ def open_artifact(
         raise LoadError(
             f"{path.name} holds {found}, not {format}; say {found} or give the other file"
         )
+    if on_tensorrt and format != "onnx":
+        raise LoadError(
+            f"onnx.tensorrt in model-config.yaml: {path.name} holds {format}; expected onnx"
+        )
+    load = partial(open_onnx, on_tensorrt=True) if on_tensorrt else FORMATS[format]
     try:
-        return FORMATS[format](path, place, share if place.type == "cpu" else False)
+        return load(path, place, share if place.type == "cpu" else False)
     except LoadError:
         raise
     # The loaders raise whatever their parsers raise on a damaged file (KeyError, RuntimeError,
@@ -253,9 +260,11 @@ def open_torchscript(path: Path, device: torch.device, share: bool | Examples = 
     return Artifact("torchscript", module, inputs, device, module)
 
 
-def open_onnx(path: Path, device: torch.device, share: bool | Examples = False) -> Artifact:
+def open_onnx(
+    path: Path, device: torch.device, share: bool | Examples = False, on_tensorrt: bool = False
+) -> Artifact:
     """Load an ONNX model into onnxruntime; tensors pass through numpy without a copy on the CPU."""
-    session = open_session(path, device, share)
+    session = open_session(path, device, share, on_tensorrt)
     inputs = [_onnx_input(node.name, node.type, node.shape) for node in session.get_inputs()]
     input_names = [spec.name for spec in inputs]
     output_names = [node.name for node in session.get_outputs()]
@@ -273,16 +282,22 @@ def open_onnx(path: Path, device: torch.device, share: bool | Examples = False) 
     return Artifact("onnx", run, inputs, torch.device("cpu"))
 
 
-def open_session(path: Path, device: torch.device, share: bool | Examples = False) -> Any:
+def open_session(
+    path: Path, device: torch.device, share: bool | Examples = False, on_tensorrt: bool = False
+) -> Any:
     """Return onnxruntime's session of an ONNX model, which computes on `device` if it can.
 
     Args:
         share: as `open_artifact`'s; what is opened then is a copy, optimised for this machine and
             tried, of which onnxruntime maps the weights.
+        on_tensorrt: as `open_artifact`'s.
     """
     import onnxruntime
 
-    providers = _onnx_providers(onnxruntime.get_available_providers(), device)
+    available = onnxruntime.get_available_providers()
+    providers = _onnx_providers(available, device)
+    if on_tensorrt:
+        providers = [_tensorrt_provider(available, device), *providers]
 
     def start(file: Path, options: Any) -> Any:
         return onnxruntime.InferenceSession(os.fspath(file), options, providers=providers)
@@ -544,6 +559,20 @@ def _onnx_providers(available: Sequence[str], device: torch.device) -> list[Any]
         )
         return _ONNX_CPU
     return [("CUDAExecutionProvider", {"device_id": device.index}), "CPUExecutionProvider"]
+
+
+def _tensorrt_provider(available: Sequence[str], device: torch.device) -> tuple[str, Any]:
+    if device.type == "cpu":
+        raise LoadError(
+            "onnx.tensorrt in model-config.yaml: TensorRT needs a CUDA device, and this worker "
+            "runs on the CPU; leave it out, or serve with --device cuda"
+        )
+    if "TensorrtExecutionProvider" not in available:
+        raise LoadError(
+            "onnx.tensorrt in model-config.yaml: this onnxruntime has no TensorRT support; "
+            "pip install onnxruntime-gpu tensorrt"
+        )
+    return "TensorrtExecutionProvider", {"device_id": device.index}
 
 
 def _is_onnx(path: Path) -> bool:

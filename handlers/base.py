@@ -103,7 +103,7 @@ class BaseHandler:
         self.device = torch.device(context.device)
         self.map_location = self.device.type
         folder = Path(context.system_properties["model_dir"])
-        packed = open_packed(folder, self.manifest, self.device)
+        packed = open_packed(folder, self.manifest, self.device, self.model_yaml_config)
         self.model_pt_path = str(packed.path)
         self.model, self.explainer = packed.artifact, packed.explainer
         self.agreement = packed.agreement

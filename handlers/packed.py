@@ -14,6 +14,7 @@ from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.signature import Signature, parse_signature
 from modelyard.handlers.agree import Rule, joint_rules
 from modelyard.handlers.backends import Artifact, detect_format, open_artifact, torch_dtype
+from modelyard.handlers.compiled import compile_artifact, compile_options, runs_on_tensorrt
 from modelyard.handlers.errors import LoadError
 from modelyard.handlers.probes import Probe, example_sizes, make_case
 
@@ -35,8 +36,10 @@ class PackedModel:
     """Of the artifact's export."""
 
 
-def open_packed(folder: Path, manifest: Mapping[str, Any], device: torch.device) -> PackedModel:
-    """Load what the manifest of the archive in `folder` names.
+def open_packed(
+    folder: Path, manifest: Mapping[str, Any], device: torch.device, config: Mapping[str, Any]
+) -> PackedModel:
+    """Load what the manifest of the archive in `folder` names, as its model-config.yaml asks.
 
     Raises:
         LoadError: a file is missing or cannot be read.
@@ -50,7 +53,7 @@ def open_packed(folder: Path, manifest: Mapping[str, Any], device: torch.device)
     ours = manifest.get("modelyard") or {}
     explain = ours.get("explain") or {}
     report = _read_report(folder, ours.get("report"))
-    artifact = _open(folder, file, report, device)
+    artifact = _open(folder, file, report, device, runs_on_tensorrt(config))
     explainer = artifact if artifact.is_differentiable else None
     agreement = None
     if explain.get("artifact", file) != file:
@@ -60,6 +63,14 @@ def open_packed(folder: Path, manifest: Mapping[str, Any], device: torch.device)
             # Explanations are of the first output.
             agreement = next(iter(joint_rules(report.parity, twin_report.parity).values()))
     signature = _read_signature(ours.get("signature"), artifact)
+    options = compile_options(config)
+    if options is not None:
+        if report is None:
+            raise LoadError(
+                f"pt2.compile in model-config.yaml: {file} has no report that says its inputs; "
+                "archive it with the report that `modelyard export` left beside it"
+            )
+        artifact = compile_artifact(artifact, options, _examples(report))
     return PackedModel(folder / file, artifact, explainer, agreement, signature, report)
 
 
@@ -70,12 +81,19 @@ def _read_report(folder: Path, name: str | None) -> Report | None:
         raise LoadError(f"{name} cannot be read: {error}; build the archive again") from error
 
 
-def _open(folder: Path, file: str, report: Report | None, device: torch.device) -> Artifact:
+def _open(
+    folder: Path,
+    file: str,
+    report: Report | None,
+    device: torch.device,
+    on_tensorrt: bool = False,
+) -> Artifact:
     path = folder / file
     if not path.is_file():
         raise LoadError(f"the manifest names {file}, which the archive does not hold")
     format = report.format if report else detect_format(path)
-    return open_artifact(path, format, device, share=partial(_examples, report) if report else True)
+    share = partial(_examples, report) if report else True
+    return open_artifact(path, format, device, share=share, on_tensorrt=on_tensorrt)
 
 
 def _examples(report: Report) -> Iterator[tuple[Tensor, ...]]:
