@@ -1,6 +1,6 @@
 """Export, archive and serve every architecture of the table, beside torch's own calls.
 
-    python -m tests.breadth [-k NAME] [--jobs N] [--table FILE]
+    python -m tests.breadth [-k NAME] [--resume] [--jobs N] [--table FILE]
 
 Each step of each architecture is a process of its own with a time limit; what one does, dying
 included, is a row of the table. Results are kept below `--output`, one file each: `-k` runs only
@@ -9,6 +9,7 @@ worker died.
 """
 
 import argparse
+import ctypes
 import importlib
 import json
 import multiprocessing
@@ -35,14 +36,10 @@ from tests.breadth.table import CASES, FILES, HERE, Case, build
 from tests.serve.live import LiveServer, running
 
 STEP_S = 420
+PR_SET_PDEATHSIG = 1
 _AHEAD = (
-    "transformers",
-    "onnxruntime",
-    "onnxscript",
-    "timm",
-    "torch.export",
-    "torch.onnx",
-    "torch._dynamo",
+    *("transformers", "onnxruntime", "onnxscript", "timm", "torch.export", "torch.onnx"),
+    *("torch._dynamo", "modelyard.exporter.cli", "modelyard.archiver.cli", "modelyard.handlers"),
 )
 
 Result = dict[str, Any]
@@ -56,14 +53,18 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("build/breadth"))
     parser.add_argument("--table", type=Path, help="write the table into this markdown file")
     parser.add_argument("--again", action="store_true", help="repeat torch's own calls too")
+    parser.add_argument("--resume", action="store_true", help="leave out what has a result")
     parser.add_argument("--quick", action="store_true", help="export and compare, no more")
     options = parser.parse_args()
     results = options.output / "results"
     results.mkdir(parents=True, exist_ok=True)
     chosen = [case for case in CASES.values() if re.search(options.k, case.name)]
+    if options.resume:
+        chosen = [case for case in chosen if not (results / f"{case.name}.json").exists()]
     for name in _AHEAD:
         importlib.import_module(name)
     torch.set_num_threads(1)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through the server's own end
     with tempfile.TemporaryDirectory() as scratch:
         store = Path(scratch, "store")
         store.mkdir()
@@ -110,6 +111,7 @@ class Work:
 
     def one(self, case: Case) -> None:
         """Run one case and write its result."""
+        end_with_parent()
         file = self.results / f"{case.name}.json"
         before = read(file) if file.exists() else {}
         result: Result = {
@@ -139,6 +141,7 @@ class Work:
 
         def run() -> None:
             os.setsid()
+            end_with_parent()
             try:
                 found = step(case, folder)
             except BaseException:
@@ -242,7 +245,12 @@ class Work:
         report = json.loads(report_file.read_text(encoding="utf-8"))
         artifact = report_file.with_name(report_file.name.removesuffix(".report.json"))
         name = case.name.replace("-", "_")
-        words = [f"--artifact={artifact}", "--handler=base_handler", "--version=1.0"]
+        words = [
+            f"--artifact={artifact}",
+            "--handler=base_handler",
+            "--version=1.0",
+            "--no-dry-run",
+        ]
         code, text = modelyard(folder, "archive", name, *words, f"-o{self.store}")
         if code:
             is_traceback = "Traceback (most recent call last)" in text
@@ -281,6 +289,12 @@ class Work:
             for each in (values.values() if isinstance(values, dict) else [values])
         ]
         return bare_calls.difference(expected, found) or "ok"
+
+
+def end_with_parent() -> None:
+    """Let the kernel end this process when the one that forked it ends."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def made(case: Case) -> torch.nn.Module:
