@@ -85,6 +85,7 @@ class BaseHandler:
         self.inputs: tuple[TensorSpec, ...] = ()
         self.is_whole = False
         self.output_names: tuple[str, ...] = ()
+        self._whole_outputs: tuple[bool, ...] = ()
         self.mapping: dict[str, str] | None = None
         self.config: Mapping[str, Any] = {}
         self.agreement: Rule | None = None
@@ -112,6 +113,10 @@ class BaseHandler:
         self.report = packed.report
         self.signature = (self.manifest.get("modelyard") or {}).get("signature")
         self.is_whole = self.signature is not None and not _have_rows(self.inputs)
+        self._whole_outputs = tuple(
+            self.signature is not None and not _have_rows((*self.inputs, spec))
+            for spec in packed.signature.outputs
+        )
         manifest = folder / MANIFEST_NAME
         if manifest.is_file():
             self.digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
@@ -151,11 +156,19 @@ class BaseHandler:
         return output
 
     def postprocess(self, outputs: Output) -> list[Any]:
-        """Turn outputs into answers: a list per request, or an object of lists by output name."""
+        """Turn outputs into answers: a list per request, or an object of lists by output name.
+
+        An output that has no row for each request, as a loss or the boxes of an image, is answered
+        whole; a model that has one takes one request at a time.
+        """
+        tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
+        whole = self._whole_outputs or (self.is_whole,) * len(tensors)
+        columns = [
+            [output.tolist()] if is_whole else output.tolist()
+            for output, is_whole in zip(tensors, whole, strict=True)
+        ]
         if isinstance(outputs, Tensor):
-            rows: list[Any] = outputs.tolist()
-            return [rows] if self.is_whole else rows
-        columns = [[output.tolist()] if self.is_whole else output.tolist() for output in outputs]
+            return columns[0]
         names = self.output_names or tuple(f"output_{i}" for i in range(len(columns)))
         return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 

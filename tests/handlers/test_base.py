@@ -468,3 +468,29 @@ def test_graphs_are_neither_stacked_nor_explained(
     handler, context = graph()
     with pytest.raises(BadInput, match="explanations are of one row"):
         handler.explain([{"body": {}}], context)
+
+
+class Boxes(nn.Module):
+    """A row's logits, three boxes of the batch, and a number for all of it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return 2 * x, torch.stack([x[0], x[0], x[0]]), x.sum()
+
+
+def test_outputs_without_rows_are_answered_whole(tmp_path: Path, make_context: MakeContext) -> None:
+    batch = torch.export.Dim("batch", min=1, max=4)
+    program = torch.export.export(Boxes(), (torch.rand(3, 2),), dynamic_shapes=({0: batch},))
+    torch.export.save(program, tmp_path / "boxes.pt2")
+    signature = {
+        **parse_inputs(["x:float32[batch=1..4,2]"]).to_json(),
+        "outputs": [
+            {"name": "logits", "dtype": "float32", "shape": ["batch", 2]},
+            {"name": "boxes", "dtype": "float32", "shape": [3, 2]},
+            {"name": "total", "dtype": "float32", "shape": []},
+        ],
+    }
+    context = make_context("boxes.pt2", None, folder=tmp_path, signature=signature, batch_size=1)
+    handler = initialized(BaseHandler(), context)
+    assert handler.handle([{"body": [1, 3]}], context) == [
+        {"logits": [2, 6], "boxes": [[1, 3], [1, 3], [1, 3]], "total": 4}
+    ]
