@@ -7,6 +7,7 @@ code and does run: it is what `--model` names.
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import tempfile
 import traceback
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -24,8 +25,13 @@ from modelyard.exporter.ingest import Checkpoint, read_checkpoint
 from modelyard.exporter.ingest.hugging_face import build_hugging_face, quiet_and_offline
 from modelyard.exporter.ingest.plain import Placeholder
 from modelyard.exporter.ingest.value import fit_names, nearest, place_of
+from modelyard.exporter.libraries import library_factory
 
 _MODEL_FORM = "file.py:Class, package.module:Class or package.module:factory"
+# Packages whose class methods do not make a network with random weights.
+_BASES = frozenset(("torch", "lightning", "pytorch_lightning", "transformers", "builtins"))
+
+_MAKES = re.compile(r"from|build|create|make")
 
 _KEYS_SHOWN = 20
 _NEAREST_SHOWN = 200
@@ -83,17 +89,27 @@ def open_model(
                 notes=notes,
             ).eval()
         return
-    if place is None:
+    source, name = place or (None, None)
+    if not isinstance(source, Path):
+        made = library_factory(checkpoint, source, name)
+        if made is not None:
+            name, maker = made
+            built = _make(maker, source or checkpoint.kind, name, model_args or {})
+            load_weights(built, checkpoint, name)
+            yield built.eval()
+            return
+    if source is None or name is None:
         with _open_without_model(checkpoint, model_args or {}, trust) as built:
             yield built.eval()
         return
-    source, name = place
     folder = source.parent if isinstance(source, Path) else Path.cwd()
     with _importable(folder) as imported:
         module = _import_model(source)
-        built = _build(
-            module, name, lambda factory: class_arguments(factory, checkpoint, model_args)
-        )
+        where = source.name if isinstance(source, Path) else source
+        factory = _factory(module, where, name)
+        arguments = class_arguments(factory, checkpoint, model_args)
+        _check_required(factory, where, name, arguments, checkpoint)
+        built = _make(factory, where, name, arguments)
     try:
         load_weights(built, checkpoint, name)
         yield built.eval()
@@ -143,7 +159,8 @@ def _archived_class(checkpoint: Checkpoint, model_args: Mapping[str, Any]) -> It
                     f"{file} of the archive defines {len(names)} nn.Module classes; expected one: "
                     "give --model"
                 )
-            yield _build(module, names[0], lambda factory: model_args)
+            factory = _factory(module, source.name, names[0])
+            yield _make(factory, source.name, names[0], model_args)
 
 
 def split_model(model: str) -> tuple[Path | str, str]:
@@ -153,7 +170,7 @@ def split_model(model: str) -> tuple[Path | str, str]:
         UsageError: it has another form.
     """
     source, colon, name = model.rpartition(":")
-    if not colon or not source or not name.isidentifier():
+    if not colon or not source or not all(part.isidentifier() for part in name.split(".")):
         raise UsageError(f'--model "{model}" names no class in a file; expected {_MODEL_FORM}')
     if source.endswith(".py"):
         return Path(source).absolute(), name
@@ -201,25 +218,90 @@ def _import_model(source: Path | str) -> ModuleType:
         return importlib.import_module(source)
 
 
-def _build(
-    module: ModuleType, name: str, arguments: Callable[[Callable[..., Any]], Mapping[str, Any]]
+def _factory(module: ModuleType, where: str, name: str) -> Callable[..., Any]:
+    """Return the class or function of a name, also `Class.method`."""
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            classes = _own_classes(module)
+            known = f"it has {', '.join(classes)}" if classes else "it defines no nn.Module class"
+            raise ModelError(f'{where} has no "{name}"; {known}')
+        found = getattr(found, part)
+    if not callable(found):
+        seen = type(found).__name__
+        raise ModelError(f"{where}: {name} is a {seen}; expected {_MODEL_FORM}")
+    return cast(Callable[..., Any], found)
+
+
+def _make(
+    factory: Callable[..., Any], where: str, name: str, arguments: Mapping[str, Any]
 ) -> nn.Module:
-    file = Path(module.__file__) if module.__file__ else None
-    where = file.name if file else module.__name__
-    if not hasattr(module, name):
-        classes = _own_classes(module)
-        known = f"it has {', '.join(classes)}" if classes else "it defines no nn.Module class"
-        raise ModelError(f'{where} has no "{name}"; {known}')
-    factory = getattr(module, name)
-    if not callable(factory):
-        raise ModelError(f"{where}: {name} is a {type(factory).__name__}; expected {_MODEL_FORM}")
-    model_args = arguments(factory)
-    given = ", ".join(f"{key}={value!r}" for key, value in model_args.items())
-    with _named_failure(f"{name}({given})", file):
-        model = factory(**model_args)
+    """Call a class or function of the author's, which has to give a network."""
+    given = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
+    module = sys.modules.get(getattr(factory, "__module__", None) or "")
+    file = getattr(module, "__file__", None)
+    try:
+        with _named_failure(f"{name}({given})", file and Path(file)):
+            model = factory(**arguments)
+    except ModelError as error:
+        if not (makers := _class_methods(factory)):
+            raise
+        raise ModelError(
+            f"{error}. Its class has {', '.join(makers)} to make it: give --model "
+            f"{where}:{name}.{makers[0].partition('(')[0]} and what it takes as --model-args"
+        ) from error
     if not isinstance(model, nn.Module):
         raise ModelError(f"{where}: {name}() gives a {type(model).__name__}; expected an nn.Module")
     return model
+
+
+def _class_methods(factory: Callable[..., Any]) -> list[str]:
+    """List the methods of a class that may make an instance, with their arguments."""
+    if not inspect.isclass(factory):
+        return []
+    own = [part for part in factory.__mro__ if part.__module__.partition(".")[0] not in _BASES]
+    names = {
+        name
+        for part in own
+        for name, value in vars(part).items()
+        if isinstance(value, classmethod) and _MAKES.match(name) and "pretrained" not in name
+    }
+    return [f"{name}{inspect.signature(getattr(factory, name))}" for name in sorted(names)]
+
+
+def _check_required(
+    factory: Callable[..., Any],
+    where: str,
+    name: str,
+    arguments: Mapping[str, Any],
+    checkpoint: Checkpoint,
+) -> None:
+    """Name the arguments that nothing gives, and the lines that would.
+
+    Raises:
+        ModelError: there are some.
+    """
+    missing = [
+        parameter.name
+        for parameter in _signature(factory)
+        if parameter.default is parameter.empty
+        and parameter.kind in _NAMED
+        and parameter.name not in arguments
+    ]
+    if not missing:
+        return
+    known = [key for key in arguments if key.isidentifier()]
+    call = ", ".join([*(f"{key}=…" for key in missing), *(f"{key}={key}" for key in known)])
+    line = f"def make({', '.join(known)}): return {name}({call})"
+    place = f"to {where}" if where.endswith(".py") else f"to a file net.py that imports {name}"
+    values = ", ".join(f'"{key}": …' for key in missing)
+    own = [key for key in missing if all(n.startswith(f"{key}.") for n in checkpoint.tensors)]
+    inside = f"; or name the class of {own[0]}, whose weights these are" if own else ""
+    raise ModelError(
+        f"{name}() needs {', '.join(missing)}, which neither the checkpoint nor --model-args "
+        f"gives; give --model-args '{{{values}}}' or, for an object, add the factory `{line}` "
+        f"{place} and give it with --model{inside}"
+    )
 
 
 def _own_classes(module: ModuleType) -> list[str]:
@@ -237,6 +319,8 @@ def _named_failure(what: str, file: Path | None) -> Iterator[None]:
     """Turn whatever the author's code raises into one line that names the file and line."""
     try:
         yield
+    except UsageError:  # of a library's maker, which knows its own arguments
+        raise
     # The author's code may fail in any way; a script without a main guard even ends the process.
     except (Exception, SystemExit) as error:
         place = _place(error, file)
@@ -312,13 +396,19 @@ def class_arguments(
     return arguments
 
 
-def _parameters(factory: Callable[..., Any]) -> tuple[set[str], bool]:
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+
+
+def _signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
     try:
-        parameters = inspect.signature(factory).parameters.values()
+        return list(inspect.signature(factory).parameters.values())
     except (TypeError, ValueError):
-        return set(), False
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    names = {parameter.name for parameter in parameters if parameter.kind in kinds}
+        return []
+
+
+def _parameters(factory: Callable[..., Any]) -> tuple[set[str], bool]:
+    parameters = _signature(factory)
+    names = {parameter.name for parameter in parameters if parameter.kind in _NAMED}
     return names, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
 
 

@@ -322,7 +322,8 @@ _ARGUMENTS: Mapping[str, Callable[[Any, Any, Path], str | None]] = {
 
 def _of_diffusers(model: nn.Module, checkpoint: Checkpoint) -> Proposal | None:
     config = getattr(model, "config", None)
-    if not isinstance(config, Mapping) or "_diffusers_version" not in config:
+    is_theirs = type(model).__module__.partition(".")[0] == "diffusers"
+    if not is_theirs or not isinstance(config, Mapping):
         return None
     channels, size = config.get("in_channels"), config.get("sample_size")
     height, width = size if isinstance(size, list | tuple) else (size, size)

@@ -113,8 +113,9 @@ def _hugging_face(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     state = read_object_or_nothing(folder / "trainer_state.json")
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
-    name = _text(name) or _text(config.get("architecture"))
+    name = _text(name) or _text(config.get("architecture")) or _text(config.get("_class_name"))
     kind = "timm folder" if "pretrained_cfg" in config else "Hugging Face folder"
+    kind = "diffusers folder" if "_class_name" in config else kind
     notes = parsed.notes
     if "auto_map" in config:
         code = code_names(config["auto_map"])

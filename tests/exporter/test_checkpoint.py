@@ -311,3 +311,61 @@ def test_an_unknown_file_and_an_unknown_module_are_refused(author: Author) -> No
         open_model(checkpoint, "no_such_package.net:Net", {}),
     ):
         pass
+
+
+WRAP = """
+class Net(nn.Module):
+    def __init__(self, net, rate=0.1):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x)
+"""
+
+
+def test_a_network_as_argument_gets_the_factory_to_write(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(HEAD + WRAP, encoding="utf-8")
+    content = {
+        "state_dict": nn.ModuleDict({"net": nn.Linear(3, 2)}).state_dict(),
+        "pytorch-lightning_version": "2.6.6",
+        "hyper_parameters": {"rate": 0.5},
+        "hparams_name": "kwargs",
+    }
+    torch.save(content, tmp_path / "net.ckpt")
+    model = f"{tmp_path / 'net.py'}:"
+    with pytest.raises(ModelError) as caught, open_model(tmp_path / "net.ckpt", f"{model}Net"):
+        pass
+    line = "def make(rate): return Net(net=…, rate=rate)"
+    assert "Net() needs net, which neither the checkpoint nor" in str(caught.value)
+    assert f"add the factory `{line}` to net.py" in str(caught.value)
+    assert "or name the class of net, whose weights these are" in str(caught.value)
+    with (tmp_path / "net.py").open("a", encoding="utf-8") as file:
+        file.write(line.replace("…", "nn.Linear(3, 2)"))
+    with open_model(tmp_path / "net.ckpt", f"{model}make") as built:
+        assert built(torch.zeros(1, 3)).shape == (1, 2)
+
+
+def test_a_class_that_is_made_by_its_method_names_it(author: Author) -> None:
+    checkpoint, model = author(LINEAR)
+    source = LINEAR.replace("outputs=2):", "blocks=None):\n        assert blocks").replace(
+        "nn.Linear(3, outputs)", "nn.Linear(3, blocks)"
+    )
+    source += """
+
+class Other(Net):
+    @classmethod
+    def from_name(cls, name):
+        return cls(int(name))
+"""
+    checkpoint.with_name("net.py").write_text(HEAD + source, encoding="utf-8")
+    other = model.replace(":Net", ":Other")
+    with (
+        pytest.raises(
+            ModelError, match=r"has from_name\(name\) to make it: .* net\.py:Other\.from"
+        ),
+        open_model(checkpoint, other),
+    ):
+        pass
+    with open_model(checkpoint, f"{other}.from_name", {"name": "2"}) as built:
+        assert built(torch.zeros(1, 3)).shape == (1, 2)
