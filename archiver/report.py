@@ -34,6 +34,8 @@ class Parity:
     """How much was tried; reports of older versions do not all say."""
     left_out: tuple[str, ...] = ()
     """Sizes that were too large to try."""
+    allowed: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    """Output → case where the checkpoint is ill-conditioned → scaled difference allowed there."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,15 @@ def _parity(fields: Fields, signature: Signature) -> Parity:
         kinds=tuple(parity.items("kinds")) if "kinds" in parity.values else (),
         extent=_extent(plan),
         left_out=tuple(plan.items("left_out")) if "left_out" in plan.values else (),
+        allowed=_allowed(_optional(parity, "ill_conditioned")),
     )
+
+
+def _allowed(ill_conditioned: Fields) -> dict[str, dict[str, float]]:
+    allowed: dict[str, dict[str, float]] = {}
+    for case in ill_conditioned.objects("cases") if ill_conditioned.values else ():
+        allowed.setdefault(case.text("output"), {})[case.text("case")] = case.number("allowed")
+    return allowed
 
 
 def _extent(plan: Fields) -> Extent:

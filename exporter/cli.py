@@ -226,6 +226,15 @@ def _notes(reports: "list[ExportReport]") -> list[str]:
                 f"compared on {report.parity.cases} inputs only; export it again without --quick "
                 "before it is served"
             )
+        if ill := report.parity.ill_conditioned:
+            worst = max(ill, key=lambda case: case.moved)
+            cases = len({case.case for case in ill})
+            notes.append(
+                f"{report.format}: the checkpoint is ill-conditioned in {cases} of "
+                f'{report.parity.cases} cases: at {worst.case} its own "{worst.output}" moves by '
+                f"{worst.moved:.1e} when sums are rounded otherwise; the artifact is "
+                f"{worst.found:.1e} apart there"
+            )
         if left_out := plan.get("left_out"):
             notes.append(
                 f"not compared at {len(left_out)} sizes where one case holds over "

@@ -57,7 +57,7 @@ def _kind(model: nn.Module, name: str) -> str:
 def _run_eager(reference: Reference, case: Case) -> _Seen:
     """Run the checkpoint's model on the CPU, and keep what goes through each submodule."""
     model = reference.original.cpu()
-    raise_ = reference.model is not reference.original
+    raise_ = reference.is_lowered
     inputs = [
         value.float() if raise_ and value.is_floating_point() else value for value in case.inputs
     ]

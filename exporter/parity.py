@@ -10,7 +10,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,10 +20,13 @@ from modelyard.exporter.checker import Checker
 from modelyard.exporter.errors import ParityError
 from modelyard.exporter.reference import Case, Cases, Reference
 from modelyard.handlers.agree import (
+    ILL_CONDITIONED_RULE,
+    ORDINARY_KINDS,
     QUANTIZED_RULE,
     SCALED_RULE,
     Difference,
     Rule,
+    allowance,
     disagreement,
     rule_for,
     worst,
@@ -49,6 +52,19 @@ _Judged = tuple[str, Rule, list[dict[str, Any]]]
 
 
 @dataclass(frozen=True)
+class IllConditioned:
+    """A case in which the checkpoint's own output moves; all are scaled differences."""
+
+    output: str
+    case: str
+    moved: float
+    """By how much, when its sums are rounded otherwise."""
+    allowed: float
+    found: float
+    """How far the artifact is from it."""
+
+
+@dataclass(frozen=True)
 class Parity:
     """Proof that an artifact agrees with its checkpoint; without agreement there is none."""
 
@@ -58,6 +74,7 @@ class Parity:
     outputs: Mapping[str, Difference]
     rule: str = SCALED_RULE
     compared_with: str = "the checkpoint"
+    ill_conditioned: Sequence[IllConditioned] = ()
     scope: Mapping[str, Any] = field(default_factory=dict)
     """What was tried: sizes of the other dims, bounds of integers, samples, arithmetic."""
 
@@ -76,11 +93,18 @@ class Parity:
             "cases": self.cases,
             "batches": list(self.batches),
             **self.scope,
+            **self._ill_conditioned(),
             "outputs": {
                 name: {**asdict(difference), "verdict": "agrees"}
                 for name, difference in self.outputs.items()
             },
         }
+
+    def _ill_conditioned(self) -> dict[str, Any]:
+        if not self.ill_conditioned:
+            return {}
+        cases = [asdict(case) for case in self.ill_conditioned]
+        return {"ill_conditioned": {"rule": ILL_CONDITIONED_RULE, "cases": cases}}
 
 
 @dataclass(frozen=True)
@@ -230,22 +254,29 @@ def check(
             signature.outputs, rules, zip(*by_case, strict=True), strict=True
         )
     ]
+    # An approximation, or other dtypes than the checkpoint's, are judged by their own tolerance.
+    ill: list[IllConditioned] = []
+    if not (is_quantized or reference.is_lowered):
+        judged, ill = _allow_ill_conditioned(judged, reference.cases)
     wrong = [(each, text) for each in judged if (text := disagreement(*each, probes))]
     if wrong:
         differences = "; ".join(text for _, text in wrong)
         if is_quantized:
             raise ParityError(f"{format}: {differences}; {_QUANTIZED_ADVICE}")
-        _, _, measured = wrong[0][0]
-        where = f"; {locate(reference.cases[worst(measured)])}" if locate else ""
+        _, rule, measured = wrong[0][0]
+        places = rule.wrong(measured, probes)
+        place = places[worst([measured[place] for place in places])]
+        where = f"; {locate(reference.cases[place])}" if locate else ""
         advice = _OVERFLOW if _overflows(judged, reference, where) else _ADVICE[format]
         raise ParityError(f"{format}: {differences}{where}; {advice}")
     return Parity(
         tolerance=max(rule.tolerance for rule in rules),
         cases=len(probes),
         batches=_batches(signature, probes),
-        outputs={name: rule.merge(measured) for name, rule, measured in judged},
+        outputs={name: rule.merge(measured, probes) for name, rule, measured in judged},
         rule=QUANTIZED_RULE if is_quantized else SCALED_RULE,
         compared_with=reference.precision,
+        ill_conditioned=ill,
         scope=_scope(reference),
     )
 
@@ -253,6 +284,52 @@ def check(
 def _measure(checker: Checker, cases: Cases, place: int) -> list[dict[str, Any]]:
     case = cases[place]
     return checker.measure(str(case.probe), case.inputs, case.outputs)
+
+
+def _allow_ill_conditioned(
+    judged: Sequence[_Judged], cases: Cases
+) -> tuple[list[_Judged], list[IllConditioned]]:
+    """Allow the cases that differ what the checkpoint's own answer moves in them, if they are such.
+
+    Where ordinary values are not, the artifact is wrong, and of the others only those are asked
+    about that would be named instead of what is wrong.
+    """
+    probes = cases.probes
+    differ = {place for _, rule, measured in judged for place in rule.wrong(measured, probes)}
+    by_size = sorted(
+        differ, key=lambda place: max(measured[place]["scaled"] for *_, measured in judged)
+    )
+    ordinary = [place for place in by_size if probes[place].kind in ORDINARY_KINDS]
+    tried = sum(probe.kind in ORDINARY_KINDS for probe in probes)
+    found: list[IllConditioned] = []
+    if 2 * len(ordinary) <= tried:
+        for place in ordinary:
+            found += _ill_conditioned(judged, cases, place)
+    for place in reversed([place for place in by_size if place not in ordinary]):
+        if not (ill := _ill_conditioned(judged, cases, place)):
+            break
+        found += ill
+    rules = {
+        name: replace(
+            rule, allowed={case.case: case.allowed for case in found if case.output == name}
+        )
+        for name, rule, _ in judged
+    }
+    return [(name, rules[name], measured) for name, _, measured in judged], found
+
+
+def _ill_conditioned(judged: Sequence[_Judged], cases: Cases, place: int) -> list[IllConditioned]:
+    """Return what is allowed in a case that differs; nothing where an output goes further."""
+    probe = cases.probes[place]
+    found = []
+    for (name, rule, measured), moved in zip(judged, cases.sensitivity(place), strict=True):
+        apart = measured[place]["scaled"]
+        if apart > rule.tolerance:
+            allowed = allowance(rule, probe.kind, moved)
+            if allowed is None or apart > allowed:
+                return []
+            found.append(IllConditioned(name, str(probe), moved, allowed, apart))
+    return found
 
 
 def _overflows(judged: Sequence[_Judged], reference: Reference, where: str) -> bool:

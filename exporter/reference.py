@@ -17,6 +17,7 @@ from modelyard.exporter.errors import ModelError, UsageError, cause
 from modelyard.exporter.ranges import advice, find_values
 from modelyard.exporter.sample_batches import choose_example, regroup, two_batches, why_no_rows
 from modelyard.exporter.samples import Sample
+from modelyard.exporter.sensitivity import measure_sensitivity
 from modelyard.exporter.watch import (
     Counted,
     Watched,
@@ -93,6 +94,7 @@ class Cases(Sequence[Case]):
         ]
         self._run = run
         self._kept: dict[int, Tensors] = {}
+        self._moved: dict[int, list[float]] = {}
         self._free_bytes = KEPT_BYTES
 
     def __len__(self) -> int:
@@ -114,6 +116,18 @@ class Cases(Sequence[Case]):
                 self._free_bytes -= size_bytes
                 self._kept[place] = outputs
         return Case(probe, inputs, outputs)
+
+    def sensitivity(self, place: int) -> list[float]:
+        """Return per output how far it moves when the model's sums are rounded otherwise."""
+        if place not in self._moved:
+            case = self[place]
+            run = functools.partial(self._run, case.probe)
+            try:
+                self._moved[place] = measure_sensitivity(run, case.inputs, case.outputs)
+            # Some models do not run where their operators are disturbed.
+            except ModelError:
+                self._moved[place] = [0.0] * len(case.outputs)
+        return self._moved[place]
 
 
 @dataclass(frozen=True)
@@ -141,14 +155,15 @@ class Reference:
     found: Mapping[str, Values]
     """For each integer input without stated values, those that the model was found to take."""
     samples: tuple[Sample, ...] = ()
+    is_lowered: bool = False
+    """Whether `model` computes in another dtype than the checkpoint's."""
     warnings: tuple[str, ...] = ()
     """What the author may want to change, in a sentence each."""
 
     @property
     def precision(self) -> str:
         """Name what the artifact is compared with."""
-        same = self.model is self.original
-        return "the checkpoint" if same else "the checkpoint in float32"
+        return "the checkpoint in float32" if self.is_lowered else "the checkpoint"
 
 
 def observe(
@@ -234,6 +249,7 @@ def observe(
         model=lowered if is_plain(output) else give_tensors(lowered, signature),
         found=found,
         samples=tuple(samples),
+        is_lowered=lowered is not original,
         warnings=(
             *watched.warnings(),
             *_plain_tensor_warnings(original),

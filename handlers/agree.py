@@ -8,14 +8,20 @@ A quantised artifact is not a copy but an approximation: it agrees when the larg
 same place in 99 % of the rows and the cosine is 0.99 in every case. Where the two largest values
 lie within what the tolerance allows, either is right.
 
-The export's report states the tolerance of each output and which of the two rules was used; whoever
-compares later reads them there.
+A case in which the checkpoint's own answer moves by more than the tolerance when its sums are
+rounded otherwise is ill-conditioned: no two libraries agree there. It is judged by that movement,
+which the export measures and the report states for each such case. On ordinary values at most ten
+times the tolerance is allowed, and half of them must agree by the tolerance alone.
+
+The export's report states the tolerance of each output, which rule was used and those cases;
+whoever compares later reads them there.
 """
 
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,6 +37,19 @@ MIN_TOP1_AGREEMENT = 0.99
 _PIECE = 2**20
 MIN_COSINE = 0.99
 
+# Largest scaled movement of its own that a case may have without being ill-conditioned.
+_STEADY = 1e-4
+# An artifact may go further than the few movements that were tried.
+_ALLOWED_TIMES = 4.0
+# Values as a model gets them in use, and how many tolerances they are ever allowed.
+ORDINARY_KINDS = ("random", "sample")
+_ORDINARY_TIMES = 10.0
+
+ILL_CONDITIONED_RULE = (
+    f"{_ALLOWED_TIMES:g} times what the checkpoint's own output moves when its sums are rounded "
+    f"otherwise, where that is over the tolerance and {_STEADY:g}; for ordinary values at most "
+    f"{_ORDINARY_TIMES:g} times the tolerance, in at most half of them"
+)
 SCALED_RULE = "max|a-b| <= tolerance * max(max|b|, 1) for every row of every output"
 QUANTIZED_RULE = (
     f"top-1 agreement >= {MIN_TOP1_AGREEMENT} over all rows and cosine >= {MIN_COSINE} in every "
@@ -64,6 +83,8 @@ class Rule:
 
     tolerance: float
     is_quantized: bool = False
+    allowed: Mapping[str, float] = field(default_factory=dict)
+    """Ill-conditioned case, as messages name it → the largest scaled difference that agrees."""
 
     def agrees(self, found: Difference) -> bool:
         """Judge what was measured."""
@@ -72,8 +93,27 @@ class Rule:
         agreement = 1.0 if found.top1_agreement is None else found.top1_agreement
         return agreement >= MIN_TOP1_AGREEMENT and found.cosine >= MIN_COSINE
 
-    def merge(self, measured: Sequence[Mapping[str, Any]]) -> Difference:
-        """Gather what `compare` measured, case by case."""
+    def wrong(self, measured: Sequence[Mapping[str, Any]], cases: Sequence[object]) -> list[int]:
+        """Return the places of the cases in which a copy differs by more than is allowed."""
+        largest = sys.float_info.max  # what is not finite in one of the two only is never right
+        return [
+            place
+            for place, (found, case) in enumerate(zip(measured, cases, strict=True))
+            if not found["scaled"] <= min(self.allowed.get(str(case), self.tolerance), largest)
+        ]
+
+    def merge(
+        self, measured: Sequence[Mapping[str, Any]], cases: Sequence[object] = ()
+    ) -> Difference:
+        """Gather what `compare` measured, case by case; of those that the tolerance judges.
+
+        Args:
+            measured: one for each case.
+            cases: as messages name them; may be absent where none is ill-conditioned.
+        """
+        ill = [str(case) in self.allowed for case in cases] or [False] * len(measured)
+        if not all(ill):
+            measured = [found for found, is_ill in zip(measured, ill, strict=True) if not is_ill]
         rows = sum(case["rows"] for case in measured)
         return Difference(
             max_abs=max(case["max_abs"] for case in measured),
@@ -93,17 +133,42 @@ def rule_for(dtype: str, tolerance: float | None = None, is_quantized: bool = Fa
     return Rule(TOLERANCES[dtype] if tolerance is None else tolerance, is_quantized)
 
 
+def allowance(rule: Rule, kind: str, moved: float) -> float | None:
+    """Return what an ill-conditioned case is allowed; None for one that the tolerance judges.
+
+    Args:
+        rule: of one output.
+        kind: of the case's values.
+        moved: how far the checkpoint's own output moved.
+    """
+    if rule.is_quantized or not max(rule.tolerance, _STEADY) < moved < math.inf:
+        return None
+    allowed = _ALLOWED_TIMES * moved
+    return min(allowed, _ORDINARY_TIMES * rule.tolerance) if kind in ORDINARY_KINDS else allowed
+
+
 def joint_rules(one: Parity, other: Parity) -> dict[str, Rule]:
     """Return how far two artifacts of one checkpoint may be apart, by the outputs of the first.
 
     Each is as far from the checkpoint as its report allows; `other` is what `one` is compared with.
-    Its rows may be smaller than the checkpoint's by its own tolerance, by which they are scaled.
+    Its rows may be smaller than the checkpoint's by its own tolerance, by which they are scaled. A
+    case that is ill-conditioned for one is so for both: that is the checkpoint's own.
     """
     is_quantized = one.is_quantized or other.is_quantized
-    pairs = zip(one.tolerances.items(), other.tolerances.values(), strict=True)
-    return {
-        name: Rule((a + b) / (1 - b) if b < 1 else math.inf, is_quantized) for (name, a), b in pairs
-    }
+    pairs = zip(one.tolerances.items(), other.tolerances.items(), strict=True)
+    rules = {}
+    for (name, a), (other_name, b) in pairs:
+        ill = [one.allowed.get(name, {}), other.allowed.get(other_name, {})]
+        allowed = {
+            case: _joint(*[max(each.get(case, 0.0) for each in ill)] * 2)
+            for case in {**ill[0], **ill[1]}
+        }
+        rules[name] = Rule(_joint(a, b), is_quantized, allowed)
+    return rules
+
+
+def _joint(a: float, b: float) -> float:
+    return (a + b) / (1 - b) if b < 1 else math.inf
 
 
 def compare(expected: Tensor, found: Tensor, tolerance: float = 0.0) -> dict[str, Any]:
@@ -247,15 +312,18 @@ def disagreement(
     name: str, rule: Rule, measured: Sequence[Mapping[str, Any]], cases: Sequence[object]
 ) -> str | None:
     """Return by how much and in which case an output differs most; None when it agrees."""
-    found = rule.merge(measured)
-    if rule.agrees(found):
-        return None
     if rule.is_quantized:
+        found = rule.merge(measured)
+        if rule.agrees(found):
+            return None
         return (
             f'output "{name}": top-1 agreement {found.top1_agreement}, smallest cosine '
             f"{found.cosine:.4f}; expected {MIN_TOP1_AGREEMENT} and {MIN_COSINE} or more"
         )
-    case = worst(measured)
+    wrong = rule.wrong(measured, cases)
+    if not wrong:
+        return None
+    case = wrong[worst([measured[place] for place in wrong])]
     return (
         f'output "{name}": max_abs {measured[case]["max_abs"]:.1e} '
         f"({measured[case]['scaled']:.1e} scaled to values up to {measured[case]['largest']:.3g}) "
@@ -263,18 +331,23 @@ def disagreement(
     )
 
 
-def summary(rules: Mapping[str, Rule], measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
+def summary(
+    rules: Mapping[str, Rule],
+    measured: Mapping[str, Sequence[Mapping[str, Any]]],
+    cases: Sequence[object] = (),
+) -> str:
     """Return how far outputs that agree are apart at most, beside what is allowed."""
-    found = [rule.merge(measured[name]) for name, rule in rules.items()]
+    found = [rule.merge(measured[name], cases) for name, rule in rules.items()]
     if any(rule.is_quantized for rule in rules.values()):
         shares = [each.top1_agreement for each in found if each.top1_agreement is not None]
         cosine = min(each.cosine for each in found)
         return f"top-1 agreement {min(shares, default=1.0):.4g}, smallest cosine {cosine:.4f}"
     furthest = max(found, key=lambda each: each.scaled - each.tolerance)
+    ill = {case for rule in rules.values() for case in rule.allowed}
     return (
         f"max_abs {furthest.max_abs:.1e} ({furthest.scaled:.1e} scaled), "
         f"tolerance {furthest.tolerance:.3g}"
-    )
+    ) + (f", without {len(ill)} in which the checkpoint is ill-conditioned" if ill else "")
 
 
 def run(artifact: Artifact, inputs: Sequence[Tensor]) -> list[Tensor]:

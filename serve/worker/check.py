@@ -109,6 +109,7 @@ def _judge(artifact: Artifact, twin: Artifact, report: Report, other: Report) ->
     few = "; few inputs were tried, as by `modelyard export --quick`"
     return {
         "cases": len(probes),
-        "summary": agree.summary(rules, measured) + (few if parity.extent == "quick" else ""),
+        "summary": agree.summary(rules, measured, probes)
+        + (few if parity.extent == "quick" else ""),
         "differences": [text for text in apart if text],
     }
