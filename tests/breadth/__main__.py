@@ -70,8 +70,12 @@ def main() -> int:
         store.mkdir()
         with running(Path(scratch, "state"), store, "--workers=1") as server:
             work = Work(server, store, results, options)
-            for name in work.all(chosen, options.jobs):
-                print(print_summary({name: read(results / f"{name}.json")}), flush=True)
+            try:
+                for name in work.all(chosen, options.jobs):
+                    print(print_summary({name: read(results / f"{name}.json")}), flush=True)
+            finally:
+                for process in multiprocessing.active_children():
+                    process.kill()
     found = {n: read(results / f"{n}.json") for n in CASES if (results / f"{n}.json").exists()}
     print(write_table(found, options.table))
     bad = [name for name, result in found.items() if result["traceback"] or result["dead"]]
