@@ -129,6 +129,7 @@ def _summary(description: Mapping[str, Any]) -> Table:
         ("stripped", ", ".join(weights.get("prefixes_stripped") or ())),
         ("tied", "; ".join(" = ".join(names) for names in weights.get("tied") or ())),
         ("not finite", ", ".join(weights.get("non_finite") or ())),
+        ("takes", ", ".join(description.get("takes", ()))),
         ("operators", description.get("operators")),
         ("opset", ", ".join(description.get("opset", ()))),
     ]

@@ -14,7 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.errors import CannotArchive
 from modelyard.archiver.read import Archive
+from modelyard.archiver.report import read_report
+from modelyard.archiver.signature import Signature
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNING_NAME
 from modelyard.exporter.errors import CheckpointError
@@ -52,7 +55,8 @@ def describe(path: Path, weights_key: str | None = None, *, ema: bool = False) -
             return {"file": path.name, **_archive(archive)}
     if format in _ARTIFACTS:
         content = _ARTIFACTS[format](Source.of_file(path))
-        return {"file": path.name, **content, "files": _files(path, [path])}
+        files = _files(path, [path])
+        return {"file": path.name, **content, **_proven(path, files[0]["sha256"]), "files": files}
     parsed = parse_checkpoint(path)
     notes: tuple[str, ...] = ()
     if weights_key is None and not ema and parsed.default is None:
@@ -62,6 +66,19 @@ def describe(path: Path, weights_key: str | None = None, *, ema: bool = False) -
     else:
         key = choose(parsed, path.name, weights_key, ema)
     return {"file": path.name, **_checkpoint(take_weights(parsed, path, key), notes)}
+
+
+def _proven(artifact: Path, sha256: str) -> dict[str, Any]:
+    """Return what the report beside an artifact states of its inputs; nothing of another's."""
+    try:
+        report = read_report(artifact)
+    except CannotArchive:
+        return {}
+    return _takes(report.signature) if report and report.artifact_sha256 == sha256 else {}
+
+
+def _takes(signature: Signature) -> dict[str, Any]:
+    return {"takes": [str(spec) for spec in signature.inputs]}
 
 
 def _checkpoint(checkpoint: Checkpoint, notes: tuple[str, ...]) -> dict[str, Any]:
@@ -243,6 +260,7 @@ def _archive(archive: Archive) -> dict[str, Any]:
             "requirements": list(seal.requirements) if seal else [],
         },
         "manifest": jsonable(parse_json(archive.read(MANIFEST_NAME))),
+        **(_takes(seal.signature) if seal and seal.signature else {}),
         "serialized": {"name": source and source.name, "kind": inside.get("kind")},
         "notes": notes,
         "files": [vars(file) for file in sorted(archive.files, key=lambda file: file.name)],

@@ -85,8 +85,10 @@ def describe_signature(registry: Registry, model: ModelVersion) -> dict[str, Any
 
 def _tensor(tensor: dict[str, Any]) -> dict[str, Any]:
     dtype = tensor["dtype"]
+    values = tensor.get("values")
     return {
         "name": tensor["name"],
         "datatype": OIP_DATATYPES.get(dtype, dtype),
         "shape": [size if isinstance(size, int) else -1 for size in tensor["shape"]],
+        **({"parameters": {"values": values}} if values else {}),
     }

@@ -14,6 +14,7 @@ from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.verify import Check, verify_archive
 from modelyard.exporter import ModelError, UsageError, export
 from modelyard.exporter.bench.plan import read_signature
+from modelyard.exporter.inspection import describe
 
 NETS = """
 import torch
@@ -128,6 +129,8 @@ def test_a_graph_is_exported_archived_and_answered(folder: Path) -> None:
         output_dir=folder / "store",
     )
 
+    takes = ["x:float32[nodes=2..7,4]", "edge_index:int64[2,edges=2..9]<nodes"]
+    assert describe(archive)["takes"] == describe(reports[0].artifact)["takes"] == takes
     checks = verified(archive)
     assert checks["golden 0"].result == "answered as expected"
     assert f"agree in {reports[1].parity.cases} cases" in checks["parity"].result
