@@ -1,24 +1,28 @@
-"""forward()'s arguments ↔ one tensor per input: nested, keyword and reordered ones.
+"""forward()'s arguments and outputs ↔ one tensor each: nested, keyword, reordered, complex ones.
 
-An artifact takes one tensor per `--input`, in that order, and gives tensors. Where forward() wants
-them otherwise, a graph of one call around the model puts them in their place. It is an fx graph,
-since torch.export, TorchScript and eager Python all take one as they take the author's class.
+An artifact takes one tensor per `--input`, in that order, and gives tensors. Where forward() does
+otherwise, a graph of one call around the model puts them in their place. It is an fx graph, since
+torch.export, TorchScript and eager Python all take one as they take the author's class.
 """
 
 import inspect
+import re
 import typing
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Graph, GraphModule
 
 from modelyard.archiver.signature import Signature, TensorSpec, parse_inputs
 from modelyard.exporter.errors import ModelError, UsageError
 
-WRAPPED = "model"
-"""The attribute under which the author's model stands inside the call."""
+WRAPPED = "wrapped_model"
+"""The attribute under which the author's model stands inside the call; no author's own name."""
+
+_PARTS_SHOWN = 12
 
 _Tree = dict[str, Any]
 """One argument: a spec, or a tree of them by key."""
@@ -36,6 +40,41 @@ def read_inputs(texts: Sequence[str]) -> Signature:
         raise UsageError(str(error)) from error
 
 
+def take_submodule(model: nn.Module, path: str) -> nn.Module:
+    """Return a part of the model, to export that alone.
+
+    Args:
+        model: the whole.
+        path: as `model.named_modules()` has it, such as `encoder.layers.0`.
+
+    Raises:
+        UsageError: there is no such part, or it is a container that cannot be called.
+    """
+    modules: dict[str, nn.Module] = dict(model.named_modules())
+    found = modules.get(path)
+    if found is None:
+        *_, known = [start for start in _starts(path) if start in modules]
+        inside = f'"{known}" has' if known else f"{type(model).__name__} has"
+        names = [name for name, _ in modules[known].named_children()]
+        raise UsageError(
+            f'--submodule "{path}" is not a part of the model; {inside} '
+            f"{', '.join(names[:_PARTS_SHOWN]) or 'no parts'}"
+            f"{' …' if len(names) > _PARTS_SHOWN else ''}"
+        )
+    if isinstance(found, nn.ModuleList | nn.ModuleDict):
+        raise UsageError(
+            f'--submodule "{path}" is a {type(found).__name__}, which has no forward(); expected '
+            "one of its parts"
+        )
+    return found
+
+
+def _starts(path: str) -> list[str]:
+    """Return the whole model, and every part that holds the one at `path`."""
+    keys = path.split(".")
+    return [".".join(keys[:length]) for length in range(len(keys))]
+
+
 def take_inputs(model: nn.Module, signature: Signature) -> nn.Module:
     """Return a module that takes the signature's inputs by place: `model` itself where it does.
 
@@ -47,10 +86,15 @@ def take_inputs(model: nn.Module, signature: Signature) -> nn.Module:
     """
     trees = _trees(signature.inputs)
     by_place, by_name = _places(model, list(trees))
-    if not by_name and all(isinstance(tree, TensorSpec) for tree in trees.values()):
+    is_flat = all(isinstance(tree, TensorSpec) and not tree.view for tree in trees.values())
+    if not by_name and is_flat:
         return model
     graph = Graph()
-    values = {spec.name: graph.placeholder(spec.name, Tensor) for spec in signature.inputs}
+    given = [graph.placeholder(spec.name, Tensor) for spec in signature.inputs]
+    values = {
+        spec.name: graph.call_function(torch.view_as_complex, (value,)) if spec.view else value
+        for spec, value in zip(signature.inputs, given, strict=True)
+    }
     hints = _hints(model, by_place, by_name)
     built = {root: _build(tree, root, values, hints.get(root)) for root, tree in trees.items()}
     called = graph.call_module(
@@ -60,38 +104,91 @@ def take_inputs(model: nn.Module, signature: Signature) -> nn.Module:
     return GraphModule({WRAPPED: model}, graph).train(model.training)
 
 
-def give_tensors(model: nn.Module, signature: Signature) -> nn.Module:
-    """Wrap a model whose output torch could not load elsewhere, so that it gives a plain tuple."""
+@dataclass(frozen=True)
+class Outputs:
+    """Which tensors of what forward() gives an artifact gives, in order."""
+
+    names: tuple[str, ...]
+    keys: tuple[str, ...]
+    """The way to each inside the output, as `flatten` joins it."""
+    views: tuple[str, ...]
+    """The dtype of each that is complex, whose real view the artifact gives; else empty."""
+    notes: tuple[str, ...] = ()
+    """What is left out though nobody said so."""
+
+
+def choose_outputs(output: Any, names: Sequence[str]) -> Outputs:
+    """Find what the artifact gives, and what each is called.
+
+    Args:
+        output: what forward() gives.
+        names: `--output`. Those of the model's own outputs keep just these, in this order; as many
+            new ones as there are outputs rename them all, in the model's order; none keeps all.
+
+    Raises:
+        ModelError: something that is kept is not a tensor.
+        UsageError: the names are neither.
+    """
+    found = list(_leaves(output))
+    leaves = {"_".join(way): value for way, value in found}
+    if len(leaves) < len(found):
+        raise ModelError(
+            f"forward() gives {_described(output)}, and two of its tensors would have one name; "
+            "expected other keys"
+        )
+    tensors = {key: value for key, value in leaves.items() if isinstance(value, Tensor)}
+    own = {_output_name(key): key for key in tensors}
+    chosen = _keep(names, own, leaves) if names else own
+    # With names, what is not named is not looked at: a cache of keys and values, say.
+    others = {} if names else {key: leaf for key, leaf in leaves.items() if key not in tensors}
+    if not chosen or not all(isinstance(value, _CONSTANTS) for value in others.values()):
+        raise ModelError(_refusal(output, own, others))
+    dtypes = [str(tensors[key].dtype).removeprefix("torch.") for key in chosen.values()]
+    return Outputs(
+        names=tuple(chosen),
+        keys=tuple(chosen.values()),
+        views=tuple(dtype if "complex" in dtype else "" for dtype in dtypes),
+        notes=tuple(
+            f'output "{_output_name(key)}" is left out: it is {value!r:.40}, a '
+            f"{type(value).__name__}, and an artifact gives tensors"
+            for key, value in others.items()
+        ),
+    )
+
+
+def give_outputs(model: nn.Module, signature: Signature, outputs: Outputs, given: Any) -> nn.Module:
+    """Return a module that gives the chosen outputs: `model` itself where it gives just them.
+
+    Args:
+        model: takes the signature's inputs by place.
+        signature: names them.
+        outputs: chosen from what it gives.
+        given: what it gave.
+    """
+    if _is_plain(given) and tuple(flatten(given)) == outputs.keys and not any(outputs.views):
+        return model
     graph = Graph()
     values = tuple(graph.placeholder(spec.name, Tensor) for spec in signature.inputs)
-    graph.output(graph.call_function(_tuple_of, (graph.call_module(WRAPPED, values),)))
+    called = graph.call_module(WRAPPED, values)
+    graph.output(graph.call_function(pick, (called, outputs.keys)))
     return GraphModule({WRAPPED: model}, graph).train(model.training)
 
 
 def own_name(name: str) -> str:
-    """Return a submodule's name inside the author's model from its name inside the wrappers."""
-    while name == WRAPPED or name.startswith(f"{WRAPPED}."):
-        name = name[len(WRAPPED) + 1 :]
-    return name
+    """Return a name inside the author's model from the name inside the calls around it."""
+    return ".".join(part for part in name.split(".") if part.partition("@")[0] != WRAPPED)
 
 
 def flatten(output: Any) -> dict[str, Tensor]:
-    """Return a model's output as named tensors; the name is empty where the model gives none.
-
-    Raises:
-        ModelError: something in it is not a tensor, tuple, list, dict or dataclass; None is
-            left out.
-    """
-    found: dict[str, Tensor] = {}
-    if not _gather("", output, found) or not found:
-        raise ModelError(
-            f"forward() gives {_described(output)}; expected a tensor, or a tuple or dict of "
-            "tensors: wrap the model in one that gives it"
-        )
-    return found
+    """Return the tensors of a model's output by the way to each: `logits`, `0`, `states_1`."""
+    return {"_".join(way): leaf for way, leaf in _leaves(output) if isinstance(leaf, Tensor)}
 
 
-def is_plain(output: Any) -> bool:
+_CONSTANTS = (bool, int, float, str)
+"""What stands beside tensors as a part of an output and is no part of an answer."""
+
+
+def _is_plain(output: Any) -> bool:
     """Return whether every format can hold the output: tensors in built-in containers only."""
     if isinstance(output, Tensor):
         return True
@@ -100,32 +197,77 @@ def is_plain(output: Any) -> bool:
     return type(output) in (tuple, list) and all(isinstance(value, Tensor) for value in output)
 
 
-def _tuple_of(output: Any) -> tuple[Tensor, ...]:
-    return tuple(flatten(output).values())
+def pick(output: Any, keys: Sequence[str]) -> tuple[Tensor, ...]:
+    """Return the tensors of an output that stand at these ways, complex ones as real views."""
+    tensors = flatten(output)
+    return tuple(_real(tensors[key]) for key in keys)
 
 
-def _gather(name: str, output: Any, found: dict[str, Tensor]) -> bool:
-    """Collect tensors under the way to them; False where something else is met."""
-    if isinstance(output, Tensor):
-        found[name] = output
-        return True
-    items: list[tuple[str, Any]]
-    if isinstance(output, Mapping):
-        if not all(isinstance(key, str) for key in output):
-            return False
-        items = list(output.items())
-    elif isinstance(output, tuple | list):
-        keys = getattr(output, "_fields", range(len(output)))  # a named tuple has names
-        items = [(str(key), value) for key, value in zip(keys, output, strict=True)]
-    elif is_dataclass(output):
-        items = [(field.name, getattr(output, field.name)) for field in fields(output)]
-    else:
-        return False
-    return all(
-        _gather(f"{name}_{key}" if name else key, value, found)
-        for key, value in items
-        if value is not None
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+
+
+def _keep(
+    names: Sequence[str], own: Mapping[str, str], leaves: Mapping[str, Any]
+) -> dict[str, str]:
+    """Return name → way of what `--output` names."""
+    once = len(set(names)) == len(names)
+    if once and all(_inside(name, own) for name in names):
+        return {one: own[one] for name in names for one in _inside(name, own)}
+    moved = [name for name, other in zip(names, own, strict=False) if name in own and name != other]
+    if once and len(names) == len(own) and not moved:
+        return dict(zip(names, own.values(), strict=True))
+    held = [name for name in names if name in leaves and name not in own]
+    not_tensor = f'; "{held[0]}" is a {type(leaves[held[0]]).__name__}' if held else ""
+    one = len(own) == 1
+    raise UsageError(
+        f"--output names {', '.join(names)}; the model gives {len(own)} "
+        f"output{'' if one else 's'}, {', '.join(own)}{not_tensor}; expected some of these, to "
+        f"keep them alone, or {'a new name' if one else 'as many new names, each once'}"
     )
+
+
+def _inside(name: str, own: Mapping[str, str]) -> list[str]:
+    """Return the outputs that a name means: one, or all of the container that has the name."""
+    return [name] if name in own else [one for one in own if one.startswith(f"{name}_")]
+
+
+def _output_name(key: str) -> str:
+    """Return what an output is called of which the model says the way only."""
+    name = re.sub(r"\W", "_", key)
+    return name if name.isidentifier() else f"output_{name}".removesuffix("_")
+
+
+def _refusal(output: Any, own: Mapping[str, str], others: Mapping[str, Any]) -> str:
+    lines = f"forward() gives {_described(output)}; expected tensors, in tuples, dicts, dataclasses"
+    if not own:
+        return f"{lines}: wrap the model in one that gives them"
+    caches = any("cache" in type(value).__name__.lower() for value in others.values())
+    config = ", or build the model without its cache: --model-args '{\"use_cache\": false}'"
+    return f"{lines}: keep what is wanted, as --output {next(iter(own))}{config if caches else ''}"
+
+
+def _leaves(output: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield what an output holds under the way to it; None is nothing."""
+    parts = _parts(output)
+    if parts is None:
+        if output is not None:
+            yield way, output
+        return
+    for key, value in parts:
+        yield from _leaves(value, (*way, key))
+
+
+def _parts(output: Any) -> list[tuple[str, Any]] | None:
+    """Return what a container holds, by name; None for what is not one."""
+    if isinstance(output, Mapping) and all(isinstance(key, str) for key in output):
+        return list(output.items())
+    if isinstance(output, tuple | list):
+        keys = getattr(output, "_fields", range(len(output)))  # a named tuple has names
+        return [(str(key), value) for key, value in zip(keys, output, strict=True)]
+    if is_dataclass(output) and not isinstance(output, type):
+        return [(field.name, getattr(output, field.name)) for field in fields(output)]
+    return None
 
 
 def _described(output: Any) -> str:

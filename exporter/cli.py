@@ -100,9 +100,20 @@ def export_command(
             "generate; --input is needed for other ranges only.",
         ),
     ] = False,
+    submodule: Annotated[
+        str | None,
+        typer.Option(
+            help="A part of the model to export alone, such as encoder.layers.0; --input is then "
+            "that part's."
+        ),
+    ] = None,
     output_names: Annotated[
         list[str] | None,
-        typer.Option("--output", help="Name of an output; repeat it for each, in order."),
+        typer.Option(
+            "--output",
+            help="An output of the model to keep; the others are left out. Or a new name for each, "
+            "in order. May be repeated.",
+        ),
     ] = None,
     formats: Annotated[
         list[str] | None,
@@ -185,6 +196,7 @@ def export_command(
                     ema=ema,
                     announce=_announce if trust else None,
                     generate=generate,
+                    submodule=submodule,
                     output_names=output_names or (),
                     name=name,
                     device=device,

@@ -39,7 +39,7 @@ class WithCache(nn.Module):
 
     def __init__(self, model: nn.Module, positions: int) -> None:
         super().__init__()
-        self.model = model
+        self.wrapped_model = model  # by this name, reports leave it out of the weights' names
         self._positions = positions
         self._new_cache: Any = _cache_class()
 
@@ -60,7 +60,7 @@ class WithCache(nn.Module):
         places = places.clamp(min=0, max=self._positions - 1)
         held = past[0].shape[2]
         cache = self._new_cache(list(zip(past[::2], past[1::2], strict=True)))
-        output: Any = self.model(
+        output: Any = self.wrapped_model(
             input_ids=input_ids,
             attention_mask=_attention(attention_mask, past_mask, past[0].dtype),
             position_ids=places,
@@ -156,7 +156,7 @@ def _prove(module: WithCache, signature: Signature) -> dict[str, Any]:
     Returns:
         For the report: how many steps, and the largest difference.
     """
-    model: Any = module.model
+    model: Any = module.wrapped_model
     decoder = Decoder(_run(module), signature.inputs)
     vocabulary = model.get_input_embeddings().num_embeddings
     texts = [[token % vocabulary for token in prompt] for prompt in _PROMPTS]

@@ -10,10 +10,10 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from modelyard.archiver.signature import DTYPES, Batching, Dim, Signature, Size, TensorSpec
+from modelyard.archiver.signature import DTYPES, VIEWS, Batching, Dim, Signature, Size, TensorSpec
 from modelyard.archiver.values import Values
-from modelyard.exporter.arguments import flatten, give_tensors, is_plain, own_name
-from modelyard.exporter.errors import ModelError, UsageError, cause
+from modelyard.exporter.arguments import choose_outputs, flatten, give_outputs, own_name, pick
+from modelyard.exporter.errors import ModelError, cause
 from modelyard.exporter.ranges import advice, find_values
 from modelyard.exporter.sample_batches import choose_example, regroup, two_batches, why_no_rows
 from modelyard.exporter.samples import Sample
@@ -182,7 +182,7 @@ def observe(
     Args:
         model: takes one tensor per input, by place.
         inputs: as the checkpoint's model takes them.
-        output_names: one per output, or none.
+        output_names: as `choose_outputs` takes them.
         device: where to run.
         dtype: what weights and floating-point inputs become in the artifact; None keeps them.
         samples: real inputs, compared beside the probes.
@@ -192,7 +192,7 @@ def observe(
     Raises:
         ModelError: the model cannot take an input, gives something else than tensors, gives
             different values for the same input, stays in train mode, or overflows in `dtype`.
-        UsageError: the number of output names is not the number of outputs.
+        UsageError: the output names are neither the model's nor as many as its outputs.
     """
     _check_eval_mode(model)
     original = model if dtype is None else model.float()
@@ -212,7 +212,9 @@ def observe(
             example = _to(make_inputs(tried, example_probe), device)
         call = (signature, example_probe, _raised(example, dtype))
         output = _call(original, *call)
-        named = _name_outputs(flatten(output), output_names)
+        chosen_outputs = choose_outputs(output, output_names)
+        original = give_outputs(original, signature, chosen_outputs, output)
+        named, output = chosen_outputs.names, pick(output, chosen_outputs.keys)
         watched = watch(original, _raised(example, dtype))
         again = flatten(_call(original, *call))
         unsteady = _unsteady(watched, example_probe.sizes)
@@ -239,18 +241,22 @@ def observe(
             _two_batches(tried, samples if sample_only else ()),
         )
     dtypes = [dtype_name(value.dtype) for value in flatten(output).values()]
-    outputs = tuple(replace(a, dtype=b) for a, b in zip(outputs, dtypes, strict=True))
+    outputs = tuple(
+        replace(spec, dtype=kind, view=view if VIEWS.get(view) == kind else "")
+        for spec, kind, view in zip(outputs, dtypes, chosen_outputs.views, strict=True)
+    )
     return Reference(
         signature=replace(signature, outputs=outputs, batching=batching),
         example=example,
         cases=cases,
         plan=chosen,
         original=original,
-        model=lowered if is_plain(output) else give_tensors(lowered, signature),
+        model=lowered,
         found=found,
         samples=tuple(samples),
         is_lowered=lowered is not original,
         warnings=(
+            *chosen_outputs.notes,
             *watched.warnings(),
             *_plain_tensor_warnings(original),
             *([_only_samples(cases.probes)] if sample_only else []),
@@ -378,20 +384,6 @@ def _outputs(
 def _alone(tensor: Tensor) -> Tensor:
     """Return a tensor that keeps no larger one in memory, whose part it is."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
-
-
-def _name_outputs(outputs: dict[str, Tensor], names: Sequence[str]) -> list[str]:
-    if not names:
-        own = list(outputs)
-        if own == [""]:
-            return ["output"]
-        return [f"output_{name}" if name.isdecimal() else name for name in own]
-    if len(names) != len(outputs) or len(set(names)) != len(names):
-        raise UsageError(
-            f"--output names {', '.join(names)}; the model gives {len(outputs)} "
-            f"output{'s' if len(outputs) > 1 else ''}, each of which needs one name of its own"
-        )
-    return list(names)
 
 
 def _check_repeats(

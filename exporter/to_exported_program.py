@@ -15,14 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch._decomp import decomposition_table
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from modelyard.archiver.signature import Signature
+from modelyard.exporter.arguments import WRAPPED, own_name
 from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 _TALKATIVE = ("torch.export._trace", "torch._dynamo", "torch._guards", _SHAPES_LOG)
+_OUR_CALL = re.compile(r' *File "<eval_with_key>[^\n]*\n?(    [^\n]*\n?)?')
 _SOURCE_FILE = re.compile(r'(?<=File ")[^"\n]*[/\\](?=[^"/\\\n]+")')
 # How torch logs why a size became a number, with the end of the file's path:
 # eval Eq(s77, 5) [guard added] (r/net.py:12 in forward), for more info …
@@ -61,6 +63,7 @@ def capture(model: nn.Module, signature: Signature, example: tuple[Tensor, ...])
         raise ConversionError(_fixed_message(fixed))
     if narrowed := _narrowed_dims(program, signature):
         raise ConversionError(_narrowed_message(narrowed))
+    _take_own_names(program, model)
     _shorten_paths(program)
     return program
 
@@ -235,12 +238,57 @@ def _narrowed_message(narrowed: list[tuple[str, int, str]]) -> str:
     )
 
 
+def _take_own_names(program: ExportedProgram, model: nn.Module) -> None:
+    """Name weights and submodules as the author's model does, not as the calls around it."""
+    if not hasattr(model, WRAPPED):
+        return
+    author = model
+    while hasattr(author, WRAPPED):
+        author = getattr(author, WRAPPED)
+    root = f"{type(author).__module__}.{type(author).__qualname__}"
+    for tensors in (program._state_dict, program._constants):
+        renamed = {own_name(name): value for name, value in tensors.items()}
+        tensors.clear()
+        tensors.update(renamed)
+    signature = program.graph_signature
+    for spec in (*signature.input_specs, *signature.output_specs):
+        spec.target = spec.target and own_name(spec.target)
+        spec.arg.name = _own_node_name(spec.arg.name)
+    calls = {own_name(call.fqn): call for call in reversed(program._module_call_graph)}
+    for name, call in calls.items():
+        call.fqn = name
+    program._module_call_graph[:] = reversed(calls.values())
+    for node in _nodes(program):
+        if node.op == "placeholder" and node.name != _own_node_name(node.name):
+            node.name = node.target = _own_node_name(node.name)
+        if stack := node.meta.get("nn_module_stack"):
+            by_path = {own_name(path): (key, kind) for key, (path, kind) in stack.items()}
+            node.meta["nn_module_stack"] = {
+                _own_key(key): (path, kind if path else root)
+                for path, (key, kind) in by_path.items()
+            }
+
+
+def _own_key(key: str) -> str:
+    """Return a key of a module stack, `L__self___model.layer`, whose form torch does not state."""
+    return key.replace(f"{WRAPPED}.", "").replace(WRAPPED, "")
+
+
+def _own_node_name(name: str) -> str:
+    return name.replace(f"{WRAPPED}_", "")
+
+
+def _nodes(program: ExportedProgram) -> Iterator[Node]:
+    for module in program.graph_module.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
+
+
 def _shorten_paths(program: ExportedProgram) -> None:
     """Keep file names and lines of the author's code, not the folders of this machine."""
-    for module in program.graph_module.modules():
-        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
-            if trace := node.meta.get("stack_trace"):
-                node.meta["stack_trace"] = _SOURCE_FILE.sub("", trace)
+    for node in _nodes(program):
+        if trace := node.meta.get("stack_trace"):
+            node.meta["stack_trace"] = _SOURCE_FILE.sub("", _OUR_CALL.sub("", trace))
 
 
 # -- LSTM, GRU and RNN of every length ------------------------------------------------------------

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 
 from modelyard.archiver.signature import Signature
 from modelyard.exporter import to_aoti, to_exported_program, to_onnx, to_torchscript
-from modelyard.exporter.arguments import read_inputs, take_inputs
+from modelyard.exporter.arguments import read_inputs, take_inputs, take_submodule
 from modelyard.exporter.checker import Checker
 from modelyard.exporter.checkpoint import open_model, split_model
 from modelyard.exporter.decoder import open_decoder
@@ -75,8 +75,10 @@ class ExportRequest:
     checkpoint's hyper-parameters, and values of a Hugging Face folder's `config.json`."""
     task: str | None = None
     """What a Hugging Face folder is for, as `text-classification`, instead of `model`."""
+    submodule: str | None = None
+    """The part of the model to export alone, as `encoder.layers.0`; `inputs` are that part's."""
     output_names: Sequence[str] = ()
-    """One per output, in order."""
+    """Those of the model's outputs to keep, or a new name for each, in order."""
     name: str | None = None
     """The artifacts' name without suffix; the checkpoint's when absent."""
     device: str = "cpu"
@@ -164,6 +166,11 @@ def export(request: ExportRequest) -> list[ExportReport]:
         trust=is_trusted,
         notes=notes,
     ) as module:
+        known: dict[str, object] = {"dtype": request.dtype} if request.dtype else {}
+        model_name = _model_name(request, module)
+        if request.submodule is not None:
+            module = take_submodule(module, request.submodule)
+            known["submodule"] = request.submodule
         signature = Signature(())
         if not request.generate:
             request = replace(request, inputs=_settle_inputs(request, module, checkpoint, notes))
@@ -171,8 +178,6 @@ def export(request: ExportRequest) -> list[ExportReport]:
         _check_output_names(request.output_names, signature)
         samples = [read_sample(path, signature) for path in request.samples]
         announce_step(_RUN)
-        known: dict[str, object] = {"dtype": request.dtype} if request.dtype else {}
-        model_name = _model_name(request, module)
         if request.generate:
             module, signature, proof = open_decoder(module, request.inputs)
             known["generation"] = proof
@@ -263,7 +268,8 @@ def _settle_inputs(
     Raises:
         UsageError: none was given, and the model does not say what it takes.
     """
-    proposal = propose_inputs(module, checkpoint)
+    # What is known of the whole says nothing of a part.
+    proposal = None if request.submodule else propose_inputs(module, checkpoint)
     if request.samples and not request.inputs:
         inputs = tuple(map(str, signature_of_samples(request.samples).inputs))
         source = "--sample"
@@ -311,6 +317,10 @@ def _check_request(request: ExportRequest) -> None:
         json.dumps(request.model_args)
     except (TypeError, ValueError) as error:
         raise UsageError(f"model_args cannot be kept in the report: {cause(error)}") from error
+    if request.generate and request.submodule is not None:
+        raise UsageError(
+            "--submodule does not go with --generate, which exports the whole of a decoder"
+        )
     if request.generate and request.samples:
         raise UsageError(
             "--sample does not go with --generate: a decoder's inputs are tokens and its own cache"
@@ -488,6 +498,7 @@ def _command(request: ExportRequest, formats: Sequence[str]) -> str:
         ("--model-args", [model_args]),
         ("--generate", [request.generate]),
         ("--input", request.inputs),
+        ("--submodule", [request.submodule]),
         ("--output", request.output_names),
         ("--format", formats),
         ("--name", [request.name]),

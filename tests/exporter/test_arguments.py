@@ -1,15 +1,26 @@
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import onnx
 import pytest
 import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import to_exported_program, to_onnx, to_torchscript
-from modelyard.exporter.arguments import flatten, own_name, take_inputs
+from modelyard.exporter.arguments import (
+    WRAPPED,
+    choose_outputs,
+    own_name,
+    pick,
+    take_inputs,
+    take_submodule,
+)
 from modelyard.exporter.errors import ModelError, UsageError
+from modelyard.exporter.inspection import describe
+from modelyard.exporter.locate import first_difference
 from modelyard.exporter.reference import Reference, observe
 from modelyard.handlers.backends import open_artifact
 
@@ -70,9 +81,9 @@ class GivesNested(nn.Module):
         return {"a": (x, 2 * x), "b": (3 * x, 4 * x)}
 
 
-def _observe(model: nn.Module, *inputs: str) -> Reference:
+def _observe(model: nn.Module, *inputs: str, names: Sequence[str] = ()) -> Reference:
     signature = parse_inputs(inputs)
-    return observe(take_inputs(model.eval(), signature), signature, (), torch.device("cpu"))
+    return observe(take_inputs(model.eval(), signature), signature, names, torch.device("cpu"))
 
 
 def _write(format: str, reference: Reference, path: Path) -> None:
@@ -131,11 +142,10 @@ def test_dicts_and_tuples_nest_in_each_other() -> None:
     assert signature.to_json()["inputs"][0]["argument"] == "batch.pair.1"
 
 
-@pytest.mark.parametrize("model", [Nested(), Minus()])
-def test_the_names_of_submodules_do_not_show_the_call_around_the_model(model: nn.Module) -> None:
-    assert own_name("model.layer.0") == "layer.0"
-    assert own_name("model.model.layer") == "layer"
-    assert own_name("models.layer") == "models.layer"
+def test_the_names_of_submodules_do_not_show_the_call_around_the_model() -> None:
+    assert own_name(f"{WRAPPED}.layer.0") == "layer.0"
+    assert own_name(f"{WRAPPED}.{WRAPPED}.model.layer") == "model.layer"
+    assert own_name("model.layer") == "model.layer"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +197,149 @@ def test_outputs_of_any_class_come_as_plain_tensors(
     assert [float(tensor.flatten()[0]) for tensor in tensors] == factors
 
 
-def test_an_output_that_holds_something_else_is_named() -> None:
-    with pytest.raises(ModelError, match="gives a dict of logits: Tensor, loss: float; expected"):
-        flatten({"logits": torch.ones(1), "loss": 0.5})
-    assert list(flatten({"logits": torch.ones(1), "loss": None})) == ["logits"]
+@pytest.mark.parametrize(
+    ("names", "given", "factors"),
+    [
+        pytest.param([], ["a_0", "a_1", "b_0", "b_1"], [1, 2, 3, 4], id="none: all"),
+        pytest.param(["b_0"], ["b_0"], [3], id="one of them"),
+        pytest.param(["b_1", "a_0"], ["b_1", "a_0"], [4, 1], id="in another order"),
+        pytest.param(["b"], ["b_0", "b_1"], [3, 4], id="a container"),
+        pytest.param(["p", "q", "r", "s"], ["p", "q", "r", "s"], [1, 2, 3, 4], id="new names"),
+        pytest.param(["a_0", "q", "r", "s"], ["a_0", "q", "r", "s"], [1, 2, 3, 4], id="some new"),
+    ],
+)
+def test_outputs_are_kept_by_their_name_or_renamed_in_order(
+    names: list[str], given: list[str], factors: list[float]
+) -> None:
+    output = GivesNested()(torch.ones(1))
+    outputs = choose_outputs(output, names)
+    assert list(outputs.names) == given
+    assert [float(tensor) for tensor in pick(output, outputs.keys)] == factors
+
+
+@pytest.mark.parametrize("names", [["c"], ["a_0", "c"], ["a_0", "a_0"], ["b_1", "p", "q", "r"]])
+def test_names_that_are_neither_all_old_nor_all_new_are_wrong_usage(names: list[str]) -> None:
+    wrong = r"the model gives 4 outputs, a_0, a_1, b_0, b_1; expected some of these, .* or as many"
+    with pytest.raises(UsageError, match=wrong):
+        choose_outputs(GivesNested()(torch.ones(1)), names)
+
+
+class SomeCache:
+    """As transformers' own: neither a tensor nor a container of them."""
+
+
+class GivesCache(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, object]:
+        return {"logits": 2 * x, "loss": x.sum(), "past": SomeCache(), "steps": 3, "none": None}
+
+
+def test_a_cache_in_an_output_is_refused_with_what_to_do_and_left_out_when_told(
+    tmp_path: Path,
+) -> None:
+    advice = r"logits: Tensor, loss: Tensor, past: SomeCache.* --output logits, or .*use_cache"
+    with pytest.raises(ModelError, match=advice):
+        _observe(GivesCache(), "x:float32[batch,3]")
+    with pytest.raises(UsageError, match=r'"past" is a SomeCache'):
+        choose_outputs(GivesCache()(torch.ones(1)), ["past"])
+    reference = _observe(GivesCache(), "x:float32[batch,3]", names=["logits"])
+    assert reference.warnings == ()
+    assert reference.signature.batching is not None
+    assert reference.signature.batching.batchable
+    _write("onnx", reference, tmp_path / "net.pt2")
+    output = open_artifact(tmp_path / "net.pt2", "onnx")(torch.ones(2, 3))
+    assert torch.as_tensor(output).tolist() == [[2.0] * 3] * 2
+
+
+def test_a_number_beside_the_outputs_is_left_out_and_said() -> None:
+    outputs = choose_outputs({"logits": torch.ones(1), "loss": 0.5, "none": None}, [])
+    assert outputs.names == ("logits",)
+    assert outputs.notes == (
+        'output "loss" is left out: it is 0.5, a float, and an artifact gives tensors',
+    )
+    with pytest.raises(ModelError, match="gives a dict of loss: float; expected tensors"):
+        choose_outputs({"loss": 0.5}, [])
+
+
+class Complex(nn.Module):
+    """Turns complex numbers, and gives their conjugates and sizes."""
+
+    turn: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("turn", torch.tensor([1j, -1j, 2.0]))
+
+    def forward(self, z: Tensor) -> tuple[Tensor, Tensor]:
+        return (z * self.turn).conj(), z.abs()
+
+
+@pytest.mark.parametrize("format", ["pt2", "onnx", "torchscript"])
+def test_complex_numbers_go_in_and_out_as_their_real_view(format: str, tmp_path: Path) -> None:
+    reference = _observe(Complex(), "z:complex64[batch,3]")
+    assert [str(spec) for spec in reference.signature.outputs] == [
+        "output_0:complex64[batch=1..8,3]",
+        "output_1:float32[batch=1..8,3]",
+    ]
+    assert reference.signature.outputs[0].dtype == "float32"
+    assert reference.signature.outputs[0].shape[1:] == (3, 2)
+    _write(format, reference, tmp_path / "net.pt2")
+    z = torch.tensor([[1 + 2j, 3 - 4j, 1j], [0, 1, -1]])
+    turned, size = open_artifact(tmp_path / "net.pt2", format)(torch.view_as_real(z))
+    conjugates = torch.tensor([[-2 - 1j, -4 + 3j, -2j], [0, 1j, -2]])
+    torch.testing.assert_close(torch.view_as_complex(turned.contiguous()), conjugates)
+    torch.testing.assert_close(size, z.abs())
+
+
+class Whole(nn.Module):
+    """Its own attribute has the name that a wrapper would take first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.ModuleDict({"encoder": nn.Sequential(nn.Linear(3, 4), nn.ReLU())})
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, batch: dict[str, Tensor]) -> Answer:
+        return Answer(self.head(self.model["encoder"](batch["x"])))
+
+
+def test_names_inside_an_artifact_are_the_models_own(tmp_path: Path) -> None:
+    model = Whole()
+    signature = parse_inputs(["batch.x:float32[n,3]"])
+    reference = observe(
+        take_inputs(model.eval(), signature), signature, ["scores"], torch.device("cpu")
+    )
+    program = to_exported_program.capture(reference.model, reference.signature, reference.example)
+    to_exported_program.write(program, tmp_path / "net.pt2")
+    to_onnx.write(program, reference.signature, tmp_path / "net.onnx")
+    content = describe(tmp_path / "net.pt2")
+    assert [entry["name"] for entry in content["tensors"]] == list(model.state_dict())
+    for file in ("net.pt2", "net.onnx"):
+        assert b"wrapped_model" not in (tmp_path / file).read_bytes()
+    loaded = torch.export.load(tmp_path / "net.pt2")
+    with to_exported_program.quiet():
+        unwrapped = dict(torch.export.unflatten(loaded).named_modules())
+    assert {"model.encoder.0", "head"} <= set(unwrapped)
+    stacks = [node.meta.get("nn_module_stack") for node in loaded.graph.nodes]
+    roots = {next(iter(stack.values())) for stack in stacks if stack}
+    assert roots == {("", f"{Whole.__module__}.Whole")}
+    graph = onnx.load(tmp_path / "net.onnx").graph
+    assert set(model.state_dict()) <= {weight.name for weight in graph.initializer}
+    model.head.bias.data += 1  # what the artifact no longer gives, from the head on
+    (case, *_) = reference.cases
+    for format in ("pt2", "onnx"):
+        named = first_difference(tmp_path / f"net.{format}", format, reference, case)
+        assert named.startswith('the first submodule that differs is "head" (Linear), by ')
+
+
+def test_a_part_of_a_model_is_found_by_its_path() -> None:
+    model = Whole()
+    assert take_submodule(model, "model.encoder.0") is model.model["encoder"][0]  # type: ignore[index]
+    for path, seen in (
+        ("model.decoder.0", '"model" has encoder'),
+        ("heads", "Whole has model, head"),
+        ("head.weight", '"head" has no parts'),
+        ("model", "is a ModuleDict, which has no forward"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            take_submodule(model, path)
+        assert seen in str(caught.value)

@@ -105,8 +105,8 @@ class Nan(nn.Module):
 
 
 class Text(nn.Module):
-    def forward(self, x: Tensor) -> tuple[Tensor, str]:
-        return x, "text"
+    def forward(self, x: Tensor) -> tuple[Tensor, bytes]:
+        return x, b"text"
 
 
 class Growing(nn.Module):
@@ -206,7 +206,7 @@ def test_a_model_that_writes_into_its_input_gets_a_copy() -> None:
         pytest.param(Forgets(), ["x:float32[batch]"], "1 outputs in one run and 3 in", id="number"),
         pytest.param(Remembers(), ["x:float32[batch]"], "remembers from call to call", id="state"),
         pytest.param(Nan(), ["x:float32[batch]"], "no finite value on any of 40", id="nan"),
-        pytest.param(Text(), ["x:float32[batch]"], "a tuple of 0: Tensor, 1: str", id="text"),
+        pytest.param(Text(), ["x:float32[batch]"], "a tuple of 0: Tensor, 1: bytes", id="text"),
         pytest.param(Growing(), ["x:float32[batch,2]"], "with 1 dims or float32 with 2", id="dims"),
     ],
 )
