@@ -16,6 +16,7 @@ WHEELS_FOLDER = "MAR-INF/wheels"
 BUILTIN_HANDLERS = (
     "base_handler",
     "fill_mask",
+    "generate",
     "image_classifier",
     "image_segmenter",
     "object_detector",

@@ -10,60 +10,28 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, models
 
-from modelyard.exporter import to_exported_program
-from modelyard.exporter.decoder import open_decoder
 from modelyard.handlers import BadInput, Context, Generate, LoadError
-from modelyard.handlers.probes import Probe, example_sizes, make_inputs
 from modelyard.handlers.sampling import Continuation, choose, read_request
+from tests.decoder import build_decoder, build_tokenizer, write_decoder
 
-END = "<|end|>"
 PLACES = 48
 PROMPTS = ("once", "upon a time there was a", "é")
 
 Make = Callable[..., Generate]
 
 
-def build_tokenizer() -> Tokenizer:
-    """Every byte is a token, so that é is two."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {each: at for at, each in enumerate(alphabet)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([END])
-    return tokenizer
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
-    torch.manual_seed(5)
-    config = transformers.GPT2Config(
-        vocab_size=257, n_positions=PLACES, n_embd=32, n_layer=2, n_head=2,
-        bos_token_id=256, eos_token_id=256, initializer_range=0.3,
-    )  # fmt: skip
-    return transformers.GPT2LMHeadModel(config).train(False)
+    return build_decoder(PLACES)
 
 
 @pytest.fixture(scope="module")
 def folder(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return what lies in the archive, as an export writes it."""
     folder = tmp_path_factory.mktemp("generate")
-    module, signature, proof = open_decoder(model, ["input_ids:int64[batch=1..4,length=1..16]"])
-    example = make_inputs(signature, Probe("random", example_sizes(signature)))
-    program = to_exported_program.capture(module, signature, example)
-    to_exported_program.write(program, folder / "model.pt2")
-    build_tokenizer().save(str(folder / "tokenizer.json"))
-    report = {
-        "format": "pt2",
-        "artifact_sha256": "0" * 64,
-        "checkpoint": {"sha256": "0" * 64},
-        "signature": signature.to_json(),
-        "details": {"generation": proof},
-    }
-    (folder / "model.pt2.report.json").write_text(json.dumps(report))
+    write_decoder(model, folder)
     return folder
 
 
