@@ -118,6 +118,31 @@ def read_whole(name: str, value: Any, low: int = 1) -> int:
     return value
 
 
+def read_share(name: str, value: Any) -> float:
+    """Read a number from 0 to 1 of model-config.yaml.
+
+    Raises:
+        LoadError: it is something else.
+    """
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
+        raise LoadError(f"{name} is {value!r}; expected a number from 0 to 1")
+    return float(value)
+
+
+def read_section(handler: Mapping[str, Any], name: str, known: Sequence[str]) -> Mapping[str, Any]:
+    """Return an entry of `handler` in model-config.yaml that holds settings of its own.
+
+    Raises:
+        LoadError: it is not entries, or has one that is unknown.
+    """
+    section = handler.get(name) or {}
+    if not isinstance(section, Mapping):
+        raise LoadError(f"handler.{name} is {section!r}; expected entries of {', '.join(known)}")
+    if unknown := sorted(map(str, set(section) - set(known))):
+        raise LoadError(f"handler.{name}.{unknown[0]} is unknown; expected {', '.join(known)}")
+    return section
+
+
 class TopLabels:
     """Return {"label": probability, …} for each row of logits, the likeliest first.
 

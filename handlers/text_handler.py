@@ -18,7 +18,7 @@ from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import token_page
 from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.rows import TopLabels, stack
+from modelyard.handlers.rows import TopLabels, read_section, stack
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_LENGTH = 512
@@ -76,10 +76,7 @@ class TextHandler(BaseHandler):
         """
         super().initialize(context)
         handler = self.model_yaml_config.get("handler") or {}
-        self.section = section = handler.get("text") or {}
-        if unknown := sorted(set(section) - set(self.settings)):
-            known = ", ".join(self.settings)
-            raise LoadError(f"handler.text.{unknown[0]} is unknown; expected {known}")
+        self.section = section = read_section(handler, "text", self.settings)
         self.top_labels = TopLabels(handler, self.label, self.config)
         self.roles = tuple(self._role(spec.name) for spec in self.inputs)
         if self.roles.count("ids") != 1:
@@ -235,14 +232,11 @@ class TextHandler(BaseHandler):
         return texts
 
     def _role(self, name: str) -> str:
-        if len(self.inputs) == 1 or name in IDS:
-            return "ids"
-        if name in MASKS:
-            return "mask"
-        if name in TYPES:
-            return "types"
-        known = ", ".join((*IDS, *MASKS, *TYPES))
-        raise LoadError(f'the artifact has an input "{name}"; expected some of {known}')
+        role = "ids" if len(self.inputs) == 1 else role_of(name)
+        if role is None:
+            known = ", ".join((*IDS, *MASKS, *TYPES))
+            raise LoadError(f'the artifact has an input "{name}"; expected some of {known}')
+        return role
 
     def _lengths(self) -> tuple[int, int]:
         """Return the fewest and the most tokens that the artifact takes."""
@@ -282,6 +276,12 @@ class TextHandler(BaseHandler):
             "types": (encoding.type_ids, 0),
         }[role]
         return np.array([*values, *[fill] * (length - len(values))], dtype=np.int64)
+
+
+def role_of(name: str) -> str | None:
+    """Return what an input of this name is: ids, mask or types."""
+    roles = {"ids": IDS, "mask": MASKS, "types": TYPES}
+    return next((role for role, names in roles.items() if name in names), None)
 
 
 def load_tokenizer(path: Path) -> Any:

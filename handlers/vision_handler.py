@@ -3,79 +3,37 @@
 import base64
 import binascii
 import io
-import struct
-import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from PIL import Image, ImageFilter, UnidentifiedImageError
+from PIL import Image, ImageFilter
 from torch import Tensor
 
 from modelyard.archiver.signature import Size, TensorSpec, fits
 from modelyard.handlers.backends import Output
-from modelyard.handlers.base import BaseHandler
+from modelyard.handlers.base import BaseHandler, Inputs
 from modelyard.handlers.body import body_of
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import draw
 from modelyard.handlers.explain.explanation import Explanation
+from modelyard.handlers.explain.options import preferred_format
+from modelyard.handlers.pictures import (
+    CHANNELS,
+    MAX_PIXELS,
+    TORCHSERVE_SETTINGS,
+    ImageSettings,
+    colour_table,
+    find_settings,
+    open_picture,
+    to_size,
+)
 from modelyard.handlers.rows import TopLabels, read_numbers
 
-MAX_PIXELS = 89_478_485
-"""Largest image decoded: Pillow's own limit, a quarter of a gigabyte as 24 bits a pixel."""
-
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
-
-CHANNELS = {"L": 1, "RGB": 3}
-
-# What Pillow's decoders raise on a damaged file, by their sources.
-_DECODE_ERRORS = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    IndexError,
-    OverflowError,
-    struct.error,
-    zlib.error,
-    Image.DecompressionBombError,
-    Image.DecompressionBombWarning,
-)
-
-
-@dataclass(frozen=True)
-class ImageSettings:
-    """How pictures become model inputs: `handler.image` of model-config.yaml.
-
-    Without any, TorchServe's defaults: RGB, shorter side 256, centre 224 × 224, ImageNet's colours.
-    """
-
-    mode: str = "RGB"
-    """L or RGB."""
-    resize: int | None = None
-    """Shorter side in pixels; the other keeps the proportion."""
-    crop: tuple[int, int] | None = None
-    """(height, width) cut from the centre, after `resize`."""
-    size: tuple[int, int] | None = None
-    """(height, width) whatever the proportion; excludes `resize` and `crop`."""
-    mean: tuple[float, ...] = ()
-    """Per channel, subtracted from values in [0, 1]."""
-    std: tuple[float, ...] = ()
-    """Per channel, divides the difference."""
-
-    @property
-    def shape(self) -> tuple[int, int | None, int | None]:
-        """(C, H, W) of a model input; None where it follows the picture's size."""
-        height, width = self.size or self.crop or (None, None)
-        return CHANNELS[self.mode], height, width
-
-
-TORCHSERVE_SETTINGS = ImageSettings(
-    resize=256, crop=(224, 224), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
-)
+PNG_OR_JSON = ("json", "png")
 
 
 class VisionHandler(BaseHandler):
@@ -86,6 +44,8 @@ class VisionHandler(BaseHandler):
     """
 
     formats: ClassVar[tuple[str, ...]] = ("json", "png")
+    keeps_pictures: ClassVar[bool] = False
+    """Whether answers need the pictures as they came, which `pictures` then holds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,6 +53,8 @@ class VisionHandler(BaseHandler):
         self.image = TORCHSERVE_SETTINGS
         self.table = colour_table(TORCHSERVE_SETTINGS)
         self.max_pixels: int | None = MAX_PIXELS
+        self.image_spec = TensorSpec("")
+        self.pictures: list[Image.Image] = []
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its `handler.image`; refuse settings that the model cannot take."""
@@ -101,15 +63,19 @@ class VisionHandler(BaseHandler):
         if not isinstance(section, Mapping):
             raise LoadError(f"handler is {section!r} in model-config.yaml; expected entries")
         self.settings = section
-        self.image = read_settings(section.get("image"))
+        folder = Path(context.system_properties["model_dir"])
+        self.image = find_settings(section.get("image"), folder)
         self.table = colour_table(self.image)
         if not context.system_properties.get("limit_max_image_pixels", True):
             # Only TorchServe's explicit limit_max_image_pixels=false lifts Pillow's guard.
             self.max_pixels = Image.MAX_IMAGE_PIXELS = None
-        if len(self.inputs) != 1:
-            names = ", ".join(spec.name for spec in self.inputs)
-            raise LoadError(f"the artifact takes {names}; an image handler serves one input")
-        _check_shape(self.image, self.inputs[0])
+        self.image_spec = self._find_image()
+        _check_shape(self.image, self.image_spec)
+
+    def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
+        """Turn pictures into the model's input (N, C, H, W)."""
+        self.pictures = []
+        return super().preprocess(data)
 
     def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
         """Return the picture that stands for "no information", for one request's (1, C, H, W).
@@ -182,10 +148,48 @@ class VisionHandler(BaseHandler):
         """Return one request's model input (C, H, W)."""
         body = body_of(row)
         if isinstance(body, str):
-            body = _decode_base64(body)
+            body = decode_base64(body)
         if not isinstance(body, bytes | bytearray):
-            return [read_numbers(self.inputs[0], body)]
-        return [self._normalise(decode(body, self.image, self.max_pixels))]
+            numbers = read_numbers(self.inputs[0], body)
+            if self.keeps_pictures:
+                self.pictures.append(self.picture(torch.from_numpy(numbers)))
+            return [numbers]
+        return [self.read_picture(body)]
+
+    def read_picture(self, body: bytes | bytearray) -> np.ndarray:
+        """Return the model input (C, H, W) of an image file; see `keeps_pictures`."""
+        picture = open_picture(body, self.image.mode, self.max_pixels)
+        if self.keeps_pictures:
+            self.pictures.append(picture)
+        return self._normalise(np.asarray(to_size(picture, self.image)))
+
+    def wants_png(self, index: int) -> bool:
+        """Return whether request `index` asks for a picture, by `format` or its Accept header.
+
+        Raises:
+            BadInput: it asks for another format.
+        """
+        accept = self.context.get_request_header(index, "accept")
+        wanted = self.context.query[index].get(
+            "format", preferred_format(accept or "", PNG_OR_JSON)
+        )
+        if wanted not in PNG_OR_JSON:
+            raise BadInput(f'format is "{wanted}"; expected one of {", ".join(PNG_OR_JSON)}')
+        return wanted == "png"
+
+    def answer_png(self, index: int, picture: Image.Image) -> bytes:
+        """Return a picture as the PNG file that answers request `index`."""
+        self.context.set_response_content_type(index, "image/png")
+        file = io.BytesIO()
+        picture.save(file, "PNG")
+        return file.getvalue()
+
+    def _find_image(self) -> TensorSpec:
+        """Return the input that takes pictures."""
+        if len(self.inputs) != 1:
+            names = ", ".join(spec.name for spec in self.inputs)
+            raise LoadError(f"the artifact takes {names}; an image handler serves one input")
+        return self.inputs[0]
 
     def _normalise(self, pixels: np.ndarray) -> np.ndarray:
         """Turn pixels (H, W) or (H, W, C) into a model input (C, H, W)."""
@@ -212,96 +216,12 @@ class ImageClassifier(VisionHandler):
         return self.top_labels(outputs)
 
 
-def read_settings(section: Any) -> ImageSettings:
-    """Read `handler.image` of model-config.yaml.
+def decode_base64(text: str) -> bytes:
+    """Return the file that base64 text stands for.
 
     Raises:
-        LoadError: an unknown key or a value that cannot be meant; the message names it.
+        BadInput: it is other text.
     """
-    if section is None:
-        return TORCHSERVE_SETTINGS
-    known = ("mode", "resize", "crop", "size", "mean", "std")
-    if not isinstance(section, Mapping):
-        raise LoadError(f"handler.image is {section!r}; expected entries of {', '.join(known)}")
-    for key in section:
-        if key not in known:
-            raise LoadError(f"handler.image.{key} is unknown; expected some of {', '.join(known)}")
-    mode = section.get("mode", "RGB")
-    if mode not in CHANNELS:
-        raise LoadError(f"handler.image.mode is {mode!r}; expected one of {', '.join(CHANNELS)}")
-    resize = section.get("resize")
-    if resize is not None and not _is_size(resize):
-        raise LoadError(f"handler.image.resize is {resize!r}; expected the shorter side in pixels")
-    crop, size = _read_pair(section, "crop"), _read_pair(section, "size")
-    if size is not None and (resize is not None or crop is not None):
-        raise LoadError("handler.image has size and also resize or crop; expected one or the other")
-    if resize is not None and crop is not None and resize < min(crop):
-        raise LoadError(f"handler.image.resize is {resize}; expected at least crop's {min(crop)}")
-    mean, std = _read_colours(section, "mean", mode), _read_colours(section, "std", mode)
-    if 0.0 in std:
-        raise LoadError(f"handler.image.std is {list(std)}; expected no zero, it divides")
-    return ImageSettings(mode, resize, crop, size, mean, std)
-
-
-def colour_table(settings: ImageSettings) -> np.ndarray:
-    """Tabulate the normalisation of a pixel, (C, 256) float32: a lookup replaces the arithmetic."""
-    channels = CHANNELS[settings.mode]
-    mean = np.asarray(settings.mean or (0.0,) * channels, np.float32)[:, None]
-    std = np.asarray(settings.std or (1.0,) * channels, np.float32)[:, None]
-    values: np.ndarray = (np.arange(256, dtype=np.float32) / np.float32(255) - mean) / std
-    return values
-
-
-def decode(body: bytes | bytearray, settings: ImageSettings, max_pixels: int | None) -> np.ndarray:
-    """Decode an image file into pixels (H, W) or (H, W, 3) uint8 of the size that is wanted.
-
-    Raises:
-        BadInput: not an image of `IMAGE_FORMATS`, damaged, too small, or over the limit.
-    """
-    try:
-        image: Image.Image = Image.open(io.BytesIO(body), formats=IMAGE_FORMATS)
-        width, height = image.size
-        if max_pixels is not None and width * height > max_pixels:
-            raise BadInput(
-                f"the image is {width} × {height} pixels; the limit is {max_pixels} in all"
-            )
-        if image.mode.startswith("I;16"):
-            # Pillow clips 16 bits to 255 instead of scaling them.
-            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-        if image.mode != settings.mode:
-            image = image.convert(settings.mode)
-        return np.asarray(to_size(image, settings))
-    except _DECODE_ERRORS as error:
-        reason = "not an image" if isinstance(error, UnidentifiedImageError) else f"{error}"
-        raise BadInput(
-            f"the body ({len(body)} bytes) cannot be read as an image: {reason}; "
-            f"send one file of {', '.join(IMAGE_FORMATS)}"
-        ) from error
-
-
-def to_size(image: Image.Image, settings: ImageSettings) -> Image.Image:
-    """Resize and crop as torchvision's Resize and CenterCrop do on a picture."""
-    width, height = image.size
-    if settings.size is not None:
-        height, width = settings.size
-    elif settings.resize is not None:
-        shorter = min(width, height)
-        width, height = settings.resize * width // shorter, settings.resize * height // shorter
-    if (width, height) != image.size:
-        image = image.resize((width, height), Image.Resampling.BILINEAR)
-    if settings.crop is None or settings.crop == (height, width):
-        return image
-    crop_height, crop_width = settings.crop
-    if crop_height > height or crop_width > width:
-        raise BadInput(
-            f"the image is {width} × {height} pixels after resizing; "
-            f"expected at least {crop_width} × {crop_height}"
-        )
-    top, left = round((height - crop_height) / 2), round((width - crop_width) / 2)
-    return image.crop((left, top, left + crop_width, top + crop_height))
-
-
-def _decode_base64(text: str) -> bytes:
     try:
         return base64.b64decode(text, validate=False)
     except (binascii.Error, ValueError) as error:
@@ -332,30 +252,3 @@ def _suggestion(dims: Sequence[Size]) -> str:
     sizes = [dim if isinstance(dim, int) else 224 for dim in dims[1:3]] or [224, 224]
     count = CHANNELS[mode]
     return f"{{mode: {mode}, size: {sizes}, mean: {[0.0] * count}, std: {[1.0] * count}}}"
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 65_535
-
-
-def _read_pair(section: Mapping[str, Any], key: str) -> tuple[int, int] | None:
-    value = section.get(key)
-    if value is None:
-        return None
-    if isinstance(value, list) and len(value) == 2 and all(map(_is_size, value)):
-        return value[0], value[1]
-    raise LoadError(f"handler.image.{key} is {value!r}; expected [height, width] in pixels")
-
-
-def _read_colours(section: Mapping[str, Any], key: str, mode: str) -> tuple[float, ...]:
-    value = section.get(key)
-    if value is None:
-        return ()
-    count = CHANNELS[mode]
-    if (
-        isinstance(value, list)
-        and len(value) == count
-        and all(isinstance(v, int | float) and not isinstance(v, bool) for v in value)
-    ):
-        return tuple(float(v) for v in value)
-    raise LoadError(f"handler.image.{key} is {value!r}; mode {mode} expects {count} numbers")

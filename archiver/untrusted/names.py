@@ -14,13 +14,18 @@ WHEELS_FOLDER = "MAR-INF/wheels"
 
 # Handlers that a server brings along; an archive records the name and holds no file for it.
 BUILTIN_HANDLERS = (
+    "audio_classifier",
     "base_handler",
     "fill_mask",
+    "forecaster",
     "generate",
     "image_classifier",
+    "image_encoder",
     "image_segmenter",
+    "image_text",
     "object_detector",
     "question_answering",
+    "speech_recognizer",
     "tabular",
     "text",
     "text_classifier",

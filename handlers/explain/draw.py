@@ -99,11 +99,22 @@ def stack(pictures: Sequence[bytes]) -> bytes:
     return file.getvalue()
 
 
+def colour_of_class(index: int) -> tuple[int, int, int]:
+    """Return the colour of a class, as the PASCAL VOC data set has them; class 0 is black."""
+    red = green = blue = 0
+    for bit in range(7, -1, -1):
+        red |= (index & 1) << bit
+        green |= (index >> 1 & 1) << bit
+        blue |= (index >> 2 & 1) << bit
+        index >>= 3
+    return red, green, blue
+
+
 class _Canvas:
     """The sheet and where things are on it; every place follows from the panels' size."""
 
     def __init__(self, panel: tuple[int, int], bar_labels: Sequence[str]) -> None:
-        self.text, self.heading = _font(_TEXT), _font(_TITLE)
+        self.text, self.heading = font_of(_TEXT), font_of(_TITLE)
         self.panel_size = panel
         self.bar_labels = bar_labels
         width, height = panel
@@ -238,5 +249,6 @@ def _shorten(text: str, font: _Font, room: float) -> str:
     return f"{text}…"
 
 
-def _font(size: int) -> _Font:
+def font_of(size: int) -> _Font:
+    """Return the font of all drawings, which travels with Pillow."""
     return ImageFont.load_default(size=size)

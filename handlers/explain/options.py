@@ -123,7 +123,7 @@ def parse_options(
             known = ", ".join(EXPLAIN_OPTIONS)
             raise BadInput(f'unknown parameter "{name}"; expected some of {known}')
     values = {name: _READERS[name](name, text) for name, text in given.items()}
-    values.setdefault("format", _preferred(accept or "", formats))
+    values.setdefault("format", preferred_format(accept or "", formats))
     _one_of("format", values["format"], formats)
     options = ExplainOptions(**values, given=frozenset(given))
     _check_applies(options)
@@ -222,7 +222,7 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = {
 }
 
 
-def _preferred(accept: str, formats: Sequence[str]) -> str:
+def preferred_format(accept: str, formats: Sequence[str]) -> str:
     """Return the format with the most weight in an Accept header (RFC 9110, 12.5.1)."""
     return max(formats, key=lambda name: _weight_of(accept, MEDIA_TYPES[name]))
 

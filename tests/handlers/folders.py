@@ -34,7 +34,7 @@ def save_program(module: nn.Module, inputs: Sequence[str], path: Path) -> None:
     signature = parse_inputs(inputs)
     dims = {name: torch.export.Dim(name, min=dim.min, max=dim.max)
             for name, dim in signature.dims.items()}  # fmt: skip
-    sizes = {name: min(dim.max, dim.min + 2) for name, dim in signature.dims.items()}
+    sizes = {name: min(dim.max, 5 * dim.min + 2) for name, dim in signature.dims.items()}
     example = tuple(
         torch.ones(spec.sizes(sizes), dtype=getattr(torch, spec.dtype)) for spec in signature.inputs
     )

@@ -11,7 +11,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from modelyard.handlers import BadInput, Context, LoadError, VisionHandler
-from modelyard.handlers.vision_handler import (
+from modelyard.handlers.pictures import (
     TORCHSERVE_SETTINGS,
     ImageSettings,
     colour_table,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelyard.handlers.vision_handler import TORCHSERVE_SETTINGS
+from modelyard.handlers.pictures import TORCHSERVE_SETTINGS
 from ts.handler_utils.timer import timed
 from ts.torch_handler.image_processing import ImageProcessing, ToTensor
 from ts.torch_handler.vision_handler import VisionHandler

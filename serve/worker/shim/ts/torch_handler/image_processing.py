@@ -9,7 +9,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from modelyard.handlers.vision_handler import ImageSettings, colour_table, to_size
+from modelyard.handlers.pictures import ImageSettings, colour_table, to_size
 
 ToTensor = Callable[[Image.Image], Tensor]
 """What authors put as `image_processing`."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from modelyard.handlers.vision_handler import ImageSettings
+from modelyard.handlers.pictures import ImageSettings
 from ts.torch_handler.image_processing import ImageProcessing, ToTensor
 from ts.torch_handler.vision_handler import VisionHandler
 from ts.utils.util import map_class_to_label

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 
 from modelyard.handlers.context import Context
-from modelyard.handlers.vision_handler import ImageSettings
+from modelyard.handlers.pictures import ImageSettings
 from ts.handler_utils.timer import timed
 from ts.torch_handler.base_handler import BaseHandler
 from ts.torch_handler.image_processing import ImageProcessing, ToTensor
