@@ -1,7 +1,7 @@
 """Folders that trainers write. Only files of weights and JSON are opened, by name."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import dcp
 from modelyard.exporter.ingest.archive import read_archive
+from modelyard.exporter.ingest.kinds import tensor_map, weight_sets
 from modelyard.exporter.ingest.profiles import match_profiles
 from modelyard.exporter.ingest.safetensors_file import (
     SafeTensors,
@@ -23,6 +24,7 @@ from modelyard.exporter.ingest.safetensors_file import (
 from modelyard.exporter.ingest.single_file import (
     Announce,
     danger_notes,
+    may_hold_weights,
     parse_beside,
     read_file,
     refusal,
@@ -44,6 +46,7 @@ from modelyard.exporter.ingest.value import (
 )
 
 _MAX_YAML = 1 << 20
+_MAX_PLACES = 100
 _WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -64,8 +67,48 @@ def read_folder(folder: Path, announce: Announce | None = None) -> ParsedCheckpo
     format = sniff(folder)
     reader = _READERS.get(format)
     if reader is None:
-        raise refusal(format, folder.name)
+        raise refusal(format, folder.name, _weights_inside(folder))
     return reader(folder, announce)
+
+
+def _weights_inside(folder: Path) -> list[str]:
+    """List files and folders of weights in a folder that is none itself, two levels down."""
+    ranks = [path.name for path in folder.glob("consolidated.*.pth")]
+    if len(ranks) > 1:
+        raise CheckpointError(
+            f'"{folder.name}" holds {len(ranks)} model-parallel ranks of Llama '
+            f"({min(ranks)} …); convert them to one model with transformers' "
+            "convert_llama_weights_to_hf.py first"
+        )
+    found = []
+    below = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
+    for place in (folder, *sorted(below)[:_MAX_PLACES]):
+        if place != folder and any((place / name).is_file() for name in _WEIGHT_FILES):
+            kind = _class_of(place)
+            found.append(f"{place.name}{f' ({kind})' if kind else ''}")
+            continue
+        found += [
+            path.relative_to(folder).as_posix()
+            for path in sorted(place.iterdir())[:_MAX_PLACES]
+            if may_hold_weights(path.name) and path.is_file() and not path.is_symlink()
+        ]
+    return found
+
+
+def _class_of(folder: Path) -> str | None:
+    try:
+        config = read_object_or_nothing(folder / "config.json")
+    except CheckpointError:
+        return None
+    return _config_class(config)
+
+
+def _config_class(config: Mapping[str, Any]) -> str | None:
+    """Return the class that a `config.json` of transformers, timm or diffusers names."""
+    architectures = config.get("architectures")
+    name = architectures[0] if isinstance(architectures, list) and architectures else None
+    names = (name, config.get("architecture"), config.get("_class_name"))
+    return next((text for each in names if (text := _text(each))), None)
 
 
 def _determined(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
@@ -111,15 +154,19 @@ def _hugging_face(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     config = read_object_or_nothing(folder / "config.json")
     parsed = _weights_folder(folder, announce)
     state = read_object_or_nothing(folder / "trainer_state.json")
-    architectures = config.get("architectures")
-    name = architectures[0] if isinstance(architectures, list) and architectures else None
-    name = _text(name) or _text(config.get("architecture")) or _text(config.get("_class_name"))
+    name = _config_class(config)
     kind = "timm folder" if "pretrained_cfg" in config else "Hugging Face folder"
     kind = "diffusers folder" if "_class_name" in config else kind
     notes = parsed.notes
     if "auto_map" in config:
         code = code_names(config["auto_map"])
         notes = (*notes, f"its class is code in the folder ({code}), which was not imported")
+    if (folder / "modules.json").is_file():
+        notes = (
+            *notes,
+            "modules.json adds steps to the transformer, such as pooling, which are not in it; the "
+            "handler text_encoder pools",
+        )
     extra = [folder / name for name in ("config.json", "trainer_state.json")]
     return replace(
         parsed,
@@ -164,6 +211,8 @@ def _distributed_inside(
     for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp"):
         if (folder / name / ".metadata").is_file():
             return _distributed(folder / name, announce)
+    if not own and (inside := _weights_inside(folder)):
+        raise refusal("unknown", folder.name, inside)
     seen = f"several files of weights ({', '.join(own)})" if own else "no file of weights"
     raise CheckpointError(
         f'"{folder.name}" has {seen}; expected one of {", ".join(_WEIGHT_FILES)}: give the file '
@@ -208,28 +257,28 @@ def _sharded_bin(index: Path, announce: Announce | None) -> ParsedCheckpoint:
 def _distributed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     """Read a DCP folder; with `meta.pt` it is a sharded checkpoint of Lightning."""
     index = dcp.read_index(folder)
-    sets: dict[str, dict[str, Tensor]] = {}
+    content: dict[str, Any] = {}
+    optimizers: set[str] = set()
     wanted: set[str] = set()
     values: dict[str, Any] = {}
     for item in index.items.values():
-        key = item.path[0] if len(item.path) > 1 else ""
-        if _OPTIMIZER.search(key) or _OPTIMIZER.search(item.name.partition(".")[0]):
-            continue
-        if item.dtype is not None:
-            tensor = dcp.read_tensor(index.files, item)
-            sets.setdefault(key, {})[".".join(item.path[1:] if key else item.path)] = tensor
+        if (optimizer := _optimizer(item)) is not None:
+            optimizers.add(optimizer)
+        elif item.dtype is not None:
+            _put(content, item.path, dcp.read_tensor(index.files, item))
         elif (file := dcp.read_value(index.files, item)) is not None:
             wanted |= file.wanted
             values[".".join(item.path)] = file.value
-    weights = {key: Weights(tensors) for key, tensors in sets.items()}
-    names: tuple[str, ...] = ("model", "state_dict", "")
-    default = next((key for key in names if key in weights), None)
+    whole = tensor_map(content)
+    is_flat = whole is not None and any(isinstance(value, Tensor) for value in content.values())
+    weights = {"": whole} if whole is not None and is_flat else weight_sets(content)
+    usual = [key for key in weights if key.rpartition(".")[2] in ("model", "state_dict", "")]
+    default = usual[0] if len(usual) == 1 or usual[:1] == ["model"] else None
     if default is None and len(weights) == 1:
         (default,) = weights
     training = {
         key: value for key, value in values.items() if type(value) in (int, float, str, bool)
     }
-    optimizers = sorted({item.path[0] for item in index.items.values() if _is_optimizer(item)})
     _, refused = match_profiles("DCP", wanted)
     parsed = ParsedCheckpoint(
         kind="distributed checkpoint (DCP)",
@@ -239,7 +288,7 @@ def _distributed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         paths=index.paths,
         writer="torch.distributed.checkpoint",
         writer_version=index.version,
-        training={**training, **({"optimizers": optimizers} if optimizers else {})},
+        training={**training, **({"optimizers": sorted(optimizers)} if optimizers else {})},
         refused=refused,
         notes=danger_notes(refused),
     )
@@ -247,11 +296,22 @@ def _distributed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     return _with_meta(parsed, meta) if meta.is_file() else parsed
 
 
-_OPTIMIZER = re.compile(r"^optim")
+def _optimizer(item: dcp.Item) -> str | None:
+    """Return the path of the optimizer that an item is of; None of any other."""
+    parts = item.path if len(item.path) > 1 else tuple(item.name.split("."))
+    place = next((at for at, part in enumerate(parts) if part.startswith("optim")), None)
+    return None if place is None else ".".join(parts[: place + 1])
 
 
-def _is_optimizer(item: dcp.Item) -> bool:
-    return bool(_OPTIMIZER.search(item.path[0]))
+def _put(content: dict[str, Any], path: Sequence[str], tensor: Tensor) -> None:
+    """Put a tensor where it was in the dicts that were saved."""
+    *keys, last = path
+    for key in keys:
+        inner = content.setdefault(key, {})
+        if not isinstance(inner, dict):
+            raise CheckpointError(f'DCP index: "{key}" is a tensor and holds others; copy it again')
+        content = inner
+    content[last] = tensor
 
 
 def _with_meta(parsed: ParsedCheckpoint, meta: Path) -> ParsedCheckpoint:

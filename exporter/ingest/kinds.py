@@ -75,6 +75,8 @@ class Classification:
     default: str | None
     """The path that the rule chooses; None when nothing tells which."""
     ema: str | None
+    left_out: tuple[str, ...] = ()
+    """Entries beside the tensors of a state dict."""
 
 
 def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
@@ -235,12 +237,22 @@ def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Classif
             "or a dict that has one: save model.state_dict()"
         )
     rule = next((rule for rule in RULES if rule.applies(content)), None)
-    weights = dict(_candidates(content, "", 0, _Visits()))
+    weights = weight_sets(content)
     chosen = None if rule is None else next((key for key in rule.weights if key in weights), None)
     flat = tensor_map(content)
     if chosen is None and flat is not None and _is_flat(content):
         return Classification("state dict", None, {"": flat}, "", None)
+    if not weights and _is_flat(content) and (beside := _beside_tensors(content)):
+        kept = tensor_map({key: item for key, item in content.items() if key not in beside})
+        assert kept is not None
+        return Classification("state dict", None, {"": kept}, "", None, beside)
     if not weights:
+        if any(name.startswith(_SHARES) for name in refused):
+            raise CheckpointError(
+                f'checkpoint "{file}" holds DTensors, of which a rank has its share; gather them '
+                "where it was trained: get_model_state_dict(model, options=StateDictOptions("
+                "full_state_dict=True)), or save it with torch.distributed.checkpoint"
+            )
         raise CheckpointError(
             f'checkpoint "{file}" holds {_shown(content)}{wants}; expected a plain state dict, '
             "name → tensor, or a dict that has one: save model.state_dict()"
@@ -250,6 +262,22 @@ def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Classif
         (chosen,) = set(weights) - {ema}
     kind = "training checkpoint" if rule is None or chosen is None else rule.kind
     return Classification(kind, rule if chosen is not None else None, weights, chosen, ema)
+
+
+_SHARES = ("torch.distributed.tensor.", "torch.distributed._tensor.")
+
+
+def _beside_tensors(content: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the entries that are plain values beside tensors; nothing where one is an object."""
+    beside = {key: value for key, value in content.items() if tensor_map({key: value}) is None}
+    plain = (bool, int, float, str, list, tuple, dict)
+    is_plain = all(value is None or isinstance(value, plain) for value in beside.values())
+    return tuple(beside) if is_plain else ()
+
+
+def weight_sets(content: Mapping[str, Any]) -> dict[str, Weights]:
+    """Return every set of weights in a dict of dicts, by its dotted path; optimizers are none."""
+    return dict(_candidates(content, "", 0, _Visits()))
 
 
 def as_mapping(value: Any) -> Mapping[str, Any] | None:

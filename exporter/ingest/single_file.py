@@ -1,5 +1,6 @@
 """One file of weights, of torch.save, safetensors, TorchScript or torch.export → its content."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from modelyard.exporter.ingest.plain import to_plain
 from modelyard.exporter.ingest.profiles import allowed_names, match_profiles
 from modelyard.exporter.ingest.rebuild import is_known
 from modelyard.exporter.ingest.safetensors_file import SafeTensors, parsed_from, read_source
-from modelyard.exporter.ingest.source import ADVICE, Source, sniff_source
+from modelyard.exporter.ingest.source import ADVICE, Source, packed_names, sniff_source
 from modelyard.exporter.ingest.torch_file import TorchFile, load_as_torch, read_torch_file
 from modelyard.exporter.ingest.torchscript import read_script
 from modelyard.exporter.ingest.trust import unpickle
@@ -50,6 +51,11 @@ _DANGEROUS_NAMES = frozenset(
 )
 
 
+_NAMES_SHOWN = 10
+_WEIGHTS = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|ts)$")
+_BESIDE = re.compile(r"optim|sched|rng|scaler|random_state|training_args|counter|brain|dataloader")
+
+
 def read_file(source: Source, announce: Announce | None = None) -> ParsedCheckpoint:
     """Read a file of any format that holds weights.
 
@@ -63,19 +69,34 @@ def read_file(source: Source, announce: Announce | None = None) -> ParsedCheckpo
     format = sniff_source(source)
     reader = _READERS.get(format)
     if reader is None:
-        raise refusal(format, source.name)
+        inside = [name for name in packed_names(source) if may_hold_weights(name)]
+        raise refusal(format, source.name, inside, is_packed=True)
     parsed = reader(source, announce)
     return parsed if source.path is None else replace(parsed, paths=(source.path,))
 
 
-def refusal(format: str, name: str) -> CheckpointError:
-    """Return why a format is not taken, and what to do."""
+def refusal(
+    format: str, name: str, inside: Sequence[str] = (), *, is_packed: bool = False
+) -> CheckpointError:
+    """Return why a format is not taken, and what to do; `inside` are files of weights in it."""
     if format in ADVICE:
         return CheckpointError(f'"{name}" is not a checkpoint ({format}): {ADVICE[format]}')
+    if inside:
+        rest = len(inside) - _NAMES_SHOWN
+        more = f" and {rest} more" if rest > 0 else ""
+        return CheckpointError(
+            f'"{name}" is not itself a checkpoint, and holds {", ".join(inside[:_NAMES_SHOWN])}'
+            f"{more}: {'unpack it and ' if is_packed else ''}give the one with the weights"
+        )
     return CheckpointError(
         f'"{name}" is not a checkpoint that can be read; expected a file of torch.save or '
         "safetensors, or the folder that a trainer wrote: save torch.save(model.state_dict(), …)"
     )
+
+
+def may_hold_weights(name: str) -> bool:
+    """Return whether a file inside of something is worth to be named, by its name."""
+    return bool(_WEIGHTS.search(name)) and not _BESIDE.search(name.rpartition("/")[2])
 
 
 def danger_notes(refused: Sequence[str]) -> tuple[str, ...]:
@@ -163,7 +184,7 @@ def _parse_object(root: Any, name: str, loader: str, refused: tuple[str, ...]) -
         refused=refused,
         class_hint=_class_hint(root, tree),
         module=module,
-        notes=_deepspeed_notes(root, classified),
+        notes=(*_deepspeed_notes(root, classified), *_beside_notes(root, classified.left_out)),
     )
 
 
@@ -199,6 +220,12 @@ def _class_hint(root: Any, tree: UnresolvedCall | None) -> ClassHint | None:
         return ClassHint(tree.dotted, "the pickled module")
     arch = (as_mapping(root) or {}).get("arch")
     return ClassHint(arch, '"arch" of the checkpoint') if isinstance(arch, str) else None
+
+
+def _beside_notes(root: Any, names: Sequence[str]) -> tuple[str, ...]:
+    content = as_mapping(root) or {}
+    shown = ", ".join(f'"{name}" ({type(content.get(name)).__name__})' for name in names[:20])
+    return (f"beside its tensors it holds {shown}, which were left out",) if names else ()
 
 
 def _deepspeed_notes(root: Any, classified: Classification) -> tuple[str, ...]:

@@ -52,6 +52,7 @@ ADVICE: Mapping[str, str] = {
     "Keras checkpoint": "it was written by a Keras trial; expected a PyTorch checkpoint",
     "Megatron checkpoint": "its weights are spread over ranks; convert it with Megatron's "
     "checkpoint tools to one file first",
+    "gzip": "it is packed with gzip; unpack it (gunzip) and give the file inside",
     "unpacked zip": "it is an unpacked file of torch.save; give the file itself",
 }
 """Formats without weights that are read here, and what to do instead."""
@@ -220,8 +221,9 @@ def sniff_source(source: Source) -> str:
             return format
     if head[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
         return _sniff_tar(source)
-    if head[:2] == b"\x1f\x8b":
-        return _sniff_tar(source)
+    if head[:2] == GZIP_MAGIC:
+        format = _sniff_tar(source)
+        return format if format != "unknown" or packed_names(source) else "gzip"
     if _is_safetensors(source):
         return "safetensors"
     if len(head) > 1 and head[0] == 0x80 and 2 <= head[1] <= 5:
@@ -264,6 +266,19 @@ def zip_names(source: Source) -> Mapping[str, bytes]:
             with suppress(Damaged):
                 names[member.name] = b"".join(reader.chunks(member))
     return names
+
+
+def packed_names(source: Source) -> list[str]:
+    """List what a zip or tar holds; nothing of what is neither."""
+    head = bytes(source.data[:512])
+    try:
+        if head[:4] == b"PK\x03\x04":
+            return list(zip_names(source))
+        if head[:2] == GZIP_MAGIC or head[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
+            return list(_tar_names(source))
+    except Damaged:
+        pass
+    return []
 
 
 def _sniff_tar(source: Source) -> str:

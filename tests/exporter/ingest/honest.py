@@ -28,7 +28,9 @@ import transformers
 import yaml
 from omegaconf import OmegaConf
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.distributed.checkpoint.state_dict_saver import save as save_distributed
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.swa_utils import AveragedModel
 
 
@@ -640,6 +642,15 @@ def _cuda(folder: Path) -> Honest:
 # safetensors and Hugging Face.
 
 
+@writes("state dict with entries beside its tensors")
+def _metadata_beside(folder: Path) -> Honest:
+    net, _, _ = trained()
+    beside = {"_metadata": {"version": 1, "act": HistoryBuffer()}, "epoch": 3}
+    torch.save({**net.state_dict(), **beside}, folder / "net.pth")
+    name = f"{HistoryBuffer.__module__}.HistoryBuffer"
+    return Honest(folder / "net.pth", net.state_dict(), "state dict", "inert", refused=(name,))
+
+
 @writes("safetensors, one file")
 def _safetensors(folder: Path) -> Honest:
     state = {"a": torch.randn(3, 4), "b": torch.ones(2, dtype=torch.bfloat16), "c": torch.empty(0)}
@@ -752,6 +763,35 @@ def _dcp(folder: Path) -> Honest:
         "distributed checkpoint (DCP)",
         "dcp",
         training={"step": 12, "optimizers": ["optimizer"]},
+    )
+
+
+class AppState(Stateful):
+    """A model and its optimizer in one object, as PyTorch's tutorial saves them."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model = model
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return both, by name."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optim": optimizer}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take both back, which no test does."""
+
+
+@writes("DCP of an application's state")
+def _dcp_app(folder: Path) -> Honest:
+    net, optimizer, _ = trained()
+    _save_dcp({"app": AppState(net, optimizer)}, folder)
+    return Honest(
+        folder,
+        net.state_dict(),
+        "distributed checkpoint (DCP)",
+        "dcp",
+        training={"optimizers": ["app.optim"]},
     )
 
 
