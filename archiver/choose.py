@@ -22,8 +22,6 @@ _PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 _MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 _LIBRARY = "transformers"
-_CACHE = "past_mask"
-"""An input that only decoders have which `modelyard export --generate` wrote."""
 _TOKEN_IDS = ("input_ids", "ids", "tokens", "token_ids")
 
 
@@ -198,7 +196,7 @@ _WORDS = {
 
 def _inputs_of(signature: Signature) -> set[str]:
     """Return what the inputs may be: text, its cache, an image, sound, a series, numbers."""
-    if any(spec.name == _CACHE for spec in signature.inputs):
+    if signature.has_cache:
         return {"text and its cache"}
     whole = [spec for spec in signature.inputs if not spec.is_float]
     real = [spec for spec in signature.inputs if spec.is_float]

@@ -222,6 +222,8 @@ class _Collector:
                     "cannot be known; write both with `modelyard export`"
                 )
             return None
+        if twin is None and report.signature.has_cache:
+            return None  # a text has no label to explain, and a second copy would cost memory
         if twin is None and report.format in DIFFERENTIABLE_FORMATS:
             return Explain(artifact.name, report.path.name)
         twin = twin or self._sibling(artifact)

@@ -48,6 +48,8 @@ OIP_DATATYPES = {
     **{f"uint{bits}": f"UINT{bits}" for bits in (8, 16, 32, 64)},
 }
 """A dtype → its name in the Open Inference Protocol."""
+PAST_MASK = "past_mask"
+"""An input that only decoders have which take their cache."""
 UNLIMITED = sys.maxsize
 DEFAULT_RANGE = (1, 8)
 
@@ -159,6 +161,11 @@ class Signature:
     def batch(self) -> Size | None:
         """The first dimension of the first input; None where there is none."""
         return self.inputs[0].shape[0] if self.inputs and self.inputs[0].shape else None
+
+    @property
+    def has_cache(self) -> bool:
+        """Whether it is of a decoder with its cache, as `export --generate` writes."""
+        return any(spec.name == PAST_MASK for spec in self.inputs)
 
     @property
     def proven_batch(self) -> int | None:

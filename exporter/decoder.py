@@ -26,6 +26,10 @@ _STEPS = 4
 _PROMPTS = ((3, 1, 4, 1, 5), (9, 2))
 """Of different length."""
 
+_OTHERWISE = (
+    "it takes a mask, positions or a cache otherwise than most decoders; export it without "
+    "--generate"
+)
 _WANTED = "--generate takes a decoder of transformers, such as GPT-2, Llama or Qwen3"
 
 
@@ -162,23 +166,30 @@ def _prove(module: WithCache, signature: Signature) -> dict[str, Any]:
     texts = [[token % vocabulary for token in prompt] for prompt in _PROMPTS]
     rule = rule_for(signature.inputs[-1].dtype)
     largest = 0.0
-    logits, cache = decoder.read(texts)
-    for step in range(_STEPS):
-        for row, text in enumerate(texts):
-            with torch.inference_mode():
-                alone = model(input_ids=torch.tensor([text]), use_cache=False).logits[:, -1]
-            found = compare(alone, logits[row : row + 1], rule.tolerance)
-            if not found["scaled"] <= rule.tolerance or found["same"] != found["rows"]:
-                raise ModelError(
-                    f"after {step} steps through its cache the model's logits are "
-                    f"{found['max_abs']:.1e} from those for the whole text at once (tolerance "
-                    f"{rule.tolerance:g}): it takes a mask, positions or a cache otherwise than "
-                    "most decoders; export it without --generate"
-                )
-            largest = max(largest, found["max_abs"])
-            text.append(int(alone.argmax()))
-        if step + 1 < _STEPS:
-            logits = decoder.step(cache, [text[-1] for text in texts])
+    try:
+        logits, cache = decoder.read(texts)
+        for step in range(_STEPS):
+            for row, text in enumerate(texts):
+                with torch.inference_mode():
+                    alone = model(input_ids=torch.tensor([text]), use_cache=False).logits[:, -1]
+                found = compare(alone, logits[row : row + 1], rule.tolerance)
+                if not found["scaled"] <= rule.tolerance or found["same"] != found["rows"]:
+                    raise ModelError(
+                        f"after {step} steps through its cache the model's logits are "
+                        f"{found['max_abs']:.1e} from those for the whole text at once (tolerance "
+                        f"{rule.tolerance:g}): {_OTHERWISE}"
+                    )
+                largest = max(largest, found["max_abs"])
+                text.append(int(alone.argmax()))
+            if step + 1 < _STEPS:
+                logits = decoder.step(cache, [text[-1] for text in texts])
+    except ModelError:
+        raise
+    # The model is its author's code.
+    except Exception as error:
+        raise ModelError(
+            f"{type(model).__name__} fails step by step: {cause(error)}: {_OTHERWISE}"
+        ) from error
     return {"steps": _STEPS, "max_abs": largest, "compared_with": "forward() of the whole text"}
 
 

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from modelyard.archiver.signature import UNLIMITED, Dim, TensorSpec
+from modelyard.archiver.signature import PAST_MASK, UNLIMITED, Dim, TensorSpec
 from modelyard.handlers.backends import torch_dtype
 
-TOKENS = ("input_ids", "attention_mask", "past_mask")
+TOKENS = ("input_ids", "attention_mask", PAST_MASK)
 """The inputs before the cache, by whose names a decoder's artifact is known."""
 BLOCK = 64
 """Places by which a cache grows and shrinks."""

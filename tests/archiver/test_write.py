@@ -193,6 +193,23 @@ def test_native_code_finds_its_twin_beside_it(inputs: Path, tmp_path: Path) -> N
         assert archive.manifest.modelyard.explain == Explain("digits.pt2", "digits.pt2.report.json")
 
 
+def test_a_decoder_brings_no_twin_and_no_warning(
+    inputs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("digits.onnx", "digits.pt2"):
+        signature = json.loads((inputs / f"{name}.report.json").read_text())["signature"]
+        cache = {"name": "past_mask", "dtype": "int64", "shape": ["batch", "past"]}
+        signature["inputs"].append(cache)
+        signature["dims"]["past"] = {"min": 1, "max": 64}
+        change_report(inputs, name, signature=signature)
+
+    with caplog.at_level(logging.WARNING), open_archive(digits(inputs, tmp_path)) as archive:
+        assert archive.manifest.modelyard is not None
+        assert archive.manifest.modelyard.explain is None
+        assert "digits.pt2" not in archive.names
+    assert "cannot be explained" not in caplog.text
+
+
 def test_twin_of_another_checkpoint_is_refused(inputs: Path, tmp_path: Path) -> None:
     change_report(inputs, "digits.pt2", checkpoint={"sha256": "f" * 64})
 
@@ -304,13 +321,13 @@ def test_handler_file_is_packed_and_recorded(
 @pytest.mark.parametrize(
     ("handler", "problem"),
     [
-        ("image_clasifier", "expected FILE.py, FILE.py:Class, or one of base_handler, image_c"),
+        ("image_clasifier", "expected FILE.py, FILE.py:Class, or one of base_handler, "),
         ("{inputs}/lost.py", "lost.py: there is no such file"),
         ("{inputs}/handler.py:Lost", "handler.py has no class Lost; it has: DigitsHandler"),
         ("{inputs}/handler.py:1x", '"1x" is not a class name'),
         ("{inputs}/handler.py:", '"" is not a class name'),
         ("{inputs}/broken.py", "broken.py, line 2: "),
-        ("{inputs}", "expected FILE.py, FILE.py:Class, or one of base_handler, image_c"),
+        ("{inputs}", "expected FILE.py, FILE.py:Class, or one of base_handler, "),
     ],
 )
 def test_wrong_handler_says_what_is_expected(

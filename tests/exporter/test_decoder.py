@@ -165,8 +165,14 @@ def test_other_decoders_are_taken_within_the_places_that_they_know(
             ),
             "MambaForCausalLM",
         ),
+        (
+            lambda: transformers.BloomForCausalLM(
+                transformers.BloomConfig(vocab_size=9, hidden_size=8, n_layer=1, n_head=2)
+            ),
+            "BloomForCausalLM fails step by step: .* otherwise than most decoders",
+        ),
     ],
-    ids=["layer", "encoder", "state"],
+    ids=["layer", "encoder", "state", "distances"],
 )
 def test_what_keeps_no_keys_and_values_is_refused(model: Any, message: str) -> None:
     with pytest.raises(ModelError, match=message):
