@@ -239,6 +239,7 @@ def observe(
             replace(tried, outputs=outputs),
             watched.batch_norm,
             _two_batches(tried, samples if sample_only else ()),
+            are_chosen=bool(output_names),
         )
     dtypes = [dtype_name(value.dtype) for value in flatten(output).values()]
     outputs = tuple(
@@ -498,6 +499,8 @@ def find_batching(
     signature: Signature,
     batch_norm: Sequence[str],
     batches: tuple[Tensors, Tensors] | None,
+    *,
+    are_chosen: bool = False,
 ) -> Batching:
     """Compare a row inside batches of different neighbours, and alone.
 
@@ -506,18 +509,28 @@ def find_batching(
         signature: inputs and outputs.
         batch_norm: places that normalise by the batch, which explain why rows mix.
         batches: two of one size, in which no row is the same; None where samples have none.
+        are_chosen: whether the outputs are those that were asked for: else others may do.
     """
     batch = signature.batch
     if not isinstance(batch, Dim):
         name = signature.inputs[0].name
         return Batching(False, f'the first dim of input "{name}" is fixed to {batch}')
-    shape_reason = _shapes_apart(signature, batch)
-    if shape_reason:
-        return Batching(False, shape_reason)
+    for spec in signature.inputs:
+        if reason := why_no_rows(spec, batch):
+            return Batching(False, reason)
+
+    def refused(reasons: Mapping[str, str]) -> Batching:
+        others = [spec.name for spec in signature.outputs if spec.name not in reasons]
+        keep = "" if are_chosen else "".join(f" --output {name}" for name in others)
+        return Batching(False, next(iter(reasons.values())) + (f"; try{keep}" if keep else ""))
+
+    if shapes := _shapes_apart(signature, batch):
+        return refused(shapes)
     if batches is None:
         return Batching(
             False, "no two rows of the samples could change places, so whether rows mix is unknown"
         )
+    mixed: dict[str, str] = {}
     for name, apart, how in _row_differences(run, signature, batch, *batches):
         if not apart <= _ROW_TOLERANCE:
             why = (
@@ -526,21 +539,23 @@ def find_batching(
                 else ""
             )
             amount = f"by {apart:.1e}" if math.isfinite(apart) else "its shape or becomes NaN"
-            return Batching(False, f'a row of output "{name}" changes {amount} {how}{why}')
+            mixed.setdefault(name, f'a row of output "{name}" changes {amount} {how}{why}')
+    if mixed:
+        return refused(mixed)
     return Batching(True, "a row gives the same alone and beside any other rows")
 
 
-def _shapes_apart(signature: Signature, batch: Dim) -> str:
-    """Return which input or output does not hold one row per request; empty when all do."""
-    for spec in signature.inputs:
-        if reason := why_no_rows(spec, batch):
-            return reason
+def _shapes_apart(signature: Signature, batch: Dim) -> dict[str, str]:
+    """Return which outputs do not hold one row per request, and why."""
+    reasons = {}
     for spec in signature.outputs:
         if not spec.shape or spec.shape[0] != batch:
-            return f'output "{spec.name}" has no dim "{batch.name}" in front, so no row per request'
-        if batch in spec.shape[1:]:
-            return f'output "{spec.name}" has rows as long as the batch'
-    return ""
+            reasons[spec.name] = (
+                f'output "{spec.name}" has no dim "{batch.name}" in front, so no row per request'
+            )
+        elif batch in spec.shape[1:]:
+            reasons[spec.name] = f'output "{spec.name}" has rows as long as the batch'
+    return reasons
 
 
 def _two_batches(signature: Signature, samples: Sequence[Sample]) -> tuple[Tensors, Tensors] | None:

@@ -1,3 +1,5 @@
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -65,8 +67,20 @@ class PerGroup(nn.Module):
         return nn.functional.instance_norm(x.unsqueeze(1)).squeeze(1)
 
 
-def _batching(model: nn.Module, *inputs: str) -> Batching:
-    found = observe(model.eval(), parse_inputs(inputs), (), torch.device("cpu"))
+class WithLoss(nn.Module):
+    """Gives what each row has, and a loss of them all."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"loss": x.square().mean(), "twice": 2 * x, "half": x / 2}
+
+
+class WithMean(nn.Module):
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"twice": 2 * x, "apart": x - x.mean(0)}
+
+
+def _batching(model: nn.Module, *inputs: str, outputs: Sequence[str] = ()) -> Batching:
+    found = observe(model.eval(), parse_inputs(inputs), outputs, torch.device("cpu"))
     assert found.signature.batching is not None
     assert found.signature.to_json()["batching"] == vars(found.signature.batching)
     return found.signature.batching
@@ -93,6 +107,31 @@ def test_rows_that_mix_are_found_and_named(model: nn.Module, seen: str, dim: str
     found = _batching(model, f"x:float32[{dim},3]")
     assert not found.batchable
     assert seen in found.reason
+
+
+@pytest.mark.parametrize(
+    ("model", "at_fault", "keep"),
+    [
+        pytest.param(WithLoss(), '"loss" has no dim "batch"', ["twice", "half"], id="no rows"),
+        pytest.param(WithMean(), 'a row of output "apart" changes by', ["twice"], id="rows mix"),
+    ],
+)
+def test_outputs_that_keep_requests_apart_are_named_with_those_to_keep(
+    model: nn.Module, at_fault: str, keep: list[str]
+) -> None:
+    found = _batching(model, "x:float32[batch,3]")
+    assert not found.batchable
+    assert at_fault in found.reason
+    assert found.reason.endswith("; try" + "".join(f" --output {name}" for name in keep))
+    assert _batching(model, "x:float32[batch,3]", outputs=keep).batchable
+
+
+def test_no_other_outputs_are_named_where_these_were_asked_for() -> None:
+    found = _batching(WithLoss(), "x:float32[batch,3]", outputs=["twice", "loss"])
+    assert (found.batchable, found.reason) == (
+        False,
+        'output "loss" has no dim "batch" in front, so no row per request',
+    )
 
 
 def test_an_input_that_all_rows_share_keeps_requests_apart() -> None:
