@@ -42,6 +42,8 @@ class Watched:
     """Places that normalise by the statistics of the batch."""
     cut: list[str] = field(default_factory=list)
     """Places where gradients end under torch.no_grad()."""
+    custom: dict[str, str] = field(default_factory=dict)
+    """torch.autograd.Function of the author's → place of its call."""
 
     def warnings(self) -> list[str]:
         """Return in a sentence each what the author may want to change."""
@@ -54,6 +56,11 @@ class Watched:
             f"gradients end{place}, under torch.no_grad() inside forward(), so explanations would "
             "leave that part out; remove it there and use it around the call"
             for place in dict.fromkeys(self.cut)
+        ]
+        lines += [
+            f"the backward() of {name}{place} is in no artifact: it holds the operators of its "
+            "forward(), and explanations take their gradients"
+            for name, place in self.custom.items()
         ]
         return lines
 
@@ -156,7 +163,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "batch_norm" in name and _argument(func, args, given, "training"):
             self._seen.batch_norm.append(_author_place())
         if not torch.is_grad_enabled() and _cuts(func, args):
-            self._seen.cut.append(_author_place())
+            self._note_cut()
         result = func(*args, **given)
         if is_random and isinstance(drawn := result, Tensor):
             dtype, shape = str(drawn.dtype).removeprefix("torch."), tuple(drawn.shape)
@@ -164,15 +171,32 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._seen.random.setdefault(name.partition(".")[0], Drawn(place, dtype, shape))
         return result
 
+    def _note_cut(self) -> None:
+        """Tell torch.no_grad() of the author's from that of every autograd.Function's forward()."""
+        for frame in _frames():
+            if frame.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
+                name = frame.f_locals["cls"].__name__
+                self._seen.custom.setdefault(name, _author_place(frame))
+                return
+        self._seen.cut.append(_author_place())
 
-def _author_place() -> str:
-    """Name the innermost line of the stack that is not torch's: " at net.py:12"; "" without one."""
-    frame: FrameType | None = sys._getframe(2)  # the caller of __torch_dispatch__
-    while frame is not None and not frame.f_code.co_filename.startswith(_OURS):
+
+def _frames(frame: FrameType | None = None) -> Iterator[FrameType]:
+    """Yield the frames of the model's run, the innermost first, from those outside of `frame`."""
+    frame = frame or sys._getframe(1)
+    while (frame := frame.f_back) is not None:
         file = frame.f_code.co_filename
-        if not file.startswith((_TORCH, "<")):
-            return f" at {Path(file).name}:{frame.f_lineno}"
-        frame = frame.f_back
+        if file != __file__ and file.startswith(_OURS):
+            return
+        yield frame
+
+
+def _author_place(frame: FrameType | None = None) -> str:
+    """Name the innermost line of the stack that is not torch's: " at net.py:12"; "" without one."""
+    for outer in _frames(frame):
+        file = outer.f_code.co_filename
+        if not file.startswith((_OURS, _TORCH, "<")):
+            return f" at {Path(file).name}:{outer.f_lineno}"
     return ""
 
 

@@ -61,6 +61,25 @@ class Stays(nn.Module):
         return out
 
 
+class Surrogate(torch.autograd.Function):
+    """A step, whose gradient is said to be 1, as spiking networks have it."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return (x * x > 1).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        return gradients[0]
+
+
+class Steps(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        once: Tensor = Surrogate.apply(x)  # type: ignore[no-untyped-call]
+        twice: Tensor = Surrogate.apply(once + x)  # type: ignore[no-untyped-call]
+        return twice
+
+
 def _warnings(model: nn.Module) -> tuple[str, ...]:
     signature = parse_inputs(["x:float32[batch,3]"])
     return observe(model.eval(), signature, (), torch.device("cpu")).warnings
@@ -71,6 +90,9 @@ def _warnings(model: nn.Module) -> tuple[str, ...]:
     [
         pytest.param(Draws(), f"draws random numbers at {HERE}:19 (randn)", id="random"),
         pytest.param(Cuts(), f"gradients end at {HERE}:34, under torch.no_grad()", id="no grad"),
+        pytest.param(
+            Steps(), f"the backward() of Surrogate at {HERE}:78 is in no artifact", id="function"
+        ),
         pytest.param(Constant(), '"scale" is a tensor outside the state dict', id="plain tensor"),
     ],
 )
