@@ -111,6 +111,7 @@ def build_hugging_face(
     is_chosen = class_name is not None or task is not None
     _check_loaded(loaded, checkpoint, found.__name__, notes if is_chosen else None)
     assert isinstance(model, nn.Module)
+    _use_plain_experts(model)
     if _caches(model) and _uses_no_cache(config):
         notes.append(
             "it was built with use_cache=False, so its outputs hold no cache (past_key_values)"
@@ -244,6 +245,16 @@ def _parts(config: Any, model_args: Mapping[str, Any]) -> Iterator[tuple[Any, Ma
         part, given = getattr(config, key, None), model_args.get(key)
         if part is not None:
             yield from _parts(part, given if isinstance(given, Mapping) else model_args)
+
+
+def _use_plain_experts(model: Any) -> None:
+    """Let a mixture of experts multiply by torch's own operators.
+
+    By default it calls an operator of transformers, which no artifact may hold: neither ONNX nor a
+    process without transformers has it.
+    """
+    if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
+        model.set_experts_implementation("batched_mm")
 
 
 def _caches(model: Any) -> bool:
