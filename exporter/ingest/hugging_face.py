@@ -339,11 +339,23 @@ def _remote(
     except Exception as error:
         raise ModelError(f"the folder's own class fails: {cause(error)}; give --model") from error
     assert isinstance(model, nn.Module)
+    _use_plain_experts(model)
     config: Any = model.config
     if getattr(config, "use_cache", None) and "use_cache" not in model_args:
         config.use_cache = False
         notes.append("it runs with use_cache=False, so its outputs hold no cache")
     return model
+
+
+def _use_plain_experts(model: Any) -> None:
+    """Compute a mixture's experts by torch's own operators, which every format has.
+
+    transformers' default is an operator of its own: ONNX lacks it, and a program that holds it
+    needs transformers to load.
+    """
+    chosen: dict[str, str] = getattr(model, "get_experts_implementation", dict)()
+    if "grouped_mm" in chosen.values():
+        model.set_experts_implementation("batched_mm")
 
 
 def _check_loaded(

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 from modelyard.exporter.arguments import choose_outputs
@@ -194,3 +195,19 @@ def test_a_configuration_that_cannot_be_used_is_refused(
 ) -> None:
     with pytest.raises(error, match=seen), open_model(change(bert, **values), None):
         pass
+
+
+def test_a_mixture_of_experts_is_traced_in_torchs_own_operators(tmp_path: Path) -> None:
+    with open_model(save(tmp_path, "MixtralForCausalLM"), None) as model:
+        ids = torch.randint(0, 60, (2, 5))
+        program = torch.export.export(model, (ids,))
+        found: Any = program.module()(ids)
+    operators = {
+        node.target.namespace
+        for node in program.graph.nodes
+        if isinstance(node.target, torch._ops.OpOverload)
+    }
+    assert operators == {"aten"}
+    mixture = transformers.MixtralForCausalLM.from_pretrained(tmp_path)  # by its own operator
+    assert mixture.config._experts_implementation == "grouped_mm"
+    torch.testing.assert_close(found.logits, mixture(ids, use_cache=False).logits)
