@@ -8,7 +8,7 @@ torch.export, TorchScript and eager Python all take one as they take the author'
 import inspect
 import re
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
@@ -117,13 +117,16 @@ class Outputs:
     """What is left out though nobody said so."""
 
 
-def choose_outputs(output: Any, names: Sequence[str]) -> Outputs:
+def choose_outputs(
+    output: Any, names: Sequence[str], inputs: Collection[str] = frozenset()
+) -> Outputs:
     """Find what the artifact gives, and what each is called.
 
     Args:
         output: what forward() gives.
         names: `--output`. Those of the model's own outputs keep just these, in this order; as many
             new ones as there are outputs rename them all, in the model's order; none keeps all.
+        inputs: names that are taken: an output that the model calls so gets "_output" behind it.
 
     Raises:
         ModelError: something that is kept is not a tensor.
@@ -137,7 +140,8 @@ def choose_outputs(output: Any, names: Sequence[str]) -> Outputs:
             "expected other keys"
         )
     tensors = {key: value for key, value in leaves.items() if isinstance(value, Tensor)}
-    own = {_output_name(key): key for key in tensors}
+    called = {key: _output_name(key) for key in tensors}
+    own = {f"{name}_output" if name in inputs else name: key for key, name in called.items()}
     chosen = _keep(names, own, leaves) if names else own
     # With names, what is not named is not looked at: a cache of keys and values, say.
     others = {} if names else {key: leaf for key, leaf in leaves.items() if key not in tensors}

@@ -212,7 +212,7 @@ def observe(
             example = _to(make_inputs(tried, example_probe), device)
         call = (signature, example_probe, _raised(example, dtype))
         output = _call(original, *call)
-        chosen_outputs = choose_outputs(output, output_names)
+        chosen_outputs = choose_outputs(output, output_names, [i.name for i in signature.inputs])
         original = give_outputs(original, signature, chosen_outputs, output)
         named, output = chosen_outputs.names, pick(output, chosen_outputs.keys)
         watched = watch(original, _raised(example, dtype))

@@ -250,6 +250,14 @@ def test_a_cache_in_an_output_is_refused_with_what_to_do_and_left_out_when_told(
     assert torch.as_tensor(output).tolist() == [[2.0] * 3] * 2
 
 
+def test_an_output_of_an_inputs_name_gets_one_of_its_own() -> None:
+    found = {"sample": torch.ones(1), "variance": torch.ones(1)}
+    outputs = choose_outputs(found, (), ["sample", "timestep"])
+    assert outputs.names == ("sample_output", "variance")
+    assert outputs.keys == ("sample", "variance")
+    assert choose_outputs(found, ["sample_output"], ["sample"]).keys == ("sample",)
+
+
 def test_a_number_beside_the_outputs_is_left_out_and_said() -> None:
     outputs = choose_outputs({"logits": torch.ones(1), "loss": 0.5, "none": None}, [])
     assert outputs.names == ("logits",)
