@@ -247,16 +247,6 @@ def _parts(config: Any, model_args: Mapping[str, Any]) -> Iterator[tuple[Any, Ma
             yield from _parts(part, given if isinstance(given, Mapping) else model_args)
 
 
-def _use_plain_experts(model: Any) -> None:
-    """Let a mixture of experts multiply by torch's own operators.
-
-    By default it calls an operator of transformers, which no artifact may hold: neither ONNX nor a
-    process without transformers has it.
-    """
-    if getattr(model.config, "_experts_implementation", None) == "grouped_mm":
-        model.set_experts_implementation("batched_mm")
-
-
 def _caches(model: Any) -> bool:
     """Return whether the model decodes, so that a cache would be among its outputs."""
     config = model.config

@@ -49,15 +49,6 @@ def test_what_decodes_is_built_without_its_cache_which_is_said(name: str, tmp_pa
     assert "use_cache=False" in notes[0]
 
 
-def test_experts_are_multiplied_by_operators_of_torch(tmp_path: Path) -> None:
-    with open_model(save(tmp_path, "MixtralForCausalLM"), None) as model:
-        ids = torch.ones(2, 5, dtype=torch.int64)
-        program = torch.export.export(model, (ids,))
-    targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-    assert "aten.bmm.default" in targets
-    assert not [target for target in targets if target.startswith("transformers.")]
-
-
 def test_an_encoder_says_nothing_of_caches(bert: Path) -> None:
     notes: list[str] = []
     with open_model(bert, None, notes=notes):
