@@ -54,7 +54,8 @@ def export_command(
         typer.Option(
             "--input",
             help=r"name:dtype\[dims]; a dim is a number, or a name for any size, or name=lo..hi "
-            "with the sizes to prove (1..8 when absent). Repeat it for each tensor: by the name of "
+            "with the sizes to prove (1..8 when absent); behind it the values, where not all are "
+            "valid: <nodes, =1..length, =0,3,7. Repeat it for each tensor: by the name of "
             "forward()'s argument or by place; batch.image for a key of a dict, pair.0 for a place "
             "in a tuple or list. Not needed where the model says what it takes: Hugging Face and "
             "diffusers folders, timm, Lightning's example_input_array.",

@@ -10,10 +10,19 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from modelyard.archiver.signature import DTYPES, VIEWS, Batching, Dim, Signature, Size, TensorSpec
+from modelyard.archiver.signature import (
+    DTYPES,
+    VIEWS,
+    Batching,
+    Dim,
+    Signature,
+    Size,
+    TensorSpec,
+    ends_of,
+)
 from modelyard.archiver.values import Values
 from modelyard.exporter.arguments import choose_outputs, flatten, give_outputs, own_name, pick
-from modelyard.exporter.errors import ModelError, cause
+from modelyard.exporter.errors import ModelError, UsageError, cause
 from modelyard.exporter.ranges import advice, find_values
 from modelyard.exporter.sample_batches import choose_example, regroup, two_batches, why_no_rows
 from modelyard.exporter.samples import Sample
@@ -197,6 +206,7 @@ def observe(
     _check_eval_mode(model)
     original = model if dtype is None else model.float()
     signature = inputs if dtype is None else inputs.in_precision(dtype_name(dtype))
+    _check_values(signature)
     # Integers out of range are an error on the CPU; on CUDA they end the process.
     raised = inputs if dtype is None else inputs.in_precision("float32")
     found = {} if sample_only else find_values(original, raised)
@@ -263,6 +273,13 @@ def observe(
             *([_only_samples(cases.probes)] if sample_only else []),
         ),
     )
+
+
+def _check_values(signature: Signature) -> None:
+    """Refuse stated values that a lower precision does not hold."""
+    for spec in signature.inputs:
+        if spec.values and (problem := spec.values.problem(spec.dtype, ends_of(signature.dims))):
+            raise UsageError(f'--dtype: the values of input "{spec.name}": {problem}')
 
 
 def _only_samples(probes: Sequence[Probe]) -> str:

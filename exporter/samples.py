@@ -72,6 +72,8 @@ def _read(path: Path, signature: Signature) -> Any:
 @contextmanager
 def _readable(path: Path) -> Iterator[None]:
     """Turn what a parser raises into one sentence: each fails in its own ways on other files."""
+    if not path.is_file():
+        raise UsageError(f'--sample "{path}": there is no such file')
     try:
         yield
     except UsageError:

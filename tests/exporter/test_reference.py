@@ -216,3 +216,13 @@ def test_a_model_that_cannot_be_compared_is_refused(
     with pytest.raises(ModelError) as caught:
         _observe(model, inputs)
     assert seen in str(caught.value)
+
+
+def test_values_that_the_dtype_of_the_artifact_does_not_hold_are_refused() -> None:
+    inputs = parse_inputs(["x:float32[batch]=0..1e5"])
+    with pytest.raises(UsageError) as caught:
+        observe(nn.Identity().eval(), inputs, (), CPU, dtype=torch.float16)
+    assert str(caught.value) == (
+        '--dtype: the values of input "x": they go from 0 to 100000.0, and float16 from -65504.0 '
+        "to 65504.0"
+    )

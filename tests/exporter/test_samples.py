@@ -281,3 +281,9 @@ def test_files_of_different_inputs_and_pictures_are_refused(tmp_path: Path) -> N
     Image.new("L", (3, 2)).save(tmp_path / "a.png")
     with pytest.raises(UsageError, match="a picture says nothing of an input; give --input"):
         signature_of_samples([tmp_path / "a.png"])
+
+
+def test_a_file_that_is_not_there_is_refused_in_a_few_words(tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_sample(tmp_path / "a.npz", ROW)
+    assert str(caught.value) == f'--sample "{tmp_path / "a.npz"}": there is no such file'

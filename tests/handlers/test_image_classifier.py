@@ -277,3 +277,18 @@ def test_each_request_of_a_batch_gets_the_format_that_it_asked_for(
     assert isinstance(answer, dict)
     assert context.get_response_content_type(0) == "image/png"
     assert context.get_response_content_type(1) is None
+
+
+def test_json_numbers_of_a_picture_are_held_to_the_stated_values(
+    make_context: MakeContext, digits_folder: Path
+) -> None:
+    report = json.loads((digits_folder / "digits.onnx.report.json").read_text())
+    (image,) = report["signature"]["inputs"]
+    stated = {**report["signature"], "inputs": [image | {"values": {"min": 0, "max": 1}}]}
+    context = make_context(signature=stated)
+    handler = classifier(context)
+    picture = np.zeros((1, 8, 8))
+    assert handler.handle([{"body": picture.tolist()}], context)
+    picture[0, 3, 3] = 255
+    with pytest.raises(BadInput, match=r'input "image" holds 255; expected values =0\.\.1'):
+        handler.handle([{"body": picture.tolist()}], context)
