@@ -15,6 +15,7 @@ from modelyard.archiver.signature import Dim, Signature, TensorSpec, ends_of
 from modelyard.archiver.values import End, Values
 from modelyard.exporter.arguments import flatten
 from modelyard.exporter.errors import ModelError, cause
+from modelyard.handlers.agree import split
 from modelyard.handlers.probes import Probe, example_sizes, is_mask, make_inputs
 
 # The first integers above a range: a vocabulary, bytes; and what nearly every model takes.
@@ -84,6 +85,7 @@ class _Trial:
                 must = _is_finite(outputs)
                 kinds = _KINDS if not self.probes else ("random",)
                 self.probes += [(Probe(kind, sizes), must) for kind in kinds]
+            del outputs  # they may be large
 
     def takes(self, signature: Signature) -> bool:
         for probe, must_be_finite in self.probes:
@@ -168,4 +170,4 @@ def _table_sizes(model: nn.Module) -> list[int]:
 
 
 def _is_finite(outputs: Sequence[Tensor]) -> bool:
-    return all(bool(value.isfinite().all()) for value in outputs)
+    return all(bool(part.isfinite().all()) for value in outputs for part in split(value))

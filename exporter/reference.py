@@ -35,7 +35,7 @@ from modelyard.exporter.watch import (
     plain_tensors,
     watch,
 )
-from modelyard.handlers.agree import compare, full_precision
+from modelyard.handlers.agree import compare, full_precision, split
 from modelyard.handlers.backends import dtype_name, torch_dtype
 from modelyard.handlers.plan import (
     GFLOP_PER_OPERATOR,
@@ -51,7 +51,6 @@ Tensors = tuple[Tensor, ...]
 
 # Of the checkpoint's outputs, of all cases together: most models' are below it, and run once.
 KEPT_BYTES = 64 * 2**20
-_PIECE = 2**20
 
 # Rows that share a batch; as the tolerance of float32: a kernel may add in another order for
 # another batch size.
@@ -466,8 +465,7 @@ def _remember(case: Case) -> tuple[_Seen, ...]:
 
 
 def _has_finite(tensor: Tensor) -> bool:
-    parts = torch.split(tensor.flatten(), _PIECE)
-    return any(bool(part.isfinite().any()) for part in parts)
+    return any(bool(part.isfinite().any()) for part in split(tensor))
 
 
 def _describe(

@@ -256,6 +256,12 @@ class _Sums:
         return min(1.0, self._dot / lengths) if 0 < lengths < math.inf else 0.0
 
 
+def split(tensor: Tensor) -> Sequence[Tensor]:
+    """Return a tensor's values in pieces: what is computed of one takes little memory."""
+    pieces: Sequence[Tensor] = torch.split(tensor.flatten(), _PIECE)
+    return pieces
+
+
 def _pieces(expected: Tensor, found: Tensor, rows: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield which rows, and their values in both: so few that what is computed of them is small."""
     if not expected.numel():

@@ -1,4 +1,8 @@
+import json
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -179,3 +183,37 @@ def test_a_process_that_dies_is_a_disagreement_and_the_next_artifact_gets_anothe
             _check(observed, Scale(2.0), tmp_path, checker)
         assert _check(observed, Scale(2.0), tmp_path, checker).max_abs == 0.0
     assert set(psutil.Process().children()) == before
+
+
+VOCABULARY = """
+import torch
+from torch import nn
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Embedding(128_000, 8), nn.Linear(8, 128_000))
+"""
+
+
+@pytest.mark.nightly
+def test_a_vocabulary_of_128k_at_length_512_is_proven_in_2_gb(tmp_path: Path) -> None:
+    """One row is 262 MB; eight of them in three kinds of values would be 6.3 GB, and were kept."""
+    (tmp_path / "net.py").write_text(VOCABULARY, encoding="utf-8")
+    model = nn.Sequential(nn.Embedding(128_000, 8), nn.Linear(8, 128_000))
+    torch.save(model.state_dict(), tmp_path / "net.ckpt")
+    arguments = "export net.ckpt --model net.py:Net --format pt2 -o out --input"
+    started = subprocess.Popen(
+        [
+            *(sys.executable, "-P", "-c", "from modelyard.cli import main; main()"),
+            *(*arguments.split(), "ids:int64[batch,length=2..512]"),
+        ],
+        cwd=tmp_path,
+    )
+    _, status, usage = os.wait4(started.pid, 0)  # of the process and those that it has reaped
+    started.returncode = os.waitstatus_to_exitcode(status)
+    assert started.returncode == 0
+    assert usage.ru_maxrss < 2_000_000
+    report = json.loads((tmp_path / "out" / "net.pt2.report.json").read_text(encoding="utf-8"))
+    assert report["parity"]["sizes"] == {"batch": [*range(1, 9)], "length": [2, 512]}
+    assert report["parity"]["plan"]["left_out"][-1] == "batch=8, length=512"
