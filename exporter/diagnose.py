@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from modelyard.archiver.signature import Signature
+from modelyard.exporter.drafts import draft_change
 from modelyard.exporter.errors import ConversionError, cause
 
 _OURS = Path(__file__).parent
@@ -33,6 +34,8 @@ class _Rule:
     pattern: str
     construct: str
     advice: str
+    is_drafted: bool = False
+    """Whether the line itself can be changed without knowing what the model is for."""
 
 
 _BY_SCRIPT = "or export --format torchscript, which keeps Python's own control flow when scripted"
@@ -40,15 +43,19 @@ _BY_SCRIPT = "or export --format torchscript, which keeps Python's own control f
 # TorchScript is known to fail at.
 _RULES = (
     _Rule(
-        r"Could not extract specialized integer|Could not guard .* zuf\d|\.item\(\)|_local_scalar",
+        # A tensor's truth is asked as Eq(u0, 1); anything else is a number that was read.
+        r"Could not extract specialized integer|Could not guard on data-dependent expression "
+        r"(?!Eq\(u\d+, [01]\))|\.item\(\)|_local_scalar",
         "a number is read out of a tensor (.item(), int(), float(), tolist()) and decides what "
         "follows",
         f"keep it a tensor, or bound it with torch._check, {_BY_SCRIPT}",
+        is_drafted=True,
     ),
     _Rule(
         r"GuardOnDataDependentSymNode|Data-dependent branching|data-dependent|bool\(\) on Tensor",
         "forward() branches on a tensor's values",
         f"use torch.where or torch.cond, {_BY_SCRIPT}",
+        is_drafted=True,
     ),
     _Rule(
         r"zeros\(\): argument 'size' .*FakeTensor|_pack_padded_sequence|PackedSequence",
@@ -142,13 +149,34 @@ def explain(
         construct = rule.construct if rule else "it stops there"
         advice = rule.advice if rule else _UNKNOWN[stage]
         reason = f"{construct} ({_shortest(error)}); {advice}"
+        if rule and rule.is_drafted and (change := _draft(error, log)):
+            reason = (
+                f'{construct} ({_shortest(error)}); write "{change}" in its place, {_BY_SCRIPT}'
+            )
     return ConversionError(
         f"the model cannot be written by {stage}{place}: {reason}; full report: {report}"
     )
 
 
 def find_place(error: BaseException, log: str = "") -> str:
-    """Name the author's line that an error comes from: ` at net.py:12 "if x > 0:"`, or nothing."""
+    """Name the author's line that an error comes from: ` at net.py:12 "if x > 0:"`, or nothing.
+
+    Where that line calls a library, its line is named too.
+    """
+    lines = _author_lines(error, log)
+    outside = [line for line in lines if not _is_installed(line)]
+    named = dict.fromkeys([(outside or lines)[-1], lines[-1]]) if lines else {}
+    return f" at {', in '.join(_shown(*line) for line in named)}" if named else ""
+
+
+def _draft(error: BaseException, log: str) -> str:
+    """Return the innermost line of the author's, changed; a library's is not theirs to change."""
+    lines = _author_lines(error, log)
+    return draft_change(*lines[-1]) if lines and not _is_installed(lines[-1]) else ""
+
+
+def _author_lines(error: BaseException, log: str) -> list[tuple[str, int]]:
+    """List the lines that are neither torch's nor ours, the innermost last."""
     found = [
         (frame.filename, frame.lineno or 0)
         for one in _chain(error)
@@ -157,13 +185,18 @@ def find_place(error: BaseException, log: str = "") -> str:
     texts = [log, *map(str, _chain(error))]
     quoted = [(file, int(line)) for text in texts for file, line in _FILE_LINE.findall(text)]
     for candidates in (found, quoted):
-        own = [(file, line) for file, line in candidates if _is_author(file)]
-        outside = [entry for entry in own if not _INSTALLED & set(Path(entry[0]).parts)]
-        if outside or own:
-            file, line = (outside or own)[-1]
-            source = linecache.getline(file, line).strip()[:_SHOWN]
-            return f" at {Path(file).name}:{line}" + (f' "{source}"' if source else "")
-    return ""
+        if own := [(file, line) for file, line in candidates if _is_author(file)]:
+            return own
+    return []
+
+
+def _is_installed(line: tuple[str, int]) -> bool:
+    return bool(_INSTALLED & set(Path(line[0]).parts))
+
+
+def _shown(file: str, line: int) -> str:
+    source = linecache.getline(file, line).strip()[:_SHOWN]
+    return f"{Path(file).name}:{line}" + (f' "{source}"' if source else "")
 
 
 def _is_author(file: str) -> bool:
