@@ -183,6 +183,11 @@ def signature_of_samples(paths: Sequence[Path]) -> Signature:
     return read_inputs(texts)
 
 
+def is_picture(path: Path) -> bool:
+    """Return whether a sample is a picture, which says nothing of its input's name and sizes."""
+    return _READERS.get(path.suffix.lower()) is _read_picture
+
+
 def _tensors(path: Path) -> dict[str, Tensor]:
     """Read a file's tensors by name; one alone is called "input"."""
     with _readable(path):

@@ -34,7 +34,7 @@ from modelyard.exporter.locate import first_difference
 from modelyard.exporter.parity import ExportReport, Parity, check, publish, report_path, sha256
 from modelyard.exporter.propose import complete, guess_inputs, left_out, propose_inputs
 from modelyard.exporter.reference import Reference, observe
-from modelyard.exporter.samples import read_sample, signature_of_samples
+from modelyard.exporter.samples import is_picture, read_sample, signature_of_samples
 
 SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx", "torchscript": ".pt", "aoti": ".aoti.pt2"}
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -270,8 +270,9 @@ def _settle_inputs(
     """
     # What is known of the whole says nothing of a part.
     proposal = None if request.submodule else propose_inputs(module, checkpoint)
-    if request.samples and not request.inputs:
-        inputs = tuple(map(str, signature_of_samples(request.samples).inputs))
+    named = [path for path in request.samples if not is_picture(path)]
+    if named and not request.inputs:
+        inputs = tuple(map(str, signature_of_samples(named).inputs))
         source = "--sample"
     elif proposal is not None:
         inputs, source = complete(request.inputs, proposal), proposal.source

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import nn
 
 from modelyard.archiver import open_archive, write_archive
@@ -179,15 +180,19 @@ def test_samples_alone_prove_a_model_that_nothing_made_up_fits(folder: Path) -> 
     assert "not compared: their export used samples alone" in verified(archive)["parity"].result
 
 
-def test_a_single_row_does_not_tell_whether_rows_mix(folder: Path, tmp_path: Path) -> None:
+def test_a_file_says_what_the_model_takes_and_a_single_row_not_whether_rows_mix(
+    folder: Path, tmp_path: Path
+) -> None:
     np.save(tmp_path / "one.npy", np.array([[0.25, 0.75]]))
     (report,) = run(
-        folder,
-        "Known",
-        ["x:float32[batch,2]"],
-        samples=[tmp_path / "one.npy"],
-        sample_only=True,
-        formats=["pt2"],
+        folder, "Known", [], samples=[tmp_path / "one.npy"], sample_only=True, formats=["pt2"]
     )
+    assert "--input 'input:float32[batch=1..8,2]'" in report.command
     assert not report.signature.batching.batchable
     assert "whether rows mix is unknown" in report.signature.batching.reason
+
+
+def test_a_picture_does_not_say_what_the_model_takes(folder: Path, tmp_path: Path) -> None:
+    Image.new("L", (2, 2)).save(tmp_path / "a.png")
+    with pytest.raises(UsageError, match="no --input given"):
+        run(folder, "Known", [], samples=[tmp_path / "a.png"])
