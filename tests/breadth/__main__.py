@@ -54,13 +54,13 @@ def main() -> int:
     parser.add_argument("--table", type=Path, help="write the table into this markdown file")
     parser.add_argument("--again", action="store_true", help="repeat torch's own calls too")
     parser.add_argument("--resume", action="store_true", help="leave out what has a result")
-    parser.add_argument("--quick", action="store_true", help="export and compare, no more")
+    parser.add_argument("--only", choices=["bare", "export"], help="one side, and nothing served")
     options = parser.parse_args()
     results = options.output / "results"
     results.mkdir(parents=True, exist_ok=True)
     chosen = [case for case in CASES.values() if re.search(options.k, case.name)]
     if options.resume:
-        chosen = [case for case in chosen if not (results / f"{case.name}.json").exists()]
+        chosen = [case for case in chosen if not is_done(results / f"{case.name}.json", options)]
     for name in _AHEAD:
         importlib.import_module(name)
     torch.set_num_threads(1)
@@ -81,6 +81,17 @@ def main() -> int:
     bad = [name for name, result in found.items() if result["traceback"] or result["dead"]]
     print(f"tracebacks and dead workers: {', '.join(bad) or 'none'}")
     return 1 if bad else 0
+
+
+def is_done(path: Path, options: argparse.Namespace) -> bool:
+    """Return whether a result holds what these options would find out."""
+    if not path.exists():
+        return False
+    found = read(path)
+    has_bare, has_export = bool(found["bare"]), found["exit"] is not None
+    if options.only:
+        return has_bare if options.only == "bare" else has_export
+    return has_bare and has_export and bool(found["served"] or not found["formats"])
 
 
 def read(path: Path) -> Result:
@@ -118,20 +129,20 @@ class Work:
         end_with_parent()
         file = self.results / f"{case.name}.json"
         before = read(file) if file.exists() else {}
-        result: Result = {
-            "bare": before.get("bare"),
-            "exit": None,
-            "traceback": False,
-            "dead": False,
-            "formats": {},
-            "served": "",
-        }
+        bare = before.get("bare")
+        steps = [self.save, self.call_bare, self.export, self.check, self.serve]
+        result: Result = {"bare": bare, "exit": None, "traceback": False, "dead": False}
+        result |= {"formats": {}, "served": ""}
+        if self.options.only == "bare":
+            result |= {key: value for key, value in before.items() if key != "broken"}
+            steps = steps[:2]
+        elif self.options.only == "export":
+            steps = [self.save, self.export, self.check]
+        if bare and not self.options.again:
+            steps = [step for step in steps if step != self.call_bare]
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
-            steps = (self.save, self.call_bare, self.export, self.check, self.serve)
-            for step in (self.save, self.export, self.check) if self.options.quick else steps:
-                if step == self.call_bare and result["bare"] and not self.options.again:
-                    continue
+            for step in steps:
                 result |= self.limited(step, case, folder)
                 if step == self.export and not result["formats"]:
                     break
