@@ -18,7 +18,7 @@ VERSES = Path(__file__).parent / "verses.txt"
 END = "<|end|>"
 TOKENS = 384
 PLACES = 256
-STEPS = 200
+STEPS = 120
 BATCH, LENGTH = 8, 64
 SEED = 0
 
