@@ -45,7 +45,6 @@ class WithCache(nn.Module):
         super().__init__()
         self.wrapped_model = model  # by this name, reports leave it out of the weights' names
         self._positions = positions
-        self._new_cache: Any = _cache_class()
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, past_mask: Tensor, *past: Tensor
@@ -63,7 +62,7 @@ class WithCache(nn.Module):
         # Only of rows that nobody reads: what fills them up is before the first place.
         places = places.clamp(min=0, max=self._positions - 1)
         held = past[0].shape[2]
-        cache = self._new_cache(list(zip(past[::2], past[1::2], strict=True)))
+        cache = _cache_of(past)
         output: Any = self.wrapped_model(
             input_ids=input_ids,
             attention_mask=_attention(attention_mask, past_mask, past[0].dtype),
@@ -248,6 +247,13 @@ def _positions(config: Any) -> int:
     return min((limit for limit in limits if isinstance(limit, int)), default=MOST_POSITIONS)
 
 
-def _cache_class() -> Any:
+def _cache_of(past: Sequence[Tensor]) -> Any:
+    """Return transformers' cache that holds these tensors; its own way there copies each."""
     utilities: Any = importlib.import_module("transformers.cache_utils")
-    return utilities.DynamicCache
+    cache = utilities.DynamicCache()
+    for key, value in zip(past[::2], past[1::2], strict=True):
+        layer = utilities.DynamicLayer()
+        layer.keys, layer.values = key, value
+        layer.dtype, layer.device, layer.is_initialized = key.dtype, key.device, True
+        cache.layers.append(layer)
+    return cache

@@ -89,6 +89,13 @@ def test_prompts_and_steps_write_what_the_checkpoint_writes(
     assert written(decoder, 20) == [greedy(gpt2, prompt, 20) for prompt in PROMPTS]
 
 
+def test_a_call_copies_the_cache_once(reports: dict[str, ExportReport]) -> None:
+    module = open_artifact(reports["pt2"].artifact, "pt2").module
+    assert isinstance(module, torch.fx.GraphModule)
+    joined = [node for node in module.graph.nodes if node.target is torch.ops.aten.cat.default]
+    assert len(joined) == 2 * 2 + 1  # keys and values of two layers, and the mask
+
+
 def test_rows_join_and_leave_between_steps(reports: dict[str, ExportReport], gpt2: Any) -> None:
     report = reports["pt2"]
     decoder = Decoder(open_artifact(report.artifact, "pt2"), report.signature.inputs)
