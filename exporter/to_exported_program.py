@@ -19,7 +19,7 @@ from torch.fx import GraphModule, Node
 
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.arguments import WRAPPED, own_name
-from modelyard.exporter.diagnose import explain
+from modelyard.exporter.diagnose import explain, find_place
 from modelyard.exporter.errors import ConversionError
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
@@ -57,8 +57,8 @@ def capture(model: nn.Module, signature: Signature, example: tuple[Tensor, ...])
     except Exception as error:
         try:
             program = _trace(model, example, shapes, strict=True)
-        except Exception:  # the first failure says more, and names the author's line
-            raise _why_not(model, signature, example, error) from error
+        except Exception as second:  # the first says more of everything but sizes
+            raise _why_not(model, signature, example, error, second) from error
     if fixed := _fixed_dims(program, signature):
         raise ConversionError(_fixed_message(fixed))
     if narrowed := _narrowed_dims(program, signature):
@@ -149,7 +149,11 @@ def _shapes(
 
 
 def _why_not(
-    model: nn.Module, signature: Signature, example: tuple[Tensor, ...], error: Exception
+    model: nn.Module,
+    signature: Signature,
+    example: tuple[Tensor, ...],
+    error: Exception,
+    strict_error: Exception,
 ) -> ConversionError:
     """Explain a failed trace: by the dims that the model fixes, else by what stopped torch."""
     lines = StringIO()
@@ -161,7 +165,10 @@ def _why_not(
         return explain(error, "torch.export", signature)
     reason = ""
     if fixed := _fixed_dims(program, signature):
-        reason = _fixed_message(fixed, _guard_place(model, lines.getvalue()))
+        # Reading bytecode, torch knows the whole way to the line, through libraries too.
+        says_where = "Constraints violated" in str(strict_error)
+        place = find_place(strict_error) if says_where else ""
+        reason = _fixed_message(fixed, place or _guard_place(model, lines.getvalue()))
     return explain(error, "torch.export", signature, reason=reason, log=lines.getvalue())
 
 
@@ -206,9 +213,15 @@ def _is_one_size(size: int | torch.SymInt) -> bool:
 
 def _fixed_message(fixed: list[tuple[str, str, int]], where: str = "") -> str:
     dims = ", ".join(f'dim "{dim}" of input "{name}" to {size}' for dim, name, size in fixed)
+    is_loop = re.search(r"\bfor\b", where)
+    advice = (
+        "compute over the whole dim at once, since a loop over it is unrolled"
+        if is_loop
+        else "use x.shape[…] or -1 instead of a number in forward()"
+    )
     return (
-        f"the model fixes {dims}{where}; expected it to take every size: use x.shape[…] or -1 "
-        "instead of a number in forward(), or write the dim as a number in --input"
+        f"the model fixes {dims}{where}; expected it to take every size: {advice}, or write the "
+        "dim as a number in --input"
     )
 
 

@@ -49,6 +49,14 @@ class Net(nn.Module):
         rows = x.shape[0]
         return sum([x + row for row in range(rows)])
 """
+EACH_ROW = """
+class Net(nn.Module):
+    def forward(self, x):
+        rows = []
+        for row in x:
+            rows.append(2 * row)
+        return torch.stack(rows)
+"""
 CHOOSES = """
 class Net(nn.Module):
     def forward(self, x):
@@ -129,8 +137,16 @@ def _refused(author: Author, source: str, format: str, *inputs: str) -> str:
             "pt2",
             'net.py:12 "return sum([x + row for row in range(rows)])"',
             'fixes dim "batch" of input "x" to 5',
-            "use x.shape[…] or -1",
+            "compute over the whole dim at once",
             id="batch fixed inside",
+        ),
+        pytest.param(
+            EACH_ROW,
+            "pt2",
+            'net.py:8 "for row in x:"',
+            'fixes dim "batch" of input "x" to 5',
+            "compute over the whole dim at once",
+            id="loop over rows",
         ),
         pytest.param(
             NUMPY, "pt2", 'net.py:7 "return x + len(x.n', "goes through numpy", "same", id="numpy"

@@ -219,6 +219,34 @@ def test_an_artifact_that_disagrees_is_not_written_and_an_earlier_one_stays(
     assert earlier.read_bytes() == b"earlier"
 
 
+def test_a_part_of_the_model_is_exported_alone(author: Author, tmp_path: Path) -> None:
+    checkpoint, model = author("""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+        self.head = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.head(self.encoder(x))
+""")
+    (report,) = export(
+        checkpoint,
+        model,
+        ["x:float32[batch,3]"],
+        output_dir=tmp_path / "out",
+        formats=["pt2"],
+        submodule="encoder",
+        quick=True,
+    )
+    assert report.details["submodule"] == "encoder"
+    assert " --submodule encoder " in report.command
+    state = torch.load(checkpoint, weights_only=True)
+    x = torch.ones(2, 3)
+    expected = (x @ state["encoder.0.weight"].T + state["encoder.0.bias"]).relu()
+    torch.testing.assert_close(open_artifact(report.artifact, "pt2")(x), expected)
+
+
 def test_one_format_that_fails_leaves_the_others_written(author: Author, tmp_path: Path) -> None:
     checkpoint, model = author(FIXED)
     fixed = r'the model fixes dim "batch" of input "x" to 5 at net\.py:7 "for row'
