@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import Checkpoint
-from modelyard.exporter.ingest.source import read_object_or_nothing
+from modelyard.exporter.ingest.source import inside, read_object_or_nothing
 from modelyard.handlers.backends import dtype_name
 
 _LENGTH = 128
@@ -265,7 +265,7 @@ def _pixels(model: nn.Module, config: Any, folder: Path) -> str | None:
 def _processed_size(folder: Path) -> Sequence[int] | None:
     """Return the size that the folder's own processor makes of a picture."""
     try:
-        content = read_object_or_nothing(folder / "preprocessor_config.json")
+        content = read_object_or_nothing(inside(folder, "preprocessor_config.json"))
     except CheckpointError:
         return None
     for key in ("crop_size", "size"):

@@ -20,7 +20,7 @@ from torch import Tensor
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest.pickles import BadPickle, Global, UnresolvedCall, read_pickle
 from modelyard.exporter.ingest.rebuild import Rebuilder, global_value
-from modelyard.exporter.ingest.source import Source, Window
+from modelyard.exporter.ingest.source import Source, Window, inside
 from modelyard.exporter.ingest.torch_file import TorchFile, read_torch_file
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -112,7 +112,7 @@ def read_index(folder: Path) -> Index:
     Raises:
         CheckpointError: it names what no index needs, or a slice leaves its file.
     """
-    source = Source.of_file(folder / ".metadata")
+    source = Source.of_file(inside(folder, ".metadata"))
     if len(source) > _MAX_INDEX_BYTES:
         raise CheckpointError(f'"{folder.name}/.metadata" has more than {_MAX_INDEX_BYTES} bytes')
     try:

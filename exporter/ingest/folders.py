@@ -33,6 +33,7 @@ from modelyard.exporter.ingest.single_file import (
 from modelyard.exporter.ingest.source import (
     DETERMINED_WEIGHTS,
     Source,
+    inside,
     read_object,
     read_object_or_nothing,
     sniff,
@@ -97,7 +98,7 @@ def _weights_inside(folder: Path) -> list[str]:
 
 def _class_of(folder: Path) -> str | None:
     try:
-        config = read_object_or_nothing(folder / "config.json")
+        config = read_object_or_nothing(inside(folder, "config.json"))
     except CheckpointError:
         return None
     return _config_class(config)
@@ -112,8 +113,8 @@ def _config_class(config: Mapping[str, Any]) -> str | None:
 
 
 def _determined(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
-    load_data = read_object_or_nothing(folder / "load_data.json")
-    metadata = read_object_or_nothing(folder / "metadata.json")
+    load_data = read_object_or_nothing(inside(folder, "load_data.json"))
+    metadata = read_object_or_nothing(inside(folder, "metadata.json"))
     trial = _text(load_data.get("trial_type")) or ""
     if "Keras" in trial:
         raise refusal("Keras checkpoint", folder.name)
@@ -121,7 +122,7 @@ def _determined(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         parsed = _deepspeed(folder, announce)
     else:
         names = (*DETERMINED_WEIGHTS, "checkpoint.pt")
-        path = next((folder / name for name in names if (folder / name).is_file()), None)
+        path = next((inside(folder, name) for name in names if (folder / name).is_file()), None)
         if path is None:
             raise CheckpointError(
                 f'"{folder.name}" is a Determined checkpoint without state_dict.pth; download it '
@@ -151,9 +152,9 @@ def _determined(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
 
 
 def _hugging_face(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
-    config = read_object_or_nothing(folder / "config.json")
+    config = read_object_or_nothing(inside(folder, "config.json"))
     parsed = _weights_folder(folder, announce)
-    state = read_object_or_nothing(folder / "trainer_state.json")
+    state = read_object_or_nothing(inside(folder, "trainer_state.json"))
     name = _config_class(config)
     kind = "timm folder" if "pretrained_cfg" in config else "Hugging Face folder"
     kind = "diffusers folder" if "_class_name" in config else kind
@@ -195,7 +196,7 @@ def _weights_folder(folder: Path, announce: Announce | None) -> ParsedCheckpoint
         if len(indexes or own) != 1:
             return _distributed_inside(folder, announce, own)
         (name,) = indexes or own
-    path = folder / name
+    path = inside(folder, name)
     if name.endswith(".safetensors.index.json"):
         return _of_safetensors("safetensors (sharded)", read_index(path), folder)
     if name.endswith(".safetensors"):
@@ -210,9 +211,9 @@ def _distributed_inside(
 ) -> ParsedCheckpoint:
     for name in ("pytorch_model_fsdp_0", "pytorch_model_fsdp"):
         if (folder / name / ".metadata").is_file():
-            return _distributed(folder / name, announce)
-    if not own and (inside := _weights_inside(folder)):
-        raise refusal("unknown", folder.name, inside)
+            return _distributed(inside(folder, name), announce)
+    if not own and (elsewhere := _weights_inside(folder)):
+        raise refusal("unknown", folder.name, elsewhere)
     seen = f"several files of weights ({', '.join(own)})" if own else "no file of weights"
     raise CheckpointError(
         f'"{folder.name}" has {seen}; expected one of {", ".join(_WEIGHT_FILES)}: give the file '
@@ -232,7 +233,9 @@ def _of_safetensors(kind: str, content: SafeTensors, folder: Path) -> ParsedChec
 def _sharded_bin(index: Path, announce: Announce | None) -> ParsedCheckpoint:
     weight_map = shard_names(index)
     names = sorted(set(weight_map.values()))
-    shards = {name: read_file(Source.of_file(index.parent / name), announce) for name in names}
+    shards = {
+        name: read_file(Source.of_file(inside(index.parent, name)), announce) for name in names
+    }
     tensors: dict[str, Tensor] = {}
     for name, shard in weight_map.items():
         found = shards[shard].weights.get("")
@@ -317,7 +320,9 @@ def _put(content: dict[str, Any], path: Sequence[str], tensor: Tensor) -> None:
 def _with_meta(parsed: ParsedCheckpoint, meta: Path) -> ParsedCheckpoint:
     """Add what Lightning keeps beside the shards: all of its checkpoint but tensors."""
     weights = parsed.weights.get(parsed.default or "", Weights({})).tensors
-    beside = parse_beside(Source.of_file(meta), {"state_dict": dict(weights)})
+    beside = parse_beside(
+        Source.of_file(inside(meta.parent, meta.name)), {"state_dict": dict(weights)}
+    )
     return replace(
         parsed,
         kind="Lightning checkpoint (sharded)" if beside.writer else parsed.kind,
@@ -334,32 +339,34 @@ def _with_meta(parsed: ParsedCheckpoint, meta: Path) -> ParsedCheckpoint:
 
 def _deepspeed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     latest = folder / "latest"
-    inside = folder
+    place = folder
     if latest.is_file():
-        tag = latest.read_text("utf-8", "replace")[:200].strip()
+        tag = inside(folder, "latest").read_text("utf-8", "replace")[:200].strip()
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", tag):
             raise CheckpointError(
                 f'"{folder.name}/latest" names {tag!r}, which is not a folder name'
             )
-        inside = folder / tag
+        place = folder / tag
     elif (folder / "checkpoint").is_dir():
-        inside = folder / "checkpoint"
-    if not inside.is_dir():
-        raise CheckpointError(f'"{folder.name}/latest" names "{inside.name}", which is missing')
-    names = sorted(path.name for path in inside.glob("*model_states.pt"))
+        place = folder / "checkpoint"
+    if not place.is_dir():
+        raise CheckpointError(f'"{folder.name}/latest" names "{place.name}", which is missing')
+    names = sorted(path.name for path in place.glob("*model_states.pt"))
     ranks = [name for name in names if re.fullmatch(r"mp_rank_\d+_model_states\.pt", name)]
     if not ranks:
         seen = "ZeRO stage 3 shards" if names else "no mp_rank_00_model_states.pt"
-        raise spread_over_ranks(f'"{inside.name}" has {seen}')
+        raise spread_over_ranks(f'"{place.name}" has {seen}')
     if len(ranks) > 1:
-        raise spread_over_ranks(f'"{inside.name}" has {len(ranks)} model-parallel ranks')
-    parsed = read_file(Source.of_file(inside / ranks[0]), announce)
+        raise spread_over_ranks(f'"{place.name}" has {len(ranks)} model-parallel ranks')
+    parsed = read_file(
+        Source.of_file(inside(folder, f"{place.relative_to(folder)}/{ranks[0]}")), announce
+    )
     paths = (*parsed.paths, *([latest] if latest.is_file() else []))
     return replace(parsed, kind="DeepSpeed checkpoint", writer="DeepSpeed", paths=paths)
 
 
 def _mlflow(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
-    described = folder / "MLmodel"
+    described = inside(folder, "MLmodel")
     if described.stat().st_size > _MAX_YAML:
         raise CheckpointError(f'"{folder.name}/MLmodel" has more than {_MAX_YAML} bytes')
     try:
@@ -377,7 +384,8 @@ def _mlflow(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", data):
         raise CheckpointError(f'"{folder.name}/MLmodel" names {data!r}, which is not a folder name')
     names = ("model.pth", "model.pt2", "state_dict.pth", "model.pt")
-    path = next((folder / data / name for name in names if (folder / data / name).is_file()), None)
+    found = (f"{data}/{name}" for name in names if (folder / data / name).is_file())
+    path = next((inside(folder, name) for name in found), None)
     if path is None:
         raise CheckpointError(f'"{folder.name}/{data}" has none of {", ".join(names)}')
     parsed = read_file(Source.of_file(path), announce)
@@ -391,10 +399,10 @@ def _mlflow(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
 
 
 def _ray(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
-    read_object(folder / ".metadata.json")
+    read_object(inside(folder, ".metadata.json"))
     for name in ("model.pt", "checkpoint.ckpt", "checkpoint.pt"):
         if (folder / name).is_file():
-            parsed = read_file(Source.of_file(folder / name), announce)
+            parsed = read_file(Source.of_file(inside(folder, name)), announce)
             break
     else:
         if not (folder / "checkpoint").is_dir():
@@ -402,7 +410,7 @@ def _ray(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
                 f'"{folder.name}" is a Ray Train checkpoint with files of your own; give the file '
                 "of weights itself"
             )
-        parsed = read_folder(folder / "checkpoint", announce)
+        parsed = read_folder(inside(folder, "checkpoint"), announce)
     return replace(parsed, kind=f"Ray Train checkpoint ({parsed.kind})", writer="Ray Train")
 
 

@@ -7,7 +7,7 @@ from modelyard.exporter.errors import CheckpointError, UsageError
 from modelyard.exporter.ingest.archive import read_archive
 from modelyard.exporter.ingest.folders import read_folder
 from modelyard.exporter.ingest.single_file import Announce, read_file
-from modelyard.exporter.ingest.source import Source, sniff
+from modelyard.exporter.ingest.source import Source, inside, sniff
 from modelyard.exporter.ingest.value import (
     Checkpoint,
     Description,
@@ -79,7 +79,7 @@ def parse_checkpoint(path: Path, announce: Announce | None = None) -> ParsedChec
         return read_archive(path, announce)
     if path.is_dir():
         newest = _newest_of_run(path) if format == "unknown" else None
-        return read_folder(newest or path, announce)
+        return read_folder(inside(path, newest.name) if newest else path, announce)
     parsed = read_file(Source.of_file(path), announce)
     return replace(parsed, paths=(path,))
 

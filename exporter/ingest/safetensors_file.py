@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from modelyard.exporter.errors import CheckpointError, cause
-from modelyard.exporter.ingest.source import Source, parse_object, read_object
+from modelyard.exporter.ingest.source import Source, inside, parse_object, read_object
 from modelyard.exporter.ingest.value import ParsedCheckpoint, Weights
 
 MAX_HEADER_BYTES = 16 << 20
@@ -48,7 +48,7 @@ def read_index(index: Path) -> SafeTensors:
     """
     weight_map = shard_names(index)
     names = sorted(set(weight_map.values()))
-    shards = {name: read_safetensors(index.parent / name) for name in names}
+    shards = {name: read_safetensors(inside(index.parent, name)) for name in names}
     for name, shard in weight_map.items():
         if name not in shards[shard].tensors:
             raise CheckpointError(
@@ -72,7 +72,6 @@ def shard_names(index: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f'"{index.name}" has no weight_map; copy the folder again')
     for name in sorted({str(value) for value in weight_map.values()}):
-        # A file inside the folder by its own name: a link could lead out of it.
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", name):
             raise CheckpointError(
                 f'"{index.name}" is refused: the shard {name!r} that it names is not a plain file '

@@ -158,6 +158,28 @@ class Window:
         return self._position
 
 
+def inside(folder: Path, name: str) -> Path:
+    """Return the path of something in a folder, which a link must not lead out of.
+
+    The hub's cache keeps the files of a snapshot as links to its own `blobs`; those are followed.
+
+    Raises:
+        CheckpointError: it is a link that leaves, or lies behind one; nothing of it was read.
+    """
+    path, real = folder / name, (folder / name).resolve()
+    root = folder.resolve()
+    is_hubs = any(
+        place.name == "snapshots" and real.parent == place.parent / "blobs"
+        for place in root.parents
+    )
+    if real.is_relative_to(root) or is_hubs:
+        return path
+    raise CheckpointError(
+        f'"{folder.name}" is refused: "{name}" is a link that leaves the folder, which is not '
+        "followed; copy the file in its place"
+    )
+
+
 def parse_object(content: bytes | memoryview, name: str) -> dict[str, Any]:
     """Parse a JSON object.
 
@@ -375,8 +397,8 @@ def sniff_folder(folder: Path) -> str:
 def _is_determined(folder: Path) -> bool:
     if any((folder / name).is_file() for name in DETERMINED_WEIGHTS):
         return True
-    return "trial_type" in _peek(folder / "load_data.json") or "determined_version" in _peek(
-        folder / "metadata.json"
+    return "trial_type" in _peek(inside(folder, "load_data.json")) or (
+        "determined_version" in _peek(inside(folder, "metadata.json"))
     )
 
 
