@@ -76,7 +76,9 @@ def test_a_disagreement_ends_with_1_and_one_line(author: Author, tmp_path: Path)
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("as_json", [False, True], ids=["table", "json"])
+@pytest.mark.parametrize(
+    "as_json", [pytest.param(False, marks=pytest.mark.nightly, id="table"), True]
+)
 def test_a_format_that_is_missing_ends_with_3_and_is_named(
     as_json: bool, author: Author, tmp_path: Path
 ) -> None:

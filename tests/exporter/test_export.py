@@ -61,10 +61,12 @@ class Net(nn.Module):
 """,
 }
 
-DIFFERENT = """
+LIES_TWICE = """
 class Net(nn.Module):
     def forward(self, x):
-        return x + torch.zeros(int(x.shape[0]), 1) + (0.5 if torch.jit.is_scripting() else 0.0)
+        if torch.compiler.is_exporting():
+            return x + 0.25
+        return x + (0.5 if torch.jit.is_scripting() or torch.jit.is_tracing() else 0.0)
 """
 
 FIXED = """
@@ -274,7 +276,11 @@ def test_one_format_that_fails_leaves_the_others_written(author: Author, tmp_pat
     [
         pytest.param(FIXED, ["pt2", "onnx"], ConversionError, "the model cannot", id="one reason"),
         pytest.param(
-            DIFFERENT, ["pt2", "torchscript"], ExportError, r"pt2: .*; torchscript: ", id="two"
+            LIES_TWICE,
+            ["pt2", "torchscript"],
+            ParityError,
+            r"pt2: output .*max_abs 2\.5e-01 .*; torchscript: output .*max_abs 5\.0e-01 ",
+            id="two",
         ),
     ],
 )
