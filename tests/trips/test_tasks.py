@@ -1,0 +1,246 @@
+"""Every handler of a task through HTTP: models made by the examples, archived by `--handler auto`.
+
+One server serves all of them. Programs are exported without the proof, which others test, but for
+one model that goes the whole way.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+
+from examples.tasks import pictures, series, shapes, sounds, text
+from modelyard.archiver import write_archive
+from tests.handlers.folders import Tensors, save_program
+from tests.serve.live import LiveServer
+from tests.test_docs import free_ports
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+IDS = ["input_ids", "token_type_ids", "attention_mask"]
+ROWS = [f"{name}:int64[batch=1..4,length=2..64]" for name in IDS]
+
+
+def plain(net: nn.Module, weights: Path) -> nn.Module:
+    net.load_state_dict(torch.load(weights))
+    return net
+
+
+def write_report(artifact: Path, model: str, outputs: list[dict[str, Any]]) -> None:
+    """Write what `modelyard export` would beside an artifact, but for the proof."""
+    signature = json.loads(artifact.with_suffix(".signature").read_text())
+    report = {
+        "format": "pt2",
+        "artifact_sha256": hashlib.sha256(artifact.read_bytes()).hexdigest(),
+        "checkpoint": {"sha256": "0" * 64},
+        "signature": {**signature, "outputs": outputs},
+        "model": model,
+    }
+    artifact.with_name(f"{artifact.name}.report.json").write_text(json.dumps(report))
+
+
+def output(name: str, *shape: str | int) -> dict[str, Any]:
+    return {"name": name, "dtype": "float32", "shape": list(shape)}
+
+
+LOGITS = output("logits", "batch", "length", 3)
+TRANSFORMERS: dict[str, tuple[Any, str, list[str], list[str], list[dict[str, Any]]]] = {
+    "pairs": (text, "BertForSequenceClassification", IDS, ROWS, [output("logits", "batch", 3)]),
+    "answers": (text, "BertForQuestionAnswering", IDS, ROWS,
+                [output("start_logits", "batch", "length"),
+                 output("end_logits", "batch", "length")]),
+    "gaps": (text, "BertForMaskedLM", IDS, ROWS, [LOGITS]),
+    "vit": (pictures, "ViTModel", ["pixel_values"], ["pixel_values:float32[batch=1..4,3,32,32]"],
+            [output("last_hidden_state", "batch", 17, 32), output("pooler_output", "batch", 32)]),
+    "clip": (pictures, "CLIPModel", ["input_ids", "pixel_values", "attention_mask"],
+             ["input_ids:int64[texts=1..6,length=2..16]",
+              "pixel_values:float32[images=1..4,3,32,32]", "attention_mask:int64[texts,length]"],
+             [output("logits_per_image", "images", "texts")]),
+}  # fmt: skip
+NETS: dict[str, tuple[Any, nn.Module, str, list[dict[str, Any]]]] = {
+    "detector": (shapes, shapes.Detector(), "image:float32[batch=1..4,3,32,32]",
+                 [output("logits", "batch", 64, 3), output("pred_boxes", "batch", 64, 4)]),
+    "segmenter": (shapes, shapes.Segmenter(), "image:float32[batch=1..4,3,32,32]",
+                  [output("logits", "batch", 3, 16, 16)]),
+    "tone": (sounds, sounds.Namer(), "wave:float32[batch=1..4,samples=160..40000]",
+             [output("logits", "batch", 4)]),
+    "speller": (sounds, sounds.Speller(), "wave:float32[batch=1..4,samples=160..40000]",
+                [output("logits", "batch", "frames", 6)]),
+    "series": (series, series.Quantiles(), "values:float32[batch=1..4,24,2]",
+               [output("forecast", "batch", 6, 2, 3)]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every example's files."""
+    folder = tmp_path_factory.mktemp("tasks")
+    for example in (text, pictures, shapes, sounds, series):
+        example.make(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(shared_server: LiveServer, made: Path) -> LiveServer:
+    """Serve an archive of each, whose handler and files `auto` has chosen."""
+    import transformers
+
+    names = [*TRANSFORMERS, *NETS]
+    for name in names:
+        artifact = made / f"{name}.pt2"
+        if name in TRANSFORMERS:
+            _, class_name, inputs, specs, outputs = TRANSFORMERS[name]
+            model = getattr(transformers, class_name).from_pretrained(made / name)
+            module: nn.Module = Tensors(model, inputs, [each["name"] for each in outputs])
+            class_name = f"transformers.models:{class_name}"
+        else:
+            _, net, spec, outputs = NETS[name]
+            module, specs, class_name = plain(net, made / f"{name}.pt"), [spec], "net.py:Net"
+        save_program(module, specs, artifact)
+        write_report(artifact, class_name, outputs)
+        config = made / name / "model-config.yaml"
+        write_archive(name, version="1.0", artifact=artifact, handler="auto",
+                      source_folder=made / name, output_dir=shared_server.store,
+                      config_file=config if config.is_file() else None)  # fmt: skip
+    shared_server.register_all(*names, initial_workers=1)
+    return shared_server
+
+
+def ask(server: LiveServer, name: str, content: Any, **options: Any) -> Any:
+    answer = server.predict(name, content, **options)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def as_json(server: LiveServer, name: str, body: Any) -> Any:
+    return ask(server, name, json.dumps(body), headers={"content-type": "application/json"})
+
+
+def test_texts_are_answered(server: LiveServer) -> None:
+    pair = as_json(server, "pairs", {"text": "Anna lives in Rome", "text_pair": "in Rome"})
+    assert set(pair) == set(text.RELATIONS)
+    context = "Anna lives in New York and Bruno went to Rome"
+    found = as_json(server, "answers", {"question": "where?", "context": context})
+    assert context[found["start"] : found["end"]] == found["answer"] != ""
+    gaps = ask(server, "gaps", "in [MASK] we met Anna", headers={"content-type": "text/plain"})
+    assert [each["score"] for each in gaps] == sorted(
+        (each["score"] for each in gaps), reverse=True
+    )
+
+
+def test_pictures_are_answered_as_data_and_as_pictures(server: LiveServer, made: Path) -> None:
+    picture = (made / "shapes.png").read_bytes()
+    boxes = ask(server, "detector", picture)
+    assert {each["label"] for each in boxes} <= set(shapes.SHAPES)
+    assert boxes
+    segments = ask(server, "segmenter", picture)
+    width, height = shapes.PICTURE
+    assert segments["size"] == [height, width]
+    assert sum(each["area"] for each in segments["segments"]) == width * height
+    for name, size in (("detector", (320, 240)), ("segmenter", (width, height))):
+        answer = server.predict(name, picture, headers={"accept": "image/png"})
+        assert answer.headers["content-type"] == "image/png"
+        assert Image.open(io.BytesIO(answer.content)).size == size
+        assert server.predict(name, picture, params={"format": "png"}).content == answer.content
+    assert np.linalg.norm(ask(server, "vit", picture)) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_picture_and_texts_come_as_a_form_or_as_json(server: LiveServer, made: Path) -> None:
+    picture = (made / "shapes.png").read_bytes()
+    form = server.client.post(
+        "/predictions/clip",
+        files={"image": ("shapes.png", picture, "image/png")},
+        data={"texts": json.dumps(pictures.TEXTS)},
+    )
+    assert form.status_code == 200, form.text
+    assert sum(form.json().values()) == pytest.approx(1)
+    body = {"image": base64.b64encode(picture).decode(), "texts": list(pictures.TEXTS)}
+    assert as_json(server, "clip", body) == form.json()
+
+
+def test_sounds_and_series_are_answered(server: LiveServer, made: Path) -> None:
+    tone = ask(server, "tone", (made / "tone.wav").read_bytes())
+    assert next(iter(tone)) == "b"
+    assert ask(server, "speller", (made / "tune.wav").read_bytes())["text"] == sounds.TUNE
+    answer = ask(server, "series", (made / "window.json").read_bytes())
+    low, high = (np.array(answer["quantiles"][name]) for name in ("0.1", "0.9"))
+    assert low.shape == (series.HORIZON, series.SERIES)
+    assert (low < high).mean() > 0.9
+
+
+@pytest.mark.parametrize(
+    ("name", "body", "said"),
+    [
+        ("pairs", {"question": "?"}, "an object of question; expected text"),
+        ("answers", {"question": "where?"}, '{"question": "…", "context": "…"}'),
+        ("gaps", {"text": "no gap"}, 'the text has no \\"[MASK]\\"'),
+        ("detector", {"a": 1}, 'input \\"image\\" holds something else than numbers'),
+        ("clip", {"image": "", "texts": "[]"}, "texts is expected as a JSON list"),
+        ("tone", "bm8gc291bmQ=", "is not a sound; send one file of WAV, FLAC, OGG"),
+        ("series", [[1, 2]], "the body holds 1 values; expected at least 24"),
+    ],
+    ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
+)
+def test_a_request_at_fault_is_answered_400(
+    server: LiveServer, name: str, body: Any, said: str
+) -> None:
+    headers = {"content-type": "application/json"}
+    answer = server.predict(name, json.dumps(body), headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert said in answer.text
+
+
+@pytest.mark.parametrize(
+    ("name", "target"),
+    [("pairs", "neutral"), ("gaps", "rome"), ("detector", "circle"), ("segmenter", "square"),
+     ("tone", "b"), ("speller", "a"), ("series", "0,1,2")],
+)  # fmt: skip
+def test_each_is_explained_for_a_target(
+    server: LiveServer, made: Path, name: str, target: str
+) -> None:
+    files = {"detector": "shapes.png", "segmenter": "shapes.png", "tone": "tone.wav",
+             "speller": "tune.wav", "series": "window.json"}  # fmt: skip
+    content = (made / files[name]).read_bytes() if name in files else b"in [MASK] we met"
+    query = {"target": target, "n_steps": "5"}
+    answer = server.client.post(f"/explanations/{name}", content=content, params=query)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    assert target in found["label"] or name == "series"
+    assert np.abs(np.array(found["attributions"], dtype=float)).max() > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("at", [0, 1], ids=["Hugging Face", "network"])
+def test_the_commands_of_the_examples_lead_to_an_answer(tmp_path: Path, at: int) -> None:
+    """The two ways of examples/tasks/README.md, with a user's commands and their proof."""
+    blocks = re.findall(r"(?:^    .*\n)+", (EXAMPLES / "tasks" / "README.md").read_text(), re.M)
+    ports = dict(zip(("PORT", "MANAGEMENT_PORT", "METRICS_PORT"), map(str, free_ports(3)),
+                     strict=True))  # fmt: skip
+    shutil.copytree(EXAMPLES, tmp_path / "examples")
+    lines = blocks[at].replace("modelyard ", f"{sys.executable} -P -m modelyard ")
+    lines = lines.replace("python -m examples", f"{sys.executable} -m examples")
+    lines = lines.replace("8080", ports["PORT"]).replace("curl ", "curl -sSf ")
+    settings = {**ports, "STATE_DIR": str(tmp_path / "state"), "WORKERS": "1"}
+    environment = {f"MODELYARD_{name}": value for name, value in settings.items()}
+    python = {"PYTHONPATH": f"{tmp_path}:{EXAMPLES.parent}"}
+    done = subprocess.run(["bash", "-euc", lines], cwd=tmp_path, check=True, timeout=800,
+                          text=True, stdout=subprocess.PIPE,
+                          env={**os.environ, **environment, **python})  # fmt: skip
+    assert ("New York" in done.stdout) if at == 0 else ('"xmin"' in done.stdout)
+    for name in ("boxes", "why") if at else ():
+        assert (tmp_path / "build" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
