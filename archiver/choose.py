@@ -22,6 +22,8 @@ _PROCESSOR = ("preprocessor_config.json", "processor_config.json")
 _MAX_CONFIG_BYTES = 16 * 1024 * 1024
 
 _LIBRARY = "transformers"
+_SAMPLES = 4000
+"""In a row of so many numbers, a sound is likelier than features of a table."""
 _TOKEN_IDS = ("input_ids", "ids", "tokens", "token_ids")
 
 
@@ -49,13 +51,15 @@ RULES = (
     Rule("fill_mask", "text", ["places"], ["ForMaskedLM"], _TOKENIZER),
     Rule("forecaster", "series", ["places", "classes", "map"], ["ForPrediction"],
          brings=("scaler.json",)),
+    Rule("forecaster", "numbers", ["places", "classes"], [], ("scaler.json",), brings=()),
     Rule("generate", "text and its cache", ["classes"], [], _TOKENIZER, brings=()),
     Rule("image_classifier", "image", ["classes"], ["ForImageClassification"],
          brings=(*_LABELS, *_PROCESSOR), has_labels=True),
     Rule("image_encoder", "image", ["classes", "places"], ["Model"], brings=_PROCESSOR),
     Rule("image_segmenter", "image", ["map"], ["ForSemanticSegmentation"],
          brings=(*_LABELS, *_PROCESSOR), has_labels=True),
-    Rule("image_text", "image and text", ["classes"], ["Model"], _TOKENIZER, brings=_PROCESSOR),
+    Rule("image_text", "image and text", ["classes"], ["Model"], _TOKENIZER,
+         brings=("config.json", *_PROCESSOR)),
     Rule("object_detector", "image", ["boxes"], ["ForObjectDetection"],
          brings=(*_LABELS, *_PROCESSOR), has_labels=True),
     Rule("question_answering", "text", ["spans"], ["ForQuestionAnswering"], _TOKENIZER),
@@ -214,14 +218,14 @@ def _inputs_of(signature: Signature) -> set[str]:
         return set() if whole else {"image"}
     if len(shape) == 2:
         sounds = {"sound"} if _is_long(real[0]) else set()
-        return sounds if whole else {*sounds, "series", "numbers"}
+        return sounds if whole else {*sounds, "numbers"}
     return {"series"} if len(shape) == 3 and not whole else set()
 
 
 def _is_long(spec: TensorSpec) -> bool:
-    """Return whether a row may be the samples of a sound: a thousand, or as many as one likes."""
+    """Return whether a row may be the samples of a sound: many, or of any number."""
     size = spec.shape[1]
-    return (size if isinstance(size, int) else size.max) >= 1000
+    return size >= _SAMPLES if isinstance(size, int) else size.max >= _SAMPLES // 4
 
 
 def _outputs_of(signature: Signature) -> set[str]:

@@ -48,8 +48,23 @@ class ImageSegmenter(VisionHandler):
         return answers
 
     def score(self, outputs: Output) -> Tensor:
-        """Return the mean logit (N, C) of each class over the picture."""
-        return _logits(outputs).flatten(2).mean(2)
+        """Return the mean logit (N, C, 1) of each class over the picture."""
+        return _logits(outputs).flatten(2).mean(2, keepdim=True)
+
+    def find_target(self, index: int, target: str, scores: Tensor) -> list[int] | None:
+        """Find the class (C, 1) of a label; `predicted` is the one with the largest mean."""
+        labels = [self.label(at) for at in range(len(scores))]
+        if target == "predicted":
+            return [int(scores.argmax())]
+        if target not in labels:
+            raise BadInput(
+                f'target is "{target}"; expected predicted or a label: {", ".join(labels)}'
+            )
+        return [labels.index(target)]
+
+    def name_place(self, index: int, place: tuple[int, ...]) -> str:
+        """Return the class's label."""
+        return self.label(place[0])
 
     def _segments(self, classes: np.ndarray) -> dict[str, Any]:
         columns = classes.T.ravel()

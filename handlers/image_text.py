@@ -104,6 +104,9 @@ class ImageText(VisionHandler):
         (found,) = explain_batch(model, inputs, [replace(options, target="0")])
         return self._present(index, (inputs[self.roles.index("image")][0],), found)
 
+    def _check_batch_size(self, batch_size: int) -> None:
+        """Take any: the requests of a batch run one after the other."""
+
     def _find_image(self) -> TensorSpec:
         self.roles = tuple(
             "image" if spec.is_float else role_of(spec.name) or "" for spec in self.inputs

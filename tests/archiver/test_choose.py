@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
         (IMAGE, ["last_hidden_state[batch,17,32]", LOGITS], "ViTModel", "image_encoder",
          "preprocessor_config"),
         ([*IDS, "pixel_values:float32[images=1..4,3,32,32]"], ["logits_per_image[images,batch]"],
-         "CLIPModel", "image_text", "tokenizer preprocessor_config"),
+         "CLIPModel", "image_text", "tokenizer config preprocessor_config"),
         (SOUND, [LOGITS], "Wav2Vec2ForSequenceClassification", "audio_classifier",
          "config preprocessor_config"),
         (SOUND, ["logits[batch,49,32]"], "Wav2Vec2ForCTC", "speech_recognizer",
@@ -87,6 +87,19 @@ def test_a_net_of_ones_own_gets_the_one_that_fits(folder: Path) -> None:
     assert choose("auto", report(IMAGE, [MAP]), None, ()).handler == "image_segmenter"
     assert choose("auto", report(IMAGE, BOXES), None, ()).handler == "object_detector"
     assert choose("auto", report(IDS, SPANS), folder, ()).handler == "question_answering"
+    assert choose("auto", report(SOUND, ["y[batch,49,6]"]), folder, ()).handler == (
+        "speech_recognizer"
+    )
+
+
+@pytest.mark.parametrize(
+    ("file", "handler"), [("features.json", "tabular"), ("scaler.json", "forecaster")]
+)
+def test_a_row_of_numbers_is_what_its_file_says(file: str, handler: str) -> None:
+    numbers = report(["x:float32[batch,12]"], ["y[batch,2]"])
+    assert choose("auto", numbers, None, [file]).handler == handler
+    with pytest.raises(CannotArchive, match=r"several fit: forecaster for numbers .*; tabular for"):
+        choose("auto", numbers, None, ())
 
 
 def test_a_decoder_with_its_cache_gets_generate(folder: Path) -> None:

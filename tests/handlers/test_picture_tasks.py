@@ -322,6 +322,9 @@ def test_a_class_of_a_map_is_explained(drawn: Path) -> None:
     handler = load(ImageSegmenter, drawn / "segmenter", config=IMAGE)
     found = explain(handler, (drawn / "shapes.png").read_bytes(), target="circle", n_steps="5")
     assert (found["label"], found["shape"]) == ("circle", [3, shapes.SIDE, shapes.SIDE])
+    assert found["probability"] is None, "of a mean over a picture"
+    with pytest.raises(BadInput, match="expected predicted or a label: background, circle, square"):
+        explain(handler, (drawn / "shapes.png").read_bytes(), target="star")
 
 
 # -- encoders -------------------------------------------------------------------------------------

@@ -30,6 +30,7 @@ from tests.handlers.folders import Tensors, save_program
 from tests.serve.live import LiveServer
 from tests.test_docs import free_ports
 
+pytestmark = pytest.mark.timeout(600)
 EXAMPLES = Path(__file__).parents[2] / "examples"
 IDS = ["input_ids", "token_type_ids", "attention_mask"]
 ROWS = [f"{name}:int64[batch=1..4,length=2..64]" for name in IDS]
