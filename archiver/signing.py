@@ -145,11 +145,17 @@ def _parse(data: bytes, name: str) -> tuple[str, bytes]:
     try:
         fields = Fields(parse_json(data, _MAX_FILE_BYTES), "", problems)
         algorithm, signer = fields.text("algorithm"), fields.text("key_id")
+        schema = fields.integer("schema")
         signature = base64.b64decode(fields.text("signature"), validate=True)
     except ValueError as error:
         raise NotTrusted(f"{name}: {SIGNING_NAME} cannot be read: {error}") from error
     if algorithm and algorithm != _ALGORITHM:
         problems.append(f"algorithm: expected {_ALGORITHM}, found {algorithm}")
+    if schema != SCHEMA and not problems:
+        problems.append(
+            f"schema: this version reads {SCHEMA}, found {schema}; update modelyard, or sign the "
+            "archive anew"
+        )
     if problems:
         raise NotTrusted(f"{name}: {SIGNING_NAME} cannot be read", problems)
     return signer, signature

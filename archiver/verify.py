@@ -50,7 +50,15 @@ def verify_archive(
     """
     seal = archive.manifest.modelyard
     if seal is None:
-        checks = [Check("digests", "none to compare with: not written by `modelyard archive`")]
+        # Whoever changes an archive can take its digests out: that must not pass for a check.
+        checks = [
+            Check(
+                "digests",
+                "none to compare with",
+                "the manifest holds none, so nothing in the archive is proven: another archiver "
+                "wrote it, or they were taken out; write it with `modelyard archive`",
+            )
+        ]
     else:
         checks = [Check("digests", f"all {len(seal.digests)} agree with the manifest")]
     if keys is not None:

@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from typer.testing import CliRunner
 
 from modelyard.archiver import open_archive
 from modelyard.archiver.cli import archive_app, verify_app
+from modelyard.archiver.untrusted.names import MANIFEST_NAME
 
 
 def run_archive(inputs: Path, *extra: str, name: str = "digits", **changes: Any) -> Any:
@@ -132,6 +134,24 @@ def test_verify_names_every_problem_and_exits_1(inputs: Path) -> None:
     assert len(json.loads(result.stdout)["problems"]) == 2
     assert result.stderr.startswith("error: digits.mar is refused: 2 problems\n")
     assert run_verify(str(file)).stdout == ""
+
+
+def test_verify_does_not_pass_an_archive_whose_digests_were_taken_out(inputs: Path) -> None:
+    run_archive(inputs)
+    file = inputs.parent / "store" / "digits.mar"
+    with zipfile.ZipFile(file) as zipped:
+        content = {name: zipped.read(name) for name in zipped.namelist()}
+    manifest = json.loads(content[MANIFEST_NAME])
+    del manifest["modelyard"]
+    content[MANIFEST_NAME] = json.dumps(manifest).encode()
+    with zipfile.ZipFile(file, "w") as zipped:
+        for name, data in content.items():
+            zipped.writestr(name, data)
+
+    result = run_verify(str(file), "--no-run")
+
+    assert result.exit_code == 1
+    assert "digests: the manifest holds none, so nothing in the archive is proven" in result.stderr
 
 
 def test_verify_of_a_missing_file_exits_1(tmp_path: Path) -> None:

@@ -160,6 +160,14 @@ def test_a_key_cannot_be_claimed(signed: Path, keys: Path) -> None:
         (b"{}", "algorithm: expected a string"),
         (b'{"algorithm": "RSA", "key_id": "a", "signature": "YQ=="}', "expected Ed25519"),
         (b'{"algorithm": "Ed25519", "key_id": "a", "signature": "?"}', "cannot be read"),
+        (
+            b'{"algorithm": "Ed25519", "key_id": "a", "signature": "YQ=="}',
+            "schema: expected a whole number, found nothing",
+        ),
+        (
+            b'{"schema": 99, "algorithm": "Ed25519", "key_id": "a", "signature": "YQ=="}',
+            "this version reads 1, found 99",
+        ),
         (b"x" * 100_000, "at most 65536 are read"),
     ],
 )
