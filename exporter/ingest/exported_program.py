@@ -6,6 +6,7 @@ before a worker loads it.
 """
 
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,6 +46,9 @@ _DTYPES: Mapping[int, torch.dtype] = {
 }
 
 
+_MOST = 8  # the end of a range that the program leaves open
+
+
 @dataclass(frozen=True)
 class ExportedProgram:
     """What a `.pt2` says of itself."""
@@ -62,6 +66,29 @@ class ExportedProgram:
     """Why a worker refuses to load it; `part: what is wrong`."""
     refused: tuple[str, ...]
     """Names that its pickles want imported."""
+
+    @property
+    def input_lines(self) -> tuple[str, ...]:
+        """Its inputs as `--input` is written; nothing where one has no such form."""
+        lines = []
+        for value in self.inputs:
+            sizes = [self._dim(size) for size in value["shape"]]
+            if value["name"] is None or value["dtype"] is None or None in sizes:
+                return ()
+            lines.append(f"{value['name']}:{value['dtype']}[{','.join(map(str, sizes))}]")
+        batch = self.inputs[0]["shape"][:1] if self.inputs else []
+        symbol = batch[0] if batch and isinstance(batch[0], str) else None
+        return tuple(re.sub(rf"\b{symbol}\b", "batch", line) if symbol else line for line in lines)
+
+    def _dim(self, size: int | str) -> str | None:
+        if isinstance(size, int):
+            return str(size)
+        span = self.dims.get(size)
+        if span is None:  # an expression of other sizes
+            return None
+        low = max(span["min"] or 1, 1)
+        high = min(span["max"] or sys.maxsize, max(_MOST, low + 1))
+        return f"{size}={low}..{high}" if high > low else str(low)
 
 
 def read_exported_program(source: Source) -> ExportedProgram:

@@ -304,6 +304,7 @@ def _read_program(source: Source, announce: Announce | None) -> ParsedCheckpoint
         writer="torch.export",
         writer_version=program.torch_version,
         notes=(_IS_ARTIFACT,),
+        inputs=program.input_lines,
     )
 
 

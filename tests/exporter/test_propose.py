@@ -176,3 +176,17 @@ def test_an_example_that_the_model_keeps_needs_no_input_and_is_in_the_command(ne
     assert f"inputs, from its example_input_array: {chosen}" in result.stderr
     (report,) = json.loads(result.stdout)
     assert chosen in report["command"]
+
+
+def test_an_exported_program_says_what_it_takes(tmp_path: Path) -> None:
+    batch = torch.export.Dim("batch", min=1, max=6)
+    program = torch.export.export(
+        nn.Linear(3, 2).eval(), (torch.zeros(2, 3),), dynamic_shapes=({0: batch},)
+    )
+    torch.export.save(program, tmp_path / "net.pt2")
+    checkpoint = read_checkpoint(tmp_path / "net.pt2")
+    arguments = {"in_features": 3, "out_features": 2}
+    with open_model(checkpoint, "torch.nn:Linear", arguments) as model:
+        proposal = propose_inputs(model, checkpoint)
+    assert proposal is not None
+    assert proposal.inputs == ("input:float32[batch=1..6,3]",)
