@@ -68,6 +68,13 @@ def counts(results: Mapping[str, Result]) -> str:
         )
     dead = sum(bool(r["dead"]) for r in results.values())
     tracebacks = sum(bool(r["traceback"]) for r in results.values())
+    alone = sum(not r.get("bare") for r in results.values())
+    unasked = sum(bool(r["formats"]) and not r["served"] for r in results.values())
+    if alone or unasked:
+        lines.append(
+            f"- Left out of this run, and empty below: torch's own calls of {alone}, and serving "
+            f"of {unasked} architectures."
+        )
     return "\n".join([*lines, f"- Tracebacks: {tracebacks}. Workers that died: {dead}."])
 
 
@@ -97,7 +104,7 @@ def _row(name: str, result: Result) -> tuple[str, ...]:
         f"{max(found):.0e}" if found else "",
         {True: "yes", False: "no"}.get(batchable.pop(), "") if len(batchable) == 1 else "",
         f"{result['cpu_s']:.0f}" if "cpu_s" in result else "",
-        "yes" if is_right(result["served"]) else "no",
+        "" if formats and not result["served"] else "yes" if is_right(result["served"]) else "no",
     )
 
 
