@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import torch
@@ -84,8 +85,8 @@ class ExportedProgram:
         if isinstance(size, int):
             return str(size)
         span = self.dims.get(size)
-        if span is None:  # an expression of other sizes
-            return None
+        if span is None or not all(type(end) in (int, NoneType) for end in span.values()):
+            return None  # an expression of other sizes, or nothing that is a range
         low = max(span["min"] or 1, 1)
         high = min(span["max"] or sys.maxsize, max(_MOST, low + 1))
         return f"{size}={low}..{high}" if high > low else str(low)
