@@ -58,10 +58,12 @@ def counts(results: Mapping[str, Result]) -> str:
         bare = {n: r for n, r in part.items() if bare_right(r)}
         ours = [n for n, r in bare.items() if ours_right(r)]
         both = [n for n, r in bare.items() if set(bare_right(r)) <= set(ours_right(r))]
-        more = [n for n, r in part.items() if n not in bare and ours_right(r)]
+        more = [n for n, r in part.items() if r.get("bare") and n not in bare and ours_right(r)]
+        written = [n for n, r in part.items() if ours_right(r)]
         served = [n for n, r in part.items() if is_right(r["served"])]
         lines.append(
-            f"- Families {title}: {len(part)} architectures. A bare call is right for "
+            f"- Families {title}: {len(part)} architectures, "
+            f"{len(written)} exported. A bare call is right for "
             f"{len(bare)}; of these {len(ours)} are exported ({len(both)} in every format that "
             f"a bare call gets right), and {len(more)} that no bare call gets right. "
             f"{len(served)} answer through a worker."

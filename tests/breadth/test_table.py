@@ -49,7 +49,7 @@ def test_counts_are_of_what_a_bare_call_gets_right(tmp_path: Path) -> None:
     }
     text = write_table(results, page)
     assert text == counts(results)
-    assert "3 architectures. A bare call is right for 2; of these 1 are exported" in text
+    assert "3 architectures, 2 exported. A bare call is right for 2; of these 1" in text
     assert "and 1 that no bare call gets right. 1 answer through a worker." in text
     written = page.read_text()
     assert "| tcn | torch | state dict | right | fail | pt2 | 1e-06 | yes | 3 | yes |" in written
