@@ -15,9 +15,18 @@ import pytest
 from modelyard.archiver import write_archive
 from tests.serve.live import LiveServer, running
 
-DIGITS = Path(__file__).parent.parent / "examples" / "digits"
+ROOT = Path(__file__).parents[1]
+DIGITS = ROOT / "examples" / "digits"
 FILES = {"pt2": "digits.pt2", "onnx": "digits.onnx", "torchscript": "digits.pt"}
 """Format → artifact of the digits model."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a file in one process, where they name no group of their own."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

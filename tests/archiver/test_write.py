@@ -321,13 +321,13 @@ def test_handler_file_is_packed_and_recorded(
 @pytest.mark.parametrize(
     ("handler", "problem"),
     [
-        ("image_clasifier", "expected FILE.py, FILE.py:Class, or one of base_handler, "),
+        ("image_clasifier", "expected FILE.py, FILE.py:Class, or one of audio_classifier, base_handler, "),
         ("{inputs}/lost.py", "lost.py: there is no such file"),
         ("{inputs}/handler.py:Lost", "handler.py has no class Lost; it has: DigitsHandler"),
         ("{inputs}/handler.py:1x", '"1x" is not a class name'),
         ("{inputs}/handler.py:", '"" is not a class name'),
         ("{inputs}/broken.py", "broken.py, line 2: "),
-        ("{inputs}", "expected FILE.py, FILE.py:Class, or one of base_handler, "),
+        ("{inputs}", "expected FILE.py, FILE.py:Class, or one of audio_classifier, base_handler, "),
     ],
 )
 def test_wrong_handler_says_what_is_expected(
