@@ -321,7 +321,10 @@ def test_handler_file_is_packed_and_recorded(
 @pytest.mark.parametrize(
     ("handler", "problem"),
     [
-        ("image_clasifier", "expected FILE.py, FILE.py:Class, or one of audio_classifier, base_handler, "),
+        (
+            "image_clasifier",
+            "expected FILE.py, FILE.py:Class, or one of audio_classifier, base_handler, ",
+        ),
         ("{inputs}/lost.py", "lost.py: there is no such file"),
         ("{inputs}/handler.py:Lost", "handler.py has no class Lost; it has: DigitsHandler"),
         ("{inputs}/handler.py:1x", '"1x" is not a class name'),
