@@ -36,6 +36,7 @@ def bench(folder: Path, *options: str) -> tuple[str, Results]:
     return done.stdout, read_results(folder / "found.json")
 
 
+@pytest.mark.nightly
 def test_overhead_is_measured_and_peers_that_are_not_there_are_named(tmp_path: Path) -> None:
     envs = tmp_path / "envs"
     envs.mkdir()

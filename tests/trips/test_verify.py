@@ -228,6 +228,7 @@ def test_what_was_certified_is_confirmed(
     assert verified(path).problem is None
 
 
+@pytest.mark.nightly
 def test_cases_in_which_the_checkpoint_is_ill_conditioned_are_those_of_the_export(
     tmp_path: Path,
 ) -> None:
