@@ -473,7 +473,9 @@ def _missing(expected: Mapping[str, Any], state: Mapping[str, Any]) -> list[str]
     return [
         key
         for key, value in expected.items()
-        if key not in state and not (isinstance(value, Tensor) and place_of(value) in given)
+        if key not in state
+        and not (isinstance(value, Tensor) and place_of(value) in given)
+        and key != "_metadata"  # torch's own, which some libraries write among the tensors
     ]
 
 

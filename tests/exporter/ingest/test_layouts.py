@@ -6,11 +6,13 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from modelyard.exporter.checkpoint import load_weights
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import read_checkpoint
 
@@ -143,3 +145,14 @@ def test_entries_beside_tensors_are_noted(tmp_path: Path) -> None:
     torch.save({**_state(), "_metadata": {"version": 1}}, tmp_path / "net.pt")
     found = read_checkpoint(tmp_path / "net.pt")
     assert found.notes == ('beside its tensors it holds "_metadata" (dict), which were left out',)
+
+
+def test_a_class_that_writes_its_metadata_among_the_tensors_is_filled(tmp_path: Path) -> None:
+    class Net(nn.Linear):
+        def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+            return {**super().state_dict(*args, **kwargs), "_metadata": {"version": 1}}
+
+    torch.save(Net(3, 2).state_dict(), tmp_path / "net.pt")
+    model = Net(3, 2)
+    load_weights(model, read_checkpoint(tmp_path / "net.pt"), "Net")
+    assert torch.equal(model.weight, torch.load(tmp_path / "net.pt")["weight"])
