@@ -17,7 +17,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self, TextIO
 
 import torch
@@ -27,7 +26,7 @@ from modelyard.archiver.exits import describe_exit
 from modelyard.archiver.threads import thread_environment
 from modelyard.exporter.errors import ParityError, cause
 from modelyard.handlers.agree import compare, run
-from modelyard.handlers.backends import Artifact, dtype_name, open_artifact
+from modelyard.handlers.backends import Artifact, open_artifact, type_name
 
 _LAST_WORDS_BYTES = 64 * 1024
 
@@ -47,12 +46,7 @@ class Checker:
         self._start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process is not None:
             self._process.kill()
             self._end()
@@ -206,14 +200,10 @@ def _measure(
     measured = []
     for (name, dtype, tolerance), target, tensor in zip(specs, expected, actual, strict=True):
         right = f"{dtype}[{','.join(map(str, target.shape))}]"
-        if _type(tensor) != right:
-            raise ParityError(f'output "{name}" is {_type(tensor)} at {case}, expected {right}')
+        if (seen := type_name(tensor)) != right:
+            raise ParityError(f'output "{name}" is {seen} at {case}, expected {right}')
         measured.append(compare(target, tensor, tolerance))
     return measured
-
-
-def _type(tensor: Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ from modelyard.exporter.watch import (
     watch,
 )
 from modelyard.handlers.agree import compare, full_precision, split
-from modelyard.handlers.backends import dtype_name, torch_dtype
+from modelyard.handlers.backends import dtype_name, torch_dtype, type_name
 from modelyard.handlers.plan import (
     GFLOP_PER_OPERATOR,
     ONLY_SAMPLES,
@@ -374,7 +374,7 @@ def _call(model: nn.Module, signature: Signature, probe: Probe, inputs: Tensors)
     # The model is the author's code and may fail in any way.
     except Exception as error:
         shown = ", ".join(
-            f'"{spec.name}" {_type(tensor)}'
+            f'"{spec.name}" {type_name(tensor)}'
             for spec, tensor in zip(signature.inputs, inputs, strict=True)
         )
         raise ModelError(
@@ -418,8 +418,8 @@ def _check_repeats(
     for name, one, two in zip(names, first.values(), second.values(), strict=True):
         if one.shape != two.shape or one.dtype != two.dtype:
             raise ModelError(
-                f'output "{name}" is {_type(one)} in one run and {_type(two)} in the next on one '
-                f"input; expected the same: {unsteady}"
+                f'output "{name}" is {type_name(one)} in one run and {type_name(two)} in the next '
+                f"on one input; expected the same: {unsteady}"
             )
         # CUDA may add in another order each time; a CPU with a fixed number of threads does not.
         allowed = 1e-5 if one.is_cuda else 0.0
@@ -429,10 +429,6 @@ def _check_repeats(
                 f'output "{name}" differs by {apart:.1e} between two runs on one input; expected '
                 f"the same values: {unsteady}"
             )
-
-
-def _type(tensor: Tensor) -> str:
-    return f"{dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
 
 
 def _unsteady(watched: Watched, sizes: Mapping[str, int]) -> str:

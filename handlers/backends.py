@@ -51,6 +51,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def type_name(tensor: Tensor) -> str:
+    """Return dtype and sizes as a signature writes them: `float32[2,8]`."""
+    return f"{dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
+
+
 class Artifact:
     """A loaded artifact: call it with one tensor per input, in order.
 
@@ -118,8 +123,7 @@ class Artifact:
             for spec, takes, tensor in zip(self.inputs, self._takes, tensors, strict=True)
             if not takes(tensor)
         )
-        seen = f"{dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
-        return f'input "{spec.name}" is {seen}, the artifact takes {spec}'
+        return f'input "{spec.name}" is {type_name(tensor)}, the artifact takes {spec}'
 
 
 def _takes(spec: TensorSpec) -> Callable[[Tensor], bool]:
