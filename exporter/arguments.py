@@ -189,7 +189,7 @@ def flatten(output: Any) -> dict[str, Tensor]:
 
 
 _CONSTANTS = (bool, int, float, str)
-"""What stands beside tensors as a part of an output and is no part of an answer."""
+"""What stands beside tensors as a part of an output and is not a part of an answer."""
 
 
 def _is_plain(output: Any) -> bool:

@@ -24,7 +24,7 @@ from modelyard.exporter.errors import CheckpointError, ModelError, UsageError, c
 from modelyard.exporter.ingest import Checkpoint, read_checkpoint
 from modelyard.exporter.ingest.hugging_face import build_hugging_face, quiet_and_offline
 from modelyard.exporter.ingest.plain import Placeholder
-from modelyard.exporter.ingest.value import fit_names, nearest, place_of
+from modelyard.exporter.ingest.value import KEYS_SHOWN, fit_names, list_shown, nearest, place_of
 from modelyard.exporter.libraries import library_factory
 
 _MODEL_FORM = "file.py:Class, package.module:Class or package.module:factory"
@@ -33,7 +33,6 @@ _BASES = frozenset(("torch", "lightning", "pytorch_lightning", "transformers", "
 
 _MAKES = re.compile(r"from|build|create|make")
 
-_KEYS_SHOWN = 20
 _NEAREST_SHOWN = 200
 
 
@@ -493,11 +492,11 @@ def _misshaped(expected: Mapping[str, Any], state: Mapping[str, Any]) -> list[st
 def _problems(missing: list[str], unexpected: list[str], misshaped: list[str]) -> list[str]:
     problems = []
     if missing:
-        problems.append(f"missing {_shown(missing)}")
+        problems.append(f"missing {list_shown(missing)}")
     if unexpected:
-        problems.append(f"unexpected {_shown(_with_nearest(unexpected, missing))}")
+        problems.append(f"unexpected {list_shown(_with_nearest(unexpected, missing))}")
     if misshaped:
-        problems.append(f"mis-shaped {_shown(misshaped)}")
+        problems.append(f"mis-shaped {list_shown(misshaped)}")
     return problems
 
 
@@ -506,10 +505,10 @@ def _with_nearest(names: list[str], missing: list[str]) -> list[str]:
     if len(missing) > _NEAREST_SHOWN:
         return names
     shown = []
-    for name in names[:_KEYS_SHOWN]:
+    for name in names[:KEYS_SHOWN]:
         near = nearest(name, missing)
         shown.append(f"{name} (nearest missing: {near})" if near else name)
-    return shown + names[_KEYS_SHOWN:]
+    return shown + names[KEYS_SHOWN:]
 
 
 def _hint(checkpoint: Checkpoint, unexpected: list[str], missing: list[str]) -> str:
@@ -524,8 +523,3 @@ def _hint(checkpoint: Checkpoint, unexpected: list[str], missing: list[str]) -> 
         chosen = checkpoint.weights_key or "the file itself"
         return f"The weights are those of {chosen}; --weights-key can choose {others}. "
     return ""
-
-
-def _shown(keys: list[str]) -> str:
-    rest = len(keys) - _KEYS_SHOWN
-    return ", ".join(keys[:_KEYS_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from modelyard.exporter.errors import ModelError, UsageError
+from modelyard.exporter.errors import ModelError
 from modelyard.exporter.ingest import Checkpoint
-from modelyard.exporter.ingest.value import nearest
+from modelyard.exporter.ingest.value import check_model_args, such_as
 
 Factory = Callable[..., nn.Module]
 
@@ -62,10 +62,9 @@ def _timm_factory(
 ) -> Factory:
     # Behind a dot stands which of its weights; a name with a slash would be fetched from the hub.
     if not timm.is_model(name.partition(".")[0]):
-        near = nearest(name, timm.list_models())
         raise ModelError(
             f'timm {timm.__version__} has no model "{name}"; expected one of timm.list_models()'
-            f"{f', such as {near}' if near else ''}"
+            f"{such_as(name, timm.list_models())}"
         )
 
     def create(**arguments: Any) -> nn.Module:
@@ -116,13 +115,7 @@ def _diffusers_factory(diffusers: Any, name: str, config: Mapping[str, Any]) -> 
     known = set(inspect.signature(made_by).parameters)
 
     def create(**arguments: Any) -> nn.Module:
-        for key in arguments:
-            if key not in known:
-                near = nearest(key, known)
-                raise UsageError(
-                    f'--model-args: "{key}" is no value of {name}; expected one of its own'
-                    f"{f', such as {near}' if near else ''}"
-                )
+        check_model_args(arguments, known, name)
         # What is not an argument of the class is not handed to it.
         own = {key: value for key, value in config.items() if key in known}
         model = made_by.from_config({**own, **arguments})

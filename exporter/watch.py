@@ -172,7 +172,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note_cut(self) -> None:
-        """Tell torch.no_grad() of the author's from that of every autograd.Function's forward()."""
+        """Note torch.no_grad() of the author's, or the autograd.Function whose forward() it is in."""
         for frame in _frames():
             if frame.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
                 name = frame.f_locals["cls"].__name__

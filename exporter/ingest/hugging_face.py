@@ -9,7 +9,13 @@ from typing import Any
 from torch import nn
 
 from modelyard.exporter.errors import CheckpointError, ModelError, UsageError, cause
-from modelyard.exporter.ingest.value import Checkpoint, code_names, nearest
+from modelyard.exporter.ingest.value import (
+    Checkpoint,
+    check_model_args,
+    code_names,
+    list_shown,
+    nearest,
+)
 
 TASKS: Mapping[str, tuple[str, ...]] = {
     "audio-classification": ("AudioClassification",),
@@ -34,7 +40,6 @@ TASKS: Mapping[str, tuple[str, ...]] = {
 }
 """Task, as transformers' pipelines and the hub name it → endings of `AutoModelFor…`."""
 
-_KEYS_SHOWN = 20
 # What config.json may say of how it is computed: transformers fetches and loads native code for a
 # name with a slash, and needs a GPU for others.
 _KERNEL_ENDINGS = ("attn_implementation", "experts_implementation", "implementation_internal")
@@ -211,14 +216,8 @@ def _without_kernels(value: Any, kernels: list[str]) -> Any:
 
 def _check_known(model_args: Mapping[str, Any], config: Any, name: str) -> None:
     known = {*config.to_dict(), *config.attribute_map, *config.sub_configs, *_ALWAYS_KNOWN}
+    check_model_args(model_args, known, f'"{name}/config.json" ({type(config).__name__})')
     for key, value in model_args.items():
-        if key not in known:
-            near = nearest(key, known)
-            raise UsageError(
-                f'--model-args: "{key}" is no value of "{name}/config.json" '
-                f"({type(config).__name__}); expected one of its own"
-                f"{f', such as {near}' if near else ''}"
-            )
         if key.endswith(_KERNEL_ENDINGS) and "/" in str(value):
             raise UsageError(
                 f'--model-args: the kernel "{value}" would be fetched and loaded as native code; '
@@ -366,9 +365,9 @@ def _check_loaded(
     }
     own = checkpoint.class_hint.name if checkpoint.class_hint else "another class"
     if notes is not None and (rest := found.pop("unexpected_keys")):
-        notes.append(f"{class_name} has no place for {_shown(rest)} of the checkpoint, a {own}")
+        notes.append(f"{class_name} has no place for {list_shown(rest)} of the checkpoint, a {own}")
     problems = [
-        f"{problem.replace('_', ' ')} {_shown(keys)}" for problem, keys in found.items() if keys
+        f"{problem.replace('_', ' ')} {list_shown(keys)}" for problem, keys in found.items() if keys
     ]
     if problems:
         advice = (
@@ -380,8 +379,3 @@ def _check_loaded(
         raise CheckpointError(
             f'"{checkpoint.path.name}" does not fit {class_name}: {"; ".join(problems)}; {advice}'
         )
-
-
-def _shown(keys: list[str]) -> str:
-    rest = len(keys) - _KEYS_SHOWN
-    return ", ".join(keys[:_KEYS_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -14,10 +14,9 @@ from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import module_tree
 from modelyard.exporter.ingest.pickles import UnresolvedCall, is_module
 from modelyard.exporter.ingest.plain import to_plain
-from modelyard.exporter.ingest.value import Weights
+from modelyard.exporter.ingest.value import Weights, list_shown
 
 _MAX_DEPTH = 4
-_KEYS_SHOWN = 20
 _MAX_VISITS = 2_000_000
 
 _COUNTERS = (
@@ -393,8 +392,7 @@ def _shown(content: Mapping[str, Any]) -> str:
         for key, value in content.items()
         if not isinstance(value, Tensor)
     ]
-    rest = len(parts) - _KEYS_SHOWN
-    text = ", ".join(parts[:_KEYS_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+    text = list_shown(parts)
     beside = any(isinstance(value, Tensor) for value in content.values())
     return text + (" beside tensors" if beside else "") if text else "nothing"
 

@@ -23,10 +23,10 @@ PersistentLoad = Callable[[Any], Any]
 """Turns a persistent id into a value; raises `BadPickle` for what it does not know."""
 
 Rebuild = Callable[["Global", tuple[Any, ...]], Any]
-"""Gives the value of a call that is known to be harmless, else `NOT_REBUILT`."""
+"""Returns the value of a call that is known to be harmless, else `NOT_REBUILT`."""
 
 NameValue = Callable[["Global"], Any]
-"""Gives the value of a name that stands for a constant, else the name."""
+"""Returns the value of a name that stands for a constant, else the name."""
 
 NOT_REBUILT = object()
 

@@ -41,7 +41,7 @@ class Storage:
 
 
 class Rebuilder:
-    """Gives the values of torch's own calls; keeps the checks that need the storages' content.
+    """Returns the values of torch's own calls; keeps the checks that need the storages' content.
 
     Args:
         storages_are_filled: false while the content follows later in the file (legacy format).
@@ -111,7 +111,7 @@ def storage_dtype(kind: Any) -> torch.dtype:
 
 
 def is_known(dotted: str) -> bool:
-    """Return whether this reader gives a value for a name, so that it is no refused global."""
+    """Return whether this reader gives a value for a name, so that it is not a refused global."""
     module, _, name = dotted.rpartition(".")
     return dotted in KNOWN or (module in _STORAGE_MODULES and name in _STORAGES)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.errors import CheckpointError, UsageError
 from modelyard.exporter.ingest.pickles import UnresolvedCall
 
 # Each is put in front of every name, or inside a name, by the wrapper of that name.
@@ -24,6 +24,7 @@ _INNER = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 ATTRIBUTES = ("model.", "net.", "network.", "backbone.", "module.", "student.")
 """Names that a training module gives to the network inside it."""
 
+KEYS_SHOWN = 20
 _AVERAGED = "n_averaged"
 _CUTOFF = 0.6
 
@@ -279,3 +280,30 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     """Return the known name that is most like a name; None when none is."""
     found = difflib.get_close_matches(name, list(known), n=1, cutoff=_CUTOFF)
     return found[0] if found else None
+
+
+def such_as(name: str, known: Iterable[str]) -> str:
+    """Return the end of a message about an unknown name: the nearest one, where there is one."""
+    near = nearest(name, known)
+    return f", such as {near}" if near else ""
+
+
+def check_model_args(given: Iterable[str], known: Iterable[str], owner: str) -> None:
+    """Refuse a key of `--model-args` that `owner`, a class or a configuration, does not have.
+
+    Raises:
+        UsageError: there is one.
+    """
+    known = set(known)
+    for key in given:
+        if key not in known:
+            raise UsageError(
+                f'--model-args: "{key}" is not a value of {owner}; expected one of its own'
+                f"{such_as(key, known)}"
+            )
+
+
+def list_shown(names: Sequence[str]) -> str:
+    """Return the names for a message: of many the first, and how many there are besides."""
+    rest = len(names) - KEYS_SHOWN
+    return ", ".join(names[:KEYS_SHOWN]) + (f" and {rest} more" if rest > 0 else "")

@@ -185,7 +185,7 @@ def test_components_of_diffusers_say_what_they_take(tmp_path: Path) -> None:
         "encoder_hidden_states:float32[batch,tokens=2..77,16]",
     )
     with (
-        pytest.raises(UsageError, match=r'"sampel_size" is no value .* such as sample_size'),
+        pytest.raises(UsageError, match=r'"sampel_size" is not a value .* such as sample_size'),
         open_model(checkpoint, None, {"sampel_size": 8}),
     ):
         pass
