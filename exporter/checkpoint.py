@@ -44,6 +44,7 @@ def open_model(
     *,
     task: str | None = None,
     trust: bool = False,
+    keeps_cache: bool = False,
     notes: list[str] | None = None,
 ) -> Iterator[nn.Module]:
     """Yield the model with the checkpoint's weights, in eval mode, on the CPU.
@@ -56,6 +57,7 @@ def open_model(
             name among the checkpoint's hyper-parameters, and values of a folder's `config.json`.
         task: what a Hugging Face folder is for, instead of `model`.
         trust: let the checkpoint's own code define the class, when `model` is None.
+        keeps_cache: leave a Hugging Face decoder its cache.
         notes: gets a sentence for each thing that was done otherwise than the checkpoint says.
 
     Raises:
@@ -85,6 +87,7 @@ def open_model(
                 task=task,
                 model_args=model_args,
                 is_trusted=trust,
+                keeps_cache=keeps_cache,
                 notes=notes,
             ).eval()
         return

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from modelyard.exporter.watch import EachOperator
 from modelyard.handlers.agree import compare
 
 RUNS = 4
@@ -42,7 +42,7 @@ def measure_sensitivity(
     moved = [0.0] * len(outputs)
     for seed in range(RUNS):
         generator = torch.Generator().manual_seed(seed)
-        with _Rounded(generator):
+        with _rounded(generator):
             disturbed = run(tuple(_disturb(tensor, generator) for tensor in inputs))
         apart = (
             compare(one, other)["scaled"] for one, other in zip(outputs, disturbed, strict=True)
@@ -51,28 +51,20 @@ def measure_sensitivity(
     return moved
 
 
-class _Rounded(TorchDispatchMode):  # type: ignore[no-untyped-call]
+def _rounded(generator: torch.Generator) -> EachOperator:
     """Round what sums give in a direction of its own."""
 
-    def __init__(self, generator: torch.Generator) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._generator = generator
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def run(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+        result = func(*args, **given)
         name = func.name().removeprefix("aten::").partition(".")[0]
         # An operator that writes into its input gives that, whose other views must follow.
         if name.endswith("_") or not any(part in name for part in _SUMS):
             return result
         if isinstance(result, tuple):
-            return tuple(_disturb(value, self._generator) for value in result)
-        return _disturb(result, self._generator)
+            return tuple(_disturb(value, generator) for value in result)
+        return _disturb(result, generator)
+
+    return EachOperator(run)
 
 
 def _disturb(value: Any, generator: torch.Generator) -> Any:

@@ -164,6 +164,7 @@ def export(request: ExportRequest) -> list[ExportReport]:
         request.model_args or {},
         task=request.task,
         trust=is_trusted,
+        keeps_cache=request.generate,
         notes=notes,
     ) as module:
         known: dict[str, object] = {"dtype": request.dtype} if request.dtype else {}
@@ -181,8 +182,6 @@ def export(request: ExportRequest) -> list[ExportReport]:
         if request.generate:
             module, signature, proof = open_decoder(module, request.inputs)
             known["generation"] = proof
-            # Of the model as a folder's other exports have it.
-            notes = [note for note in notes if "use_cache" not in note]
         reference = observe(
             take_inputs(module, signature),
             signature,

@@ -5,7 +5,7 @@ batch-norm on the statistics of its batch, and work done under `torch.no_grad()`
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,7 +79,7 @@ def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
         for tensor in inputs
     ]
     try:
-        with torch.enable_grad(), _Watch(seen):
+        with torch.enable_grad(), EachOperator(_Watch(seen)):
             model(*given)
     # Gradients are not promised yet: a model may fail in any way where it now asks for them.
     except Exception:
@@ -101,7 +101,12 @@ def count() -> Iterator[Counted]:
     """Count what is run in this context; it is known once that is left."""
     counted = Counted()
     flops = FlopCounterMode(display=False)
-    with flops, _Count(counted):
+
+    def run(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+        counted.operators += 1
+        return func(*args, **given)
+
+    with flops, EachOperator(run):
         yield counted
     counted.gflop = flops.get_total_flops() / 1e9
 
@@ -126,10 +131,16 @@ def in_train_mode(model: nn.Module) -> list[str]:
     ]
 
 
-class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, counted: Counted) -> None:
+class EachOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Hand every operator that is dispatched in this context to a function, with its arguments.
+
+    Args:
+        run: returns what the operator is to give.
+    """
+
+    def __init__(self, run: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._counted = counted
+        self._run = run
 
     def __torch_dispatch__(
         self,
@@ -138,25 +149,16 @@ class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self._counted.operators += 1
-        return func(*args, **(kwargs or {}))
+        return self._run(func, args, kwargs or {})
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Watch:
     """Note the operators of `Watched` as they are dispatched."""
 
     def __init__(self, seen: Watched) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
         self._seen = seen
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = dict(kwargs or {})
+    def __call__(self, func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
         name = func.name().removeprefix("aten::")
         # Attention is marked as random for the dropout that it may do, and repeats without.
         is_random = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name
@@ -172,7 +174,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _note_cut(self) -> None:
-        """Note torch.no_grad() of the author's, or the autograd.Function whose forward() it is in."""
+        """Note the author's torch.no_grad(), or the autograd.Function whose forward() sets it."""
         for frame in _frames():
             if frame.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
                 name = frame.f_locals["cls"].__name__

@@ -56,6 +56,7 @@ def build_hugging_face(
     task: str | None = None,
     model_args: Mapping[str, Any] | None = None,
     is_trusted: bool = False,
+    keeps_cache: bool = False,
     notes: list[str] | None = None,
 ) -> nn.Module:
     """Build the model that `config.json` names, or another head on it, with the weights.
@@ -66,6 +67,8 @@ def build_hugging_face(
         task: of `TASKS`, instead of a class.
         model_args: values that replace those of `config.json`.
         is_trusted: let the folder's own Python files run.
+        keeps_cache: leave the cache of one that decodes as its configuration has it, for
+            `open_decoder`; else it is left out of the outputs.
         notes: gets a sentence for each thing that was done otherwise than the folder says.
 
     Raises:
@@ -101,8 +104,10 @@ def build_hugging_face(
             f'"{name}" needs transformers to build its class; install it, or give --model'
         ) from error
     if "auto_map" in content:
-        return _remote(transformers, checkpoint, task, model_args or {}, notes)
+        return _remote(transformers, checkpoint, task, model_args or {}, keeps_cache, notes)
     config = _configuration(transformers, content, model_args or {}, name, notes)
+    if not keeps_cache:
+        _leave_cache_out(config, model_args or {})
     found = _model_class(transformers, config, checkpoint, class_name, task)
     try:
         model, loaded = found.from_pretrained(
@@ -117,7 +122,7 @@ def build_hugging_face(
     _check_loaded(loaded, checkpoint, found.__name__, notes if is_chosen else None)
     assert isinstance(model, nn.Module)
     _use_plain_experts(model)
-    if _caches(model) and _uses_no_cache(config):
+    if not keeps_cache and _caches(model) and _uses_no_cache(config):
         notes.append(
             "it was built with use_cache=False, so its outputs hold no cache (past_key_values)"
         )
@@ -186,8 +191,6 @@ def _configuration(
             "--model"
         ) from error
     for part, given in _parts(config, model_args):
-        if getattr(part, "use_cache", None) and "use_cache" not in given:
-            part.use_cache = False
         if "return_dict" not in given:  # without it outputs have no names
             part.return_dict = True
     return config
@@ -244,6 +247,18 @@ def _parts(config: Any, model_args: Mapping[str, Any]) -> Iterator[tuple[Any, Ma
         part, given = getattr(config, key, None), model_args.get(key)
         if part is not None:
             yield from _parts(part, given if isinstance(given, Mapping) else model_args)
+
+
+def _leave_cache_out(config: Any, model_args: Mapping[str, Any]) -> bool:
+    """Let no part give its cache, unless that was asked for; return whether one would have."""
+    caching = [
+        part
+        for part, given in _parts(config, model_args)
+        if getattr(part, "use_cache", None) and "use_cache" not in given
+    ]
+    for part in caching:
+        part.use_cache = False
+    return bool(caching)
 
 
 def _caches(model: Any) -> bool:
@@ -308,6 +323,7 @@ def _remote(
     checkpoint: Checkpoint,
     task: str | None,
     model_args: Mapping[str, Any],
+    keeps_cache: bool,
     notes: list[str],
 ) -> nn.Module:
     """Let the folder's own code build its model: the class of `architectures`, or of the task."""
@@ -329,9 +345,7 @@ def _remote(
         raise ModelError(f"the folder's own class fails: {cause(error)}; give --model") from error
     assert isinstance(model, nn.Module)
     _use_plain_experts(model)
-    config: Any = model.config
-    if getattr(config, "use_cache", None) and "use_cache" not in model_args:
-        config.use_cache = False
+    if not keeps_cache and _leave_cache_out(model.config, model_args):
         notes.append("it runs with use_cache=False, so its outputs hold no cache")
     return model
 
