@@ -21,12 +21,15 @@ FILES = {"pt2": "digits.pt2", "onnx": "digits.onnx", "torchscript": "digits.pt"}
 """Format → artifact of the digits model."""
 
 
-@pytest.hookimpl(tryfirst=True)
+LONGEST = ("test_docs.py", "trips", "benchmarks", "serve", "exporter")
+"""Folders and files whose tests take longest."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one process, where they name no group of their own."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(str(item.path.relative_to(ROOT))))
+    """Run the longest files first, so that no process is left with one of them at the end."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+    tests = ROOT / "tests"
+    items.sort(key=lambda item: places.get(item.path.relative_to(tests).parts[0], len(places)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import re
+import shlex
 import shutil
 import socket
 import subprocess
@@ -15,16 +17,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import typer
 from prometheus_client import Metric
+from typer.core import TyperGroup
 
 from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
+from modelyard.cli import COMMANDS
 from modelyard.handlers.explain.methods import METHODS
 from modelyard.handlers.explain.options import ExplainOptions
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import STATUS
 from modelyard.serve.settings import Settings
 from tests import neighbours
-from tests.conftest import made_once
 
 REPO = Path(__file__).parent.parent
 PAGES = sorted((REPO / "docs").rglob("*.md"))
@@ -33,8 +37,8 @@ PORTS = {
     "8081": "MODELYARD_MANAGEMENT_PORT",
     "8082": "MODELYARD_METRICS_PORT",
 }
-MEASURE = ("bench", "tune")
-"""Pages whose commands measure, which takes a minute and more."""
+DAILY = ("serve", "from-torchserve", "CONTRIBUTING", "breadth")
+"""Pages whose commands run beside the README's in `make test`; the others' in `make nightly`."""
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="the docs' commands use curl")
 
 
@@ -120,33 +124,22 @@ class Yard:
             return done
 
 
-LEFT = ("build", "model_store")
-"""What the README's commands leave, and those of the pages begin with."""
-
-
 @pytest.fixture(scope="module")
 def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
-    """Yield a folder like the one in which the README's commands have been run, once a run."""
+    """Yield a folder in which the README's commands have been run."""
     made = Yard(tmp_path_factory.mktemp("yard"), tmp_path_factory.mktemp("home"))
-    with made_once(tmp_path_factory, "readme") as (readme, is_empty):
-        if is_empty:
-            try:
-                made.run(REPO / "README.md")
-                assert made.shell("modelyard serve status").stdout == "no server is running\n"
-            finally:
-                made.shell("modelyard serve stop")
-            for name in LEFT:
-                shutil.copytree(made.folder / name, readme / name)
-        else:
-            for name in LEFT:
-                shutil.copytree(readme / name, made.folder / name)
-    yield made
+    try:
+        made.run(REPO / "README.md")
+        yield made
+    finally:
+        made.shell("modelyard serve stop")
 
 
 @needs_curl
-def test_the_readme_leaves_an_archive_and_a_heat_map(yard: Yard) -> None:
+def test_the_readme_leaves_an_archive_and_a_heat_map_and_no_server(yard: Yard) -> None:
     assert (yard.folder / "model_store" / "digits.mar").is_file()
     assert (yard.folder / "build" / "heatmap.png").read_bytes().startswith(b"\x89PNG")
+    assert yard.shell("modelyard serve status").stdout == "no server is running\n"
 
 
 @needs_curl
@@ -155,12 +148,7 @@ def test_the_readme_leaves_an_archive_and_a_heat_map(yard: Yard) -> None:
     "page",
     [
         pytest.param(
-            page,
-            id=page.stem,
-            marks=[
-                pytest.mark.xdist_group(f"docs {page.stem}"),
-                *([pytest.mark.nightly] if page.stem in MEASURE else []),
-            ],
+            page, id=page.stem, marks=[pytest.mark.nightly] if page.stem not in DAILY else []
         )
         for page in (REPO / "CONTRIBUTING.md", *PAGES)
         if blocks(page)
@@ -172,6 +160,63 @@ def test_every_command_of_a_page_runs_and_no_server_is_left(page: Path, yard: Ya
         assert yard.shell("modelyard serve status").stdout == "no server is running\n"
     finally:
         yard.shell("modelyard serve stop; torchserve --stop")
+
+
+def commands(block: Block) -> Iterator[list[str]]:
+    """Yield the words of each command, those within others too."""
+    without_files = re.sub(r"<<'END'\n.*?^END$", "", block.commands, flags=re.M | re.S)
+    for line in without_files.replace("\\\n", " ").splitlines():
+        if words := shlex.split(line, comments=True):
+            yield words
+            for inner in re.findall(r"\$\(([^()]*)\)|^trap '(.*?)'", line):
+                yield shlex.split("".join(inner))
+
+
+def check_words(program: str, words: list[str]) -> None:
+    """Raise where `make` or `modelyard` has no such command or option."""
+    if program == "make":
+        assert re.search(rf"^{words[0]}:", (REPO / "Makefile").read_text(), re.M), words
+        return
+    about = COMMANDS[words[0]]
+    command = typer.main.get_command(getattr(importlib.import_module(about.module), about.app))
+    rest = words[1:]
+    while isinstance(command, TyperGroup):
+        command = command.commands[rest.pop(0)]
+    command.make_parser(command.context_class(command)).parse_args(rest)
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page for page in (*REPO.glob("*.md"), *PAGES) if blocks(page)],
+    ids=lambda page: page.stem,
+)
+def test_every_command_and_option_of_a_page_exists(page: Path) -> None:
+    """So that a page is looked at also where its commands run at night only."""
+    checked = 0
+    for block in blocks(page):
+        for program, *words in commands(block):
+            for word in words:
+                for file in re.findall(r"^(?:[^/]*=)?@?(examples/[^:=@]*)", word):
+                    assert (REPO / file).exists(), f"{block.place}: {word}"
+            if program in ("make", "modelyard"):
+                check_words(program, words)
+                checked += 1
+    assert checked
+
+
+@pytest.mark.parametrize(
+    ("line", "named"),
+    [
+        ("modelyard sevre start", "sevre"),
+        ("modelyard serve begin", "begin"),
+        ("modelyard export net.pt --modle net.py:Net", "--modle"),
+        ("make tests", "tests"),
+    ],
+)
+def test_a_command_that_is_not_there_is_found(line: str, named: str) -> None:
+    program, *words = line.split()
+    with pytest.raises(Exception, match=named):
+        check_words(program, words)
 
 
 def rows(page: str, heading: str) -> list[list[str]]:
