@@ -18,11 +18,13 @@ from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler, Inputs
 from modelyard.handlers.body import body_of
 from modelyard.handlers.context import Context
-from modelyard.handlers.errors import BadInput, HandlerError, LoadError
+from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.folder import read_json_file, read_processor
 from modelyard.handlers.rows import (
     TopLabels,
+    first_output,
+    read_flag,
     read_numbers,
     read_section,
     read_whole,
@@ -91,11 +93,8 @@ class AudioHandler(BaseHandler):
         rate = self.section.get("rate", extractor.get("sampling_rate", RATE))
         self.rate = read_whole("handler.audio.rate", rate, 1000)
         self.seconds = read_whole("handler.audio.seconds", self.section.get("seconds", SECONDS))
-        self.normalizes = self.section.get("normalize", extractor.get("do_normalize", False))
-        if not isinstance(self.normalizes, bool):
-            raise LoadError(
-                f"handler.audio.normalize is {self.normalizes!r}; expected true or false"
-            )
+        normalizes = self.section.get("normalize", extractor.get("do_normalize", False))
+        self.normalizes = read_flag("handler.audio.normalize", normalizes)
         self.roles = tuple("sound" if spec.is_float else role_of(spec.name) or ""
                            for spec in self.inputs)  # fmt: skip
         if sorted(self.roles) not in (["sound"], ["mask", "sound"]) or not _is_sound(self._sound()):
@@ -229,7 +228,8 @@ class SpeechRecognizer(AudioHandler):
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Turn logits (N, T, V) into the text of each sound."""
-        best = _logits(outputs).argmax(2).tolist()
+        logits = first_output(outputs, 3, "a recogniser needs logits (N, T, V)")
+        best = logits.argmax(2).tolist()
         longest = max(self.lengths)
         return [
             self._text(row, length, longest) for row, length in zip(best, self.lengths, strict=True)
@@ -363,12 +363,3 @@ def _is_sound(spec: TensorSpec) -> bool:
 def _content(token: Any) -> Any:
     """Return a special token's text, which may stand in an object of its own."""
     return token.get("content") if isinstance(token, dict) else token
-
-
-def _logits(outputs: Output) -> Tensor:
-    logits = outputs if isinstance(outputs, Tensor) else outputs[0]
-    if logits.dim() != 3:
-        raise HandlerError(
-            f"the model gave {list(logits.shape)}; a recogniser needs logits (N, T, V)"
-        )
-    return logits

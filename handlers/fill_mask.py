@@ -7,8 +7,8 @@ from torch import Tensor
 
 from modelyard.handlers.backends import Output
 from modelyard.handlers.context import Context
-from modelyard.handlers.errors import BadInput, HandlerError, LoadError
-from modelyard.handlers.rows import DEFAULT_TOP_K
+from modelyard.handlers.errors import BadInput, LoadError
+from modelyard.handlers.rows import DEFAULT_TOP_K, first_output
 from modelyard.handlers.text_handler import TextHandler
 
 MASK_TOKENS = ("[MASK]", "<mask>")
@@ -52,11 +52,7 @@ class FillMask(TextHandler):
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Turn logits (N, L, V) into the likeliest tokens of each gap."""
-        logits = outputs if isinstance(outputs, Tensor) else outputs[0]
-        if logits.dim() != 3:
-            raise HandlerError(
-                f"the model gave {list(logits.shape)}; expected logits (N, L, vocabulary)"
-            )
+        logits = first_output(outputs, 3, "expected logits (N, L, vocabulary)")
         answers = []
         for row, encoding in zip(logits, self.encodings, strict=True):
             gaps = self._gaps(encoding)

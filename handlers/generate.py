@@ -14,6 +14,7 @@ from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.decoder import Cache, Decoder, is_decoder
 from modelyard.handlers.errors import BadInput, LoadError
+from modelyard.handlers.rows import read_section, read_whole
 from modelyard.handlers.sampling import Asked, Continuation, choose, read_request
 from modelyard.handlers.steps import Part, Steps
 from modelyard.handlers.text_handler import TOKENIZER_FILE, load_tokenizer
@@ -60,22 +61,17 @@ class Generate(Steps, BaseHandler):
                 f"the artifact takes {takes}; the handler generate serves a decoder with its "
                 "cache: export it with --generate"
             )
-        section = (self.model_yaml_config.get("handler") or {}).get("generate") or {}
-        if unknown := sorted(set(section) - set(_SETTINGS)):
-            known = ", ".join(_SETTINGS)
-            raise LoadError(f"handler.generate.{unknown[0]} is unknown; expected {known}")
+        handler = self.model_yaml_config.get("handler") or {}
+        section = read_section(handler, "generate", _SETTINGS)
         self._decoder = Decoder(self.model, self.inputs, self.model.device)
         folder = Path(context.system_properties["model_dir"])
         self.tokenizer = load_tokenizer(folder / section.get("tokenizer", TOKENIZER_FILE))
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.end_tokens = self._find_end(section.get("end"))
-        self.max_new_tokens = section.get("max_new_tokens", MAX_NEW_TOKENS)
-        if type(self.max_new_tokens) is not int or self.max_new_tokens < 1:
-            raise LoadError(
-                f"handler.generate.max_new_tokens is {self.max_new_tokens!r}; expected a whole "
-                "number from 1"
-            )
+        self.max_new_tokens = read_whole(
+            "handler.generate.max_new_tokens", section.get("max_new_tokens", MAX_NEW_TOKENS)
+        )
 
     def explain(self, data: Sequence[Mapping[str, Any]], context: Context) -> NoReturn:
         """Refuse: a text has no label that could be explained."""

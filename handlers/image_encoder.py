@@ -10,7 +10,7 @@ from torch.nn.functional import normalize
 from modelyard.handlers.backends import Output
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, HandlerError, LoadError
-from modelyard.handlers.rows import read_section
+from modelyard.handlers.rows import read_flag, read_section
 from modelyard.handlers.text_encoder import DECIMALS
 from modelyard.handlers.vision_handler import VisionHandler
 
@@ -45,11 +45,7 @@ class ImageEncoder(VisionHandler):
             raise LoadError(
                 f"handler.encoder.pooling is {self.pooling!r}; expected {' or '.join(POOLINGS)}"
             )
-        self.normalizes = section.get("normalize", True)
-        if not isinstance(self.normalizes, bool):
-            raise LoadError(
-                f"handler.encoder.normalize is {self.normalizes!r}; expected true or false"
-            )
+        self.normalizes = read_flag("handler.encoder.normalize", section.get("normalize", True))
 
     def postprocess(self, outputs: Output) -> list[list[float]]:
         """Turn the chosen output into a list of E numbers per picture."""

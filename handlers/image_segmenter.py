@@ -10,9 +10,10 @@ from torch.nn.functional import interpolate
 
 from modelyard.handlers.backends import Output
 from modelyard.handlers.context import Context
-from modelyard.handlers.errors import BadInput, HandlerError
+from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.draw import colour_of_class
 from modelyard.handlers.object_detector import refuse_crop
+from modelyard.handlers.rows import first_output
 from modelyard.handlers.vision_handler import VisionHandler
 
 MOST_CLASSES = 256
@@ -125,9 +126,4 @@ def _class_map(logits: Tensor, size: tuple[int, int]) -> np.ndarray:
 
 
 def _logits(outputs: Output) -> Tensor:
-    logits = outputs if isinstance(outputs, Tensor) else outputs[0]
-    if logits.dim() != 4:
-        raise HandlerError(
-            f"the model gave {list(logits.shape)}; a segmentation needs logits [N, C, h, w]"
-        )
-    return logits
+    return first_output(outputs, 4, "a segmentation needs logits [N, C, h, w]")

@@ -13,10 +13,10 @@ from modelyard.archiver.signature import Dim, Size, TensorSpec, fits
 from modelyard.handlers.backends import Output
 from modelyard.handlers.body import parse_json
 from modelyard.handlers.context import Context
-from modelyard.handlers.errors import BadInput, HandlerError, LoadError
+from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.explanation import explain_batch
-from modelyard.handlers.rows import sigmoid, softmax
+from modelyard.handlers.rows import first_output, sigmoid, softmax
 from modelyard.handlers.text_handler import (
     MAX_LENGTH,
     PAD_TOKENS,
@@ -161,9 +161,5 @@ class ImageText(VisionHandler):
         """Return the logits (pictures, texts)."""
         name = "logits_per_image"
         at = self.output_names.index(name) if name in self.output_names else 0
-        found = outputs if isinstance(outputs, Tensor) else outputs[at]
-        if found.dim() != 2:
-            raise HandlerError(
-                f"the model gave {list(found.shape)}; expected {name} (pictures, texts)"
-            )
-        return found
+        chosen = outputs if isinstance(outputs, Tensor) else outputs[at]
+        return first_output(chosen, 2, f"expected {name} (pictures, texts)")

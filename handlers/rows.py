@@ -129,6 +129,17 @@ def read_share(name: str, value: Any) -> float:
     return float(value)
 
 
+def read_flag(name: str, value: Any) -> bool:
+    """Read true or false of model-config.yaml.
+
+    Raises:
+        LoadError: it is something else.
+    """
+    if not isinstance(value, bool):
+        raise LoadError(f"{name} is {value!r}; expected true or false")
+    return value
+
+
 def read_section(handler: Mapping[str, Any], name: str, known: Sequence[str]) -> Mapping[str, Any]:
     """Return an entry of `handler` in model-config.yaml that holds settings of its own.
 
@@ -141,6 +152,23 @@ def read_section(handler: Mapping[str, Any], name: str, known: Sequence[str]) ->
     if unknown := sorted(map(str, set(section) - set(known))):
         raise LoadError(f"handler.{name}.{unknown[0]} is unknown; expected {', '.join(known)}")
     return section
+
+
+def first_output(outputs: Output, dims: int, expected: str) -> Tensor:
+    """Return the output that answers are made of, the first of several.
+
+    Args:
+        outputs: of the model.
+        dims: how many that output has.
+        expected: what messages say of it.
+
+    Raises:
+        HandlerError: it has another number of dims.
+    """
+    found = outputs if isinstance(outputs, Tensor) else outputs[0]
+    if found.dim() != dims:
+        raise HandlerError(f"the model gave {list(found.shape)}; {expected}")
+    return found
 
 
 class TopLabels:
@@ -179,11 +207,7 @@ class TopLabels:
 
     def __call__(self, outputs: Output) -> list[Any]:
         """Answer logits (N, K): labels and their probabilities, descending; or a number each."""
-        logits = outputs if isinstance(outputs, Tensor) else outputs[0]
-        if logits.dim() != 2:
-            raise HandlerError(
-                f"the model gave {list(logits.shape)}; a classifier needs logits [N, K]"
-            )
+        logits = first_output(outputs, 2, "a classifier needs logits [N, K]")
         # numpy: at the sizes of one batch, a call costs a third of torch's.
         weights = logits.float().cpu().numpy()
         function = self.function or ("softmax" if weights.shape[1] > 1 else "sigmoid")

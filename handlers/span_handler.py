@@ -16,7 +16,7 @@ from modelyard.handlers.errors import BadInput, HandlerError, LoadError
 from modelyard.handlers.explain.attribution import chunks
 from modelyard.handlers.explain.options import ExplainOptions, Row
 from modelyard.handlers.explain.passes import most_rows
-from modelyard.handlers.rows import read_whole, softmax
+from modelyard.handlers.rows import first_output, read_whole, softmax
 from modelyard.handlers.text_handler import TextHandler
 
 OUTSIDE = "O"
@@ -59,8 +59,9 @@ class TokenClassifier(TextHandler):
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Turn logits (N, L, K) into the entities of each text."""
-        rows = _logits(outputs, 3, "(N, L, K)").float().cpu().numpy()
-        return [self._entities(at, softmax(row)) for at, row in enumerate(rows)]
+        logits = first_output(outputs, 3, "expected logits (N, L, K)")
+        rows = softmax(logits.float().cpu().numpy())
+        return [self._entities(at, row) for at, row in enumerate(rows)]
 
     def find_target(self, index: int, target: str, scores: Tensor) -> list[int] | None:
         """Find the token (L, K) that speaks most for a label; `predicted` is the surest entity."""
@@ -300,13 +301,6 @@ _WINDOW_FIELDS = tuple(Window.__dataclass_fields__)
 def _tag(label: str) -> tuple[bool, str]:
     """Return whether a label begins an entity, and what kind of entity it is of."""
     return label.startswith("B-"), label[2:] if label[:2] in ("B-", "I-") else label
-
-
-def _logits(outputs: Output, dims: int, form: str) -> Tensor:
-    logits = outputs if isinstance(outputs, Tensor) else outputs[0]
-    if logits.dim() != dims:
-        raise HandlerError(f"the model gave {list(logits.shape)}; expected logits {form}")
-    return logits
 
 
 def _two(outputs: Output) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,8 @@ from torch.nn.functional import normalize
 
 from modelyard.handlers.backends import Output
 from modelyard.handlers.context import Context
-from modelyard.handlers.errors import BadInput, LoadError
+from modelyard.handlers.errors import BadInput
+from modelyard.handlers.rows import read_flag
 from modelyard.handlers.text_handler import TextHandler
 
 DECIMALS = 8
@@ -34,11 +35,7 @@ class TextEncoder(TextHandler):
     def initialize(self, context: Context) -> None:
         """Load the archive and its tokenizer; errors as of `TextHandler`."""
         super().initialize(context)
-        self.normalizes = self.section.get("normalize", True)
-        if not isinstance(self.normalizes, bool):
-            raise LoadError(
-                f"handler.text.normalize is {self.normalizes!r}; expected true or false"
-            )
+        self.normalizes = read_flag("handler.text.normalize", self.section.get("normalize", True))
 
     def postprocess(self, outputs: Output) -> list[list[float]]:
         """Turn vectors of tokens (N, L, E) or of texts (N, E) into a list of E numbers per text."""
