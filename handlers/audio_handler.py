@@ -1,7 +1,5 @@
 """Sounds in: decode, mix, resample, normalise; labels or a text out."""
 
-import base64
-import binascii
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +14,7 @@ from torch import Tensor
 from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler, Inputs
-from modelyard.handlers.body import body_of
+from modelyard.handlers.body import body_of, decode_base64
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.explanation import Explanation
@@ -64,7 +62,7 @@ class AudioHandler(BaseHandler):
     """
 
     default_aggregate: ClassVar[str] = "sum"
-    settings: ClassVar[tuple[str, ...]] = ("rate", "normalize", "seconds")
+    section_keys: ClassVar[tuple[str, ...]] = ("rate", "normalize", "seconds")
     """Keys of `handler.audio`."""
 
     def __init__(self) -> None:
@@ -81,8 +79,7 @@ class AudioHandler(BaseHandler):
     def initialize(self, context: Context) -> None:
         """Load the archive and its `handler.audio`; refuse what does not fit the model."""
         super().initialize(context)
-        handler = self.model_yaml_config.get("handler") or {}
-        self.section = read_section(handler, "audio", self.settings)
+        self.section = read_section(self.handler_settings, "audio", self.section_keys)
         file, extractor = read_processor(Path(context.system_properties["model_dir"])) or ("", {})
         kind = str(extractor.get("feature_extractor_type") or "")
         if kind not in _RAW_EXTRACTORS and "rate" not in self.section:
@@ -154,10 +151,7 @@ class AudioHandler(BaseHandler):
         """Return the samples (T,) of one request at the model's rate."""
         body = body_of(row)
         if isinstance(body, str):
-            try:
-                body = base64.b64decode(body, validate=False)
-            except (binascii.Error, ValueError) as error:
-                raise BadInput(f"the body is text but not base64 ({error}); send a file") from error
+            body = decode_base64(body, "a file")
         if isinstance(body, bytes | bytearray):
             samples = decode_sound(body, self.rate, self.seconds)
         else:
@@ -184,8 +178,7 @@ class AudioClassifier(AudioHandler):
     def initialize(self, context: Context) -> None:
         """Load the archive, its `handler.audio` and its labels."""
         super().initialize(context)
-        handler = self.model_yaml_config.get("handler") or {}
-        self.top_labels = TopLabels(handler, self.label, self.config)
+        self.top_labels = TopLabels(self.handler_settings, self.label, self.config)
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Turn logits (N, K) into one dict per request."""
@@ -214,7 +207,7 @@ class SpeechRecognizer(AudioHandler):
     `tokenizer_config.json`.
     """
 
-    settings: ClassVar[tuple[str, ...]] = (*AudioHandler.settings, "blank", "delimiter")
+    section_keys: ClassVar[tuple[str, ...]] = (*AudioHandler.section_keys, "blank", "delimiter")
 
     def __init__(self) -> None:
         super().__init__()

@@ -277,6 +277,18 @@ class BaseHandler:
         """Draw explanations of request `index` as an HTML page."""
         raise BadInput("format is html; expected json: this model takes no text")
 
+    @property
+    def handler_settings(self) -> Mapping[str, Any]:
+        """Return `handler` of model-config.yaml, empty where it says nothing.
+
+        Raises:
+            LoadError: it is not entries.
+        """
+        settings = self.model_yaml_config.get("handler") or {}
+        if not isinstance(settings, Mapping):
+            raise LoadError(f"handler is {settings!r} in model-config.yaml; expected entries")
+        return settings
+
     def label(self, index: int) -> str:
         """Return the name of an output index: its label, else the index itself."""
         key = str(index)

@@ -1,5 +1,7 @@
 """A request's body → its content: the part that is meant, and strict JSON."""
 
+import base64
+import binascii
 import json
 from collections.abc import Mapping
 from typing import Any
@@ -57,6 +59,34 @@ def parse_json(body: Any) -> Any:
         return parse_strictly(body)
     except ValueError as error:
         raise BadInput(f"the body is not JSON: {error}; this model takes JSON numbers") from error
+
+
+def decode_text(body: bytes | bytearray) -> str:
+    """Return the text that a body is.
+
+    Raises:
+        BadInput: it is not UTF-8.
+    """
+    try:
+        return body.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadInput(f"the body is not text in UTF-8: {error}") from error
+
+
+def decode_base64(text: str, expected: str) -> bytes:
+    """Return the file that base64 text stands for.
+
+    Args:
+        text: of a request.
+        expected: what the message asks for in place of other text.
+
+    Raises:
+        BadInput: it is other text.
+    """
+    try:
+        return base64.b64decode(text, validate=False)
+    except (binascii.Error, ValueError) as error:
+        raise BadInput(f"the body is text but not base64 ({error}); send {expected}") from error
 
 
 def _is_empty(value: Any) -> bool:

@@ -22,7 +22,7 @@ class FillMask(TextHandler):
     `handler.text.mask` of model-config.yaml is the token that stands for a gap.
     """
 
-    settings: ClassVar[tuple[str, ...]] = (*TextHandler.settings, "mask")
+    section_keys: ClassVar[tuple[str, ...]] = (*TextHandler.section_keys, "mask")
     parts: ClassVar[tuple[str, ...]] = ("text",)
 
     def __init__(self) -> None:

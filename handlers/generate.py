@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 
 from modelyard.handlers.base import BaseHandler
-from modelyard.handlers.body import body_of, parse_json
+from modelyard.handlers.body import body_of, decode_text, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.decoder import Cache, Decoder, is_decoder
 from modelyard.handlers.errors import BadInput, LoadError
@@ -61,8 +61,7 @@ class Generate(Steps, BaseHandler):
                 f"the artifact takes {takes}; the handler generate serves a decoder with its "
                 "cache: export it with --generate"
             )
-        handler = self.model_yaml_config.get("handler") or {}
-        section = read_section(handler, "generate", _SETTINGS)
+        section = read_section(self.handler_settings, "generate", _SETTINGS)
         self._decoder = Decoder(self.model, self.inputs, self.model.device)
         folder = Path(context.system_properties["model_dir"])
         self.tokenizer = load_tokenizer(folder / section.get("tokenizer", TOKENIZER_FILE))
@@ -281,10 +280,7 @@ def _content(row: Mapping[str, Any]) -> Any:
     body = body_of(row)
     if not isinstance(body, bytes | bytearray):
         return body
-    try:
-        text = body.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise BadInput(f"the body is not text in UTF-8: {error}") from error
+    text = decode_text(body)
     if text.lstrip()[:1] in ("{", '"'):
         # Else it is a text that begins so.
         with contextlib.suppress(BadInput):

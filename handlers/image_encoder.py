@@ -1,23 +1,19 @@
 """Pictures in, one vector each out: what search and comparison of pictures need."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
-
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from modelyard.handlers.backends import Output
 from modelyard.handlers.context import Context
-from modelyard.handlers.errors import BadInput, HandlerError, LoadError
+from modelyard.handlers.errors import HandlerError, LoadError
 from modelyard.handlers.rows import read_flag, read_section
-from modelyard.handlers.text_encoder import DECIMALS
+from modelyard.handlers.vectors import Vectors
 from modelyard.handlers.vision_handler import VisionHandler
 
 POOLINGS = ("first", "mean")
 
 
-class ImageEncoder(VisionHandler):
+class ImageEncoder(Vectors, VisionHandler):
     """Serve an encoder of pictures; the answer is a list of numbers, of length 1 as a vector.
 
     An output (N, E) is taken as it is, the first of these where there are several. Of vectors for
@@ -30,12 +26,11 @@ class ImageEncoder(VisionHandler):
         super().__init__()
         self.output: str | None = None
         self.pooling = POOLINGS[0]
-        self.normalizes = True
 
     def initialize(self, context: Context) -> None:
         """Load the archive, its `handler.image` and its `handler.encoder`."""
         super().initialize(context)
-        section = read_section(self.settings, "encoder", ("output", "pooling", "normalize"))
+        section = read_section(self.handler_settings, "encoder", ("output", "pooling", "normalize"))
         self.output = section.get("output")
         if self.output is not None and self.output not in self.output_names:
             known = ", ".join(self.output_names) or "without names"
@@ -49,17 +44,7 @@ class ImageEncoder(VisionHandler):
 
     def postprocess(self, outputs: Output) -> list[list[float]]:
         """Turn the chosen output into a list of E numbers per picture."""
-        vectors = self._pooled(self._chosen(outputs).float())
-        if self.normalizes:
-            vectors = normalize(vectors, dim=1)
-        rows: list[list[float]] = vectors.double().round(decimals=DECIMALS).tolist()
-        return rows
-
-    def explain(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
-        """Refuse: a vector has no label that could be explained."""
-        raise BadInput(
-            "this model gives a vector, whose numbers mean nothing one by one; explain a classifier"
-        )
+        return self.answer(self._pooled(self._chosen(outputs).float()))
 
     def _chosen(self, outputs: Output) -> Tensor:
         tensors = (outputs,) if isinstance(outputs, Tensor) else outputs

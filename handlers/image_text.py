@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modelyard.archiver.signature import Dim, Size, TensorSpec, fits
 from modelyard.handlers.backends import Output
-from modelyard.handlers.body import parse_json
+from modelyard.handlers.body import decode_base64, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.attribution import Tensors
@@ -24,7 +24,7 @@ from modelyard.handlers.text_handler import (
     load_tokenizer,
     role_of,
 )
-from modelyard.handlers.vision_handler import VisionHandler, decode_base64
+from modelyard.handlers.vision_handler import VisionHandler
 
 MAX_CHARACTERS = 10_000
 """Of all texts of a request."""
@@ -135,7 +135,7 @@ class ImageText(VisionHandler):
         rows = self.inputs[self.roles.index("ids")].shape[0]
         if not fits(len(texts), rows):
             raise BadInput(f"there are {len(texts)} texts; this model takes {rows}")
-        image = decode_base64(image) if isinstance(image, str) else image
+        image = decode_base64(image, "the image file") if isinstance(image, str) else image
         if not isinstance(image, bytes | bytearray):
             raise BadInput(f"image is a {type(image).__name__}; expected a file or base64 text")
         return self.read_picture(image), texts

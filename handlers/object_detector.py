@@ -72,7 +72,7 @@ class ObjectDetector(VisionHandler):
     def initialize(self, context: Context) -> None:
         """Load the archive, its `handler.image` and its `handler.detection`."""
         super().initialize(context)
-        section = read_section(self.settings, "detection", ("threshold", "function"))
+        section = read_section(self.handler_settings, "detection", ("threshold", "function"))
         self.threshold = read_share(
             "handler.detection.threshold", section.get("threshold", THRESHOLD)
         )

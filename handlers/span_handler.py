@@ -40,7 +40,7 @@ class TokenClassifier(TextHandler):
     `max` let the tokens of a word agree on a label before that.
     """
 
-    settings: ClassVar[tuple[str, ...]] = (*TextHandler.settings, "aggregation")
+    section_keys: ClassVar[tuple[str, ...]] = (*TextHandler.section_keys, "aggregation")
     parts: ClassVar[tuple[str, ...]] = ("text",)
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class QuestionAnswering(TextHandler):
     answer in tokens.
     """
 
-    settings: ClassVar[tuple[str, ...]] = (*TextHandler.settings, "max_answer")
+    section_keys: ClassVar[tuple[str, ...]] = (*TextHandler.section_keys, "max_answer")
     parts: ClassVar[tuple[str, ...]] = ("question", "context")
     least_parts: ClassVar[int] = 2
 

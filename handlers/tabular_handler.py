@@ -56,8 +56,7 @@ class TabularHandler(BaseHandler):
         super().initialize(context)
         folder = Path(context.system_properties["model_dir"])
         self.features = read_features(folder / FEATURES_FILE)
-        section = self.model_yaml_config.get("handler") or {}
-        self.top_labels = TopLabels(section, self.label, self.config)
+        self.top_labels = TopLabels(self.handler_settings, self.label, self.config)
         takes = ", ".join(map(str, self.inputs))
         if len(self.inputs) != 1:
             raise LoadError(f"the artifact takes {takes}; the handler tabular serves one input")

@@ -1,23 +1,18 @@
 """Text in, one vector out: what search and comparison of texts need."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from modelyard.handlers.backends import Output
 from modelyard.handlers.context import Context
-from modelyard.handlers.errors import BadInput
 from modelyard.handlers.rows import read_flag
 from modelyard.handlers.text_handler import TextHandler
-
-DECIMALS = 8
-"""Of a number in an answer: a component of a unit vector in float32 has no more."""
+from modelyard.handlers.vectors import Vectors
 
 
-class TextEncoder(TextHandler):
+class TextEncoder(Vectors, TextHandler):
     """Serve an encoder of token ids, such as a sentence-transformers model; see `TextHandler`.
 
     The model's first output is one vector per token (N, L, E), of which the mean over the text's
@@ -26,11 +21,7 @@ class TextEncoder(TextHandler):
     without it.
     """
 
-    settings: ClassVar[tuple[str, ...]] = (*TextHandler.settings, "normalize")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.normalizes = True
+    section_keys: ClassVar[tuple[str, ...]] = (*TextHandler.section_keys, "normalize")
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its tokenizer; errors as of `TextHandler`."""
@@ -43,16 +34,7 @@ class TextEncoder(TextHandler):
         vectors = vectors.float()
         if vectors.dim() == 3:
             vectors = self._mean(vectors)
-        if self.normalizes:
-            vectors = normalize(vectors, dim=1)
-        rows: list[list[float]] = vectors.double().round(decimals=DECIMALS).tolist()
-        return rows
-
-    def explain(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
-        """Refuse: a vector has no label that could be explained."""
-        raise BadInput(
-            "this model gives a vector, whose numbers mean nothing one by one; explain a classifier"
-        )
+        return self.answer(vectors)
 
     def _mean(self, vectors: Tensor) -> Tensor:
         """Average (N, L, E) over each text's own tokens; what fills the rows does not count."""

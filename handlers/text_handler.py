@@ -12,7 +12,7 @@ from torch import Tensor
 from modelyard.archiver.signature import UNLIMITED, Dim
 from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler, Inputs
-from modelyard.handlers.body import body_of, parse_json
+from modelyard.handlers.body import body_of, decode_text, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import token_page
@@ -45,7 +45,7 @@ class TextHandler(BaseHandler):
     formats: ClassVar[tuple[str, ...]] = ("json", "html")
     default_baseline: ClassVar[str] = "pad"
     default_aggregate: ClassVar[str] = "sum"
-    settings: ClassVar[tuple[str, ...]] = ("tokenizer", "max_length", "pad")
+    section_keys: ClassVar[tuple[str, ...]] = ("tokenizer", "max_length", "pad")
     """Keys of `handler.text`."""
     parts: ClassVar[tuple[str, ...]] = ("text", "text_pair")
     """Keys of a request that is a JSON object."""
@@ -75,9 +75,8 @@ class TextHandler(BaseHandler):
             LoadError: the package or the file is missing, or the model's inputs are none of text.
         """
         super().initialize(context)
-        handler = self.model_yaml_config.get("handler") or {}
-        self.section = section = read_section(handler, "text", self.settings)
-        self.top_labels = TopLabels(handler, self.label, self.config)
+        self.section = section = read_section(self.handler_settings, "text", self.section_keys)
+        self.top_labels = TopLabels(self.handler_settings, self.label, self.config)
         self.roles = tuple(self._role(spec.name) for spec in self.inputs)
         if self.roles.count("ids") != 1:
             takes = ", ".join(map(str, self.inputs))
@@ -198,19 +197,15 @@ class TextHandler(BaseHandler):
 
     def _read_texts(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the texts of one request, in the order of `parts`."""
-        body, is_parsed = body_of(row), True
+        body = body_of(row)
         if isinstance(body, bytes | bytearray):
-            try:
-                body = body.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise BadInput(f"the body is not text in UTF-8: {error}") from error
-            is_parsed = False
-        if isinstance(body, str) and body.lstrip()[:1] in ('"', "{") and not is_parsed:
-            # Else it is a text that begins with a quotation.
-            with contextlib.suppress(BadInput):
-                value = parse_json(body)
-                if isinstance(value, str) or set(self.parts) & set(value):
-                    body = value
+            body = decode_text(body)
+            if body.lstrip()[:1] in ('"', "{"):
+                # Else it is a text that begins with a quotation.
+                with contextlib.suppress(BadInput):
+                    value = parse_json(body)
+                    if isinstance(value, str) or set(self.parts) & set(value):
+                        body = value
         if isinstance(body, str) and self.least_parts == 1:
             body = {self.parts[0]: body}
         names = self.parts[: len(body)] if isinstance(body, dict) else ()

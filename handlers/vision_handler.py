@@ -1,7 +1,5 @@
 """Images in: decode, resize, crop, normalise; shared by every handler of pictures."""
 
-import base64
-import binascii
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +13,7 @@ from torch import Tensor
 from modelyard.archiver.signature import Size, TensorSpec, fits
 from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler, Inputs
-from modelyard.handlers.body import body_of
+from modelyard.handlers.body import body_of, decode_base64
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import draw
@@ -49,7 +47,6 @@ class VisionHandler(BaseHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.settings: Mapping[str, Any] = {}
         self.image = TORCHSERVE_SETTINGS
         self.table = colour_table(TORCHSERVE_SETTINGS)
         self.max_pixels: int | None = MAX_PIXELS
@@ -59,12 +56,8 @@ class VisionHandler(BaseHandler):
     def initialize(self, context: Context) -> None:
         """Load the archive and its `handler.image`; refuse settings that the model cannot take."""
         super().initialize(context)
-        section = self.model_yaml_config.get("handler") or {}
-        if not isinstance(section, Mapping):
-            raise LoadError(f"handler is {section!r} in model-config.yaml; expected entries")
-        self.settings = section
         folder = Path(context.system_properties["model_dir"])
-        self.image = find_settings(section.get("image"), folder)
+        self.image = find_settings(self.handler_settings.get("image"), folder)
         self.table = colour_table(self.image)
         if not context.system_properties.get("limit_max_image_pixels", True):
             # Only TorchServe's explicit limit_max_image_pixels=false lifts Pillow's guard.
@@ -148,7 +141,7 @@ class VisionHandler(BaseHandler):
         """Return one request's model input (C, H, W)."""
         body = body_of(row)
         if isinstance(body, str):
-            body = decode_base64(body)
+            body = decode_base64(body, "the image file")
         if not isinstance(body, bytes | bytearray):
             numbers = read_numbers(self.inputs[0], body)
             check_stated(self.inputs, [numbers])
@@ -210,23 +203,11 @@ class ImageClassifier(VisionHandler):
     def initialize(self, context: Context) -> None:
         """Load the archive, its `handler.image` and its `handler.top_k`."""
         super().initialize(context)
-        self.top_labels = TopLabels(self.settings, self.label, self.config)
+        self.top_labels = TopLabels(self.handler_settings, self.label, self.config)
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Turn logits (N, K) into one dict per request: labels and their softmax, descending."""
         return self.top_labels(outputs)
-
-
-def decode_base64(text: str) -> bytes:
-    """Return the file that base64 text stands for.
-
-    Raises:
-        BadInput: it is other text.
-    """
-    try:
-        return base64.b64decode(text, validate=False)
-    except (binascii.Error, ValueError) as error:
-        raise BadInput(f"the body is text but not base64 ({error}); send the image file") from error
 
 
 def _check_shape(settings: ImageSettings, spec: TensorSpec) -> None:

@@ -174,6 +174,15 @@ def test_signature_that_cannot_be_read_is_refused(make_context: MakeContext) -> 
         BaseHandler().initialize(make_context(signature={"inputs": [{"name": "x"}]}))
 
 
+def test_settings_of_a_handler_that_are_not_entries_are_refused(
+    make_context: MakeContext,
+) -> None:
+    handler = BaseHandler()
+    handler.initialize(make_context(config={"handler": "text"}))
+    with pytest.raises(LoadError, match="handler is 'text' in model-config.yaml; expected entries"):
+        _ = handler.handler_settings
+
+
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
