@@ -10,21 +10,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.handler_files import (
+    CONFIG_FILE,
+    FEATURES_FILE,
+    LABELS_FILE,
+    MAX_JSON_BYTES,
+    PROCESSOR_FILES,
+    SCALER_FILE,
+    TOKEN_IDS,
+    TOKENIZER_CONFIG_FILE,
+    TOKENIZER_FILE,
+    VOCABULARY_FILE,
+)
 from modelyard.archiver.report import Report
 from modelyard.archiver.signature import Signature, TensorSpec
 from modelyard.archiver.untrusted.json import parse_json
 
 AUTO = "auto"
 
-_LABELS = ("index_to_name.json", "config.json")
-_TOKENIZER = ("tokenizer.json",)
-_PROCESSOR = ("preprocessor_config.json", "processor_config.json")
-_MAX_CONFIG_BYTES = 16 * 1024 * 1024
+_LABELS = (LABELS_FILE, CONFIG_FILE)
+_TOKENIZER = (TOKENIZER_FILE,)
 
 _LIBRARY = "transformers"
 _SAMPLES = 4000
 """In a row of so many numbers, a sound is likelier than features of a table."""
-_TOKEN_IDS = ("input_ids", "ids", "tokens", "token_ids")
 
 
 @dataclass(frozen=True)
@@ -47,25 +56,25 @@ class Rule:
 
 RULES = (
     Rule("audio_classifier", "sound", ["classes"], ["ForSequenceClassification",
-         "ForAudioClassification"], brings=(*_LABELS, *_PROCESSOR), has_labels=True),
+         "ForAudioClassification"], brings=(*_LABELS, *PROCESSOR_FILES), has_labels=True),
     Rule("fill_mask", "text", ["places"], ["ForMaskedLM"], _TOKENIZER),
     Rule("forecaster", "series", ["places", "classes", "map"], ["ForPrediction"],
-         brings=("scaler.json",)),
-    Rule("forecaster", "numbers", ["places", "classes"], [], ("scaler.json",), brings=()),
+         brings=(SCALER_FILE,)),
+    Rule("forecaster", "numbers", ["places", "classes"], [], (SCALER_FILE,), brings=()),
     Rule("generate", "text and its cache", ["classes"], [], _TOKENIZER, brings=()),
     Rule("image_classifier", "image", ["classes"], ["ForImageClassification"],
-         brings=(*_LABELS, *_PROCESSOR), has_labels=True),
-    Rule("image_encoder", "image", ["classes", "places"], ["Model"], brings=_PROCESSOR),
+         brings=(*_LABELS, *PROCESSOR_FILES), has_labels=True),
+    Rule("image_encoder", "image", ["classes", "places"], ["Model"], brings=PROCESSOR_FILES),
     Rule("image_segmenter", "image", ["map"], ["ForSemanticSegmentation"],
-         brings=(*_LABELS, *_PROCESSOR), has_labels=True),
+         brings=(*_LABELS, *PROCESSOR_FILES), has_labels=True),
     Rule("image_text", "image and text", ["classes"], ["Model"], _TOKENIZER,
-         brings=("config.json", *_PROCESSOR)),
+         brings=(CONFIG_FILE, *PROCESSOR_FILES)),
     Rule("object_detector", "image", ["boxes"], ["ForObjectDetection"],
-         brings=(*_LABELS, *_PROCESSOR), has_labels=True),
+         brings=(*_LABELS, *PROCESSOR_FILES), has_labels=True),
     Rule("question_answering", "text", ["spans"], ["ForQuestionAnswering"], _TOKENIZER),
-    Rule("speech_recognizer", "sound", ["places"], ["ForCTC"], ("vocab.json", "tokenizer.json"),
-         brings=("config.json", "tokenizer_config.json", *_PROCESSOR)),
-    Rule("tabular", "numbers", ["classes"], [], ("features.json",), has_labels=True),
+    Rule("speech_recognizer", "sound", ["places"], ["ForCTC"], (VOCABULARY_FILE, TOKENIZER_FILE),
+         brings=(CONFIG_FILE, TOKENIZER_CONFIG_FILE, *PROCESSOR_FILES)),
+    Rule("tabular", "numbers", ["classes"], [], (FEATURES_FILE,), has_labels=True),
     Rule("text", "text", ["classes"], ["ForSequenceClassification"], _TOKENIZER, has_labels=True),
     Rule("text_encoder", "text", ["classes", "places"], ["Model"], _TOKENIZER, brings=()),
     Rule("token_classifier", "text", ["places"], ["ForTokenClassification"], _TOKENIZER,
@@ -169,7 +178,7 @@ def _by_files(
     """Keep the rules whose files are there, then those with labels where there are labels."""
     have = {*packed, *(file.name for rule in rules for file in _files(rule, folder, packed))}
     rules = [rule for rule in rules if not rule.needs or have & set(rule.needs)] or rules
-    if with_labels := [rule for rule in rules if rule.has_labels and _LABELS[0] in have]:
+    if with_labels := [rule for rule in rules if rule.has_labels and LABELS_FILE in have]:
         return with_labels, "by the artifact's inputs and outputs, and the labels"
     return rules, "by the artifact's inputs and outputs"
 
@@ -204,7 +213,7 @@ def _inputs_of(signature: Signature) -> set[str]:
         return {"text and its cache"}
     whole = [spec for spec in signature.inputs if not spec.is_float]
     real = [spec for spec in signature.inputs if spec.is_float]
-    has_ids = len(whole) == 1 or any(spec.name in _TOKEN_IDS for spec in whole)
+    has_ids = len(whole) == 1 or any(spec.name in TOKEN_IDS for spec in whole)
     is_text = has_ids and all(len(spec.shape) == 2 for spec in whole)
     if not real:
         return {"text"} if is_text else set()
@@ -243,10 +252,10 @@ def _outputs_of(signature: Signature) -> set[str]:
 def _described(file: Path) -> str:
     """Return a file's name, and of a configuration how many labels it has."""
     try:
-        content = parse_json(file.read_bytes(), _MAX_CONFIG_BYTES) if file.name in _LABELS else None
+        content = parse_json(file.read_bytes(), MAX_JSON_BYTES) if file.name in _LABELS else None
     except (OSError, ValueError) as error:
         raise CannotArchive(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict):
         return file.name
-    labels = content if file.name == _LABELS[0] else content.get("id2label")
+    labels = content if file.name == LABELS_FILE else content.get("id2label")
     return f"{file.name} ({len(labels)} labels)" if isinstance(labels, dict) else file.name

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelyard.archiver.handler_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, VOCABULARY_FILE
 from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler, Inputs
@@ -276,17 +277,17 @@ def read_alphabet(folder: Path, section: Mapping[str, Any]) -> Alphabet:
     Raises:
         LoadError: there is none, or it has no token for nothing.
     """
-    vocabulary = read_json_file(folder / "vocab.json")
+    vocabulary = read_json_file(folder / VOCABULARY_FILE)
     if vocabulary is None:
-        whole = read_json_file(folder / "tokenizer.json") or {}
+        whole = read_json_file(folder / TOKENIZER_FILE) or {}
         model = whole.get("model") if isinstance(whole, dict) else None
         vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, dict) or not all(type(at) is int for at in vocabulary.values()):
         raise LoadError(
-            "the archive holds no vocab.json of tokens and their outputs, nor a tokenizer.json "
-            "with one; pack it with --from FOLDER or --extra-files"
+            f"the archive holds no {VOCABULARY_FILE} of tokens and their outputs, nor a "
+            f"{TOKENIZER_FILE} with one; pack it with --from FOLDER or --extra-files"
         )
-    config = read_json_file(folder / "tokenizer_config.json")
+    config = read_json_file(folder / TOKENIZER_CONFIG_FILE)
     config = config if isinstance(config, dict) else {}
     blank = section.get("blank", _content(config.get("pad_token", "<pad>")))
     if blank not in vocabulary:

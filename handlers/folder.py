@@ -10,16 +10,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from modelyard.archiver.handler_files import (
+    CONFIG_FILE,
+    LABELS_FILE,
+    MAX_JSON_BYTES,
+    PROCESSOR_FILES,
+)
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.handlers.errors import LoadError
 
-CONFIG_FILE = "config.json"
-LABELS_FILE = "index_to_name.json"
-PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
 PROCESSOR_PARTS = ("image_processor", "feature_extractor")
 """Where newer folders keep what was a file of its own."""
-
-_MAX_BYTES = 16 * 1024 * 1024
 
 
 def read_json_file(path: Path) -> Any:
@@ -31,7 +32,7 @@ def read_json_file(path: Path) -> Any:
     if not path.is_file():
         return None
     try:
-        return parse_json(path.read_bytes(), _MAX_BYTES)
+        return parse_json(path.read_bytes(), MAX_JSON_BYTES)
     except ValueError as error:
         raise LoadError(f"{path.name} is not JSON: {error}") from error
 

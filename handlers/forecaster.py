@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from modelyard.archiver.handler_files import SCALER_FILE
 from modelyard.archiver.signature import UNLIMITED, Dim, TensorSpec
 from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler
@@ -16,8 +17,6 @@ from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, HandlerError, LoadError
 from modelyard.handlers.folder import read_json_file
 from modelyard.handlers.rows import read_numbers, read_section
-
-SCALER_FILE = "scaler.json"
 
 
 class Forecaster(BaseHandler):

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from modelyard.archiver.handler_files import TOKENIZER_FILE
 from modelyard.handlers.base import BaseHandler
 from modelyard.handlers.body import body_of, decode_text, parse_json
 from modelyard.handlers.context import Context
@@ -17,7 +18,7 @@ from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.rows import read_section, read_whole
 from modelyard.handlers.sampling import Asked, Continuation, choose, read_request
 from modelyard.handlers.steps import Part, Steps
-from modelyard.handlers.text_handler import TOKENIZER_FILE, load_tokenizer
+from modelyard.handlers.text_handler import load_tokenizer
 
 MAX_NEW_TOKENS = 64
 """Tokens of an answer, where neither the request nor the settings say."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelyard.archiver.handler_files import TOKENIZER_FILE
 from modelyard.archiver.signature import Dim, Size, TensorSpec, fits
 from modelyard.handlers.backends import Output
 from modelyard.handlers.body import decode_base64, parse_json
@@ -20,7 +21,6 @@ from modelyard.handlers.rows import first_output, sigmoid, softmax
 from modelyard.handlers.text_handler import (
     MAX_LENGTH,
     PAD_TOKENS,
-    TOKENIZER_FILE,
     load_tokenizer,
     role_of,
 )

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelyard.archiver.handler_files import FEATURES_FILE
 from modelyard.archiver.signature import fits
 from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler
@@ -19,8 +20,6 @@ from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.rows import TopLabels
-
-FEATURES_FILE = "features.json"
 
 _KEYS = ("name", "mean", "std", "values")
 

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelyard.archiver.handler_files import TOKEN_IDS, TOKENIZER_FILE
 from modelyard.archiver.signature import UNLIMITED, Dim
 from modelyard.handlers.backends import Output
 from modelyard.handlers.base import BaseHandler, Inputs
@@ -20,15 +21,13 @@ from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.rows import TopLabels, read_section, stack
 
-TOKENIZER_FILE = "tokenizer.json"
 MAX_LENGTH = 512
 """Tokens of a request, where neither the settings nor the artifact say less."""
 MAX_CHARACTERS = 1_000_000
 
-IDS = ("input_ids", "ids", "tokens", "token_ids")
 MASKS = ("attention_mask", "mask")
 TYPES = ("token_type_ids", "segment_ids")
-"""Names that a model's inputs have; with one input, its name does not matter."""
+"""Names that a model's inputs have beside `TOKEN_IDS`; of one input, its name does not matter."""
 
 PAD_TOKENS = ("[PAD]", "<pad>", "<|endoftext|>")
 
@@ -80,7 +79,9 @@ class TextHandler(BaseHandler):
         self.roles = tuple(self._role(spec.name) for spec in self.inputs)
         if self.roles.count("ids") != 1:
             takes = ", ".join(map(str, self.inputs))
-            raise LoadError(f"the artifact takes {takes}; expected token ids as {' or '.join(IDS)}")
+            raise LoadError(
+                f"the artifact takes {takes}; expected token ids as {' or '.join(TOKEN_IDS)}"
+            )
         self.embedded = self.roles.index("ids")
         folder = Path(context.system_properties["model_dir"])
         self.tokenizer = load_tokenizer(folder / section.get("tokenizer", TOKENIZER_FILE))
@@ -229,7 +230,7 @@ class TextHandler(BaseHandler):
     def _role(self, name: str) -> str:
         role = "ids" if len(self.inputs) == 1 else role_of(name)
         if role is None:
-            known = ", ".join((*IDS, *MASKS, *TYPES))
+            known = ", ".join((*TOKEN_IDS, *MASKS, *TYPES))
             raise LoadError(f'the artifact has an input "{name}"; expected some of {known}')
         return role
 
@@ -275,7 +276,7 @@ class TextHandler(BaseHandler):
 
 def role_of(name: str) -> str | None:
     """Return what an input of this name is: ids, mask or types."""
-    roles = {"ids": IDS, "mask": MASKS, "types": TYPES}
+    roles = {"ids": TOKEN_IDS, "mask": MASKS, "types": TYPES}
     return next((role for role, names in roles.items() if name in names), None)
 
 

@@ -1,0 +1,18 @@
+"""What the built-in handlers read beside an artifact: names of files, and of a text's inputs."""
+
+LABELS_FILE = "index_to_name.json"
+FEATURES_FILE = "features.json"
+SCALER_FILE = "scaler.json"
+
+# Of Hugging Face's folders.
+CONFIG_FILE = "config.json"
+PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+VOCABULARY_FILE = "vocab.json"
+
+MAX_JSON_BYTES = 16 * 1024 * 1024
+"""Of one such file."""
+
+TOKEN_IDS = ("input_ids", "ids", "tokens", "token_ids")
+"""Names that a model's input of token ids has."""
