@@ -82,6 +82,20 @@ def digits_artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     return {format: folder / "artifacts" / file for format, file in FILES.items()}
 
 
+def archive_digits(name: str, artifact: Path, store: Path) -> Path:
+    """Archive an artifact of the digits model as its example does, with two golden requests."""
+    return write_archive(
+        name,
+        version="1.0",
+        artifact=artifact,
+        handler="image_classifier",
+        output_dir=store,
+        extra_files=[DIGITS / "index_to_name.json"],
+        config_file=DIGITS / "model-config.yaml",
+        examples=[f"{DIGITS / 'scans' / f'{digit}.png'}={digit}" for digit in (2, 7)],
+    )
+
+
 @pytest.fixture(scope="session")
 def digits_store(
     digits_artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
@@ -89,16 +103,7 @@ def digits_store(
     """Archive each artifact of the digits model under its format's name; give the model store."""
     with made_once(tmp_path_factory, "store") as (store, is_empty):
         for format, artifact in digits_artifacts.items() if is_empty else ():
-            write_archive(
-                format,
-                version="1.0",
-                artifact=artifact,
-                handler="image_classifier",
-                output_dir=store,
-                extra_files=[DIGITS / "index_to_name.json"],
-                config_file=DIGITS / "model-config.yaml",
-                examples=[f"{DIGITS / 'scans' / f'{digit}.png'}={digit}" for digit in (2, 7)],
-            )
+            archive_digits(format, artifact, store)
     return store
 
 

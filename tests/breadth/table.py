@@ -132,6 +132,15 @@ BART = {
 }
 TARGET = f"decoder_input_ids:int64[{B},answer=2..8]<100"
 WAVE = f"input_values:float32[{B},samples=2000..8000]"
+SOUNDS = {
+    **WORDS,
+    "conv_dim": [16, 16],
+    "conv_kernel": [10, 3],
+    "conv_stride": [5, 2],
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 16,
+    "num_conv_pos_embedding_groups": 2,
+}
 
 HUGGING_FACE = (
     hf("bert", "BertForSequenceClassification", IDS, MASK, **WORDS),
@@ -279,18 +288,7 @@ HUGGING_FACE = (
             "out_features": ["stage2"],
         },
     ),
-    hf(
-        "wav2vec2_ctc",
-        "Wav2Vec2ForCTC",
-        WAVE,
-        **WORDS,
-        conv_dim=[16, 16],
-        conv_kernel=[10, 3],
-        conv_stride=[5, 2],
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=2,
-    ),
+    hf("wav2vec2_ctc", "Wav2Vec2ForCTC", WAVE, **SOUNDS),
     hf(
         "whisper_enc_dec",
         "WhisperForConditionalGeneration",
@@ -716,18 +714,7 @@ NEW = (
         max_length=64,
         num_mel_bins=16,
     ),
-    hf(
-        "hubert",
-        "HubertForCTC",
-        WAVE,
-        **WORDS,
-        conv_dim=[16, 16],
-        conv_kernel=[10, 3],
-        conv_stride=[5, 2],
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=16,
-        num_conv_pos_embedding_groups=2,
-    ),
+    hf("hubert", "HubertForCTC", WAVE, **SOUNDS),
     timm("efficientvit_b0", 64),
     timm("fastvit_t8", 64),
     timm("coat_tiny", 224),

@@ -14,8 +14,7 @@ import yaml
 from torch import Tensor, nn
 
 from modelyard.handlers import Context
-
-DIGITS = Path(__file__).parents[2] / "examples" / "digits"
+from tests.conftest import DIGITS
 
 SIGNATURE = {
     "inputs": [{"name": "image", "dtype": "float32", "shape": ["batch", 1, 8, 8]}],

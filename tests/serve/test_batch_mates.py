@@ -15,9 +15,9 @@ import pytest
 from PIL import Image
 
 from modelyard.archiver import write_archive
+from tests.conftest import DIGITS
 from tests.serve.live import LiveServer
 
-DIGITS = Path(__file__).parent.parent.parent / "examples" / "digits"
 FORMATS = ("onnx", "pt2")
 BATCH_SIZE = 8
 BATCHES = 12

@@ -16,12 +16,11 @@ from torch import nn
 from modelyard.archiver import write_archive
 from modelyard.exporter import export
 from modelyard.handlers import BaseHandler, Context
+from tests.conftest import DIGITS, ROOT, archive_digits
 from tests.serve.live import LiveServer, poll, running
 
 pytestmark = pytest.mark.gpu
 
-ROOT = Path(__file__).parents[2]
-DIGITS = ROOT / "examples" / "digits"
 FORMATS = ("pt2", "torchscript", "aoti")
 BATCH_SIZE = 8
 TOLERANCE = 1e-4
@@ -159,16 +158,7 @@ def server(
 ) -> Iterator[LiveServer]:
     store = tmp_path_factory.mktemp("store")
     for format, artifact in digits.items():
-        write_archive(
-            format,
-            version="1.0",
-            artifact=artifact,
-            handler="image_classifier",
-            output_dir=store,
-            extra_files=[DIGITS / "index_to_name.json"],
-            config_file=DIGITS / "model-config.yaml",
-            examples=[f"{DIGITS / 'scans' / f'{digit}.png'}={digit}" for digit in (2, 7)],
-        )
+        archive_digits(format, artifact, store)
     sources = tmp_path_factory.mktemp("sources")
     (sources / "greedy.py").write_text(GREEDY)
     (sources / "table.py").write_text(TABLE)

@@ -32,9 +32,9 @@ from PIL import Image
 from examples.digits.net import DigitsNet
 from modelyard.archiver import write_archive
 from modelyard.handlers.explain.methods import METHODS
+from tests.conftest import DIGITS
 from tests.serve.live import LiveServer, modelyard
 
-DIGITS = Path(__file__).parents[2] / "examples" / "digits"
 FORMATS = ("pt2", "onnx", "torchscript")
 STEPS = 20
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import httpx
 import pytest
@@ -14,9 +13,9 @@ from PIL import Image
 
 from examples.digits.net import DigitsNet
 from examples.digits.train import held_out, to_input
+from tests.conftest import DIGITS
 from tests.serve.live import LiveServer, modelyard
 
-DIGITS = Path(__file__).parents[2] / "examples" / "digits"
 FORMATS = ("pt2", "onnx", "torchscript")
 
 
