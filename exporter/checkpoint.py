@@ -21,9 +21,11 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from modelyard.exporter.errors import CheckpointError, ModelError, UsageError, cause
+from modelyard.exporter.from_exported_program import open_program
 from modelyard.exporter.ingest import Checkpoint, read_checkpoint
 from modelyard.exporter.ingest.hugging_face import build_hugging_face, quiet_and_offline
 from modelyard.exporter.ingest.plain import Placeholder
+from modelyard.exporter.ingest.single_file import PROGRAM
 from modelyard.exporter.ingest.value import KEYS_SHOWN, fit_names, list_shown, nearest, place_of
 from modelyard.exporter.libraries import library_factory
 
@@ -52,7 +54,8 @@ def open_model(
     Args:
         checkpoint: read by `read_checkpoint`, or its path.
         model: `file.py:Class`, `package.module:Class` or `package.module:factory`; None where the
-            checkpoint names a class that is installed (Hugging Face, torch.nn's own layers).
+            checkpoint names a class that is installed (Hugging Face, torch.nn's own layers) or is
+            a program itself.
         model_args: keyword arguments for the class or factory; they replace those of the same
             name among the checkpoint's hyper-parameters, and values of a folder's `config.json`.
         task: what a Hugging Face folder is for, instead of `model`.
@@ -126,13 +129,14 @@ def _open_without_model(
     checkpoint: Checkpoint, model_args: Mapping[str, Any], trust: bool
 ) -> Iterator[nn.Module]:
     """Build the model from what the checkpoint itself says of its class."""
-    if checkpoint.module is not None:
+    is_program = checkpoint.kind == PROGRAM
+    if is_program or checkpoint.module is not None:
         if model_args:
             raise UsageError(
                 f'--model-args: "{checkpoint.path.name}" is a whole module, which takes no '
                 "arguments; give its class with --model, or leave --model-args out"
             )
-        yield checkpoint.module
+        yield checkpoint.module or open_program(checkpoint.path)
     elif trust and checkpoint.kind.startswith("TorchServe") and len(checkpoint.sources) == 1:
         with _archived_class(checkpoint, model_args) as built:
             load_weights(built, checkpoint, type(built).__name__)

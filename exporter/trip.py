@@ -30,6 +30,7 @@ from modelyard.exporter.errors import (
     join_failures,
 )
 from modelyard.exporter.ingest import Announce, Checkpoint, read_checkpoint
+from modelyard.exporter.ingest.single_file import PROGRAM
 from modelyard.exporter.locate import first_difference
 from modelyard.exporter.parity import ExportReport, Parity, check, publish, report_path, sha256
 from modelyard.exporter.propose import complete, guess_inputs, left_out, propose_inputs
@@ -168,7 +169,7 @@ def export(request: ExportRequest) -> list[ExportReport]:
         notes=notes,
     ) as module:
         known: dict[str, object] = {"dtype": request.dtype} if request.dtype else {}
-        model_name = _model_name(request, module)
+        model_name = _model_name(request, checkpoint, module)
         if request.submodule is not None:
             module = take_submodule(module, request.submodule)
             known["submodule"] = request.submodule
@@ -521,8 +522,10 @@ def _relative(path: Path) -> str:
     return path.name if path.is_absolute() else path.as_posix()
 
 
-def _model_name(request: ExportRequest, module: nn.Module) -> str:
-    """Return `--model` without its folder, or the class that the checkpoint itself named."""
+def _model_name(request: ExportRequest, checkpoint: Checkpoint, module: nn.Module) -> str:
+    """Return `--model` without its folder, or the class or program that the checkpoint names."""
+    if request.model is None and checkpoint.kind == PROGRAM:
+        return checkpoint.path.name
     if request.model is None:
         return f"{type(module).__module__}:{type(module).__qualname__}"
     return _named(request.model, lambda source: Path(source).name)

@@ -231,13 +231,7 @@ def open_pt2(path: Path, device: torch.device, share: bool | Examples = False) -
     Raises:
         UnsafeProgram: the file holds more than a program.
     """
-    program = load_program(path)
-    values = [*program.state_dict.values(), *program.constants.values()]
-    tensors = [value for value in values if isinstance(value, Tensor)]
-    if share:
-        map_weights(tensors, path)
-    if any(tensor.device != device for tensor in tensors):
-        program = move_to_device_pass(program, device)
+    program = load_on(path, device, share)
     inputs = _program_inputs(program)
     own_check_is_enough = _has_free_dims_only(program)
     module = program.module(check_guards=not own_check_is_enough)
@@ -246,6 +240,20 @@ def open_pt2(path: Path, device: torch.device, share: bool | Examples = False) -
     # it costs as much as the model.
     run = module.forward if own_check_is_enough else _guarded(module)
     return Artifact("pt2", run, inputs, device, module)
+
+
+def load_on(
+    path: Path, device: torch.device, share: bool | Examples = False
+) -> torch.export.ExportedProgram:
+    """Load an exported program, with its weights on `device`; errors as `open_pt2`."""
+    program = load_program(path)
+    values = [*program.state_dict.values(), *program.constants.values()]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    if share:
+        map_weights(tensors, path)
+    if any(tensor.device != device for tensor in tensors):
+        program = move_to_device_pass(program, device)
+    return program
 
 
 def open_torchscript(path: Path, device: torch.device, share: bool | Examples = False) -> Artifact:

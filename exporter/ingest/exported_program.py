@@ -6,7 +6,6 @@ before a worker loads it.
 """
 
 import re
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import NoneType
@@ -48,6 +47,7 @@ _DTYPES: Mapping[int, torch.dtype] = {
 
 
 _MOST = 8  # the end of a range that the program leaves open
+_MOST_STATED = 64  # of one that it states, which may be longer: each size costs time to prove
 
 
 @dataclass(frozen=True)
@@ -72,24 +72,28 @@ class ExportedProgram:
     def input_lines(self) -> tuple[str, ...]:
         """Its inputs as `--input` is written; nothing where one has no such form."""
         lines = []
-        for value in self.inputs:
-            sizes = [self._dim(size) for size in value["shape"]]
+        names: dict[int | str, str] = {}
+        for place, value in enumerate(self.inputs):
+            for axis, size in enumerate(value["shape"]):
+                names.setdefault(size, "batch" if place == axis == 0 else f"{value['name']}_{axis}")
+            sizes = [self._dim(size, names[size]) for size in value["shape"]]
             if value["name"] is None or value["dtype"] is None or None in sizes:
                 return ()
             lines.append(f"{value['name']}:{value['dtype']}[{','.join(map(str, sizes))}]")
-        batch = self.inputs[0]["shape"][:1] if self.inputs else []
-        symbol = batch[0] if batch and isinstance(batch[0], str) else None
-        return tuple(re.sub(rf"\b{symbol}\b", "batch", line) if symbol else line for line in lines)
+        return tuple(lines)
 
-    def _dim(self, size: int | str) -> str | None:
+    def _dim(self, size: int | str, name: str) -> str | None:
         if isinstance(size, int):
             return str(size)
         span = self.dims.get(size)
         if span is None or not all(type(end) in (int, NoneType) for end in span.values()):
             return None  # an expression of other sizes, or nothing that is a range
         low = max(span["min"] or 1, 1)
-        high = min(span["max"] or sys.maxsize, max(_MOST, low + 1))
-        return f"{size}={low}..{high}" if high > low else str(low)
+        # A lower limit of 2 is the tracer's own assumption, not the model's.
+        low = 1 if low == 2 else low
+        most = span["max"]
+        high = max(_MOST, low + 1) if most is None else min(most, max(_MOST_STATED, 2 * low))
+        return f"{name}={low}..{high}" if high > low else str(low)
 
 
 def read_exported_program(source: Source) -> ExportedProgram:

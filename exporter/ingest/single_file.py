@@ -32,6 +32,8 @@ from modelyard.exporter.ingest.value import ClassHint, ParsedCheckpoint, Weights
 Announce = Callable[[str, Sequence[str]], None]
 """Told, before a trusted file is unpickled, its name and what it will import."""
 
+PROGRAM = "exported program"
+
 _IS_ARTIFACT = (
     "it is an artifact already: give --model to export its weights anew, or package it with "
     "`modelyard archive`"
@@ -298,12 +300,11 @@ def _read_program(source: Source, announce: Announce | None) -> ParsedCheckpoint
             "program could run code; nothing was run. Export the checkpoint anew"
         )
     return ParsedCheckpoint(
-        kind="exported program",
+        kind=PROGRAM,
         loader="json",
         weights={"": Weights(program.tensors)},
         writer="torch.export",
         writer_version=program.torch_version,
-        notes=(_IS_ARTIFACT,),
         inputs=program.input_lines,
     )
 
