@@ -24,7 +24,7 @@ import traceback
 from pathlib import Path
 
 from modelyard.serve.dataplane import wire
-from modelyard.serve.worker import load, loop, steps, torchserve
+from modelyard.serve.worker import check, load, loop, steps, torchserve
 from modelyard.serve.worker.codec import is_out_of_memory
 from modelyard.serve.worker.golden import check_golden
 
@@ -75,8 +75,6 @@ def check_archive(exchange: Path) -> int:
     try:
         load.import_shim()
         _enter(folder)
-        from modelyard.serve.worker import check  # and torch, which its comparison needs
-
         result = check.run(task)
     except BaseException as error:
         traceback.print_exc()
