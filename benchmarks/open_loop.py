@@ -6,31 +6,50 @@
 A closed loop slows down with the server and so never shows an overload. Every request is accounted
 for, and its time counts from when it was due, not from when it was sent: a generator that falls
 behind must not flatter the server. Prints one JSON object with the figures of each phase.
+
+This file plans and counts; `open_loop.c` sends, because a fast server refuses more requests per
+second than Python can send. It is compiled when it is needed first, and kept in
+$XDG_CACHE_HOME/modelyard.
 """
 
 from __future__ import annotations
 
 import argparse
+import array
 import asyncio
+import hashlib
 import json
+import os
 import random
-import time
-from collections import deque
+import shlex
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple, cast
+from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
-import uvloop
-
+SOURCE = Path(__file__).with_suffix(".c")
+COMPILER, FLAGS = "cc", ("-O2",)
+"""The environment variable CC names another compiler."""
 CONNECTIONS = 256
 """Opened before the first request; more follow as they are needed."""
 MOST_CONNECTIONS = 8192
 GRACE_S = 5.0
 """After the last request, for its answer; what has none then has failed."""
-SENDS_IN_A_ROW = 16
-"""After which answers are read, even where the next request is due."""
 OK, REFUSED, EXPIRED = 200, 503, 504
+SUMMARY = struct.Struct("=QQdd")
+RECORD = struct.Struct("=dddii")
+"""As in the source: due, noticed, answered, status, Retry-After."""
+
+
+class GeneratorFailed(Exception):
+    """The load could not be sent, or not all of it."""
 
 
 class Phase(NamedTuple):
@@ -79,6 +98,9 @@ class Figures:
     failed: int
     """Answered anything else, or not at all."""
     refused_without_retry_after: int
+    """Or with one that is not a number of seconds above 0."""
+    good_after: int
+    """Of the good ones of a closed loop: answered when its time was over, so not in its rate."""
     answered_ms: Percentiles
     """Of what was answered 200."""
     accepted_ms: Percentiles
@@ -87,185 +109,42 @@ class Figures:
     last_not_good_s: float
     """When the last request was due that was not answered well in time, from the phase's start."""
     lateness_ms: Percentiles
-    """From due to sent: the generator's own."""
+    """From due to sent, or to when it was left waiting for a connection: the generator's own."""
     statuses: dict[str, int] = field(default_factory=dict)
 
     @property
     def goodput(self) -> float:
         """Requests per second that were answered well in time."""
-        return self.good / self.seconds
+        return (self.good - self.good_after) / self.seconds
 
 
 class Outcome(NamedTuple):
     """One request: when it was due, sent and answered (seconds), and with what."""
 
-    phase: int
     due: float
     sent: float
+    """Or left waiting for a connection."""
     answered: float
     status: int
-    """0 where the connection ended without an answer."""
-    has_retry_after: bool
+    """0 where the connection ended without an answer, or with one that cannot be read."""
+    retry_after: int
+    """Seconds; -1 where the answer names none."""
 
 
-class Connection(asyncio.Protocol):
-    """One connection with at most one request on its way."""
+@dataclass(frozen=True)
+class Report:
+    """What one load found."""
 
-    def __init__(self, load: Load) -> None:
-        self._load = load
-        self._transport: asyncio.Transport | None = None
-        self._buffer = b""
-        self._asked: tuple[int, float, float] | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Take work."""
-        self._transport = cast(asyncio.Transport, transport)
-        self._load.free(self)
-
-    def ask(self, phase: int, due: float) -> None:
-        """Send the request."""
-        assert self._transport is not None
-        self._asked = phase, due, time.perf_counter()
-        self._transport.write(self._load.request)
-
-    def data_received(self, data: bytes) -> None:
-        """Take a whole answer; all of ours say how long they are."""
-        self._buffer += data
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0:
-            return
-        head = self._buffer[:end].lower()
-        length = int(head.partition(b"content-length:")[2].partition(b"\r\n")[0])
-        if len(self._buffer) < end + 4 + length:
-            return
-        self._buffer = b""
-        self._end(int(head[9:12]), b"retry-after:" in head)
-        self._load.free(self)
-
-    def connection_lost(self, error: Exception | None) -> None:
-        """Count the request on its way as failed."""
-        self._load.lost(self)
-        self._end(0, False)
-
-    def close(self) -> None:
-        """Hang up."""
-        if self._transport is not None:
-            self._transport.abort()
-
-    def _end(self, status: int, has_retry_after: bool) -> None:
-        if self._asked is not None:
-            outcome = Outcome(*self._asked, time.perf_counter(), status, has_retry_after)
-            self._asked = None
-            self._load.outcomes.append(outcome)
+    phases: list[Figures]
+    connections: int
+    """Most of them open at a time."""
+    cores: float
+    """That the generator kept busy."""
 
 
-class Load:
-    """The connections to one server and what is sent over them.
-
-    Args:
-        url: of one model's predictions.
-        body: of every request.
-        deadline_s: sent as X-Request-Timeout; None sends none.
-    """
-
-    def __init__(self, url: str, body: bytes, deadline_s: float | None) -> None:
-        parts = urlsplit(url)
-        self._address = parts.hostname or "127.0.0.1", parts.port or 80
-        header = "" if deadline_s is None else f"X-Request-Timeout: {deadline_s:g}\r\n"
-        self.request = (
-            f"POST {parts.path} HTTP/1.1\r\nHost: {parts.netloc}\r\n{header}"
-            f"Content-Length: {len(body)}\r\n\r\n"
-        ).encode() + body
-        self.outcomes: list[Outcome] = []
-        self._connections: set[Connection] = set()
-        self._opening = 0
-        self._free: list[Connection] = []
-        self._due: deque[tuple[int, float]] = deque()
-        """Requests without a connection yet."""
-        self._repeats_until = 0.0
-
-    async def open(self, count: int) -> None:
-        """Open connections."""
-        for _ in range(count):
-            await self._open()
-
-    async def _open(self) -> None:
-        self._opening += 1
-        try:
-            loop = asyncio.get_running_loop()
-            _, made = await loop.create_connection(lambda: Connection(self), *self._address)
-            self._connections.add(made)
-        except OSError:
-            if self._due:
-                now = time.perf_counter()
-                phase, due = self._due.popleft()
-                self.outcomes.append(Outcome(phase, due, now, now, 0, False))
-        finally:
-            self._opening -= 1
-
-    def free(self, connection: Connection) -> None:
-        """Hand a connection the next request, or keep it."""
-        if self._due:
-            connection.ask(*self._due.popleft())
-        elif time.perf_counter() < self._repeats_until:
-            connection.ask(0, time.perf_counter())
-        else:
-            self._free.append(connection)
-
-    def lost(self, connection: Connection) -> None:
-        """Forget a connection."""
-        self._connections.discard(connection)
-        if connection in self._free:
-            self._free.remove(connection)
-
-    async def send(self, phases: Sequence[Phase], seed: int) -> int:
-        """Send each request when it is due; return how many there were."""
-        count = in_a_row = 0
-        opening: set[asyncio.Task[None]] = set()
-        for phase, due in schedule(phases, random.Random(seed), time.perf_counter()):
-            wait_s = due - time.perf_counter()
-            in_a_row = 0 if wait_s > 0 else in_a_row + 1
-            if wait_s > 0 or in_a_row % SENDS_IN_A_ROW == 0:
-                await asyncio.sleep(max(0.0, wait_s))
-            count += 1
-            if self._free:
-                self._free.pop().ask(phase, due)
-                continue
-            self._due.append((phase, due))
-            if len(self._connections) + self._opening < MOST_CONNECTIONS:
-                task = asyncio.create_task(self._open())
-                opening.add(task)
-                task.add_done_callback(opening.discard)
-        return count
-
-    async def repeat(self, connections: int, seconds: float) -> int:
-        """Keep every connection busy; return how many requests that made."""
-        self._repeats_until = time.perf_counter() + seconds
-        for _ in range(connections):
-            self._free.pop().ask(0, time.perf_counter())
-        await asyncio.sleep(seconds)
-        while len(self._free) < len(self._connections):
-            await asyncio.sleep(0.01)
-        return len(self.outcomes)
-
-    async def settle(self, count: int) -> None:
-        """Wait for the answers to so many requests, for a while, and hang up."""
-        until = time.perf_counter() + GRACE_S
-        while len(self.outcomes) < count and time.perf_counter() < until:
-            await asyncio.sleep(0.01)
-        now = time.perf_counter()
-        self.outcomes += (Outcome(phase, due, now, now, 0, False) for phase, due in self._due)
-        self._due.clear()
-        for connection in [*self._connections]:
-            connection.close()
-        while self._connections:
-            await asyncio.sleep(0.01)
-
-
-def schedule(
-    phases: Sequence[Phase], chance: random.Random, start: float
-) -> Iterator[tuple[int, float]]:
+def schedule(phases: Sequence[Phase], chance: random.Random) -> Iterator[tuple[int, float]]:
     """Yield the phase and the moment of each request: a Poisson process for each phase."""
+    start = 0.0
     for number, (rate, seconds) in enumerate(phases):
         due = start + chance.expovariate(rate)
         while due < start + seconds:
@@ -275,17 +154,24 @@ def schedule(
 
 
 def count_outcomes(
-    outcomes: Sequence[Outcome], seconds: float, deadline_s: float, began: float
+    outcomes: Sequence[Outcome],
+    seconds: float,
+    deadline_s: float,
+    began: float = 0.0,
+    ended: float = float("inf"),
 ) -> Figures:
     """Count what became of the requests of one phase.
 
     Args:
         outcomes: of this phase.
+        seconds: of the phase.
+        deadline_s: divides good from late.
         began: the phase's start, as outcomes count time.
+        ended: of a closed loop, its end.
     """
     took = {status: [o.answered - o.due for o in outcomes if o.status == status]
             for status in (OK, REFUSED, EXPIRED)}  # fmt: skip
-    good = sum(each <= deadline_s for each in took[OK])
+    good = [o for o in outcomes if o.status == OK and o.answered - o.due <= deadline_s]
     not_good = [o.due - began for o in outcomes
                 if o.status != OK or o.answered - o.due > deadline_s]  # fmt: skip
     statuses = {str(status): sum(o.status == status for o in outcomes)
@@ -293,14 +179,15 @@ def count_outcomes(
     return Figures(
         offered=len(outcomes),
         seconds=seconds,
-        good=good,
-        late=len(took[OK]) - good,
+        good=len(good),
+        late=len(took[OK]) - len(good),
         refused=len(took[REFUSED]),
         expired=len(took[EXPIRED]),
         failed=len(outcomes) - sum(map(len, took.values())),
         refused_without_retry_after=sum(
-            o.status == REFUSED and not o.has_retry_after for o in outcomes
+            o.status == REFUSED and o.retry_after < 1 for o in outcomes
         ),
+        good_after=sum(o.answered > ended for o in good),
         answered_ms=Percentiles.of(took[OK]),
         accepted_ms=Percentiles.of([o.answered - o.due for o in outcomes if o.status != REFUSED]),
         refused_ms=Percentiles.of(took[REFUSED]),
@@ -314,50 +201,172 @@ async def run(
     url: str,
     body: bytes,
     phases: Sequence[Phase],
-    deadline_s: float | None,
-    seed: int,
+    deadline_s: float | None = None,
+    seed: int = 1,
     closed: int | None = None,
-) -> list[Figures]:
+    *,
+    limit_s: float | None = None,
+    is_fresh: bool = False,
+    content_type: str | None = None,
+    connections: int = CONNECTIONS,
+    most_connections: int = MOST_CONNECTIONS,
+) -> Report:
     """Send the load and return the figures of each phase.
 
     Args:
-        closed: connections that each ask again once they are answered, in place of a schedule; one
+        url: of one model's predictions.
+        body: of every request.
+        phases: one after the other.
+        deadline_s: sent as X-Request-Timeout; None sends none.
+        seed: of the schedule.
+        closed: clients that each ask again once they are answered, in place of a schedule; one
             phase, whose rate does not count.
+        limit_s: what is answered later is not good; `deadline_s` where it is None.
+        is_fresh: each request has a connection of its own.
+        content_type: of the body; None sends none.
+        connections: opened before the first request.
+        most_connections: open at a time; as many as a closed loop has clients.
+
+    Raises:
+        GeneratorFailed: there is no compiler, or the server cannot be reached.
     """
-    load = Load(url, body, deadline_s)
-    await load.open(closed or CONNECTIONS)
-    began = time.perf_counter()
-    if closed:
-        count = await load.repeat(closed, phases[0].seconds)
-    else:
-        count = await load.send(phases, seed)
-    await load.settle(count)
-    assert len(load.outcomes) == count, f"{count} requests, {len(load.outcomes)} outcomes"
-    figures = []
+    parts = urlsplit(url)
+    headers = [f"POST {parts.path} HTTP/1.1", f"Host: {parts.netloc}"]
+    if deadline_s is not None:
+        headers.append(f"X-Request-Timeout: {deadline_s:g}")
+    if content_type is not None:
+        headers.append(f"Content-Type: {content_type}")
+    if is_fresh:
+        headers.append("Connection: close")
+    request = "\r\n".join([*headers, f"Content-Length: {len(body)}", "", ""]).encode() + body
+    plan = [] if closed else list(schedule(phases, random.Random(seed)))
+    dues = array.array("d", (due for _, due in plan))
+    seconds = sum(phase.seconds for phase in phases)
+    address = socket.gethostbyname(parts.hostname or "127.0.0.1"), str(parts.port or 80)
+    arguments = [
+        *address, *map(str, (closed or connections, closed or most_connections, GRACE_S,
+                             closed or 0, seconds, int(is_fresh))),
+    ]  # fmt: skip
+    content = b"".join(
+        (struct.pack("=Q", len(request)), request, struct.pack("=Q", len(dues)), dues.tobytes())
+    )
+    summary, outcomes = await _play(arguments, content)
+    _, most, cpu_s, wall_s = summary
+    if not closed and len(outcomes) != len(plan):
+        raise GeneratorFailed(f"{len(plan)} requests were due, {len(outcomes)} are accounted for")
+    limit_s = limit_s or deadline_s or float("inf")
+    figures, began, first = [], 0.0, 0
     for number, phase in enumerate(phases):
-        own = [outcome for outcome in load.outcomes if outcome.phase == number]
-        figures.append(count_outcomes(own, phase.seconds, deadline_s or 1e9, began))
-        began += phase.seconds
-    return figures
+        # Both are in the order in which requests are due.
+        size = len(outcomes) if closed else sum(of == number for of, _ in plan)
+        ended = seconds if closed else float("inf")
+        own = outcomes[first : first + size]
+        figures.append(count_outcomes(own, phase.seconds, limit_s, began, ended))
+        began, first = began + phase.seconds, first + size
+    return Report(figures, int(most), round(cpu_s / wall_s, 3) if wall_s else 0.0)
+
+
+async def _play(
+    arguments: Sequence[str], content: bytes
+) -> tuple[tuple[int, int, float, float], list[Outcome]]:
+    """Run the sending half; return its summary and what became of each request."""
+    process = await asyncio.create_subprocess_exec(
+        compiled(), *arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        out, error = await process.communicate(content)
+    except BaseException:
+        process.kill()
+        raise
+    if process.returncode:
+        raise GeneratorFailed(
+            f"the generator ended with code {process.returncode}: {error.decode().strip()}"
+        )
+    summary = SUMMARY.unpack_from(out)
+    outcomes = [Outcome(*record) for record in RECORD.iter_unpack(out[SUMMARY.size :])]
+    if len(outcomes) != summary[0]:
+        raise GeneratorFailed(f"the generator names {summary[0]} requests, gave {len(outcomes)}")
+    return summary, outcomes
+
+
+def compiled() -> Path:
+    """Return the sending half as a program, compiled if it is not there yet.
+
+    Raises:
+        GeneratorFailed: there is no C compiler, or it does not take the source.
+    """
+    compiler = shlex.split(os.environ.get("CC", COMPILER))
+    source = SOURCE.read_bytes()
+    mark = hashlib.sha256(source + repr((compiler, FLAGS, os.uname().machine)).encode())
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "modelyard"
+    program = folder / f"open_loop-{mark.hexdigest()[:16]}"
+    if program.exists():
+        return program
+    if shutil.which(compiler[0]) is None:
+        raise GeneratorFailed(
+            f"the load generator is written in C, and there is no compiler {compiler[0]}; install "
+            "one (apt-get install gcc), or name one in CC"
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as temporary:
+        made = Path(temporary) / "open_loop"
+        command = [*compiler, *FLAGS, "-o", str(made), str(SOURCE)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise GeneratorFailed(f"{shlex.join(command)} failed: {done.stderr.strip()}")
+        made.replace(program)
+    return program
+
+
+def has_compiler() -> bool:
+    """Return whether the sending half is there or can be made."""
+    return shutil.which(shlex.split(os.environ.get("CC", COMPILER))[0]) is not None
 
 
 def main() -> None:
     """Run one load and print its figures."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("url")
     parser.add_argument("--body", default="x")
+    parser.add_argument("--body-file", type=Path, help="in place of --body")
+    parser.add_argument("--content-type")
     parser.add_argument("--deadline", type=float, help="seconds; sent with each request")
-    parser.add_argument("--phase", type=Phase.parse, action="append", required=True)
-    parser.add_argument("--closed", type=int, help="connections of a closed loop")
+    parser.add_argument(
+        "--limit", type=float, help="seconds; not sent, but what takes longer is late"
+    )
+    parser.add_argument(
+        "--phase", type=Phase.parse, action="append", required=True, metavar="RATE:SECONDS"
+    )
+    parser.add_argument("--closed", type=int, help="clients of a closed loop")
+    parser.add_argument("--fresh", action="store_true", help="a connection for each request")
+    parser.add_argument("--connections", type=int, default=CONNECTIONS, help="opened ahead")
+    parser.add_argument("--most", type=int, default=MOST_CONNECTIONS, help="open at a time")
     parser.add_argument("--seed", type=int, default=1)
     given = parser.parse_args()
-    began = time.perf_counter()
-    figures = uvloop.run(
-        run(given.url, given.body.encode(), given.phase, given.deadline, given.seed, given.closed)
-    )
-    cores = time.process_time() / (time.perf_counter() - began)
-    phases = [{**asdict(each), "goodput": round(each.goodput, 1)} for each in figures]
-    print(json.dumps({"phases": phases, "cores": round(cores, 3)}))
+    body = given.body_file.read_bytes() if given.body_file else given.body.encode()
+    try:
+        report = asyncio.run(
+            run(
+                given.url,
+                body,
+                given.phase,
+                given.deadline,
+                given.seed,
+                given.closed,
+                limit_s=given.limit,
+                is_fresh=given.fresh,
+                content_type=given.content_type,
+                connections=given.connections,
+                most_connections=given.most,
+            )
+        )
+    except (GeneratorFailed, OSError) as error:
+        sys.exit(str(error))
+    phases = [{**asdict(each), "goodput": round(each.goodput, 1)} for each in report.phases]
+    print(json.dumps({"phases": phases, "cores": report.cores, "connections": report.connections}))
 
 
 if __name__ == "__main__":
