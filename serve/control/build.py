@@ -109,6 +109,7 @@ class Builder:
                 batch_size=config.batch_size,
                 delay_s=config.batch_delay_ms / 1000,
                 queue_size=config.queue_size,
+                gathers_bursts=config.gathers_bursts,
                 needs_ticket=config.needs_ticket,
                 call_bytes=config.call_bytes,
             )

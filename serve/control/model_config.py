@@ -88,6 +88,9 @@ class ModelConfig:
     """Worker i takes the i-th of these, in turn [deviceIds]."""
     by_length: bool = False
     """Whether a batch is made of requests of like length [batchBy: arrival | length]."""
+    gathers_bursts: bool = False
+    """Whether only the first requests after a pause wait for others, as `Batcher` says; else every
+    batch does [batchDelay: busy | always]."""
     refuses_late: bool = True
     """Whether a request is refused whose answer is not to be expected in its time; else it waits
     until the end, unless its client says how long."""

@@ -2,7 +2,7 @@
 
 Batching is work-conserving: what waits goes out as soon as a replica has room for it, and a replica
 has room for two batches, the one it runs and the one it runs next. Only a batch delay above 0 makes
-a job wait for company.
+a job wait for company: every job, or only the first ones of a burst.
 
 Nothing waits in vain: a job is refused at once when its answer is not to be expected in time, and
 leaves the queue when its client does.
@@ -25,6 +25,9 @@ from modelyard.serve.errors import DeadlinePassed, QueueFull, TooLate, Unavailab
 
 POLL_AFTER_S = 0.005
 """A job that waited longer is checked for a client that has left before it is handed over."""
+BURST_GAP_S = 0.05
+"""From one job of a burst to the next: above what clients that start together need, however busy
+their machine is."""
 LOOKED_AT = 256
 """Jobs whose clients are looked at in one go, half a millisecond of work."""
 LOOK_AGAIN_S = 0.02
@@ -35,6 +38,9 @@ class Batcher:
     """The queue of one model version and kind. Lives on the event loop.
 
     Args:
+        delay_s: how long a job may wait for company.
+        gathers_bursts: whether only a burst waits, the first after at least the delay without work.
+            Once that was in vain no job of this queue waits again.
         needs_ticket: whether a job is taken only while a replica is idle.
         call_bytes: of `lengths.CALL_BYTES`, for batches of like length; None takes jobs in order.
     """
@@ -48,6 +54,7 @@ class Batcher:
         batch_size: int,
         delay_s: float,
         queue_size: int,
+        gathers_bursts: bool = False,
         needs_ticket: bool = False,
         call_bytes: int | None = None,
     ) -> None:
@@ -58,6 +65,8 @@ class Batcher:
         self._metrics = metrics
         self._batch_size = batch_size
         self._delay_s = delay_s
+        self._gathers_bursts = gathers_bursts
+        self._handed_over_at = -math.inf
         self._queue_size = queue_size
         self._queue: deque[Call] = deque()
         self._loop = asyncio.get_running_loop()
@@ -126,6 +135,7 @@ class Batcher:
             share = math.ceil(len(self._queue) / max(1, self._engine.ready_count))
             if jobs := self._take(replica, min(replica.capacity(self._kind), share)):
                 replica.run(jobs)
+                self._handed_over_at = jobs[0].taken_at
 
     def sweep(self, now: float) -> None:
         """Answer 504 to jobs whose deadline has passed, and drop those whose clients have left.
@@ -197,9 +207,15 @@ class Batcher:
         """Return whether the first job still waits for company, and wake up when it has waited."""
         if not self._delay_s or len(self._queue) >= self._batch_size:
             return False
+        if self._gathers_bursts and self._queue[0].queued_at - self._handed_over_at < self._delay_s:
+            return False
         until = min(self._admission.gathers_until(job, self._delay_s) for job in self._queue)
+        if self._gathers_bursts:
+            until = min(until, self._queue[-1].queued_at + BURST_GAP_S)
         left = until - monotonic()
         if left <= 0:
+            if self._gathers_bursts:
+                self._delay_s = 0.0
             return False
         if self._timer is not None:
             self._timer.cancel()

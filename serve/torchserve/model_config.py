@@ -76,6 +76,9 @@ def load_torchserve_config(
         most_workers=most,
         batch_size=min(batch_size, proven) if proven else batch_size,
         batch_delay_ms=delay or 100 if options.batch_delay_ms is None else options.batch_delay_ms,
+        gathers_bursts=values.choice(
+            "batchDelay", {"busy": True, "always": False}, dialect.batch_delay == "busy"
+        ),
         queue_size=values.integer("jobQueueSize", settings.queue_size, least=1),
         request_timeout_s=timeout_ms / 1000 if timeout_ms else math.inf,
         refuses_late=False,

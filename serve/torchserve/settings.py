@@ -52,6 +52,9 @@ class TorchServeSettings(BaseModel):
     """Every key that was set, as it was written: what a snapshot keeps."""
     decode_input_request: bool = True
     limit_max_image_pixels: bool = True
+    batch_delay: Literal["busy", "always"] = "busy"
+    """When a request waits for others, up to its model's maxBatchDelay: while every worker is busy;
+    or always, as in TorchServe."""
     max_response_size: int = Field(default=6_553_500, ge=0)
     unregister_model_timeout: int = Field(default=120, ge=1)
     blacklist_env_vars: str | None = None

@@ -287,6 +287,35 @@ def test_a_full_batch_does_not_wait_for_its_delay() -> None:
     asyncio.run(scenario())
 
 
+def test_a_burst_is_gathered_and_what_follows_it_goes_at_once() -> None:
+    async def scenario() -> None:
+        engine = Engine(16)
+        batcher = make(engine, delay_s=3600.0, batch_size=2, gathers_bursts=True)
+        submit(batcher, job(0))
+        await turn()
+        assert batcher.waiting == 1
+        submit(batcher, job(1))
+        await turn()
+        submit(batcher, job(2))
+        await turn()
+        assert engine.replicas[0].batches == [[0, 1], [2]]
+
+    asyncio.run(scenario())
+
+
+def test_once_a_burst_was_awaited_in_vain_no_job_waits() -> None:
+    async def scenario() -> None:
+        engine = Engine(16)
+        batcher = make(engine, delay_s=0.1, batch_size=8, gathers_bursts=True)
+        await asyncio.wait_for(submit(batcher, job(0)), 10)
+        await asyncio.sleep(0.15)
+        submit(batcher, job(1))
+        await turn()
+        assert engine.replicas[0].batches == [[0], [1]]
+
+    asyncio.run(scenario())
+
+
 def test_what_waits_can_be_answered_with_an_error() -> None:
     async def scenario() -> None:
         batcher = make(Engine())

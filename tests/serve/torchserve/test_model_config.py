@@ -24,6 +24,7 @@ def load(
     listed: dict[str, Any] | None = None,
     at_start: bool = False,
     settings: dict[str, Any] | None = None,
+    batch_delay: str = "busy",
     **said: Any,
 ) -> ModelConfig:
     """Read the configuration of an archive with this file, in TorchServe's dialect."""
@@ -33,7 +34,9 @@ def load(
             model["configFile"] = "c.yaml"
             zipped.writestr("c.yaml", yaml)
         zipped.writestr("MAR-INF/MANIFEST.json", json.dumps({"runtime": "python", "model": model}))
-    dialect = TorchServeSettings(directory=folder, models={"m": {"1.0": listed or {}}})
+    dialect = TorchServeSettings.model_validate(
+        {"directory": folder, "models": {"m": {"1.0": listed or {}}}, "batch_delay": batch_delay}
+    )
     common = Settings.model_validate({"device": "cpu", **(settings or {})})
     spec = ModelSpec("m.mar", options=Options(**said), at_start=at_start)
     with open_archive(folder / "m.mar") as archive:
@@ -46,6 +49,23 @@ def test_torchserves_defaults(tmp_path: Path) -> None:
     assert (config.response_timeout_s, config.startup_timeout_s) == (120, 120)
     assert (config.queue_size, config.retry_s) == (100, 300)
     assert config.request_timeout_s == float("inf")
+
+
+@pytest.mark.parametrize(
+    ("server", "yaml", "gathers_bursts"),
+    [
+        ("busy", None, True),
+        ("always", None, False),
+        ("busy", "batchDelay: always", False),
+        ("always", "batchDelay: busy", True),
+    ],
+)
+def test_the_delay_is_waited_out_only_where_somebody_says_so(
+    tmp_path: Path, server: str, yaml: str | None, gathers_bursts: bool
+) -> None:
+    config = load(tmp_path, yaml, batch_delay=server)
+    assert config.gathers_bursts == gathers_bursts
+    assert config.batch_delay_ms == 100
 
 
 YAML = "batchSize: 3\nmaxBatchDelay: 30\nresponseTimeout: 33\nstartupTimeout: 34\n"
