@@ -7,13 +7,15 @@ from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.http.application import Check, ServerState, open_to_all
+from modelyard.serve.http.connection import Access
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.http.tls import tls_context
 from modelyard.serve.settings import Address, Settings
 from modelyard.serve.torchserve.combined import Combined
 from modelyard.serve.torchserve.dialect import Dialect, dialect_answers
 from modelyard.serve.torchserve.inference import PROBES, TorchServeInference
-from modelyard.serve.torchserve.logs import log_access
+from modelyard.serve.torchserve.log_config import ACCESS_LOG
+from modelyard.serve.torchserve.logs import Logs
 from modelyard.serve.torchserve.management import TorchServeManagement
 from modelyard.serve.torchserve.metrics import TorchServeMetrics
 from modelyard.serve.torchserve.policy import TorchServePolicy
@@ -22,22 +24,28 @@ from modelyard.serve.torchserve.settings import TorchServeSettings
 from modelyard.serve.torchserve.tokens import Tokens
 
 
-def create_server(dialect: TorchServeSettings, settings: Settings) -> Server:
+def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Settings) -> Server:
     """Write new keys, build everything and bind the addresses; equal ones share a listener.
+
+    Args:
+        dialect: settings of the dialect alone.
+        logs: what writes the lines of requests and metrics; None writes none.
+        settings: of every server.
 
     Raises:
         StartError: an address cannot be bound, the keys cannot be written, or the metrics
             configuration cannot be read.
     """
-    recorder = TorchServeMetrics(dialect)
-    metrics, registry, state = Metrics(recorder, recorder), Registry(), ServerState()
+    recorder = TorchServeMetrics(dialect, logs)
+    observer = recorder if recorder.is_wanted else None
+    metrics, registry, state = Metrics(recorder, observer), Registry(), ServerState()
     lifecycle = Lifecycle(TorchServePolicy(settings, dialect, recorder), registry, metrics)
     is_off = dialect.disable_token_authorization
     tokens = None if is_off else Tokens(dialect.directory, dialect.token_expiration_min)
     check: Check = open_to_all
     if tokens is not None and not (is_off is None and dialect.inference_address.is_loopback):
         check = tokens.check("inference", PROBES)
-    answers = dialect_answers(state, dialect, recorder.answered)
+    answers = dialect_answers(state, dialect, observer.answered if observer else None)
     apis = [
         TorchServeInference(registry, metrics, check, state, answers, dialect).dialect,
         TorchServeManagement(
@@ -47,11 +55,13 @@ def create_server(dialect: TorchServeSettings, settings: Settings) -> Server:
     recorder.start()
     if dialect.enable_metrics_api:
         apis.append(Scrape(metrics, dialect_answers(state, dialect)).dialect)
-    return Server(lifecycle, state, *_listen(apis, dialect, settings))
+    lines = logs.lines(ACCESS_LOG) if logs else None
+    access = lines.log_access if lines else None
+    return Server(lifecycle, state, *_listen(apis, dialect, settings, access))
 
 
 def _listen(
-    apis: list[Dialect], dialect: TorchServeSettings, settings: Settings
+    apis: list[Dialect], dialect: TorchServeSettings, settings: Settings, access: Access | None
 ) -> tuple[Listener, Listener, Listener | None]:
     addresses = dialect.addresses[: len(apis)]
     groups: dict[Address, list[Dialect]] = {}
@@ -72,6 +82,6 @@ def _listen(
             dialect.keystore,
             dialect.keystore_pass,
         )
-    listeners = dict(zip(groups, listen(ports, settings, tls, log_access), strict=True))
+    listeners = dict(zip(groups, listen(ports, settings, tls, access), strict=True))
     inference, management, *scraped = (listeners[address] for address in addresses)
     return inference, management, scraped[0] if scraped else None

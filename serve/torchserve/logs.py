@@ -1,7 +1,8 @@
-"""TorchServe's five log files, and the same lines on standard output.
+"""TorchServe's log files, and the same lines on standard output.
 
-Lines are handed to threads that write them: neither a slow disk nor a reader that stopped reading
-holds up a request, or the other one's lines. What cannot be written in time is lost, and counted.
+Whoever logs hands over values, and goes on. One thread makes lines of them, many at a time, and
+writes each file once for all: neither a slow disk nor a reader that stopped reading holds up a
+request. What cannot be written in time is lost, and counted.
 """
 
 from __future__ import annotations
@@ -12,217 +13,252 @@ import logging
 import os
 import queue
 import threading
-import time
-from collections.abc import Mapping
-from functools import lru_cache
-from logging.handlers import RotatingFileHandler
-from pathlib import Path
-from typing import IO
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import sleep, time
+from typing import IO, Any
 
-ACCESS_LOG = "ACCESS_LOG"
-MODEL_LOG = "MODEL_LOG"
-MODEL_METRICS = "MODEL_METRICS"
-TS_METRICS = "TS_METRICS"
+from modelyard.serve.torchserve.layout import TORCHSERVE_LEVELS, Around, Layout, Said
+from modelyard.serve.torchserve.log_config import MODEL_LOG, OWN_LOGGER, LogConfig
+from modelyard.serve.torchserve.log_files import Sink, open_sink
 
-_access_log = logging.getLogger(ACCESS_LOG)
+logger = logging.getLogger(__name__)
 _model_log = logging.getLogger(MODEL_LOG)
 
-WITH_THREAD = "{time} [{level:<5}] {thread} {logger} - "
-BARE = "{time} - "
-
-FILE_BYTES = 100 * 2**20
-FILES_KEPT = 5
-MOST_WAITING = 10_000
-"""Records that wait to be written; more are dropped."""
+MOST_WAITING = 100_000
+"""Records that wait to be written, some 30 MB; more are dropped."""
+GATHER_S = 0.05
+"""From the first record that waits to when they are written: a thread that is woken for each takes
+more from the event loop than the lines cost."""
+AT_ONCE = 256
+"""Records that are made into lines in one go, a third of a millisecond during which the event loop
+may have to wait."""
+MOST_SOURCES = 1000
 CLOSE_TIMEOUT_S = 2.0
 CHUNK_BYTES = 8192
 """Of a worker's output are taken at once, and are one record."""
-LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}
+
+Form = Callable[..., Sequence[str]]
+"""Called in the thread that writes, with a record's second and values; returns its messages."""
 
 
-class Logs:
-    """The five files and standard output, each side with a thread that writes.
+class Source:
+    """One logger, level and thread, whose records differ in values only."""
+
+    def __init__(self, said: Said, sinks: Sequence[tuple[Layout, Buffer]]) -> None:
+        self.messages: list[str] = []
+        """Of the millisecond that is being written."""
+        self._targets: list[tuple[Around, list[Buffer]]] = []
+        by_pattern: dict[str, list[Buffer]] = {}
+        for layout, buffer in sinks:
+            if layout.pattern not in by_pattern:
+                by_pattern[layout.pattern] = []
+                self._targets.append((layout.around(said), by_pattern[layout.pattern]))
+            by_pattern[layout.pattern].append(buffer)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody writes its records."""
+        return bool(self._targets)
+
+    def end(self, milliseconds: int) -> None:
+        """Turn the messages of one millisecond into lines, encoded once for all with one layout."""
+        for around, buffers in self._targets:
+            before, after = around.at(milliseconds)
+            text = before + (after + before).join(self.messages) + after
+            data = text.encode("utf-8", "replace")
+            for buffer in buffers:
+                buffer.append(data)
+        self.messages.clear()
+
+
+Buffer = list[bytes]
+Item = tuple[float, Source, Form, tuple[Any, ...]]
+
+
+class Lines:
+    """The records of one logger that are made of values, at level INFO."""
+
+    def __init__(self, logs: Logs, source: Source) -> None:
+        self._put = logs.put
+        self._source = source
+
+    def put(self, form: Form, *values: Any) -> None:
+        """Hand over one record."""
+        self._put((time(), self._source, form, values))
+
+    def log_access(
+        self, client: object, method: str, target: str, status: int, seconds: float
+    ) -> None:
+        """Hand over the line of one answer.
+
+        Args:
+            client: host and port, or None on a Unix socket.
+            target: path and query as the client wrote them.
+            seconds: from the request's last header to the answer.
+        """
+        values = client, method, target, status, seconds
+        self._put((time(), self._source, _access_line, values))
+
+
+def _access_line(
+    second: int, client: object, method: str, target: str, status: int, seconds: float
+) -> Sequence[str]:
+    address = f"{client[0]}:{client[1]}" if isinstance(client, tuple) else "unix"
+    return (f'/{address} "{method} {target} HTTP/1.1" {status} {round(1000 * seconds)}',)
+
+
+class Logs(logging.Handler):
+    """Everything that this process logs.
 
     Args:
-        log_dir: folder of access_log.log, ts_log.log and model_log.log.
-        metrics_dir: folder of ts_metrics.log and model_metrics.log.
+        config: what is logged, and where to.
+
+    Raises:
+        OSError: a file cannot be opened.
     """
 
-    def __init__(self, log_dir: Path, metrics_dir: Path) -> None:
-        files = {
-            ACCESS_LOG: _file(log_dir / "access_log.log", BARE),
-            MODEL_LOG: _file(log_dir / "model_log.log", WITH_THREAD),
-            MODEL_METRICS: _file(metrics_dir / "model_metrics.log", BARE),
-            TS_METRICS: _file(metrics_dir / "ts_metrics.log", BARE),
-        }
-        rest = _file(log_dir / "ts_log.log", WITH_THREAD)
-        self._writers = [_Threaded(_Files(files, rest)), _Threaded(_Console())]
+    def __init__(self, config: LogConfig) -> None:
+        super().__init__()
+        self._config = config
+        self._waiting: deque[Item] = deque()
+        self._signal: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._lost = 0
+        self._sources: dict[tuple[str, int, str], Source] = {}
+        self._sinks: list[tuple[Sink, Buffer]] = []
+        self._of_appender: dict[str, tuple[Layout, Buffer]] = {}
+        used = {name for rule in config.loggers.values() for name, _ in rule.appenders}
+        for appender in config.appenders.values():
+            sink = open_sink(appender) if appender.name in used else None
+            if sink is not None:
+                buffer: Buffer = []
+                self._sinks.append((sink, buffer))
+                layout = Layout(appender.pattern, appender.dates)
+                self._of_appender[appender.name] = layout, buffer
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+
+    # -- whoever logs ------------------------------------------------------------------------------
 
     def start(self) -> None:
         """Take over what this process logs."""
         logging.raiseExceptions = False  # a terminal that has gone is no reason for a traceback
         root = logging.getLogger()
-        root.handlers = [*self._writers]
-        root.setLevel(logging.INFO)
-        for writer in self._writers:
-            writer.thread.start()
+        root.handlers = [self]
+        for name in ("", MODEL_LOG, OWN_LOGGER, *self._config.loggers):
+            logging.getLogger(name).setLevel(self._config.level(name))
+        self.start_writing()
+
+    def start_writing(self) -> None:
+        """Write what was handed over, and what will be."""
+        self._thread.start()
+
+    def lines(self, name: str) -> Lines | None:
+        """Return what takes a logger's records at level INFO; None where nobody wants them."""
+        if self._config.level(name) > logging.INFO:
+            return None
+        source = self._source(name, logging.INFO, threading.current_thread().name)
+        return Lines(self, source) if source.is_wanted else None
+
+    def put(self, item: Item) -> None:
+        """Hand over a record."""
+        waiting = self._waiting
+        if len(waiting) >= MOST_WAITING:
+            self._lost += 1
+            return
+        waiting.append(item)
+        if len(waiting) == 1:
+            self._signal.put(True)
+
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Hand over a record of Python's; without the lock that handlers hold while they write."""
+        source = self._source(record.name, record.levelno, str(record.threadName))
+        if source.is_wanted:
+            self.put((record.created, source, _record_lines, (record,)))
+        return True
+
+    def _source(self, name: str, level: int, thread: str) -> Source:
+        key = name, level, thread
+        source = self._sources.get(key)
+        if source is None:
+            if len(self._sources) >= MOST_SOURCES:
+                self._sources.clear()
+            shown = logging.getLevelName(level)
+            appenders = self._config.appenders_of(name, level)
+            source = self._sources[key] = Source(
+                Said(TORCHSERVE_LEVELS.get(shown, shown), thread, name),
+                [
+                    self._of_appender[appender.name]
+                    for appender in appenders
+                    if appender.name in self._of_appender
+                ],
+            )
+        return source
+
+    # -- the thread that writes --------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_closing:
+            with contextlib.suppress(queue.Empty):
+                self._signal.get(timeout=1)  # two threads at once may each leave it to the other
+            if not self._is_closing:
+                sleep(GATHER_S)
+            while self._waiting:
+                self._write_some()
+        self._write_some()
+
+    def _write_some(self) -> None:
+        """Write what waits, up to so much that others must not wait for it."""
+        waiting = self._waiting
+        at, dirty, written_at = -1, dict[Source, None](), time()
+        for _ in range(min(AT_ONCE, len(waiting))):
+            written_at, source, form, values = waiting.popleft()
+            milliseconds = int(written_at * 1000)
+            if milliseconds != at:
+                for each in dirty:
+                    each.end(at)
+                at, dirty = milliseconds, {}
+            source.messages += form(milliseconds // 1000, *values)
+            dirty[source] = None
+        for each in dirty:
+            each.end(at)
+        for sink, buffer in self._sinks:
+            if buffer:
+                data = b"".join(buffer)
+                buffer.clear()
+                self._lost += sink.write(data, written_at)
+        if self._lost and not waiting and not self._is_closing:
+            lost, self._lost = self._lost, 0
+            logger.warning("%d log lines came too fast and are lost", lost)
 
     def close(self) -> None:
         """Write what waits, as far as it can be written soon."""
-        for writer in self._writers:
-            writer.finish()
-
-
-class _Threaded(logging.Handler):
-    """Lets another handler write in a thread of its own."""
-
-    def __init__(self, handler: logging.Handler) -> None:
-        super().__init__()
-        self._handler = handler
-        self._queue: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
-        self._lost = 0
-        self.thread = threading.Thread(target=self._write, name="log", daemon=True)
-
-    def handle(self, record: logging.LogRecord) -> bool:
-        """Take a record without the lock that handlers hold while they write."""
-        if self._queue.qsize() < MOST_WAITING:
-            self._queue.put(record)
-        else:
-            self._lost += 1
-        return True
-
-    def _write(self) -> None:
-        while (record := self._queue.get()) is not None:
-            self._handler.handle(record)
-            if self._lost and self._queue.empty():
-                lost, self._lost = self._lost, 0
-                logging.getLogger(__name__).warning("%d log lines came too fast and are lost", lost)
-
-    def finish(self) -> None:
-        """Let the thread come to the end of what waits."""
-        self._queue.put(None)
-        self.thread.join(CLOSE_TIMEOUT_S)
-        if not self.thread.is_alive():
-            self._handler.close()
-
-
-class _Files(logging.Handler):
-    """Writes each record to the file of its logger."""
-
-    def __init__(self, files: Mapping[str, logging.Handler], rest: logging.Handler) -> None:
-        super().__init__()
-        self._files = files
-        self._rest = rest
-
-    def handle(self, record: logging.LogRecord) -> bool:
-        """Pass a record on; the file has a lock of its own."""
-        return bool(self._files.get(record.name, self._rest).handle(record))
-
-    def close(self) -> None:
-        """Close all files."""
-        for file in (*self._files.values(), self._rest):
-            file.close()
         super().close()
+        if self._thread.is_alive():
+            self._is_closing = True
+            self._signal.put(True)
+            self._thread.join(CLOSE_TIMEOUT_S)
+            if not self._thread.is_alive():
+                for sink, _ in self._sinks:
+                    sink.close()
 
 
-class _Console(logging.Handler):
-    """Writes to the descriptor itself: a blocked buffer would hold up the end of the process."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.setFormatter(_Formatter(WITH_THREAD))
-
-    def handle(self, record: logging.LogRecord) -> bool:
-        """Write a record; without the lock, for which `logging.shutdown` would wait for ever."""
-        text = memoryview((self.format(record) + "\n").encode(errors="replace"))
-        with contextlib.suppress(OSError):  # nobody reads any more
-            while text:
-                text = text[os.write(1, text) :]
-        return True
+_format_exception = logging.Formatter().formatException
 
 
-class _Formatter(logging.Formatter):
-    """Puts time, level, thread and logger in front of a message, as far as a file shows them."""
-
-    def __init__(self, prefix: str) -> None:
-        super().__init__()
-        self._prefix = prefix
-
-    def format(self, record: logging.LogRecord) -> str:
-        """Return the record's lines."""
-        prefix = self._prefix.format(
-            time=f"{_second(int(record.created))},{int(record.msecs):03d}",
-            level=LEVELS.get(record.levelname, record.levelname),
-            thread=record.threadName,
-            logger=record.name,
-        )
-        message = record.getMessage()
-        if record.exc_info:
-            message += "\n" + self.formatException(record.exc_info)
-        if record.name == MODEL_LOG:  # many lines of a worker at once
-            message = message.replace("\n", "\n" + prefix)
-        return prefix + message
+def _record_lines(second: int, record: logging.LogRecord) -> Sequence[str]:
+    message = record.getMessage()
+    if record.exc_info:
+        message += "\n" + _format_exception(record.exc_info)
+    return message.split("\n") if record.name == MODEL_LOG else (message,)
 
 
-@lru_cache(maxsize=4)
-def _second(since_epoch: int) -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since_epoch))
-
-
-@lru_cache(maxsize=4)
-def _day(quarter: int) -> tuple[int, ...]:
-    """Return the date of a quarter of an hour since the epoch; in no zone it changes within one."""
-    return time.localtime(900 * quarter)[:3]
-
-
-class _DailyFile(RotatingFileHandler):
-    """A file that is put aside at 100 MB, and at the first line of another day."""
-
-    def __init__(self, file: Path) -> None:
-        super().__init__(
-            file, maxBytes=FILE_BYTES, backupCount=FILES_KEPT, encoding="utf-8", errors="replace"
-        )
-        self._day = self._written_on(file)
-
-    def shouldRollover(self, record: logging.LogRecord) -> bool:  # noqa: N802 - logging's name
-        """Return whether the next line belongs into a new file."""
-        day = _day(int(record.created) // 900)
-        if day != self._day:
-            self._day = day
-            return Path(self.baseFilename).stat().st_size > 0
-        return self.stream is not None and self.stream.tell() >= FILE_BYTES
-
-    @staticmethod
-    def _written_on(file: Path) -> tuple[int, ...]:
-        return _day(int(file.stat().st_mtime) // 900)
-
-
-def _file(file: Path, prefix: str) -> logging.Handler:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handler = _DailyFile(file)
-    handler.setFormatter(_Formatter(prefix))
-    return handler
-
-
-def log_access(client: object, method: str, target: str, status: int, seconds: float) -> None:
-    """Write the line of one answer.
-
-    Args:
-        client: host and port, or None on a Unix socket.
-        target: path and query as the client wrote them.
-        seconds: from the request's last header to the answer.
-    """
-    address = "/{}:{}".format(*client) if isinstance(client, tuple) else "/unix"
-    text = f'{address} "{method} {target} HTTP/1.1" {status} {round(1000 * seconds)}'
-    _log(_access_log, logging.INFO, text)
-
-
-def _log(to: logging.Logger, level: int, text: str, thread: str | None = None) -> None:
+def _log(to: logging.Logger, level: int, text: str, thread: str) -> None:
     """Log without looking for the calling line, which would take most of the time."""
-    record = to.makeRecord(to.name, level, "", 0, text, (), None)
-    if thread is not None:
+    if to.isEnabledFor(level):
+        record = to.makeRecord(to.name, level, "", 0, text, (), None)
         record.threadName = thread
-    to.handle(record)
+        to.handle(record)
 
 
 class WorkerOutput:

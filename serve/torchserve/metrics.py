@@ -1,7 +1,7 @@
 """TorchServe's metrics: its names, labels and text, beside those of `serve/dataplane/metrics.py`.
 
-What the server itself measures is passed to `add` by name; a metric that the configuration does not
-declare is not kept. In `log` mode each value is a line of a log instead.
+A metric that the configuration does not declare is not kept. In `log` mode each value is a line of
+a log instead, which is made of the value by the thread that writes it.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import shutil
 import socket
 import subprocess
 import threading
-import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ import yaml
 
 from modelyard.serve.dataplane.exposition import KINDS, Family, HandlerMetrics, Record, text
 from modelyard.serve.errors import StartError
-from modelyard.serve.torchserve.logs import MODEL_METRICS, TS_METRICS
+from modelyard.serve.torchserve.log_config import MODEL_METRICS, TS_METRICS
+from modelyard.serve.torchserve.logs import Logs
 from modelyard.serve.torchserve.settings import TorchServeSettings
 
 logger = logging.getLogger(__name__)
-own_log = logging.getLogger(TS_METRICS)
-model_log = logging.getLogger(MODEL_METRICS)
 
 DEFAULT_CONFIG = Path(__file__).with_name("metrics.yaml")
 LEGACY = frozenset(
@@ -43,72 +41,159 @@ CPU_SAMPLE_S = 0.2
 SMI_TIMEOUT_S = 10
 
 
+ANSWERS = (
+    ("ts_inference_latency_microseconds", "%.1f"),
+    ("ts_queue_latency_microseconds", "%.1f"),
+    ("QueueTime", "%.3f"),
+)
+"""What an answer is measured by, and how much of a value is written."""
+
+
+class Meter:
+    """One of the server's own metrics with the values of its labels.
+
+    Args:
+        family: what it is exposed in, None where it is a line of a log.
+        values: of the labels, in the family's order.
+        line: made into text with a value and a second.
+    """
+
+    def __init__(self, family: Family | None, values: tuple[str, ...], line: str) -> None:
+        self.family = family
+        self.values = values
+        self.line = line
+        self._one = line % (1.0, 0)
+
+    def form(self, second: int, value: float) -> Sequence[str]:
+        """Return a line as TorchServe's log parsers know it."""
+        return (self.line % (value, second),)
+
+    def form_one(self, second: int) -> Sequence[str]:
+        """Return the line of a counter."""
+        return (f"{self._one[:-1]}{second}",)
+
+
+class Inferences:
+    """The metrics of one model and the version that its clients ask for.
+
+    Args:
+        requests: counts them.
+        answers: as `ANSWERS`; None is not kept.
+    """
+
+    def __init__(self, requests: Meter | None, answers: Sequence[Meter | None]) -> None:
+        self.requests = requests
+        kept = [(at, meter) for at, meter in enumerate(answers) if meter is not None]
+        self.logged = [(at, meter.line) for at, meter in kept if meter.family is None]
+        self.exposed = [(at, m.family, m.values) for at, m in kept if m.family is not None]
+
+    def form(self, second: int, *values: float) -> Sequence[str]:
+        """Return the lines of one answer."""
+        return [line % (values[at], second) for at, line in self.logged]
+
+
 class TorchServeMetrics:
     """The metrics of one server in TorchServe's dialect.
+
+    Args:
+        settings: of the dialect.
+        logs: where lines go; None writes none.
 
     Raises:
         StartError: the metrics configuration cannot be read.
     """
 
-    def __init__(self, settings: TorchServeSettings) -> None:
+    def __init__(self, settings: TorchServeSettings, logs: Logs | None = None) -> None:
         config = read_config(settings.metrics_config or DEFAULT_CONFIG)
         self.model_metrics: dict[str, Any] = config.get("model_metrics") or {}
         """As the configuration declares them, for the workers."""
         self.auto_detect = settings.model_metrics_auto_detect
         self.mode = settings.metrics_mode
         self.is_alone = self.mode == "log"
+        self._own_lines = logs.lines(TS_METRICS) if logs else None
+        self._model_lines = logs.lines(MODEL_METRICS) if logs else None
         self._hostname = socket.gethostname()
         self._families = {f.name: f for f in _families(config.get("ts_metrics") or {})}
         self._host = {"Level": "Host", "Hostname": self._hostname, "hostname": self._hostname}
-        self._host_values = {
-            name: tuple(self._host.get(label, "") for label in family.labels)
-            for name, family in self._families.items()
-        }
         declared = list(_families(self.model_metrics, ("Hostname",)))
         self._handlers = HandlerMetrics(
             self._hostname, declared, self.auto_detect, frozenset(self._families)
         )
+        self._statuses = {each: self._meter(f"Requests{each}XX", {}) for each in (2, 4, 5)}
+        self._inferences: dict[tuple[str, str | None], Inferences] = {}
         self._interval_s = settings.metric_time_interval
         self._collects = not settings.disable_system_metrics
         self._is_stopping = threading.Event()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody sees what the server itself measures."""
+        return self.mode != "log" or self._own_lines is not None
 
     # -- what the server measures --------------------------------------------------------------
 
     def add(self, name: str, value: float, **labels: str) -> None:
         """Count, set or observe a metric of the server's own."""
+        if (meter := self._meter(name, labels)) is not None:
+            self._add(meter, float(value))
+
+    def _add(self, meter: Meter, value: float) -> None:
+        if meter.family is not None:
+            meter.family.add(meter.values, value)
+        elif self._own_lines is not None:
+            self._own_lines.put(meter.form, value)
+
+    def _count(self, meter: Meter | None) -> None:
+        if meter is None:
+            return
+        if meter.family is not None:
+            meter.family.add(meter.values, 1.0)
+        elif self._own_lines is not None:
+            self._own_lines.put(meter.form_one)
+
+    def _meter(self, name: str, labels: Mapping[str, str], digits: str = "%s") -> Meter | None:
+        """Return a metric with the values of its labels; None where nobody sees it."""
         family = self._families.get(name)
         if family is None:
-            return
-        values = self._host_values[name]
-        if labels:
-            known = {**self._host, **labels}
-            values = tuple(known.get(label, "") for label in family.labels)
+            return None
+        known = {**self._host, **labels}
+        values = tuple(known.get(label, "") for label in family.labels)
         if self.mode == "prometheus" or (self.mode == "legacy" and name in LEGACY):
-            family.add(values, value)
-        elif own_log.isEnabledFor(logging.INFO):
-            pairs = zip(family.labels, values, strict=True)
-            own_log.info("%s", self._line(family.name, family.unit, value, pairs))
+            return Meter(family, values, "%s%d")
+        if self._own_lines is None:
+            return None
+        start, end = self._around(name, family.unit, zip(family.labels, values, strict=True))
+        return Meter(
+            None, values, start.replace("%", "%%") + digits + end.replace("%", "%%") + "%d"
+        )
 
     def answered(self, status: int) -> None:
         """Count an answer of the inference or the management API."""
-        if 200 <= status < 600 and status // 100 != 3:
-            self.add(f"Requests{status // 100}XX", 1.0)
+        self._count(self._statuses.get(status // 100))
+
+    def _of(self, model: str, version: str | None) -> Inferences:
+        key = model, version
+        found = self._inferences.get(key)
+        if found is None:
+            labels = {"model_name": model, "model_version": version or "default"}
+            found = self._inferences[key] = Inferences(
+                self._meter("ts_inference_requests_total", labels),
+                [self._meter(name, labels, digits) for name, digits in ANSWERS],
+            )
+        return found
 
     def accepted(self, model: str, version: str | None) -> None:
         """Count a request for a prediction or an explanation."""
-        self.add(
-            "ts_inference_requests_total",
-            1.0,
-            model_name=model,
-            model_version=version or "default",
-        )
+        self._count(self._of(model, version).requests)
 
     def inferred(self, model: str, version: str | None, queued_s: float, total_s: float) -> None:
         """Take note of one answer: how long it waited, and how long it took altogether."""
-        labels = {"model_name": model, "model_version": version or "default"}
-        self.add("ts_inference_latency_microseconds", total_s * 1e6, **labels)
-        self.add("ts_queue_latency_microseconds", queued_s * 1e6, **labels)
-        self.add("QueueTime", queued_s * 1e3)
+        of = self._of(model, version)
+        values = total_s * 1e6, queued_s * 1e6, queued_s * 1e3
+        if of.logged and self._own_lines is not None:
+            self._own_lines.put(of.form, *values)
+        for at, family, labels in of.exposed:
+            family.add(labels, values[at])
 
     def worker_loaded(self, worker: str, seconds: float) -> None:
         """Take note of how long a worker took to load."""
@@ -121,33 +206,30 @@ class TorchServeMetrics:
         for record in records:
             if self.mode == "prometheus":
                 self._handlers.record(record)
-            elif model_log.isEnabledFor(logging.INFO):
-                self._log_record(record)
+            elif self._model_lines is not None:
+                self._model_lines.put(self._record_line, record)
             if record.name == "PredictionTime":
                 self.add("WorkerThreadTime", max(0.0, seconds * 1e3 - record.value))
 
-    def _log_record(self, record: Record) -> None:
-        labels = record.dimensions.items()
-        line = self._line(record.name, record.unit, record.value, labels, record.request_id)
-        model_log.info("%s", line)
+    def _record_line(self, second: int, record: Record) -> Sequence[str]:
+        start, end = self._around(
+            record.name, record.unit, record.dimensions.items(), record.request_id
+        )
+        return (f"{start}{record.value}{end}{second}",)
 
-    def _line(
-        self,
-        name: str,
-        unit: str,
-        value: float,
-        labels: Iterable[tuple[str, str]],
-        request_id: str = "",
-    ) -> str:
-        """Return a line as TorchServe's log parsers know it."""
-        shown = ",".join(f"{k}:{v}" for k, v in labels if k.lower() != "hostname")
+    def _around(
+        self, name: str, unit: str, labels: Iterable[tuple[str, str]], request_id: str = ""
+    ) -> tuple[str, str]:
+        """Return what stands before and behind the value of a line, but for the second."""
+        shown = ",".join([f"{k}:{v}" for k, v in labels if k.lower() != "hostname"])
         of_request = f",requestID:{request_id}" if request_id else ""
-        stamp = f"hostname:{self._hostname}{of_request},timestamp:{int(time.time())}"
-        return f"{name}.{unit}:{float(value)}|#{shown}|#{stamp}"
+        return f"{name}.{unit}:", f"|#{shown}|#hostname:{self._hostname}{of_request},timestamp:"
 
     def forget(self, model: str) -> None:
         """Drop the series of a model that is removed."""
         self._handlers.forget(model)
+        for key in [key for key in self._inferences if key[0] == model]:
+            del self._inferences[key]
         for family in self._families.values():
             family.forget("model_name", model)
 

@@ -22,6 +22,7 @@ from modelyard.serve.settings import Settings
 from modelyard.serve.torchserve import TORCHSERVE_VERSION, launcher
 from modelyard.serve.torchserve.arguments import parse_command_line
 from modelyard.serve.torchserve.configuration import Configuration, load_configuration
+from modelyard.serve.torchserve.log_config import default_config
 from modelyard.serve.torchserve.logs import Logs
 from modelyard.serve.torchserve.settings import TorchServeSettings
 
@@ -76,7 +77,7 @@ def main() -> int:
     from modelyard.serve.server import run
     from modelyard.serve.torchserve.app import create_server
 
-    code = run(configuration.settings, report, partial(create_server, own))
+    code = run(configuration.settings, report, partial(create_server, own, logs))
     logger.info("Torchserve stopped.")
     logs.close()
     launcher.remove_pid()
@@ -103,7 +104,7 @@ def _claim(folder: Path) -> None:
 
 def _open_logs(own: TorchServeSettings) -> Logs:
     try:
-        return Logs(own.log_dir, own.metrics_dir)
+        return Logs(default_config(own.log_dir, own.metrics_dir))
     except OSError as error:
         raise StartError(
             f"cannot write logs to {error.filename}: {error.strerror}; LOG_LOCATION and "

@@ -60,7 +60,7 @@ def test_every_object_is_initialised_once(
 
     async def build() -> None:
         if is_torchserve:
-            server = torchserve.create_server(dialect, settings)
+            server = torchserve.create_server(dialect, None, settings)
         else:
             server = app.create_server(settings)
         for listener in server.listeners:

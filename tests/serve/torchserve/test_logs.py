@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 
 from modelyard.serve.torchserve import logs
-from modelyard.serve.torchserve.logs import Logs, WorkerOutput, log_access
+from modelyard.serve.torchserve.log_config import FILES_KEPT, Rolling, default_config
+from modelyard.serve.torchserve.log_files import FileSink
+from modelyard.serve.torchserve.logs import Logs, WorkerOutput
 
+LOGGERS = ("ACCESS_LOG", "MODEL_LOG", "MODEL_METRICS", "TS_METRICS", "modelyard")
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3}"
 
 
@@ -25,12 +28,15 @@ def written(tmp_path: Path) -> Iterator[Logs]:
     """Log as the server does, and put back what this process had."""
     root = logging.getLogger()
     handlers, level, raises = root.handlers, root.level, logging.raiseExceptions
-    opened = Logs(tmp_path / "logs", tmp_path / "metrics")
+    levels = {name: logging.getLogger(name).level for name in LOGGERS}
+    opened = Logs(default_config(tmp_path / "logs", tmp_path / "metrics"))
     opened.start()
     yield opened
     opened.close()
     root.handlers, logging.raiseExceptions = handlers, raises
     root.setLevel(level)
+    for name, before in levels.items():
+        logging.getLogger(name).setLevel(before)
 
 
 def lines(file: Path) -> list[str]:
@@ -41,8 +47,10 @@ def test_each_logger_has_its_file_and_form(
     written: Logs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     logging.getLogger("serve.any").warning("first\nsecond")
-    log_access(("127.0.0.1", 51998), "GET", "/ping?x=1", 200, 0.0021)
-    log_access(None, "GET", "/ping", 500, 0)
+    access_log = written.lines("ACCESS_LOG")
+    assert access_log is not None
+    access_log.log_access(("127.0.0.1", 51998), "GET", "/ping?x=1", 200, 0.0021)
+    access_log.log_access(None, "GET", "/ping", 500, 0)
     logging.getLogger("TS_METRICS").info("CPUUtilization.Percent:1.0")
     logging.getLogger("MODEL_METRICS").info("HandlerTime.ms:1.0")
     written.close()
@@ -59,6 +67,18 @@ def test_each_logger_has_its_file_and_form(
     console = capfd.readouterr().out.splitlines()
     assert len(console) == 6
     assert re.fullmatch(rf"{TIME} \[INFO \] {name} ACCESS_LOG - /127.0.0.1:51998 .*", console[2])
+
+
+def test_lines_of_one_millisecond_keep_their_order_in_each_file(
+    written: Logs, tmp_path: Path
+) -> None:
+    lines_of = written.lines("TS_METRICS")
+    assert lines_of is not None
+    for number in range(1000):
+        lines_of.put(lambda second, value: (f"a {value}", f"b {value}"), number)
+    written.close()
+    found = [line.partition(" - ")[2] for line in lines(tmp_path / "metrics" / "ts_metrics.log")]
+    assert found == [f"{letter} {number}" for number in range(1000) for letter in "ab"]
 
 
 def print_and_end(code: str) -> tuple[str, str]:
@@ -102,34 +122,36 @@ def test_a_line_without_end_is_logged_in_pieces(written: Logs, tmp_path: Path) -
     assert 0 < len(last) <= 2 * logs.CHUNK_BYTES
 
 
-def test_a_file_is_put_aside_when_it_is_full_and_on_another_day(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(logs, "FILE_BYTES", 200)
-    file = tmp_path / "ts_log.log"
+def of_yesterday(file: Path) -> Path:
+    """Return a file whose only line is a day old."""
     file.write_text("of yesterday\n")
     yesterday = time.time() - 86_400
     os.utime(file, (yesterday, yesterday))
-    handler = logs._file(file, logs.BARE)
-    for number in range(40):
-        handler.handle(logging.makeLogRecord({"msg": f"line {number}"}))
-    handler.close()
+    return file
+
+
+def test_a_file_is_put_aside_when_it_is_full_and_on_another_day(tmp_path: Path) -> None:
+    file = of_yesterday(tmp_path / "ts_log.log")
+    sink = FileSink(file, Rolling(max_bytes=200))
+    for number in range(20):
+        sink.write(f"2026-11-22T17:00:00,000 - line {2 * number}\nline {2 * number + 1}\n".encode(),
+                   time.time())  # fmt: skip
+    sink.write(b"".join(b"last %d\n" % number for number in range(60)), time.time())
+    sink.close()
     kept = sorted(other.name for other in tmp_path.iterdir())
-    assert kept == ["ts_log.log", *(f"ts_log.log.{n}" for n in range(1, logs.FILES_KEPT + 1))]
+    assert kept == ["ts_log.log", *(f"ts_log.log.{n}" for n in range(1, FILES_KEPT + 1))]
     assert all(other.stat().st_size < 250 for other in tmp_path.iterdir())
-    assert lines(file)[-1].endswith("line 39")
+    newest = (tmp_path / "ts_log.log.1").read_text() + file.read_text()
+    assert newest.endswith("last 58\nlast 59\n")
 
 
 def test_the_first_line_of_a_day_starts_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "ts_log.log"
-    file.write_text("of yesterday\n")
-    yesterday = time.time() - 86_400
-    os.utime(file, (yesterday, yesterday))
-    handler = logs._file(file, logs.BARE)
-    handler.handle(logging.makeLogRecord({"msg": "of today"}))
-    handler.close()
+    file = of_yesterday(tmp_path / "ts_log.log")
+    sink = FileSink(file, Rolling())
+    sink.write(b"of today\n", time.time())
+    sink.close()
     assert lines(tmp_path / "ts_log.log.1") == ["of yesterday"]
-    assert len(lines(file)) == 1
+    assert lines(file) == ["of today"]
 
 
 def test_lines_that_come_too_fast_are_counted(

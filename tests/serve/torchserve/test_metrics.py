@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import socket
 from pathlib import Path
@@ -13,6 +12,8 @@ import pytest
 from modelyard.serve.dataplane.exposition import Record
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.errors import StartError
+from modelyard.serve.torchserve.log_config import default_config
+from modelyard.serve.torchserve.logs import Logs
 from modelyard.serve.torchserve.metrics import DEFAULT_CONFIG, TorchServeMetrics, read_config
 from modelyard.serve.torchserve.policy import TorchServeWorkers
 from modelyard.serve.torchserve.settings import TorchServeSettings
@@ -97,26 +98,38 @@ def test_a_worker_is_named_with_its_model(tmp_path: Path) -> None:
     assert metrics.text(["modelyard_restarts", "NoSuchMetric"]) == ""
 
 
-def test_in_log_mode_values_are_lines_and_nothing_is_exposed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    theirs = make(tmp_path, metrics_mode="log")
+def test_in_log_mode_values_are_lines_and_nothing_is_exposed(tmp_path: Path) -> None:
+    logs = Logs(default_config(tmp_path, tmp_path))
+    theirs = TorchServeMetrics(settings(tmp_path, metrics_mode="log"), logs)
     metrics = Metrics(theirs)
     theirs.accepted("m", None)
+    theirs.answered(200)
+    theirs.inferred("m", None, 0.000_123_4, 0.0021)
     theirs.reported([PREDICTION_TIME], 0.01)
-    lines = {record.name: record.message for record in caplog.records}
+    logs.start_writing()
+    logs.close()
     assert metrics.text() == ""
-    assert re.fullmatch(
-        rf"PredictionTime\.ms:4\.0\|#ModelName:m,Level:Model"
-        rf"\|#hostname:{re.escape(HOST)},requestID:id-1,timestamp:\d+",
-        lines["MODEL_METRICS"],
-    )
-    assert re.fullmatch(
-        rf"ts_inference_requests_total\.Count:1\.0\|#model_name:m,model_version:default"
-        rf"\|#hostname:{re.escape(HOST)},timestamp:\d+",
-        next(r.message for r in caplog.records if r.name == "TS_METRICS"),
-    )
+    host = rf"\|#hostname:{re.escape(HOST)}"
+    of_model = rf"\|#model_name:m,model_version:default{host},timestamp:\d+"
+    of_host = rf"\|#Level:Host{host},timestamp:\d+"
+    expected = {
+        "model_metrics": [
+            rf"PredictionTime\.ms:4\.0\|#ModelName:m,Level:Model{host},requestID:id-1,timestamp:\d+"
+        ],
+        "ts_metrics": [
+            rf"ts_inference_requests_total\.Count:1\.0{of_model}",
+            rf"Requests2XX\.Count:1\.0{of_host}",
+            rf"ts_inference_latency_microseconds\.Microseconds:2100\.0{of_model}",
+            rf"ts_queue_latency_microseconds\.Microseconds:123\.4{of_model}",
+            rf"QueueTime\.Milliseconds:0\.123{of_host}",
+            rf"WorkerThreadTime\.Milliseconds:6\.0{of_host}",
+        ],
+    }
+    for name, patterns in expected.items():
+        lines = (tmp_path / f"{name}.log").read_text().splitlines()
+        assert len(lines) == len(patterns)
+        for line, pattern in zip(lines, patterns, strict=True):
+            assert re.fullmatch(rf"\S+ - {pattern}", line)
 
 
 def test_in_legacy_mode_only_the_three_old_counters_are_exposed(tmp_path: Path) -> None:
