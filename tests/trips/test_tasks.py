@@ -1,7 +1,7 @@
 """Every handler of a task through HTTP: models made by the examples, archived by `--handler auto`.
 
-One server serves all of them. Programs are exported without the proof, which others test, but for
-one model that goes the whole way.
+One server serves those that the tests at hand ask for: a text and a picture in `make test`, all of
+them at night. Programs are exported without the proof, which others test.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from tests.serve.live import LiveServer
 from tests.test_docs import free_ports
 
 pytestmark = pytest.mark.timeout(600)
+NIGHTLY = pytest.mark.nightly  # a worker of a .pt2 file imports for five seconds
 EXAMPLES = Path(__file__).parents[2] / "examples"
 IDS = ["input_ids", "token_type_ids", "attention_mask"]
 ROWS = [f"{name}:int64[batch=1..4,length=2..64]" for name in IDS]
@@ -86,22 +87,34 @@ NETS: dict[str, tuple[Any, nn.Module, str, list[dict[str, Any]]]] = {
 }  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every example's files."""
-    folder = tmp_path_factory.mktemp("tasks")
-    for example in (text, pictures, shapes, sounds, series):
-        example.make(folder)
-    return folder
+class Tasks:
+    """The examples on one server; each is made, archived and served when it is first asked for."""
 
+    def __init__(self, server: LiveServer, folder: Path) -> None:
+        self.server = server
+        self._folder = folder
+        self._made: set[Any] = set()
+        self._served: set[str] = set()
 
-@pytest.fixture(scope="module")
-def server(shared_server: LiveServer, made: Path) -> LiveServer:
-    """Serve an archive of each, whose handler and files `auto` has chosen."""
-    import transformers
+    def make(self, example: Any) -> Path:
+        """Return the folder of the files that an example makes."""
+        if example not in self._made:
+            example.make(self._folder)
+            self._made.add(example)
+        return self._folder
 
-    names = [*TRANSFORMERS, *NETS]
-    for name in names:
+    def serve(self, name: str) -> LiveServer:
+        """Return the server, with a model on it whose handler and files `auto` has chosen."""
+        if name not in self._served:
+            self._archive(name)
+            self.server.register_all(name, initial_workers=1)
+            self._served.add(name)
+        return self.server
+
+    def _archive(self, name: str) -> None:
+        import transformers
+
+        made = self.make((TRANSFORMERS.get(name) or NETS[name])[0])
         artifact = made / f"{name}.pt2"
         if name in TRANSFORMERS:
             _, class_name, inputs, specs, outputs = TRANSFORMERS[name]
@@ -115,54 +128,74 @@ def server(shared_server: LiveServer, made: Path) -> LiveServer:
         write_report(artifact, class_name, outputs)
         config = made / name / "model-config.yaml"
         write_archive(name, version="1.0", artifact=artifact, handler="auto",
-                      source_folder=made / name, output_dir=shared_server.store,
+                      source_folder=made / name, output_dir=self.server.store,
                       config_file=config if config.is_file() else None)  # fmt: skip
-    shared_server.register_all(*names, initial_workers=1)
-    return shared_server
 
 
-def ask(server: LiveServer, name: str, content: Any, **options: Any) -> Any:
-    answer = server.predict(name, content, **options)
+@pytest.fixture(scope="module")
+def tasks(shared_server: LiveServer, tmp_path_factory: pytest.TempPathFactory) -> Tasks:
+    return Tasks(shared_server, tmp_path_factory.mktemp("tasks"))
+
+
+def ask(tasks: Tasks, name: str, content: Any, **options: Any) -> Any:
+    answer = tasks.serve(name).predict(name, content, **options)
     assert answer.status_code == 200, answer.text
     return answer.json()
 
 
-def as_json(server: LiveServer, name: str, body: Any) -> Any:
-    return ask(server, name, json.dumps(body), headers={"content-type": "application/json"})
+def as_json(tasks: Tasks, name: str, body: Any) -> Any:
+    return ask(tasks, name, json.dumps(body), headers={"content-type": "application/json"})
 
 
-def test_texts_are_answered(server: LiveServer) -> None:
-    pair = as_json(server, "pairs", {"text": "Anna lives in Rome", "text_pair": "in Rome"})
-    assert set(pair) == set(text.RELATIONS)
-    context = "Anna lives in New York and Bruno went to Rome"
-    found = as_json(server, "answers", {"question": "where?", "context": context})
-    assert context[found["start"] : found["end"]] == found["answer"] != ""
-    gaps = ask(server, "gaps", "in [MASK] we met Anna", headers={"content-type": "text/plain"})
+def test_a_gap_in_a_text_is_filled(tasks: Tasks) -> None:
+    gaps = ask(tasks, "gaps", "in [MASK] we met Anna", headers={"content-type": "text/plain"})
     assert [each["score"] for each in gaps] == sorted(
         (each["score"] for each in gaps), reverse=True
     )
 
 
-def test_pictures_are_answered_as_data_and_as_pictures(server: LiveServer, made: Path) -> None:
-    picture = (made / "shapes.png").read_bytes()
-    boxes = ask(server, "detector", picture)
-    assert {each["label"] for each in boxes} <= set(shapes.SHAPES)
-    assert boxes
-    segments = ask(server, "segmenter", picture)
-    width, height = shapes.PICTURE
-    assert segments["size"] == [height, width]
-    assert sum(each["area"] for each in segments["segments"]) == width * height
-    for name, size in (("detector", (320, 240)), ("segmenter", (width, height))):
-        answer = server.predict(name, picture, headers={"accept": "image/png"})
-        assert answer.headers["content-type"] == "image/png"
-        assert Image.open(io.BytesIO(answer.content)).size == size
-        assert server.predict(name, picture, params={"format": "png"}).content == answer.content
-    assert np.linalg.norm(ask(server, "vit", picture)) == pytest.approx(1, abs=1e-5)
+@NIGHTLY
+def test_pairs_and_questions_are_answered(tasks: Tasks) -> None:
+    pair = as_json(tasks, "pairs", {"text": "Anna lives in Rome", "text_pair": "in Rome"})
+    assert set(pair) == set(text.RELATIONS)
+    context = "Anna lives in New York and Bruno went to Rome"
+    found = as_json(tasks, "answers", {"question": "where?", "context": context})
+    assert context[found["start"] : found["end"]] == found["answer"] != ""
 
 
-def test_a_picture_and_texts_come_as_a_form_or_as_json(server: LiveServer, made: Path) -> None:
-    picture = (made / "shapes.png").read_bytes()
-    form = server.client.post(
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("detector", (320, 240)), pytest.param("segmenter", shapes.PICTURE, marks=NIGHTLY)],
+)
+def test_a_picture_is_answered_as_data_and_as_a_picture(
+    tasks: Tasks, name: str, size: tuple[int, int]
+) -> None:
+    picture = (tasks.make(shapes) / "shapes.png").read_bytes()
+    found = ask(tasks, name, picture)
+    if name == "detector":
+        assert {each["label"] for each in found} <= set(shapes.SHAPES)
+        assert found
+    else:
+        width, height = size
+        assert found["size"] == [height, width]
+        assert sum(each["area"] for each in found["segments"]) == width * height
+    answer = tasks.server.predict(name, picture, headers={"accept": "image/png"})
+    assert answer.headers["content-type"] == "image/png"
+    assert Image.open(io.BytesIO(answer.content)).size == size
+    drawn = tasks.server.predict(name, picture, params={"format": "png"})
+    assert drawn.content == answer.content
+
+
+@NIGHTLY
+def test_a_picture_becomes_a_vector(tasks: Tasks) -> None:
+    picture = (tasks.make(shapes) / "shapes.png").read_bytes()
+    assert np.linalg.norm(ask(tasks, "vit", picture)) == pytest.approx(1, abs=1e-5)
+
+
+@NIGHTLY
+def test_a_picture_and_texts_come_as_a_form_or_as_json(tasks: Tasks) -> None:
+    picture = (tasks.make(shapes) / "shapes.png").read_bytes()
+    form = tasks.serve("clip").client.post(
         "/predictions/clip",
         files={"image": ("shapes.png", picture, "image/png")},
         data={"texts": json.dumps(pictures.TEXTS)},
@@ -170,14 +203,16 @@ def test_a_picture_and_texts_come_as_a_form_or_as_json(server: LiveServer, made:
     assert form.status_code == 200, form.text
     assert sum(form.json().values()) == pytest.approx(1)
     body = {"image": base64.b64encode(picture).decode(), "texts": list(pictures.TEXTS)}
-    assert as_json(server, "clip", body) == form.json()
+    assert as_json(tasks, "clip", body) == form.json()
 
 
-def test_sounds_and_series_are_answered(server: LiveServer, made: Path) -> None:
-    tone = ask(server, "tone", (made / "tone.wav").read_bytes())
+@NIGHTLY
+def test_sounds_and_series_are_answered(tasks: Tasks) -> None:
+    made = tasks.make(sounds)
+    tone = ask(tasks, "tone", (made / "tone.wav").read_bytes())
     assert next(iter(tone)) == "b"
-    assert ask(server, "speller", (made / "tune.wav").read_bytes())["text"] == sounds.TUNE
-    answer = ask(server, "series", (made / "window.json").read_bytes())
+    assert ask(tasks, "speller", (made / "tune.wav").read_bytes())["text"] == sounds.TUNE
+    answer = ask(tasks, "series", (tasks.make(series) / "window.json").read_bytes())
     low, high = (np.array(answer["quantiles"][name]) for name in ("0.1", "0.9"))
     assert low.shape == (series.HORIZON, series.SERIES)
     assert (low < high).mean() > 0.9
@@ -186,26 +221,31 @@ def test_sounds_and_series_are_answered(server: LiveServer, made: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "body", "said"),
     [
-        ("pairs", {"question": "?"}, "an object of question; expected text"),
-        ("answers", {"question": "where?"}, '{"question": "…", "context": "…"}'),
+        pytest.param(
+            "pairs", {"question": "?"}, "an object of question; expected text", marks=NIGHTLY
+        ),
+        pytest.param(
+            "answers", {"question": "where?"}, '{"question": "…", "context": "…"}', marks=NIGHTLY
+        ),
         ("gaps", {"text": "no gap"}, 'the text has no "[MASK]"'),
         ("detector", {"a": 1}, 'input "image" holds something else than numbers'),
-        ("clip", {"image": "", "texts": "[]"}, "texts is expected as a JSON list"),
-        ("tone", "bm8gc291bmQ=", "is not a sound; send one file of WAV, FLAC, OGG"),
-        ("series", [[1, 2]], "the body holds 1 values; expected at least 24"),
+        pytest.param(
+            "clip", {"image": "", "texts": "[]"}, "texts is expected as a JSON list", marks=NIGHTLY
+        ),
+        pytest.param(
+            "tone", "bm8gc291bmQ=", "is not a sound; send one file of WAV, FLAC, OGG", marks=NIGHTLY
+        ),
+        pytest.param(
+            "series", [[1, 2]], "the body holds 1 values; expected at least 24", marks=NIGHTLY
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) and value.isidentifier() else "",
 )
-def test_a_request_at_fault_is_answered_400(
-    server: LiveServer, name: str, body: Any, said: str
-) -> None:
+def test_a_request_at_fault_is_answered_400(tasks: Tasks, name: str, body: Any, said: str) -> None:
     headers = {"content-type": "application/json"}
-    answer = server.predict(name, json.dumps(body), headers=headers)
+    answer = tasks.serve(name).predict(name, json.dumps(body), headers=headers)
     assert answer.status_code == 400, answer.text
     assert said in answer.json()["message"]
-
-
-NIGHTLY = pytest.mark.nightly  # a worker's first explanation imports for seconds
 
 
 @pytest.mark.parametrize(
@@ -215,9 +255,9 @@ NIGHTLY = pytest.mark.nightly  # a worker's first explanation imports for second
          ("pairs", "neutral"), ("segmenter", "square"), ("tone", "b"), ("speller", "a"),
          ("series", "0,1,2")))],
 )  # fmt: skip
-def test_each_is_explained_for_a_target(
-    server: LiveServer, made: Path, name: str, target: str
-) -> None:
+def test_each_is_explained_for_a_target(tasks: Tasks, name: str, target: str) -> None:
+    server = tasks.serve(name)
+    made = tasks.make((TRANSFORMERS.get(name) or NETS[name])[0])
     files = {"detector": "shapes.png", "segmenter": "shapes.png", "tone": "tone.wav",
              "speller": "tune.wav", "series": "window.json"}  # fmt: skip
     content = (made / files[name]).read_bytes() if name in files else b"in [MASK] we met"
