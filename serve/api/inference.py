@@ -89,20 +89,25 @@ class Calls:
         reply = DirectReply(self, cycle, id, model, target)
         try:
             timeout_s = read_timeout(cycle.headers)
-        except BadRequest as error:
+            must_fit = model.config.refuses_late or timeout_s < math.inf
+            timeout_s = min(timeout_s, model.request_timeout_s)
+            if kind == PREDICT:  # before there is a call, or a body: a refusal is to cost little
+                model.batchers[kind].check(timeout_s, must_fit, monotonic())
+        except (BadRequest, Unavailable) as error:
             reply.fail(error, 0.0)
             return
-        reply.call = Call(
+        call = reply.call = Call(
             model,
             kind,
             pack_head(cycle, "/".join(path[2:]), id),
             reply,
-            timeout_s,
+            timeout_s - cycle.connection.waited_s,
             cycle.is_left,
             flags,
-            model.config.refuses_late or timeout_s < math.inf,
+            must_fit,
         )
-        cycle.read_body(reply.call.submit)
+        is_checked = kind == PREDICT and cycle.is_received
+        cycle.read_body(call.put if is_checked else call.submit)
 
     def count_unrouted(self, status: int) -> None:
         """Count the answer to a request that has become no call."""
@@ -168,6 +173,9 @@ class DirectReply:
         kind, path, _ = self._target
         self._model.metrics.kinds[kind].answered(http_status(error)[0], took_s)
         error = self._calls.rephrase(error, path)
+        if isinstance(error, Unavailable):
+            self._calls.answers.send_refusal(self._cycle, self._id, error)
+            return
         self._calls.answers.send(self._cycle, self._id, *self._calls.answers.error(error, self._id))
 
     def _take(self) -> Call:

@@ -91,11 +91,25 @@ class Batcher:
         """Queue a job.
 
         Raises:
+            QueueFull, TooLate, Unavailable: of `check`.
+        """
+        self.check(job.timeout_s, job.must_fit, job.queued_at)
+        self.put(job)
+
+    def check(self, timeout_s: float, must_fit: bool, now: float) -> None:
+        """Refuse what could not be answered, were it queued now.
+
+        Args:
+            timeout_s: within which it must be answered.
+            must_fit: of a `Call`.
+            now: of `time.monotonic()`.
+
+        Raises:
             QueueFull, TooLate: with the time after which it is likely to be taken.
             Unavailable: no replica will come up soon.
         """
         if self.waiting >= self._queue_size:
-            self._drop_left(job.queued_at)
+            self._drop_left(now)
             if self.waiting >= self._queue_size:
                 text = f"the queue is full ({self._queue_size} requests wait); try again later"
                 self._metrics.refused_full.inc()
@@ -105,11 +119,14 @@ class Batcher:
         if self._needs_ticket and self._engine.idle_count <= len(self._queue):
             self._metrics.refused_full.inc()
             raise QueueFull("no worker is idle, and this model lets nobody wait", self._wait_s())
-        if job.must_fit and (excess_s := self._admission.excess_s(job, len(self._queue))) > 0:
-            if self._drop_left(job.queued_at):
-                excess_s = self._admission.excess_s(job, len(self._queue))
+        if must_fit and (excess_s := self._admission.excess_s(timeout_s, len(self._queue))) > 0:
+            if self._drop_left(now):
+                excess_s = self._admission.excess_s(timeout_s, len(self._queue))
             if excess_s > 0:
-                raise self._too_late(job, excess_s)
+                raise self._too_late(timeout_s, excess_s)
+
+    def put(self, job: Call) -> None:
+        """Queue a job that `check` let pass just now."""
         self._queue.append(job)
         self.wake()
 
@@ -196,7 +213,7 @@ class Batcher:
             if waited > POLL_AFTER_S and job.drop_if_left():
                 continue
             if job.deadline < answered_at and job.must_fit and (rest_s or jobs):
-                job.fail(self._too_late(job, answered_at - job.deadline))
+                job.fail(self._too_late(job.timeout_s, answered_at - job.deadline))
                 continue
             job.taken_at = now
             self._metrics.queue_time.observe(waited)
@@ -222,12 +239,11 @@ class Batcher:
         self._timer = self._loop.call_later(left, self.pump)
         return True
 
-    def _too_late(self, job: Call, excess_s: float) -> TooLate:
+    def _too_late(self, timeout_s: float, excess_s: float) -> TooLate:
         """Count a refusal and return what to say."""
         self._metrics.refused_late.inc()
         return TooLate(
-            f"no answer is to be expected within the request's {job.timeout_s:.3g} "
-            f"s ({len(self._queue)} requests wait); try again later",
+            f"no answer is to be expected within the request's {timeout_s:.3g} s; try again later",
             max(1, math.ceil(excess_s)),
         )
 

@@ -136,12 +136,27 @@ class ReplySink(Protocol):
 class Queue(Protocol):
     """What takes calls of one kind."""
 
+    def check(self, timeout_s: float, must_fit: bool, now: float) -> None:
+        """Refuse a call that would come now.
+
+        Args:
+            timeout_s: its time.
+            must_fit: of a `Call`.
+            now: of `time.monotonic()`.
+
+        Raises:
+            ServeError: it is refused.
+        """
+
     def submit(self, job: Call) -> None:
         """Queue a call.
 
         Raises:
             ServeError: it is refused.
         """
+
+    def put(self, job: Call) -> None:
+        """Queue a call that `check` let pass just now."""
 
 
 class Model(Protocol):
@@ -219,6 +234,11 @@ class Call:
         self.retried = False
         self.stream: Stream | None = None
         """Once the first chunk of its answer has come."""
+
+    def put(self, parts: list[bytes]) -> None:
+        """Queue it with its body; its queue was asked just now."""
+        self.arrived(parts, monotonic())
+        self.model.batchers[self.kind].put(self)
 
     def submit(self, parts: list[bytes]) -> None:
         """Queue it with its body; a refusal is its reply."""

@@ -50,6 +50,10 @@ REAP_GRACE_S = 0.1
 LINGER_S = 0.5
 """From its end to that of its socket, which a process that it forked may hold open."""
 LOG_TAIL_BYTES = 2000
+AHEAD_S = 0.004
+"""Work that a worker holds, so that it never waits for the server: several of its turns."""
+MOST_AHEAD = 256
+"""Jobs that it may hold for that."""
 
 
 class Output(Protocol):
@@ -412,10 +416,14 @@ class Worker(asyncio.Protocol):
     def capacity(self, kind: int) -> int:
         """Return how many more jobs of this kind it takes.
 
-        Two batches of predictions, one of explanations, which are long.
+        Two batches of predictions, or as many as it does while the server looks after clients; one
+        of explanations, which are long.
         """
-        depth = 1 if kind == EXPLAIN else 2
-        return depth * self._plan.batch_size - self.held[kind]
+        if kind == EXPLAIN:
+            return self._plan.batch_size - self.held[kind]
+        job_s = self._pool.job_s(kind)
+        ahead = int(AHEAD_S / job_s) if job_s else 0
+        return max(2 * self._plan.batch_size, min(ahead, MOST_AHEAD)) - self.held[kind]
 
     def run(self, jobs: list[Call]) -> None:
         """Send the jobs in one frame; `_replies` answers them, or the pool if it dies."""

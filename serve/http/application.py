@@ -27,7 +27,7 @@ from modelyard.serve.errors import (
     error_body,
     http_status,
 )
-from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
+from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle, write_head
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +43,9 @@ REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _RUN = str(uuid.uuid4())[:24]
 _count = itertools.count(secrets.randbits(32))
 """A new id is a UUID whose last twelve digits count: a tenth of the cost of a random one."""
+
+PREPARED = 64
+"""Refusals whose bytes are kept, of one API: they differ by model, time and length of the id."""
 
 Check = Callable[[str, Headers], None]
 """Called with path and headers; raises Unauthorized unless the request may pass."""
@@ -112,6 +115,7 @@ class Answers:
         self._common = [*COMMON_HEADERS, *(more_headers or ())]
         self._closes_after_errors = closes_after_errors
         self._on_status = on_status
+        self._prepared: dict[tuple[object, ...], tuple[int, list[bytes]]] = {}
 
     def request_id(self, headers: Headers) -> str:
         """Return the client's own request id where it has the right form, else a new one."""
@@ -147,6 +151,37 @@ class Answers:
                 cycle.run(_send_parts(cycle, status, headers, body))
         else:
             cycle.run(_send_stream(cycle, status, [*headers, *common], body, id))
+
+    def send_refusal(self, cycle: RequestResponseCycle, id: str, error: Unavailable) -> None:
+        """Send the answer to a call that is not taken: its bytes are kept, but for the id.
+
+        Under an overload most answers are such, and each takes time from one that is not.
+        """
+        if self._state.is_draining or self._closes_after_errors:
+            cycle.keeps_alive = False
+        key = (type(error), str(error), *vars(error).values(), len(id), cycle.keeps_alive)
+        if (prepared := self._prepared.get(key)) is None:
+            if len(self._prepared) >= PREPARED:
+                self._prepared.clear()
+            prepared = self._prepared[key] = self._prepare(error, len(id), cycle.keeps_alive)
+        status, pieces = prepared
+        cycle.is_refused = True
+        if not cycle.send_ready(status, id.encode().join(pieces), b""):
+            self.send(cycle, id, *self.error(error, id))
+        elif self._on_status is not None:
+            self._on_status(status)
+
+    def _prepare(
+        self, error: Exception, id_length: int, keeps_alive: bool
+    ) -> tuple[int, list[bytes]]:
+        """Return the status of an error's answer, and what stands around the id in its bytes."""
+        mark = "\x7f" * id_length  # in no id, and JSON leaves it as it is
+        status, headers, body = self.error(error, mark)
+        length = (b"content-length", b"%d" % len(body))
+        marked = (b"x-request-id", mark.encode())
+        head = write_head(status, [*headers, length, marked, *self._common], keeps_alive)
+        assert head is not None, "no error of ours has a line break in a header"
+        return status, (head + body).split(mark.encode())
 
     def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
         """Return the last answer on a connection, to what is not a request, or to its body."""

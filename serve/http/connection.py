@@ -27,6 +27,7 @@ from modelyard.serve.errors import (
     ServeError,
     TargetTooLong,
 )
+from modelyard.serve.http.turns import Turns
 
 try:
     import httptools
@@ -54,6 +55,8 @@ PIPELINED = 64
 """Requests that may wait on one connection for the answer before theirs."""
 MIN_RATE = 500
 """Bytes per second, over `transfer_timeout_s`, below which a client is too slow; Apache's value."""
+JUST_RELEASED_S = 0.005
+"""What comes that soon after a connection is read again had been sent before."""
 LINGER_S = 2.0
 """How long a client may go on sending after the last answer, so that it can read that answer: a
 socket that is closed with bytes unread resets the connection."""
@@ -102,6 +105,23 @@ STATUS_LINES = {status: f"HTTP/1.1 {status} \r\n".encode() for status in range(1
 STATUS_LINES |= {each: f"HTTP/1.1 {each} {each.phrase}\r\n".encode() for each in HTTPStatus}
 
 
+def write_head(status: int, headers: Headers, keeps_alive: bool) -> bytes | None:
+    """Return an answer's head; None where a header has a line break inside, for `start` to refuse.
+
+    Args:
+        headers: all but `Connection`.
+        keeps_alive: whether the connection stays open.
+    """
+    lines = [STATUS_LINES[status]]
+    for name, value in headers:
+        lines += (name, b": ", value, b"\r\n")
+    lines.append(b"\r\n" if keeps_alive else b"connection: close\r\n\r\n")
+    head = b"".join(lines)
+    line_count = len(headers) + 2 + (not keeps_alive)
+    is_whole = head.count(b"\n") == line_count and head.count(b"\r") == line_count
+    return head if is_whole else None
+
+
 class RequestResponseCycle:
     """One request and its answer, as an application sees them.
 
@@ -125,6 +145,8 @@ class RequestResponseCycle:
     is_started = False
     is_complete = False
     is_begun = False
+    is_refused = False
+    """For too much work; its client may have to wait before it is read again."""
     keeps_alive = True
     began = 0.0
     task: asyncio.Task[None]
@@ -294,20 +316,17 @@ class RequestResponseCycle:
 
     def send_whole(self, status: int, headers: Headers, body: bytes) -> bool:
         """Write an answer in one system call; return False where only `start`, `write` will do."""
+        head = write_head(status, headers, self.keeps_alive)
+        return head is not None and self.send_ready(status, head, body)
+
+    def send_ready(self, status: int, head: bytes, body: bytes) -> bool:
+        """Write an answer whose head is of `write_head`, as `send_whole` does."""
         if self.connection.writable is not None or self.is_started:
             return False
         if self.has_left:
             return True
         if self.method == "HEAD":
             return False
-        lines = [STATUS_LINES[status]]
-        for name, value in headers:
-            lines += (name, b": ", value, b"\r\n")
-        lines.append(b"\r\n" if self.keeps_alive else b"connection: close\r\n\r\n")
-        head = b"".join(lines)
-        line_count = len(headers) + 2 + (not self.keeps_alive)
-        if head.count(b"\n") != line_count or head.count(b"\r") != line_count:
-            return False  # a line break inside a header; `start` refuses it
         self.connection.written += len(head) + len(body)
         if len(body) < JOIN_BYTES:
             self.transport.write(head + body)
@@ -338,6 +357,7 @@ class Connection(asyncio.Protocol):
         app: what answers.
         limits: what is refused.
         access: called with each answer, for an access log.
+        turns: of all connections of the listener.
         connections: where it enters itself while it is open.
         closed: called when it has ended.
 
@@ -348,6 +368,7 @@ class Connection(asyncio.Protocol):
         reading: the request whose body is being read.
         written: bytes of answers so far.
         writable: None, or what is set as soon as the client has taken enough of its answers.
+        waited_s: how long, at most, what is being parsed waited to be read or parsed.
     """
 
     transport: asyncio.Transport
@@ -360,7 +381,13 @@ class Connection(asyncio.Protocol):
     reading: RequestResponseCycle | None = None
     writable: asyncio.Event | None = None
     client: tuple[str, int] | None = None
+    waited_s = 0.0
     _is_reading_paused = False
+    _is_held = False
+    """It reads nothing, and begins nothing, until `release`."""
+    _held_at = _released_at = 0.0
+    _put_off: list[tuple[float, bytes]] | None = None
+    """What was received and is to be parsed in a later turn, each with its time."""
     _refusal: tuple[Exception, RequestResponseCycle | None] | None = None
     _window: tuple[object, float, int] = (None, 0.0, 0)
     """What is measured, since when, and how far it was then."""
@@ -370,11 +397,13 @@ class Connection(asyncio.Protocol):
         app: Accepts,
         limits: Limits,
         access: Access | None,
+        turns: Turns,
         connections: set[Connection],
         closed: Callable[[], None],
     ) -> None:
         self.app = app
         self.access = access
+        self._turns = turns
         self.limits = limits
         self._connections = connections
         self._closed = closed
@@ -409,7 +438,33 @@ class Connection(asyncio.Protocol):
         self._closed()
 
     def data_received(self, data: bytes) -> None:
-        """Parse."""
+        """Parse, or put it off where this turn of the loop has no more time for clients."""
+        if not self._turns.has_time():
+            if self._put_off is None:
+                self._put_off = []
+                self._turns.put_off(self)
+            self._put_off.append((monotonic(), data))
+            return
+        if self._held_at:  # what comes just after the release may have waited since it was held
+            now = monotonic()
+            if now - self._released_at < JUST_RELEASED_S:
+                self.waited_s = now - self._held_at
+            self._held_at = 0.0
+            self._receive(data)
+            self.waited_s = 0.0
+        else:
+            self._receive(data)
+
+    def take_held(self) -> None:
+        """Parse what was put off."""
+        received, self._put_off = self._put_off or (), None
+        for at, data in received:
+            self.waited_s = monotonic() - min(at, self._held_at or at)
+            self._held_at = 0.0
+            self._receive(data)
+        self.waited_s = 0.0
+
+    def _receive(self, data: bytes) -> None:
         if len(data) <= SLICE_BYTES:
             self._feed(data)
         else:
@@ -474,7 +529,7 @@ class Connection(asyncio.Protocol):
         self.parser = httptools.HttpRequestParser(self)
         self._feed(b"".join((start, *lines, b"\r\n")))
         if rest:
-            self.data_received(bytes(rest))
+            self._receive(bytes(rest))
 
     # -- what the parser calls, in this order -------------------------------------------------
 
@@ -611,12 +666,35 @@ class Connection(asyncio.Protocol):
         self.since = self._time()
         if not cycle.keeps_alive:
             self._end()
+        elif cycle.is_refused and cycle.is_received and self._turns.must_hold():
+            self._hold()
         elif self._queue:
             self.answering = self._queue.popleft()
             self._begin(self.answering)
         elif self._refusal is not None:
             self._send_refusal(*self._refusal)
         elif self._is_reading_paused:
+            self.resume_reading()
+
+    def _hold(self) -> None:
+        """Take nothing more from a client that asks for more than can be done."""
+        self._is_held = True
+        self._held_at = monotonic()
+        self.pause_reading()
+        self._turns.hold(self)
+
+    def release(self) -> None:
+        """Go on with a client that was held back."""
+        if self.transport.is_closing():
+            return
+        self._is_held = False
+        self._released_at = monotonic()
+        if self._queue:
+            self.answering = self._queue.popleft()
+            self._begin(self.answering)
+        elif self._refusal is not None:
+            self._send_refusal(*self._refusal)
+        else:
             self.resume_reading()
 
     def refuse(self, error: Exception) -> None:
@@ -634,7 +712,7 @@ class Connection(asyncio.Protocol):
                 self.phase = BODY
                 self._end()
                 return
-        if self.answering is None:
+        if self.answering is None and not self._is_held:
             self._send_refusal(error, reading)
         else:
             self._refusal = error, reading
@@ -677,7 +755,7 @@ class Connection(asyncio.Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether it could be closed without anybody losing an answer."""
-        return self.answering is None and not self.transport.is_closing()
+        return self.answering is None and not self._is_held and not self.transport.is_closing()
 
     def check(self, now: float) -> None:
         """Close what its client has left alone, or feeds or empties too slowly."""
@@ -728,7 +806,7 @@ class Connection(asyncio.Protocol):
 
     def resume_reading(self) -> None:
         """Take what the client sends again."""
-        if self._is_reading_paused and not self._queue:
+        if self._is_reading_paused and not self._queue and not self._is_held:
             self._is_reading_paused = False
             self.transport.resume_reading()
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from modelyard.serve.errors import StartError
 from modelyard.serve.http.connection import HAS_PARSER, Accepts, Access, Connection, Limits
+from modelyard.serve.http.turns import Turns
 from modelyard.serve.settings import Address
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,7 @@ class Listener:
     async def start(self) -> None:
         """Begin to accept."""
         self._loop = asyncio.get_running_loop()
+        self.turns = Turns()
         self._sweep()
 
     def _sweep(self) -> None:
@@ -190,7 +192,9 @@ class Listener:
             self._resume()
 
     def _connect(self) -> Connection:
-        return Connection(self._app, self._limits, self._access, self._connections, self._resume)
+        return Connection(
+            self._app, self._limits, self._access, self.turns, self._connections, self._resume
+        )
 
     # -- the end ---------------------------------------------------------------------------------
 

@@ -374,9 +374,7 @@ def test_a_job_whose_answer_is_expected_too_late_is_refused_at_once() -> None:
         batcher = make(engine, metrics)
         for at in range(5):
             submit(batcher, job(at))
-        with pytest.raises(
-            TooLate, match=r"within the request's 4 s \(5 requests wait\)"
-        ) as caught:
+        with pytest.raises(TooLate, match="within the request's 4 s") as caught:
             submit(batcher, job(5, timeout_s=4))
         assert caught.value.retry_after_s == 3
         assert batcher.waiting == 5

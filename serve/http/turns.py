@@ -1,0 +1,145 @@
+"""Turns of the event loop: clients' work in slices, and refused clients that are held back.
+
+Whatever many clients ask for, workers' answers are read between two slices of clients' work, and
+refusals take a bounded share of the processor: the requests that can be answered are. What is not
+read waits in the kernel, and TCP holds its senders back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections import deque
+from time import monotonic, thread_time
+from typing import Protocol
+
+SLICE_S = 0.001
+"""Clients' work between two looks at the workers; these have been given more than that to do."""
+BUSY = 0.7
+"""Of the time, that this process ran or waited for a processor: above it refusals get fewer, below
+it more. Whoever waits for a processor keeps workers waiting for it."""
+LEAST_RATE, MOST_RATE = 2_000.0, 50_000.0
+"""Refusals a second after which clients are held back: the least takes a twentieth of a
+processor, the most is more than one processor can do."""
+GROWTH, DECAY = 1.25, 0.8
+MEASURE_S = 0.01
+"""From one measurement of the process's own use to the next."""
+RELEASE_S = 0.002
+"""From one release of clients that are held back to the next."""
+
+
+class Demand:
+    """For how long this thread has run, or has waited to run.
+
+    Where the kernel does not count waiting (CONFIG_SCHED_INFO): running alone.
+    """
+
+    def __init__(self) -> None:
+        self._file = -1
+        with contextlib.suppress(OSError):
+            self._file = os.open("/proc/thread-self/schedstat", os.O_RDONLY)
+
+    def read_s(self) -> float:
+        """Return it in seconds."""
+        if self._file < 0:
+            return thread_time()
+        ran, waited, _ = os.pread(self._file, 100, 0).split()
+        return (int(ran) + int(waited)) / 1e9
+
+    def __del__(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+
+
+class Reading(Protocol):
+    """A connection, as far as its turn is concerned."""
+
+    def take_held(self) -> None:
+        """Work on what has been received."""
+
+    def release(self) -> None:
+        """Read again."""
+
+
+class Turns:
+    """Whose turn it is, among the connections of one listener. Lives on the event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._waiting: deque[Reading] = deque()
+        """Connections with bytes that this turn had no time for."""
+        self._is_armed = False
+        self._until = 0.0
+        self._held: deque[Reading] = deque()
+        """Connections that were refused a request and are not read, the longest first."""
+        self._releasing: asyncio.TimerHandle | None = None
+        self._rate = MOST_RATE
+        self._allowed = 0.0
+        """Refusals that may be followed by another request of the same client at once."""
+        self._demand = Demand()
+        self._measured_at = 0.0
+        self._wanted_s = 0.0
+
+    def has_time(self) -> bool:
+        """Return whether this turn has time for what a client sent."""
+        now = monotonic()
+        if not self._is_armed:
+            self._arm(now)
+        return now < self._until and not self._waiting
+
+    def put_off(self, connection: Reading) -> None:
+        """Have a connection take what it holds in a later turn."""
+        self._waiting.append(connection)
+
+    def _arm(self, now: float) -> None:
+        self._is_armed = True
+        self._until = now + SLICE_S
+        self._loop.call_soon(self._next)
+
+    def _next(self) -> None:
+        """Begin a turn with what the last one had no time for."""
+        self._is_armed = False
+        if not self._waiting:
+            return
+        self._arm(monotonic())
+        while self._waiting and monotonic() < self._until:
+            self._waiting.popleft().take_held()
+
+    # -- refusals --------------------------------------------------------------------------------
+
+    def must_hold(self) -> bool:
+        """Count a refusal, and return whether its client is to wait before it is read again."""
+        self._measure(monotonic())
+        if self._allowed >= 1 and not self._held:
+            self._allowed -= 1
+            return False
+        return True
+
+    def hold(self, connection: Reading) -> None:
+        """Release a connection, which reads nothing until then, when it is its turn."""
+        self._held.append(connection)
+        if self._releasing is None:
+            self._releasing = self._loop.call_later(RELEASE_S, self._release)
+
+    def _release(self) -> None:
+        self._measure(monotonic())
+        while self._held and self._allowed >= 1:
+            self._allowed -= 1
+            self._held.popleft().release()
+        self._releasing = None
+        if self._held:
+            self._releasing = self._loop.call_later(RELEASE_S, self._release)
+
+    def _measure(self, now: float) -> None:
+        """Allow as many refusals as the processor has time for."""
+        took_s = now - self._measured_at
+        if took_s < MEASURE_S:
+            return
+        wanted_s = self._demand.read_s()
+        if took_s < 10 * MEASURE_S:
+            is_busy = wanted_s - self._wanted_s > BUSY * took_s
+            rate = self._rate * (DECAY if is_busy else GROWTH)
+            self._rate = min(MOST_RATE, max(LEAST_RATE, rate))
+        self._allowed = self._rate * min(took_s, 2 * MEASURE_S)
+        self._measured_at, self._wanted_s = now, wanted_s

@@ -1,0 +1,288 @@
+"""Whose turn it is: clients' work in slices, and refused clients that wait before the next."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+import uvloop
+
+from modelyard.serve.http import turns
+from modelyard.serve.http.connection import Answer, RequestResponseCycle
+from modelyard.serve.http.listener import Listener
+from modelyard.serve.http.turns import LEAST_RATE, MEASURE_S, MOST_RATE, Demand, Turns
+from modelyard.serve.settings import Address
+
+
+class FakeClock:
+    """Time and demand that only the test moves."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.wanted = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def read_s(self) -> float:
+        return self.wanted
+
+    def pass_s(self, seconds: float, busy: float = 0.0) -> None:
+        self.now += seconds
+        self.wanted += seconds * busy
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    clock = FakeClock()
+    monkeypatch.setattr(turns, "monotonic", clock.monotonic)
+    monkeypatch.setattr(turns, "Demand", lambda: clock)
+    return clock
+
+
+class Client:
+    """A connection, as Turns sees it, whose requests take time."""
+
+    def __init__(self, name: str, clock: FakeClock, log: list[str]) -> None:
+        self.name, self._clock, self._log = name, clock, log
+
+    def take_held(self) -> None:
+        self._log.append(self.name)
+        self._clock.pass_s(0.0006)
+
+    def release(self) -> None:
+        self._log.append(self.name)
+
+
+# -- slices ------------------------------------------------------------------------------------
+
+
+def test_between_two_slices_of_clients_work_others_have_a_turn(clock: FakeClock) -> None:
+    log: list[str] = []
+
+    async def scenario() -> None:
+        loop, these = asyncio.get_running_loop(), Turns()
+        assert these.has_time()
+        clock.pass_s(0.002)
+        for name in "abcde":
+            assert not these.has_time()
+            these.put_off(Client(name, clock, log))
+        for _ in range(4):
+            loop.call_soon(log.append, "worker")
+            await asyncio.sleep(0)
+        assert these.has_time()
+
+    asyncio.run(scenario())
+    assert [name for name in log if name != "worker"] == list("abcde")
+    longest = max(map(len, "".join(name[0] for name in log).strip("w").split("w")))
+    assert longest == 2  # of 0.6 ms each, in slices of 1 ms
+
+
+def test_what_comes_while_others_wait_does_not_overtake_them(clock: FakeClock) -> None:
+    async def scenario() -> None:
+        these = Turns()
+        assert these.has_time()
+        clock.pass_s(0.002)
+        these.put_off(Client("first", clock, []))
+        clock.pass_s(-0.002)
+        assert not these.has_time()
+
+    asyncio.run(scenario())
+
+
+# -- refusals ----------------------------------------------------------------------------------
+
+
+def refuse_for(these: Turns, clock: FakeClock, seconds: float, busy: float) -> int:
+    """Refuse all the time, and return how many clients need not wait."""
+    count = 0
+    for _ in range(round(seconds / MEASURE_S)):
+        clock.pass_s(MEASURE_S, busy)
+        while not these.must_hold():
+            count += 1
+    return count
+
+
+def test_refusals_get_what_the_processor_has_left_and_always_a_little(clock: FakeClock) -> None:
+    async def scenario() -> None:
+        these = Turns()
+        refuse_for(these, clock, 1, busy=1.0)
+        assert refuse_for(these, clock, 1, busy=1.0) == pytest.approx(LEAST_RATE, rel=0.05)
+        refuse_for(these, clock, 1, busy=0.3)
+        assert refuse_for(these, clock, 1, busy=0.3) == pytest.approx(MOST_RATE, rel=0.05)
+
+    asyncio.run(scenario())
+
+
+def test_a_pause_saves_no_refusals_up(clock: FakeClock) -> None:
+    async def scenario() -> None:
+        these = Turns()
+        refuse_for(these, clock, 1, busy=1.0)
+        clock.pass_s(60)
+        assert refuse_for(these, clock, MEASURE_S, busy=1.0) <= 3 * MOST_RATE * MEASURE_S
+
+    asyncio.run(scenario())
+
+
+def test_the_longest_held_is_released_first(clock: FakeClock) -> None:
+    log: list[str] = []
+
+    async def scenario() -> None:
+        these = Turns()
+        refuse_for(these, clock, 1, busy=1.0)
+        names = [str(at) for at in range(30)]
+        for name in names:
+            assert these.must_hold()
+            these.hold(Client(name, clock, log))
+        while len(log) < len(names):
+            clock.pass_s(MEASURE_S, busy=1.0)
+            await asyncio.sleep(0.003)
+        assert log == names
+
+    asyncio.run(scenario())
+
+
+def test_demand_counts_what_this_thread_ran() -> None:
+    demand = Demand()
+    before = demand.read_s()
+    sum(range(2_000_000))
+    assert demand.read_s() - before > 0.001
+
+
+def test_where_the_kernel_counts_no_waiting_running_is_demand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*_: object) -> int:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("os.open", refuse)
+    demand = Demand()
+    before = demand.read_s()
+    sum(range(2_000_000))
+    assert demand.read_s() - before > 0.001
+
+
+# -- connections that are held -------------------------------------------------------------------
+
+
+class Full:
+    """Refuses /full, and says of everything else how long it waited."""
+
+    def accept(self, cycle: RequestResponseCycle) -> None:
+        cycle.is_refused = cycle.path == "/full"
+        status = 503 if cycle.is_refused else 200
+        body = b"%.1f" % cycle.connection.waited_s
+        headers = [(b"content-length", b"%d" % len(body))]
+
+        def answer(parts: list[bytes]) -> None:
+            assert cycle.send_whole(status, headers, body)
+
+        cycle.read_body(answer)
+
+    def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
+        return 400, [], b""
+
+
+class Sluggish(Turns):
+    """Holds every client that is refused, until it is told to go on."""
+
+    def must_hold(self) -> bool:
+        return True
+
+    def hold(self, connection: turns.Reading) -> None:
+        self._held.append(connection)
+
+    def go_on(self) -> None:
+        while self._held:
+            self._held.popleft().release()
+
+
+@asynccontextmanager
+async def listening() -> AsyncIterator[tuple[Listener, Sluggish]]:
+    listener = Listener(Full(), Address("127.0.0.1", 0))
+    await listener.start()
+    listener.turns = sluggish = Sluggish()
+    try:
+        yield listener, sluggish
+    finally:
+        await listener.stop_accepting()
+        listener.close_idle(0)
+
+
+def request(path: str, body: bytes = b"it") -> bytes:
+    return b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (
+        path.encode(), len(body), body,
+    )  # fmt: skip
+
+
+async def read_answer(reader: asyncio.StreamReader) -> tuple[int, bytes]:
+    head = await reader.readuntil(b"\r\n\r\n")
+    length = int(head.partition(b"content-length: ")[2].split(b"\r\n")[0])
+    return int(head.split()[1]), await reader.readexactly(length)
+
+
+@pytest.fixture(autouse=True)
+def limit() -> Iterator[None]:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(20)
+    yield
+    socket.setdefaulttimeout(before)
+
+
+def test_a_client_that_is_held_is_answered_later_in_order_and_knows_how_long_it_waited() -> None:
+    async def scenario() -> None:
+        async with listening() as (listener, sluggish):
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.address.port)
+            writer.write(request("/full"))
+            assert await read_answer(reader) == (503, b"0.0")
+            writer.write(request("/free") + request("/full") + request("/free"))
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(reader.read(1), 0.3)
+            sluggish.go_on()
+            status, waited = await read_answer(reader)
+            assert (status, float(waited) >= 0.3) == (200, True)
+            assert (await read_answer(reader))[0] == 503
+            sluggish.go_on()
+            assert (await read_answer(reader))[0] == 200
+            await asyncio.sleep(0.02)
+            writer.write(request("/free"))
+            assert await read_answer(reader) == (200, b"0.0")
+            writer.close()
+
+    uvloop.run(scenario())
+
+
+def test_what_comes_long_after_the_release_has_not_waited() -> None:
+    async def scenario() -> None:
+        async with listening() as (listener, sluggish):
+            reader, writer = await asyncio.open_connection("127.0.0.1", listener.address.port)
+            writer.write(request("/full"))
+            await read_answer(reader)
+            await asyncio.sleep(0.2)
+            sluggish.go_on()
+            await asyncio.sleep(0.05)
+            writer.write(request("/free"))
+            assert await read_answer(reader) == (200, b"0.0")
+            writer.close()
+
+    uvloop.run(scenario())
+
+
+def test_a_client_that_leaves_while_it_is_held_is_forgotten() -> None:
+    async def scenario() -> None:
+        async with listening() as (listener, sluggish):
+            for ends in (b"", b"not HTTP\r\n\r\n"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", listener.address.port)
+                writer.write(request("/full") + ends)
+                await read_answer(reader)
+                writer.close()
+                await asyncio.sleep(0.05)
+                sluggish.go_on()
+                await asyncio.sleep(0.05)
+            assert listener.busy_count == 0
+            assert listener.close_idle(0) == 0
+
+    uvloop.run(scenario())
