@@ -185,6 +185,10 @@ class AudioClassifier(AudioHandler):
         """Turn logits (N, K) into one dict per request."""
         return self.top_labels(outputs)
 
+    def probabilities(self, scores: Tensor) -> Tensor | None:
+        """Return what `top_labels` gives."""
+        return self.top_labels.probabilities(scores)
+
 
 @dataclass(frozen=True)
 class Alphabet:

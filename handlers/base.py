@@ -30,7 +30,7 @@ from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError, NoGradients
 from modelyard.handlers.explain import draw
-from modelyard.handlers.explain.attribution import Tensors, outputs_of
+from modelyard.handlers.explain.attribution import Tensors, outputs_of, softmax_of
 from modelyard.handlers.explain.explanation import ExplainedModel, Explanation, explain_batch
 from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
 from modelyard.handlers.folder import load_label_mapping, read_config
@@ -212,6 +212,7 @@ class BaseHandler:
             self.baselines,
             self.window,
             self.score,
+            self.probabilities,
             self.find_target,
             self.name_place,
             self.default_baseline,
@@ -222,6 +223,13 @@ class BaseHandler:
     def score(self, outputs: Output) -> Tensor:
         """Return the numbers (N, …) of a call of which `target` chooses what is explained."""
         return outputs_of(outputs)
+
+    def probabilities(self, scores: Tensor) -> Tensor | None:
+        """Return the probabilities that predictions give, as `score` has its numbers (N, …).
+
+        None where predictions give none. Without anything else said, classes exclude each other.
+        """
+        return softmax_of(scores)
 
     def find_target(self, index: int, target: str, scores: Tensor) -> list[int] | None:
         """Return the places in the flattened scores (…) of request `index` that `target` means.

@@ -49,23 +49,11 @@ class ImageSegmenter(VisionHandler):
         return answers
 
     def score(self, outputs: Output) -> Tensor:
-        """Return the mean logit (N, C, 1) of each class over the picture."""
-        return _logits(outputs).flatten(2).mean(2, keepdim=True)
+        """Return the mean logit (N, C) of each class over the picture."""
+        return _logits(outputs).mean((2, 3))
 
-    def find_target(self, index: int, target: str, scores: Tensor) -> list[int] | None:
-        """Find the class (C, 1) of a label; `predicted` is the one with the largest mean."""
-        labels = [self.label(at) for at in range(len(scores))]
-        if target == "predicted":
-            return [int(scores.argmax())]
-        if target not in labels:
-            raise BadInput(
-                f'target is "{target}"; expected predicted or a label: {", ".join(labels)}'
-            )
-        return [labels.index(target)]
-
-    def name_place(self, index: int, place: tuple[int, ...]) -> str:
-        """Return the class's label."""
-        return self.label(place[0])
+    def probabilities(self, scores: Tensor) -> None:
+        """Return nothing: a class has a place in the picture, and no probability."""
 
     def _segments(self, classes: np.ndarray) -> dict[str, Any]:
         columns = classes.T.ravel()

@@ -87,6 +87,10 @@ class ImageText(VisionHandler):
         """Return the logit (N, 1) of each picture with the text of its own row."""
         return self._logits(outputs).diagonal().unsqueeze(1)
 
+    def probabilities(self, scores: Tensor) -> Tensor | None:
+        """Return the sigmoid of a text judged alone; of others, it takes all to say."""
+        return scores.sigmoid() if self.is_sigmoid else None
+
     def _explain(self, index: int, row: Mapping[str, Any]) -> Any:
         options, rest = self._each(index, self._read_options, index, row)
         image, texts = self._each(index, self._read_parts, rest)

@@ -105,6 +105,12 @@ FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "sigmoid": sigmoid,
     "none": lambda logits: logits,
 }
+DIFFERENTIABLE: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "softmax": lambda logits: logits.softmax(-1),
+    "sigmoid": Tensor.sigmoid,
+    "none": lambda logits: logits,
+}
+"""The same of tensors, for explanations."""
 
 
 def read_whole(name: str, value: Any, low: int = 1) -> int:
@@ -210,13 +216,24 @@ class TopLabels:
         logits = first_output(outputs, 2, "a classifier needs logits [N, K]")
         # numpy: at the sizes of one batch, a call costs a third of torch's.
         weights = logits.float().cpu().numpy()
-        function = self.function or ("softmax" if weights.shape[1] > 1 else "sigmoid")
-        if function == "none" and weights.shape[1] == 1:
+        function = self._function_of(weights.shape[1])
+        if function is None:
             numbers: list[Any] = weights[:, 0].tolist()
             return numbers
         weights = FUNCTIONS[function](weights)
         order = (-weights).argsort(axis=1, kind="stable")[:, : self.top_k]
         return list(map(self._name, order.tolist(), weights.tolist()))
+
+    def probabilities(self, scores: Tensor) -> Tensor | None:
+        """Return what answers give for logits (N, K); None for numbers and for other shapes."""
+        function = self._function_of(scores.shape[1]) if scores.dim() == 2 else None
+        return None if function is None else DIFFERENTIABLE[function](scores)
+
+    def _function_of(self, count: int) -> str | None:
+        """Return what makes probabilities of so many logits; None where one is a number."""
+        if count == 1:
+            return None if self.function == "none" else self.function or "sigmoid"
+        return self.function or "softmax"
 
     def _name(self, order: list[int], probabilities: list[float]) -> dict[str, float]:
         """Return label → probability; of two outputs with one label, the likelier counts."""

@@ -72,6 +72,10 @@ class TabularHandler(BaseHandler):
         """Name the outputs where the archive has labels, else give them as numbers."""
         return super().postprocess(outputs) if self.mapping is None else self.top_labels(outputs)
 
+    def probabilities(self, scores: Tensor) -> Tensor | None:
+        """Return what `top_labels` gives where the archive has labels; numbers have none."""
+        return None if self.mapping is None else self.top_labels.probabilities(scores)
+
     def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
         """Return the `mean` of every feature, which the model sees as zeros."""
         if name not in ("mean", "zero"):

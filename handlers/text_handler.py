@@ -120,6 +120,10 @@ class TextHandler(BaseHandler):
         """Turn logits (N, K) into one dict per request: labels and their softmax, descending."""
         return self.top_labels(outputs)
 
+    def probabilities(self, scores: Tensor) -> Tensor | None:
+        """Return what `top_labels` gives."""
+        return self.top_labels.probabilities(scores)
+
     def baselines(self, name: str, inputs: Tensors, seed: int) -> Tensors:
         """Return the request with every token but the special ones replaced by padding."""
         if name != "pad":

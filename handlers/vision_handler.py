@@ -209,6 +209,10 @@ class ImageClassifier(VisionHandler):
         """Turn logits (N, K) into one dict per request: labels and their softmax, descending."""
         return self.top_labels(outputs)
 
+    def probabilities(self, scores: Tensor) -> Tensor | None:
+        """Return what `top_labels` gives."""
+        return self.top_labels.probabilities(scores)
+
 
 def _check_shape(settings: ImageSettings, spec: TensorSpec) -> None:
     """Refuse settings whose pictures the artifact cannot take."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from modelyard.handlers.backends import Output
-from modelyard.handlers.errors import BadInput, NoGradients
+from modelyard.handlers.errors import NoGradients
 
 FIRST_STEPS = 10
 MAX_STEPS = 270
@@ -32,8 +32,8 @@ class ForwardFunction:
     """(M,) int64: place in the flattened output of a row."""
     fixed: Tensors = ()
     """(M, …) each: inputs that are not explained, as token ids or masks."""
-    is_probability: bool = False
-    """Softmax over the outputs (R, K), in place of the output itself."""
+    function: Callable[[Tensor], Tensor] | None = None
+    """Outputs (R, …) → what takes their place, as probabilities."""
 
     def __call__(self, points: Tensors, rows: Tensor) -> Tensor:
         """Return (R,) numbers for R points.
@@ -43,8 +43,8 @@ class ForwardFunction:
             rows: (R,) which explanation each point belongs to.
         """
         output = outputs_of(self.model(*points, *(tensor[rows] for tensor in self.fixed)))
-        if self.is_probability:
-            output = probabilities(output)
+        if self.function is not None:
+            output = self.function(output)
         return output.flatten(1).gather(1, self.targets[rows].unsqueeze(1)).squeeze(1)
 
 
@@ -245,19 +245,9 @@ def outputs_of(output: Output) -> Tensor:
     return first.unsqueeze(1) if first.dim() == 1 else first
 
 
-def probabilities(outputs: Tensor) -> Tensor:
-    """Return the softmax of outputs (N, K).
-
-    Raises:
-        BadInput: outputs of another shape, whose classes could be anywhere.
-    """
-    if outputs.dim() != 2 or outputs.shape[1] < 2:
-        shape = ", ".join(map(str, outputs.shape[1:]))
-        raise BadInput(
-            f"output is probability; expected logit: this model gives [N, {shape}] numbers, and "
-            "only two or more classes [N, K] have probabilities"
-        )
-    return outputs.softmax(1)
+def softmax_of(outputs: Tensor) -> Tensor | None:
+    """Return the softmax of two or more classes (N, K); None of other outputs."""
+    return outputs.softmax(1) if outputs.dim() == 2 and outputs.shape[1] > 1 else None
 
 
 def sums_of(attributions: Tensors) -> Tensor:

@@ -22,7 +22,7 @@ from modelyard.handlers.explain.attribution import (
     evaluate,
     is_met,
     outputs_of,
-    probabilities,
+    softmax_of,
     sums_of,
 )
 from modelyard.handlers.explain.cut import Cut, cut_at_embedding, cut_at_layer
@@ -52,6 +52,8 @@ class ExplainedModel:
     """Shape of a row and side → shape of a window."""
     score: Callable[[Any], Tensor] = outputs_of
     """Outputs of a call → the numbers (N, …) of which one per row is explained."""
+    probabilities: Callable[[Tensor], Tensor | None] = softmax_of
+    """These numbers → the probabilities that predictions give for them; None where they do not."""
     find_target: Callable[[int, str, Tensor], list[int] | None] = lambda row, target, scores: None
     """Row, `target`, scores (…) → places in these flattened; None leaves it to the common rule."""
     name_place: Callable[[int, tuple[int, ...]], str] | None = None
@@ -71,7 +73,7 @@ class Explanation:
     target: int | tuple[int, ...]
     label: str
     probability: float | None
-    """Softmax of the outputs at the target; None where the outputs are not classes."""
+    """What a prediction gives for the target; None where it gives no probabilities."""
     f_input: float
     f_baseline: float
     sum_attributions: float
@@ -268,8 +270,10 @@ def _request(
         _forward_rows(options, split.artifact),
         version.between_chunks,
     )
+    function = _probabilities(version) if options.output == "probability" else None
     at_inputs, at_baselines = (
-        _explained(each, options.output) for each in (outputs, baseline_outputs)
+        (each if function is None else function(each)).flatten(1)
+        for each in (outputs.double(), baseline_outputs.double())
     )
     start_rows = torch.split(at_baselines, counts)
     owners = [(row, target) for row, each in enumerate(batch.targets) for target in each]
@@ -278,7 +282,7 @@ def _request(
         split.scored(version.score),
         torch.tensor([target for _, target in owners], device=outputs.device),
         tuple(tensor[rows] for tensor in split.fixed),
-        options.output == "probability",
+        function,
     )
     explained = tuple(tensor[rows] for tensor in split.explained)
     request = AttributionRequest(
@@ -293,10 +297,23 @@ def _request(
     return request, owners
 
 
-def _explained(outputs: Tensor, output: str) -> Tensor:
-    """Return the numbers (N, K) float64 that targets are places in."""
-    outputs = outputs.double()
-    return (probabilities(outputs) if output == "probability" else outputs).flatten(1)
+def _probabilities(version: ExplainedModel) -> Callable[[Tensor], Tensor]:
+    """Return the function that makes probabilities of outputs (N, …).
+
+    It raises BadInput where there are none.
+    """
+
+    def function(outputs: Tensor) -> Tensor:
+        found = version.probabilities(outputs)
+        if found is None:
+            shape = ", ".join(map(str, outputs.shape[1:]))
+            raise BadInput(
+                f"output is probability; expected logit: this model gives [N, {shape}] numbers, "
+                "and its predictions make no probabilities of them"
+            )
+        return found
+
+    return function
 
 
 def _numbers(
@@ -491,13 +508,14 @@ def _groups(options: Sequence[ExplainOptions]) -> list[list[int]]:
 
 
 def _name(version: ExplainedModel, row: int, target: int, outputs: Tensor) -> dict[str, Any]:
-    """Return the target's place and names, of one request's outputs."""
+    """Return the target's place, name and probability, of one request's outputs (…)."""
+    chances = version.probabilities(outputs.double().unsqueeze(0))
+    probability = None if chances is None else float(chances.flatten()[target])
     if outputs.dim() > 1:
         place = tuple(map(int, np.unravel_index(target, tuple(outputs.shape))))
         name = version.name_place
         label = name(row, place) if name else ",".join(map(str, place))
-        return {"target": place, "label": label, "probability": None}
-    probability = float(outputs.double().softmax(0)[target]) if len(outputs) > 1 else None
+        return {"target": place, "label": label, "probability": probability}
     return {"target": target, "label": version.label(target), "probability": probability}
 
 

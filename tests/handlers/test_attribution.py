@@ -8,7 +8,7 @@ from captum.attr import IntegratedGradients
 from torch import Tensor, nn
 
 from modelyard.handlers.backends import open_artifact
-from modelyard.handlers.errors import BadInput, NoGradients
+from modelyard.handlers.errors import NoGradients
 from modelyard.handlers.explain.attribution import (
     AttributionRequest,
     ForwardFunction,
@@ -262,16 +262,10 @@ def test_fixed_inputs_stay_as_they_are() -> None:
     assert torch.allclose(found, ids * mask)
 
 
-def test_probability_is_the_softmax_of_the_outputs() -> None:
+def test_a_function_of_the_outputs_takes_their_place() -> None:
     logits = torch.tensor([[1.0, 2.0, 0.5]])
-    score = ForwardFunction(lambda x: x, torch.tensor([1]), is_probability=True)
-    assert float(score((logits,), torch.tensor([0]))) == float(logits.softmax(1)[0, 1])
-
-
-def test_probability_of_outputs_that_are_no_classes_is_refused() -> None:
-    score = ForwardFunction(lambda x: x, torch.tensor([0]), is_probability=True)
-    with pytest.raises(BadInput, match=r"expected logit: this model gives \[N, 1\] numbers"):
-        score((torch.ones(1, 1),), torch.tensor([0]))
+    score = ForwardFunction(lambda x: x, torch.tensor([1]), function=Tensor.sigmoid)
+    assert float(score((logits,), torch.tensor([0]))) == float(logits.sigmoid()[0, 1])
 
 
 def test_work_ends_between_two_chunks_when_it_is_told_to(conv_net: nn.Module) -> None:

@@ -85,6 +85,15 @@ def test_likeliest_targets_come_in_their_order() -> None:
     assert first[1].attributions[0].tolist() == pytest.approx([0.0, 4.0, 0.0])
 
 
+@pytest.mark.parametrize(
+    ("function", "shape"), [(grid, "2, 3"), (lambda x: x[:, :1], "1")], ids=["grid", "one number"]
+)
+def test_probability_of_outputs_that_are_not_classes_is_refused(function: Any, shape: str) -> None:
+    message = rf"expected logit: this model gives \[N, {shape}\] numbers"
+    with pytest.raises(BadInput, match=message):
+        explain(subject(artifact(function)), X[:1], {"output": "probability"})
+
+
 @pytest.mark.parametrize("target", ["top-0", "top-4"])
 def test_more_targets_than_there_are_are_refused(target: str) -> None:
     with pytest.raises(BadInput, match=f'"{target}"; expected top-1 to top-3'):

@@ -323,7 +323,7 @@ def test_a_class_of_a_map_is_explained(drawn: Path) -> None:
     found = explain(handler, (drawn / "shapes.png").read_bytes(), target="circle", n_steps="5")
     assert (found["label"], found["shape"]) == ("circle", [3, shapes.SIDE, shapes.SIDE])
     assert found["probability"] is None, "of a mean over a picture"
-    with pytest.raises(BadInput, match="expected predicted or a label: background, circle, square"):
+    with pytest.raises(BadInput, match=r"0 to 2, or a label: background, circle, square"):
         explain(handler, (drawn / "shapes.png").read_bytes(), target="star")
 
 
@@ -401,7 +401,12 @@ def test_a_text_is_explained_by_the_picture(folders: dict[str, Path]) -> None:
     assert (best["label"], best["shape"]) == (next(iter(answer)), [3, 32, 32])
     assert best["convergence_delta"] == pytest.approx(0, abs=0.05 * abs(best["f_input"]) + 0.05)
     other = explain(handler, body, n_steps="5", target="a circle")
-    assert other["label"] == "a circle"
+    assert (other["label"], other["probability"]) == ("a circle", None)
+    handler.is_sigmoid = True
+    (answer,) = ask(handler, body)
+    alone = explain(handler, body, n_steps="2", target="a circle", output="probability")
+    assert alone["probability"] == alone["f_input"]
+    assert alone["probability"] == pytest.approx(answer["a circle"], abs=1e-6)
     assert explain(handler, body, n_steps="2", format="png").startswith(b"\x89PNG")
 
 

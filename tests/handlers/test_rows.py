@@ -7,7 +7,7 @@ import torch
 from modelyard.archiver.signature import Dim, TensorSpec, parse_inputs
 from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.errors import BadInput, InputMismatch
-from modelyard.handlers.rows import check_stated, read_numbers, stack
+from modelyard.handlers.rows import TopLabels, check_stated, read_numbers, stack
 
 ROW = TensorSpec("x", "float32", (Dim("batch", 1, 8), 2, Dim("length", 1, 3)))
 
@@ -25,6 +25,22 @@ ROW = TensorSpec("x", "float32", (Dim("batch", 1, 8), 2, Dim("length", 1, 3)))
 )
 def test_content_is_the_data_part_or_the_body(row: dict[str, Any], expected: object) -> None:
     assert body_of(row) == expected
+
+
+@pytest.mark.parametrize("function", [None, "softmax", "sigmoid", "none"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_answers_are_the_probabilities_that_explanations_have(
+    function: str | None, count: int
+) -> None:
+    logits = torch.tensor([[-90.0, 1.5, 2.0], [3.0, 2.0, 90.0]])[:, :count]
+    top = TopLabels({"function": function} if function else {}, str)
+    answers, found = top(logits), top.probabilities(logits)
+    if found is None:
+        assert (function, count) == ("none", 1)
+        assert answers == [-90.0, 3.0], "numbers, not labels"
+    else:
+        rows = [[each[str(at)] for at in range(count)] for each in answers]
+        assert found.numpy() == pytest.approx(np.array(rows), abs=1e-7)
 
 
 @pytest.mark.parametrize(

@@ -40,14 +40,21 @@ def initialized(tmp_path: Path, program: bytes) -> Initialized:
     """Build the handler of an archive with some `features.json` and labels."""
 
     def make(
-        features: Any = FEATURES, labels: dict[str, str] | None = None
+        features: Any = FEATURES,
+        labels: dict[str, str] | None = None,
+        config: dict[str, Any] | None = None,
     ) -> tuple[TabularHandler, Context]:
         (tmp_path / "two.pt2").write_bytes(program)
         if features is not None:
             (tmp_path / "features.json").write_text(json.dumps({"features": features}))
         if labels:
             (tmp_path / "index_to_name.json").write_text(json.dumps(labels))
-        context = Context("two", str(tmp_path), {"model": {"serializedFile": "two.pt2"}})
+        context = Context(
+            "two",
+            str(tmp_path),
+            {"model": {"serializedFile": "two.pt2"}},
+            model_yaml_config=config,
+        )
         context.reset(["a"])
         handler = TabularHandler()
         handler.initialize(context)
@@ -73,6 +80,34 @@ def test_labels_make_a_classifier(initialized: Initialized) -> None:
     (answer,) = handler.handle([{"body": ROW}], context)
     assert list(answer) == ["buys", "leaves"]
     assert answer["buys"] == pytest.approx(1 / (1 + 2.718281828**-4))
+
+
+@pytest.mark.parametrize("function", [None, "softmax", "sigmoid", "none"])
+def test_an_explanation_has_the_probability_of_the_prediction(
+    initialized: Initialized, function: str | None
+) -> None:
+    handler, context = initialized(
+        labels={"0": "buys", "1": "leaves"},
+        config={"handler": {"function": function}} if function else None,
+    )
+    (predicted,) = handler.handle([{"body": ROW}], context)
+    for output in ("logit", "probability"):
+        context.reset(["a"], queries=[{"target": "top-2", "output": output, "n_steps": "100"}])
+        (answer,) = handler.explain([{"body": ROW}], context)
+        for each in answer["explanations"]:
+            assert each["probability"] == pytest.approx(predicted[each["label"]], abs=1e-6)
+            if output == "probability":
+                assert each["f_input"] == each["probability"]
+                assert each["convergence_delta"] == pytest.approx(0, abs=1e-4)
+
+
+def test_numbers_without_labels_have_no_probability(initialized: Initialized) -> None:
+    handler, context = initialized()
+    (answer,) = handler.explain([{"body": ROW}], context)
+    assert answer["probability"] is None
+    context.reset(["a"], queries=[{"output": "probability"}])
+    with pytest.raises(BadInput, match="its predictions make no probabilities"):
+        handler.explain([{"body": ROW}], context)
 
 
 @pytest.mark.parametrize("method", ["integrated_gradients", "kernel_shap", "feature_ablation"])
