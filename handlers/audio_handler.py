@@ -27,7 +27,6 @@ from modelyard.handlers.rows import (
     read_numbers,
     read_section,
     read_whole,
-    stack,
 )
 from modelyard.handlers.text_handler import role_of
 
@@ -93,6 +92,7 @@ class AudioHandler(BaseHandler):
         self.seconds = read_whole("handler.audio.seconds", self.section.get("seconds", SECONDS))
         normalizes = self.section.get("normalize", extractor.get("do_normalize", False))
         self.normalizes = read_flag("handler.audio.normalize", normalizes)
+        self.made_by = "handler.audio.normalize" if self.normalizes else ""
         self.roles = tuple("sound" if spec.is_float else role_of(spec.name) or ""
                            for spec in self.inputs)  # fmt: skip
         if sorted(self.roles) not in (["sound"], ["mask", "sound"]) or not _is_sound(self._sound()):
@@ -110,19 +110,21 @@ class AudioHandler(BaseHandler):
             BadInput: a body that is not a sound, or is too long.
             InputMismatch: sounds of different length in one batch, for a model without a mask.
         """
-        rows = [self._each(at, self._read_sound, row) for at, row in enumerate(data)]
-        self.lengths = [len(row) for row in rows]
-        size = self._sound().shape[-1]
-        least = size.min if isinstance(size, Dim) else size
+        sounds = [self._each(at, self._read_sound, row) for at, row in enumerate(data)]
+        self.lengths = [len(sound) for sound in sounds]
+        shape = self._sound().shape
+        least = shape[-1].min if isinstance(shape[-1], Dim) else shape[-1]
         longest = max([least, *self.lengths]) if "mask" in self.roles else least
-        has_channel = len(self._sound().shape) == 3
-        tensors = []
-        for spec, role in zip(self.inputs, self.roles, strict=True):
-            values = rows if role == "sound" else [np.ones(n, np.int64) for n in self.lengths]
-            filled = [np.pad(row, (0, max(0, longest - len(row)))) for row in values]
-            tensors.append(stack(spec, [row[None] if has_channel and role == "sound" else row
-                                        for row in filled]))  # fmt: skip
-        return tensors[0] if len(tensors) == 1 else tuple(tensors)
+        rows = []
+        for sound in sounds:
+            missing = (0, max(0, longest - len(sound)))
+            filled = np.pad(sound, missing)
+            parts = {
+                "sound": filled[None] if len(shape) == 3 else filled,
+                "mask": np.pad(np.ones(len(sound), np.int64), missing),
+            }
+            rows.append([parts[role] for role in self.roles])
+        return self._gather(rows, range(len(rows)))
 
     def window(self, sizes: torch.Size, side: int | None) -> tuple[int, ...]:
         """Return a frame of all channels."""

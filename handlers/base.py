@@ -35,7 +35,7 @@ from modelyard.handlers.explain.explanation import ExplainedModel, Explanation, 
 from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
 from modelyard.handlers.folder import load_label_mapping, read_config
 from modelyard.handlers.packed import open_packed
-from modelyard.handlers.rows import check_stated, read_numbers, stack
+from modelyard.handlers.rows import check_stated, read_numbers, stack, whole
 
 _log = logging.getLogger(__name__)
 
@@ -90,6 +90,8 @@ class BaseHandler:
         self.config: Mapping[str, Any] = {}
         self.agreement: Rule | None = None
         self.digest: str | None = None
+        self.made_by = ""
+        """What makes inputs of requests that hold something else; for messages."""
         self._module: Artifact | None = None
 
     def initialize(self, context: Context) -> None:
@@ -141,11 +143,7 @@ class BaseHandler:
             BadInput: a body that is not JSON, or numbers of another shape or beyond those stated.
         """
         rows = [self._each(index, self._read_row, row) for index, row in enumerate(data)]
-        columns = zip(*rows, strict=True)
-        tensors = tuple(map(stack, self.inputs, columns))
-        if self.is_whole:
-            tensors = tuple(tensor[0] for tensor in tensors)
-        return tensors[0] if len(tensors) == 1 else tensors
+        return self._gather(rows, range(len(rows)))
 
     def inference(self, inputs: Inputs, *args: Any, **kwargs: Any) -> Output:
         """Run the model on a batch; no gradient is recorded."""
@@ -334,18 +332,33 @@ class BaseHandler:
     def _read_row(self, row: Mapping[str, Any]) -> list[np.ndarray]:
         """Return one request's row of each input; what `preprocess` of most handlers differs in."""
         value = parse_json(body_of(row))
-        specs = self.inputs
-        if self.is_whole:
-            specs = tuple(replace(spec, shape=(1, *spec.shape)) for spec in specs)
+        specs = self._row_specs
         if len(specs) == 1 and not isinstance(value, dict):
             value = {specs[0].name: value}
         if not isinstance(value, dict) or set(value) != {spec.name for spec in self.inputs}:
             names = ", ".join(spec.name for spec in self.inputs)
             seen = f"the entries {', '.join(value)}" if isinstance(value, dict) else "no object"
             raise BadInput(f"the body holds {seen}; expected a JSON object with exactly: {names}")
-        rows = [read_numbers(spec, value[spec.name]) for spec in specs]
-        check_stated(specs, rows)
-        return rows
+        return [read_numbers(spec, value[spec.name]) for spec in specs]
+
+    def _gather(self, rows: Sequence[Sequence[np.ndarray]], owners: Sequence[int]) -> Inputs:
+        """Gather rows of each input into what the model takes.
+
+        Args:
+            rows: of a batch, which are held to the values that the signature states.
+            owners: which request each of them belongs to.
+        """
+        for owner, row in zip(owners, rows, strict=True):
+            self._each(owner, check_stated, self._row_specs, row, self.made_by)
+        tensors = tuple(map(stack, self.inputs, zip(*rows, strict=True)))
+        if self.is_whole:
+            tensors = tuple(tensor[0] for tensor in tensors)
+        return tensors[0] if len(tensors) == 1 else tensors
+
+    @property
+    def _row_specs(self) -> tuple[TensorSpec, ...]:
+        """The inputs, of which a request is one place of the first dimension."""
+        return tuple(map(whole, self.inputs)) if self.is_whole else self.inputs
 
     # --- explain --------------------------------------------------------------------------------
 

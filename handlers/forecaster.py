@@ -50,6 +50,7 @@ class Forecaster(BaseHandler):
         scaler = read_json_file(Path(context.system_properties["model_dir"]) / SCALER_FILE)
         if scaler is not None:
             self.mean, self.std = self._read_scaler(scaler)
+            self.made_by = SCALER_FILE
         found = read_section(self.handler_settings, "series", ("quantiles",)).get("quantiles", [])
         is_list = isinstance(found, list) and all(
             isinstance(each, int | float) and not isinstance(each, bool) and 0 < each < 1

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from modelyard.archiver.handler_files import TOKENIZER_FILE
@@ -15,7 +16,7 @@ from modelyard.handlers.body import body_of, decode_text, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.decoder import Cache, Decoder, is_decoder
 from modelyard.handlers.errors import BadInput, LoadError
-from modelyard.handlers.rows import read_section, read_whole
+from modelyard.handlers.rows import check_stated, read_section, read_whole
 from modelyard.handlers.sampling import Asked, Continuation, choose, read_request
 from modelyard.handlers.steps import Part, Steps
 from modelyard.handlers.text_handler import load_tokenizer
@@ -65,7 +66,8 @@ class Generate(Steps, BaseHandler):
         section = read_section(self.handler_settings, "generate", _SETTINGS)
         self._decoder = Decoder(self.model, self.inputs, self.model.device)
         folder = Path(context.system_properties["model_dir"])
-        self.tokenizer = load_tokenizer(folder / section.get("tokenizer", TOKENIZER_FILE))
+        self.made_by = section.get("tokenizer", TOKENIZER_FILE)
+        self.tokenizer = load_tokenizer(folder / self.made_by)
         self.tokenizer.no_padding()
         self.tokenizer.no_truncation()
         self.end_tokens = self._find_end(section.get("end"))
@@ -86,6 +88,7 @@ class Generate(Steps, BaseHandler):
         asked = read_request(_content(row))
         prompt = self.tokenizer.encode(asked.prompt).ids
         limit = self._limit(len(prompt), asked.max_new_tokens)
+        check_stated(self.inputs[:1], [np.array(prompt)], self.made_by)
         sends_events = EVENTS in str(headers.get("accept") or "").lower()
         form = EVENTS if sends_events else TEXT if asked.stream else ""
         text = Continuation(self._decode, prompt, asked.stop)

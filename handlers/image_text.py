@@ -17,7 +17,7 @@ from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.explanation import explain_batch
-from modelyard.handlers.rows import first_output, sigmoid, softmax
+from modelyard.handlers.rows import check_stated, first_output, sigmoid, softmax, whole
 from modelyard.handlers.text_handler import (
     MAX_LENGTH,
     PAD_TOKENS,
@@ -68,20 +68,12 @@ class ImageText(VisionHandler):
     def handle(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
         """Answer each request by a call of its own."""
         self.context = context
-        answers = []
-        for index, row in enumerate(data):
-            image, texts = self._each(index, self._read_parts, row)
-            logits = self._logits(self.inference(self._tensors(image, texts)))
-            function = sigmoid if self.is_sigmoid else softmax
-            values = function(logits[0].float().cpu().numpy())
-            order = (-values).argsort(kind="stable").tolist()
-            answers.append({texts[at]: float(values[at]) for at in order})
-        return answers
+        return [self._each(index, self._answer, row) for index, row in enumerate(data)]
 
     def explain(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
         """Explain what of each picture speaks for one of its texts."""
         self.context = context
-        return [self._explain(index, row) for index, row in enumerate(data)]
+        return [self._each(index, self._explain, index, row) for index, row in enumerate(data)]
 
     def score(self, outputs: Output) -> Tensor:
         """Return the logit (N, 1) of each picture with the text of its own row."""
@@ -91,9 +83,17 @@ class ImageText(VisionHandler):
         """Return the sigmoid of a text judged alone; of others, it takes all to say."""
         return scores.sigmoid() if self.is_sigmoid else None
 
+    def _answer(self, row: Mapping[str, Any]) -> dict[str, float]:
+        image, texts = self._read_parts(row)
+        logits = self._logits(self.inference(self._tensors(image, texts)))
+        function = sigmoid if self.is_sigmoid else softmax
+        values = function(logits[0].float().cpu().numpy())
+        order = (-values).argsort(kind="stable").tolist()
+        return {texts[at]: float(values[at]) for at in order}
+
     def _explain(self, index: int, row: Mapping[str, Any]) -> Any:
-        options, rest = self._each(index, self._read_options, index, row)
-        image, texts = self._each(index, self._read_parts, rest)
+        options, rest = self._read_options(index, row)
+        image, texts = self._read_parts(rest)
         if options.target in texts:
             at = texts.index(options.target)
         elif options.target == "predicted":
@@ -145,7 +145,11 @@ class ImageText(VisionHandler):
         return self.read_picture(image), texts
 
     def _tensors(self, image: np.ndarray, texts: Sequence[str]) -> Tensors:
-        """Return the inputs of one call: a picture and its texts, filled up to the longest."""
+        """Return the inputs of one call: a picture and its texts, filled up to the longest.
+
+        Raises:
+            BadInput: they hold other values than the signature states.
+        """
         encodings = self.tokenizer.encode_batch(list(texts))
         length = self.length
         if isinstance(length, Dim):
@@ -159,6 +163,8 @@ class ImageText(VisionHandler):
             fill = self.pad_id if role == "ids" else 0
             rows = [getattr(each, names[role]) for each in encodings]
             tensors.append(torch.tensor([row + [fill] * (length - len(row)) for row in rows]))
+        specs = tuple(map(whole, self.inputs))
+        check_stated(specs, [each.numpy() for each in tensors])
         return tuple(tensors)
 
     def _logits(self, outputs: Output) -> Tensor:

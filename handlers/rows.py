@@ -1,6 +1,7 @@
 """One row of a batch: numbers → a row of the model's input; logits → labels."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any, NoReturn
 
@@ -46,12 +47,20 @@ def read_numbers(spec: TensorSpec, value: Any) -> np.ndarray:
     return numbers
 
 
-def check_stated(specs: Sequence[TensorSpec], rows: Sequence[np.ndarray]) -> None:
+def whole(spec: TensorSpec) -> TensorSpec:
+    """Return the spec of an input that is one row as it stands."""
+    return replace(spec, shape=(1, *spec.shape))
+
+
+def check_stated(
+    specs: Sequence[TensorSpec], rows: Sequence[np.ndarray], made_by: str = ""
+) -> None:
     """Refuse a request whose inputs hold other values than their signature states.
 
     Args:
         specs: of the inputs, the first dimension of which is not in a row.
         rows: one of each.
+        made_by: what made them of a request that holds something else.
 
     Raises:
         BadInput: names the value, and what is expected; or a dim that has two sizes.
@@ -68,7 +77,8 @@ def check_stated(specs: Sequence[TensorSpec], rows: Sequence[np.ndarray]) -> Non
                 )
     for spec, row in zip(specs, rows, strict=True):
         if spec.values and (problem := refused_values(spec, torch.from_numpy(row), sizes)):
-            raise BadInput(f'input "{spec.name}" {problem}')
+            made = f", as {made_by} makes them" if made_by else ""
+            raise BadInput(f'input "{spec.name}" {problem}{made}')
 
 
 def stack(spec: TensorSpec, rows: Sequence[np.ndarray]) -> Tensor:

@@ -166,8 +166,6 @@ class QuestionAnswering(TextHandler):
         super().__init__()
         self.longest = LONGEST_ANSWER
         self.window_size = 0
-        self.owners: list[int] = []
-        """Which request each of `encodings` belongs to."""
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its tokenizer; errors as of `TextHandler`."""

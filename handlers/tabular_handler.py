@@ -55,6 +55,7 @@ class TabularHandler(BaseHandler):
         super().initialize(context)
         folder = Path(context.system_properties["model_dir"])
         self.features = read_features(folder / FEATURES_FILE)
+        self.made_by = FEATURES_FILE
         self.top_labels = TopLabels(self.handler_settings, self.label, self.config)
         takes = ", ".join(map(str, self.inputs))
         if len(self.inputs) != 1:

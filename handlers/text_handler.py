@@ -19,7 +19,7 @@ from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import token_page
 from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.rows import TopLabels, read_section, stack
+from modelyard.handlers.rows import TopLabels, read_section
 
 MAX_LENGTH = 512
 """Tokens of a request, where neither the settings nor the artifact say less."""
@@ -65,6 +65,8 @@ class TextHandler(BaseHandler):
         """Of the current batch, one for each of `parts` that a request has."""
         self.encodings: list[Any] = []
         """Of the current batch, one per row of the model's inputs."""
+        self.owners: list[int] = []
+        """Which request each of `encodings` belongs to."""
         self.top_labels = TopLabels({}, self.label)
 
     def initialize(self, context: Context) -> None:
@@ -84,7 +86,8 @@ class TextHandler(BaseHandler):
             )
         self.embedded = self.roles.index("ids")
         folder = Path(context.system_properties["model_dir"])
-        self.tokenizer = load_tokenizer(folder / section.get("tokenizer", TOKENIZER_FILE))
+        self.made_by = section.get("tokenizer", TOKENIZER_FILE)
+        self.tokenizer = load_tokenizer(folder / self.made_by)
         self.tokenizer.no_padding()
         self.tokenizer.enable_truncation(self._max_length(section))
         self.pad_id = self._find_pad(section.get("pad"))
@@ -98,16 +101,14 @@ class TextHandler(BaseHandler):
             InputMismatch: texts of different length in one batch, for a model without a mask.
         """
         self.texts = [self._each(at, self._read_texts, row) for at, row in enumerate(data)]
+        self.owners = list(range(len(self.texts)))
         self.encodings = self.encode(self.texts)
         low, high = self._lengths()
         longest = max([low, *map(len, self.encodings)])
         if "mask" not in self.roles and low != high:
             longest = low
-        tensors = tuple(
-            stack(spec, [self._row(role, each, longest) for each in self.encodings])
-            for spec, role in zip(self.inputs, self.roles, strict=True)
-        )
-        return tensors[0] if len(tensors) == 1 else tensors
+        rows = [[self._row(role, each, longest) for role in self.roles] for each in self.encodings]
+        return self._gather(rows, self.owners)
 
     def encode(self, texts: Sequence[tuple[str, ...]]) -> list[Any]:
         """Return the tokens of each request; what is too long is cut off."""

@@ -29,7 +29,7 @@ from modelyard.handlers.pictures import (
     open_picture,
     to_size,
 )
-from modelyard.handlers.rows import TopLabels, check_stated, read_numbers
+from modelyard.handlers.rows import TopLabels, read_numbers
 
 PNG_OR_JSON = ("json", "png")
 
@@ -144,7 +144,6 @@ class VisionHandler(BaseHandler):
             body = decode_base64(body, "the image file")
         if not isinstance(body, bytes | bytearray):
             numbers = read_numbers(self.inputs[0], body)
-            check_stated(self.inputs, [numbers])
             if self.keeps_pictures:
                 self.pictures.append(self.picture(torch.from_numpy(numbers)))
             return [numbers]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models
 
+from modelyard.archiver.signature import parse_inputs
 from modelyard.handlers import BadInput, Context, Generate, LoadError
 from modelyard.handlers.sampling import Continuation, choose, read_request
 from tests.decoder import build_decoder, build_tokenizer, write_decoder
@@ -318,6 +319,15 @@ def test_a_step_that_fails_leaves_the_handler_empty(make: Make) -> None:
     handler._decoder._run = run
     assert handler.is_idle
     assert answer(handler, "ab")[0]["tokens"] > 0
+
+
+def test_a_token_that_the_model_does_not_take_is_refused(make: Make) -> None:
+    handler = make()
+    (stated,) = parse_inputs(["input_ids:int64[batch,length]<110"]).inputs
+    handler.inputs = (stated, *handler.inputs[1:])
+    assert answer(handler, "once")[0]["tokens"] > 0
+    with pytest.raises(BadInput, match=r'"input_ids" holds 220; expected values =0\.\.109, as t'):
+        answer(handler, "once upon")
 
 
 @pytest.mark.parametrize(
