@@ -87,35 +87,55 @@ def modelyard_json(*arguments: str | Path) -> Any:
 
 def build_digits(folder: Path, formats: tuple[str, ...] = FORMATS) -> list[Subject]:
     """Export the digits model and archive each artifact as `digits-<format>`."""
-    artifacts = folder / "artifacts"
     modelyard("export", DIGITS / "digits.pt", "--model", f"{DIGITS / 'net.py'}:DigitsNet",
               "--input", "image:float32[batch,1,8,8]", "--output", "logits",
-              "--format", "pt2", "--format", "onnx", "-o", artifacts)  # fmt: skip
-    scans = tuple(sorted((DIGITS / "scans").glob("*.png")))
-    subjects = []
-    for format in formats:
-        name = f"digits-{format}"
-        modelyard("archive", name, "--artifact", artifacts / f"digits.{format}",
-                  "--handler", "image_classifier", "--version", "1.0",
-                  "--extra-files", DIGITS / "index_to_name.json",
-                  "--config-file", DIGITS / "model-config.yaml",
-                  "--example", f"{scans[7]}=7", "-o", folder / "store")  # fmt: skip
-        subjects.append(Subject(name, folder / "store" / f"{name}.mar", "image/png", scans))
-    return subjects
+              "--format", "pt2", "--format", "onnx", "-o", folder / "artifacts")  # fmt: skip
+    return [archive_digits(folder, format, f"digits-{format}") for format in formats]
+
+
+def archive_digits(folder: Path, format: str, name: str, more_config: str = "") -> Subject:
+    """Archive what `build_digits` has exported.
+
+    Args:
+        folder: that was given to it.
+        format: of the artifact.
+        name: of the archive.
+        more_config: lines after those of the example's model-config.yaml.
+    """
+    config = folder / "artifacts" / f"{name}.yaml"
+    config.write_text((DIGITS / "model-config.yaml").read_text() + more_config)
+    scans = scan_files()
+    modelyard("archive", name, "--artifact", folder / "artifacts" / f"digits.{format}",
+              "--handler", "image_classifier", "--version", "1.0",
+              "--extra-files", DIGITS / "index_to_name.json", "--config-file", config,
+              "--example", f"{scans[7]}=7", "-o", folder / "store")  # fmt: skip
+    return Subject(name, folder / "store" / f"{name}.mar", "image/png", scans)
+
+
+def scan_files() -> tuple[Path, ...]:
+    """Return the digits example's pictures."""
+    return tuple(sorted((DIGITS / "scans").glob("*.png")))
 
 
 def build_echo(folder: Path) -> Subject:
-    """Archive a handler that answers at once; its artifact is never opened."""
-    sources = folder / "echo"
+    """Archive a handler that answers at once."""
+    config = f"batchSize: {ECHO_BATCH_SIZE}\n"
+    return build_bare(folder, ECHO, ECHO_HANDLER, config, scan_files())
+
+
+def build_bare(
+    folder: Path, name: str, handler: str, config: str, requests: tuple[Path, ...] = ()
+) -> Subject:
+    """Archive a handler without a model; its artifact is never opened."""
+    sources = folder / name
     sources.mkdir()
-    (sources / "echo.py").write_text(ECHO_HANDLER)
+    (sources / "handler.py").write_text(handler)
     (sources / "nothing.bin").write_bytes(b"nothing")
-    (sources / "model-config.yaml").write_text(f"batchSize: {ECHO_BATCH_SIZE}\n")
-    modelyard("archive", ECHO, "--artifact", sources / "nothing.bin", "--handler",
-              sources / "echo.py", "--version", "1.0", "--config-file",
+    (sources / "model-config.yaml").write_text(config)
+    modelyard("archive", name, "--artifact", sources / "nothing.bin", "--handler",
+              sources / "handler.py", "--version", "1.0", "--config-file",
               sources / "model-config.yaml", "-o", folder / "store")  # fmt: skip
-    scans = tuple(sorted((DIGITS / "scans").glob("*.png")))
-    return Subject(ECHO, folder / "store" / f"{ECHO}.mar", "application/octet-stream", scans)
+    return Subject(name, folder / "store" / f"{name}.mar", "application/octet-stream", requests)
 
 
 def build_tiny(folder: Path) -> Subject:
@@ -134,7 +154,7 @@ def build_tiny(folder: Path) -> Subject:
     modelyard("export", artifacts / "tiny.pt", "--model", f"{PEERS / 'net.py'}:TinyNet", "--input",
               image, "--format", "onnx", "-o", artifacts)  # fmt: skip
     scans = []
-    for file in sorted((DIGITS / "scans").glob("*.png")):
+    for file in scan_files():
         scan = artifacts / file.name
         Image.open(file).resize((28, 28)).convert("L").save(scan)
         scans.append(scan)

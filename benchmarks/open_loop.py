@@ -100,7 +100,8 @@ class Figures:
     refused_without_retry_after: int
     """Or with one that is not a number of seconds above 0."""
     good_after: int
-    """Of the good ones of a closed loop: answered when its time was over, so not in its rate."""
+    """Of the good ones, those of a closed loop, or of a load without a limit, that were answered
+    when the phase was over: they are not in its rate."""
     answered_ms: Percentiles
     """Of what was answered 200."""
     accepted_ms: Percentiles
@@ -138,8 +139,15 @@ class Report:
     phases: list[Figures]
     connections: int
     """Most of them open at a time."""
-    cores: float
-    """That the generator kept busy."""
+    cpu_s: float
+    """Of the sending half."""
+    wall_s: float
+    """From the first request to the last answer, or until the rest was given up."""
+
+    @property
+    def cores(self) -> float:
+        """Return how many cores the sending half kept busy."""
+        return round(self.cpu_s / self.wall_s, 3) if self.wall_s else 0.0
 
 
 def schedule(phases: Sequence[Phase], chance: random.Random) -> Iterator[tuple[int, float]]:
@@ -167,7 +175,7 @@ def count_outcomes(
         seconds: of the phase.
         deadline_s: divides good from late.
         began: the phase's start, as outcomes count time.
-        ended: of a closed loop, its end.
+        ended: what is answered later has no part in the rate.
     """
     took = {status: [o.answered - o.due for o in outcomes if o.status == status]
             for status in (OK, REFUSED, EXPIRED)}  # fmt: skip
@@ -259,11 +267,12 @@ async def run(
     for number, phase in enumerate(phases):
         # Both are in the order in which requests are due.
         size = len(outcomes) if closed else sum(of == number for of, _ in plan)
-        ended = seconds if closed else float("inf")
+        is_timed = not closed and limit_s < float("inf")
+        ended = float("inf") if is_timed else began + phase.seconds
         own = outcomes[first : first + size]
         figures.append(count_outcomes(own, phase.seconds, limit_s, began, ended))
         began, first = began + phase.seconds, first + size
-    return Report(figures, int(most), round(cpu_s / wall_s, 3) if wall_s else 0.0)
+    return Report(figures, most, cpu_s, wall_s)
 
 
 async def _play(
