@@ -104,6 +104,14 @@ def take_inputs(model: nn.Module, signature: Signature) -> nn.Module:
     return GraphModule({WRAPPED: model}, graph).train(model.training)
 
 
+class NotTensor:
+    """An output of a file that is not a tensor of numbers, of which nothing but that is known."""
+
+    def __init__(self, kind: str, advice: str) -> None:
+        self.kind = kind
+        self.advice = advice
+
+
 @dataclass(frozen=True)
 class Outputs:
     """Which tensors of what forward() gives an artifact gives, in order."""
@@ -244,11 +252,14 @@ def _output_name(key: str) -> str:
 
 def _refusal(output: Any, own: Mapping[str, str], others: Mapping[str, Any]) -> str:
     lines = f"forward() gives {_described(output)}; expected tensors, in tuples, dicts, dataclasses"
+    advice = next((value.advice for value in others.values() if isinstance(value, NotTensor)), "")
     if not own:
-        return f"{lines}: wrap the model in one that gives them"
+        return f"{lines}: wrap the model in one that gives them{advice}"
     caches = any("cache" in type(value).__name__.lower() for value in others.values())
     config = ", or build the model without its cache: --model-args '{\"use_cache\": false}'"
-    return f"{lines}: keep what is wanted, as --output {next(iter(own))}{config if caches else ''}"
+    return (
+        f"{lines}: keep what is wanted, as --output {next(iter(own))}{config if caches else advice}"
+    )
 
 
 def _leaves(output: Any, way: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
@@ -280,7 +291,10 @@ def _described(output: Any) -> str:
         items = list(output.items())
     elif isinstance(output, tuple | list):
         items = list(enumerate(output))
-    inside = ", ".join(f"{key}: {type(value).__name__}" for key, value in items)
+    inside = ", ".join(
+        f"{key}: {value.kind if isinstance(value, NotTensor) else type(value).__name__}"
+        for key, value in items
+    )
     return f"a {type(output).__name__}{f' of {inside}' if inside else ''}"
 
 

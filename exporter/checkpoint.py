@@ -22,10 +22,11 @@ from torch.nn.parameter import is_lazy
 
 from modelyard.exporter.errors import CheckpointError, ModelError, UsageError, cause
 from modelyard.exporter.from_exported_program import open_program
+from modelyard.exporter.from_onnx import open_onnx_file
 from modelyard.exporter.ingest import Checkpoint, read_checkpoint
 from modelyard.exporter.ingest.hugging_face import build_hugging_face, quiet_and_offline
 from modelyard.exporter.ingest.plain import Placeholder
-from modelyard.exporter.ingest.single_file import PROGRAM
+from modelyard.exporter.ingest.single_file import ONNX, PROGRAM
 from modelyard.exporter.ingest.value import KEYS_SHOWN, fit_names, list_shown, nearest, place_of
 from modelyard.exporter.libraries import library_factory
 
@@ -74,6 +75,11 @@ def open_model(
     place = None if model is None else split_model(model)
     if isinstance(checkpoint, Path):
         checkpoint = read_checkpoint(checkpoint)
+    if checkpoint.kind == ONNX and model is not None:
+        raise UsageError(
+            f'--model {model}: "{checkpoint.path.name}" is a program, whose weights have lost '
+            "their names in the class; leave --model out"
+        )
     is_described = checkpoint.kind == "Hugging Face folder"
     if task is not None and (model is not None or not is_described):
         if model is not None:
@@ -129,14 +135,19 @@ def _open_without_model(
     checkpoint: Checkpoint, model_args: Mapping[str, Any], trust: bool
 ) -> Iterator[nn.Module]:
     """Build the model from what the checkpoint itself says of its class."""
-    is_program = checkpoint.kind == PROGRAM
-    if is_program or checkpoint.module is not None:
-        if model_args:
-            raise UsageError(
-                f'--model-args: "{checkpoint.path.name}" is a whole module, which takes no '
-                "arguments; give its class with --model, or leave --model-args out"
-            )
-        yield checkpoint.module or open_program(checkpoint.path)
+    is_whole = checkpoint.module is not None or checkpoint.kind in (PROGRAM, ONNX)
+    if is_whole and model_args:
+        raise UsageError(
+            f'--model-args: "{checkpoint.path.name}" is a whole module, which takes no '
+            "arguments; give its class with --model, or leave --model-args out"
+        )
+    if checkpoint.module is not None:
+        yield checkpoint.module
+    elif checkpoint.kind == PROGRAM:
+        yield open_program(checkpoint.path)
+    elif checkpoint.kind == ONNX:
+        with open_onnx_file(checkpoint.path) as built:
+            yield built
     elif trust and checkpoint.kind.startswith("TorchServe") and len(checkpoint.sources) == 1:
         with _archived_class(checkpoint, model_args) as built:
             load_weights(built, checkpoint, type(built).__name__)

@@ -24,6 +24,14 @@ from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import Checkpoint
 from modelyard.exporter.ingest.archive import checked_archive, read_weights, serialized_source
 from modelyard.exporter.ingest.exported_program import ExportedProgram, read_exported_program
+from modelyard.exporter.ingest.onnx_file import (
+    Value,
+    dtype_of,
+    inputs_of,
+    locations,
+    outputs_of,
+    parse_onnx,
+)
 from modelyard.exporter.ingest.plain import Placeholder
 from modelyard.exporter.ingest.read import choose, parse_checkpoint, take_weights
 from modelyard.exporter.ingest.single_file import danger_notes
@@ -161,17 +169,10 @@ def _script(source: Source) -> dict[str, Any]:
 
 
 def _onnx(source: Source) -> dict[str, Any]:
-    import onnx
-
-    try:
-        model = onnx.load_model_from_string(bytes(source.data))
-    # protobuf has an error class of its own for every way in which bytes can be wrong.
-    except Exception as error:
-        raise CheckpointError(f'"{source.name}" is not an ONNX model: {error}') from error
+    model = parse_onnx(source)
     graph = model.graph
-    weights = {tensor.name for tensor in graph.initializer}
     tensors = [_onnx_tensor(tensor) for tensor in graph.initializer]
-    outside = sorted({place for tensor in graph.initializer for place in _locations(tensor)})
+    outside = sorted({place for tensor in graph.initializer for place in locations(tensor)})
     domains = [f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in model.opset_import]
     return {
         "what": "artifact",
@@ -185,8 +186,8 @@ def _onnx(source: Source) -> dict[str, Any]:
         },
         "dtypes": dict(Counter(tensor["dtype"] for tensor in tensors)),
         "tensors": tensors,
-        "inputs": [_onnx_value(value) for value in graph.input if value.name not in weights],
-        "outputs": [_onnx_value(value) for value in graph.output],
+        "inputs": [_onnx_value(value) for value in inputs_of(model)],
+        "outputs": [_onnx_value(value) for value in outputs_of(model)],
         "operators": len(graph.node),
         "opset": domains,
         "refused": [],
@@ -203,30 +204,14 @@ def _external_note(place: str) -> str:
 def _onnx_tensor(tensor: Any) -> dict[str, Any]:
     return {
         "name": tensor.name,
-        "dtype": _onnx_dtype(tensor.data_type),
+        "dtype": dtype_of(tensor.data_type),
         "shape": [int(size) for size in tensor.dims],
         "size_bytes": len(tensor.raw_data) or None,
     }
 
 
-def _locations(tensor: Any) -> list[str]:
-    return [entry.value for entry in tensor.external_data if entry.key == "location"]
-
-
-def _onnx_value(value: Any) -> dict[str, Any]:
-    kind = value.type.tensor_type
-    shape = [dim.dim_param or int(dim.dim_value) for dim in kind.shape.dim]
-    return {"name": value.name, "dtype": _onnx_dtype(kind.elem_type), "shape": shape}
-
-
-def _onnx_dtype(number: int) -> str:
-    import onnx
-
-    names: dict[int, str] = {
-        value: name.lower() for name, value in onnx.TensorProto.DataType.items()
-    }
-    name = names.get(number, str(number))
-    return {"float": "float32", "double": "float64"}.get(name, name)
+def _onnx_value(value: Value) -> dict[str, Any]:
+    return {"name": value.name, "dtype": value.kind, "shape": [s or 0 for s in value.shape or ()]}
 
 
 def _archive(archive: Archive) -> dict[str, Any]:

@@ -275,7 +275,7 @@ def check(
         batches=_batches(signature, probes),
         outputs={name: rule.merge(measured, probes) for name, rule, measured in judged},
         rule=QUANTIZED_RULE if is_quantized else SCALED_RULE,
-        compared_with=reference.precision,
+        compared_with=reference.compared_with,
         ill_conditioned=ill,
         scope=_scope(reference),
     )

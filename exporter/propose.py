@@ -14,6 +14,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.from_onnx import file_of
 from modelyard.exporter.ingest import Checkpoint
 from modelyard.exporter.ingest.source import inside, read_object_or_nothing
 from modelyard.handlers.backends import dtype_name
@@ -38,13 +39,19 @@ class Proposal:
 
 def propose_inputs(model: nn.Module, checkpoint: Checkpoint) -> Proposal | None:
     """Return the inputs of a model that describes itself; None of one that does not."""
-    for propose in (_of_example, _of_transformers, _of_timm, _of_diffusers):
+    for propose in (_of_onnx, _of_example, _of_transformers, _of_timm, _of_diffusers):
         if (proposal := propose(model, checkpoint)) is not None:
             return proposal
     if checkpoint.inputs:
         names = frozenset(_name(text) for text in checkpoint.inputs)
         return Proposal(tuple(checkpoint.inputs), names, f"the {checkpoint.kind}")
     return None
+
+
+def _of_onnx(model: nn.Module, checkpoint: Checkpoint) -> Proposal | None:
+    file = file_of(model)
+    inputs = file.propose() if file else ()
+    return Proposal(inputs, frozenset(map(_name, inputs)), "the file") if inputs else None
 
 
 def complete(given: Sequence[str], proposal: Proposal) -> tuple[str, ...]:

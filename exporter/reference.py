@@ -23,6 +23,7 @@ from modelyard.archiver.signature import (
 from modelyard.archiver.values import Values
 from modelyard.exporter.arguments import choose_outputs, flatten, give_outputs, own_name, pick
 from modelyard.exporter.errors import ModelError, UsageError, cause
+from modelyard.exporter.from_onnx import file_of
 from modelyard.exporter.ranges import advice, find_values
 from modelyard.exporter.sample_batches import choose_example, regroup, two_batches, why_no_rows
 from modelyard.exporter.samples import Sample
@@ -165,12 +166,16 @@ class Reference:
     samples: tuple[Sample, ...] = ()
     is_lowered: bool = False
     """Whether `model` computes in another dtype than the checkpoint's."""
+    keys: tuple[str, ...] = ()
+    """The way to each output inside what the checkpoint's own model gives."""
     warnings: tuple[str, ...] = ()
     """What the author may want to change, in a sentence each."""
 
     @property
-    def precision(self) -> str:
+    def compared_with(self) -> str:
         """Name what the artifact is compared with."""
+        if file_of(self.original) is not None:
+            return "the file as it stands, not optimised"
         return "the checkpoint in float32" if self.is_lowered else "the checkpoint"
 
 
@@ -265,6 +270,7 @@ def observe(
         found=found,
         samples=tuple(samples),
         is_lowered=lowered is not original,
+        keys=chosen_outputs.keys,
         warnings=(
             *chosen_outputs.notes,
             *watched.warnings(),

@@ -14,10 +14,9 @@ from torch.export import ExportedProgram
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError, cause
+from modelyard.exporter.ingest.onnx_file import MAX_BYTES
 from modelyard.exporter.to_exported_program import any_length, quiet
 
-# The largest file that protobuf, and so a single .onnx, can be.
-_MAX_BYTES = 2**31 - 1
 _OPERATOR = re.compile(r"target=torch\.ops\.\w+\.(\w+)")
 
 
@@ -41,7 +40,7 @@ def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[st
         log = _where(program, str(error.__cause__ or error))
         raise explain(error, "ONNX", signature, log=log) from error
     size_bytes = sum(weight.nbytes for weight in program.state_dict.values())
-    if size_bytes > _MAX_BYTES:
+    if size_bytes > MAX_BYTES:
         raise ConversionError(
             f"the model's {size_bytes / 1e9:.1f} GB do not fit in one ONNX file of at most 2 GB; "
             "export --format pt2 instead"

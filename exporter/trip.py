@@ -29,8 +29,9 @@ from modelyard.exporter.errors import (
     cause,
     join_failures,
 )
+from modelyard.exporter.from_onnx import file_of
 from modelyard.exporter.ingest import Announce, Checkpoint, read_checkpoint
-from modelyard.exporter.ingest.single_file import PROGRAM
+from modelyard.exporter.ingest.single_file import ONNX, PROGRAM
 from modelyard.exporter.locate import first_difference
 from modelyard.exporter.parity import ExportReport, Parity, check, publish, report_path, sha256
 from modelyard.exporter.propose import complete, guess_inputs, left_out, propose_inputs
@@ -157,6 +158,9 @@ def export(request: ExportRequest) -> list[ExportReport]:
         ema=request.ema,
         announce=request.announce,
     )
+    if checkpoint.kind == ONNX:
+        request = _as_onnx(request)
+        announce_step = _step_announcer(request)
     is_trusted = request.announce is not None
     notes = _checkpoint_warnings(checkpoint)
     with open_model(
@@ -248,6 +252,7 @@ def _prove(
     request: ExportRequest, format: str, draft: Path, reference: Reference, checker: Checker
 ) -> Parity:
     """Compare a written artifact with the checkpoint; its submodules too, where it differs."""
+    file = file_of(reference.original)
     return check(
         draft,
         format,
@@ -255,7 +260,7 @@ def _prove(
         checker,
         device=request.device,
         tolerance=request.tolerance,
-        is_quantized=request.quantize is not None,
+        is_quantized=request.quantize is not None or (file is not None and file.is_quantized),
         locate=lambda case: first_difference(draft, format, reference, case),
     )
 
@@ -328,6 +333,23 @@ def _check_request(request: ExportRequest) -> None:
         )
     _check_precision(request)
     _check_targets(request)
+
+
+def _as_onnx(request: ExportRequest) -> ExportRequest:
+    """Return the request for a file that is ONNX itself; refuse what only a model has."""
+    given = f'"{request.checkpoint.name}" is an ONNX file'
+    if others := [format for format in request.formats or () if format != "onnx"]:
+        raise UsageError(
+            f"--format {others[0]}: {given}, of which only onnx can be written; export the "
+            "checkpoint that it was made from, or leave --format out"
+        )
+    for option, value in (("--dtype", request.dtype), ("--submodule", request.submodule)):
+        if value is not None:
+            raise UsageError(
+                f"{option} {value}: {given}, which is taken as it is; export the checkpoint that "
+                f"it was made from, or leave {option} out"
+            )
+    return replace(request, formats=("onnx",))
 
 
 def _check_precision(request: ExportRequest) -> None:
@@ -424,8 +446,13 @@ def _writers(reference: Reference, *, is_quantized: bool) -> dict[str, _Writer]:
     model, signature, example = reference.model, reference.signature, reference.example
     program = _once(lambda: to_exported_program.capture(model, signature, example))
 
+    file = file_of(model)
+
     def write_onnx(path: Path) -> Mapping[str, object]:
-        details = to_onnx.write(program(), signature, path)
+        if file is not None:
+            details = file.write(path, signature, reference.keys)
+        else:
+            details = to_onnx.write(program(), signature, path)
         return {**details, **to_onnx.quantize(path)} if is_quantized else details
 
     return {
@@ -524,7 +551,7 @@ def _relative(path: Path) -> str:
 
 def _model_name(request: ExportRequest, checkpoint: Checkpoint, module: nn.Module) -> str:
     """Return `--model` without its folder, or the class or program that the checkpoint names."""
-    if request.model is None and checkpoint.kind == PROGRAM:
+    if request.model is None and checkpoint.kind in (PROGRAM, ONNX):
         return checkpoint.path.name
     if request.model is None:
         return f"{type(module).__module__}:{type(module).__qualname__}"

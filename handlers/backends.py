@@ -273,10 +273,14 @@ def open_torchscript(path: Path, device: torch.device, share: bool | Examples = 
 
 
 def open_onnx(
-    path: Path, device: torch.device, share: bool | Examples = False, on_tensorrt: bool = False
+    path: Path,
+    device: torch.device,
+    share: bool | Examples = False,
+    on_tensorrt: bool = False,
+    is_optimized: bool = True,
 ) -> Artifact:
     """Load an ONNX model into onnxruntime; tensors pass through numpy without a copy on the CPU."""
-    session = open_session(path, device, share, on_tensorrt)
+    session = open_session(path, device, share, on_tensorrt, is_optimized)
     inputs = [_onnx_input(node.name, node.type, node.shape) for node in session.get_inputs()]
     input_names = [spec.name for spec in inputs]
     output_names = [node.name for node in session.get_outputs()]
@@ -295,7 +299,11 @@ def open_onnx(
 
 
 def open_session(
-    path: Path, device: torch.device, share: bool | Examples = False, on_tensorrt: bool = False
+    path: Path,
+    device: torch.device,
+    share: bool | Examples = False,
+    on_tensorrt: bool = False,
+    is_optimized: bool = True,
 ) -> Any:
     """Return onnxruntime's session of an ONNX model, which computes on `device` if it can.
 
@@ -303,26 +311,30 @@ def open_session(
         share: as `open_artifact`'s; what is opened then is a copy, optimised for this machine and
             tried, of which onnxruntime maps the weights.
         on_tensorrt: as `open_artifact`'s.
+        is_optimized: False runs the operators of the file as they stand.
     """
     import onnxruntime
+
+    def start(file: Path, optimize: bool) -> Any:
+        options = _session_options(onnxruntime)
+        if not is_optimized:
+            options.log_severity_level = 4  # what is tried may fail, and raises that, too
+        if not optimize:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        return onnxruntime.InferenceSession(os.fspath(file), options, providers=providers)
 
     available = onnxruntime.get_available_providers()
     providers = _onnx_providers(available, device)
     if on_tensorrt:
         providers = [_tensorrt_provider(available, device), *providers]
 
-    def start(file: Path, options: Any) -> Any:
-        return onnxruntime.InferenceSession(os.fspath(file), options, providers=providers)
-
     if share and providers == _ONNX_CPU and path.stat().st_size >= MIN_FILE_BYTES:
         examples = share if callable(share) else None
         folder = make_once(path, partial(save_shared_onnx, path, examples))
         if folder is not None:
-            options = _session_options(onnxruntime)
             # It is optimised: a second time might change the order of sums.
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-            return start(folder / SHARED_ONNX, options)
-    return start(path, _session_options(onnxruntime))
+            return start(folder / SHARED_ONNX, False)
+    return start(path, is_optimized)
 
 
 def open_aoti(path: Path, device: torch.device, share: bool | Examples = False) -> Artifact:

@@ -1,6 +1,6 @@
 """The ingest trip: sniff → read → choose the weights → strip wrappers' prefixes → `Checkpoint`."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from pathlib import Path
 
 from modelyard.exporter.errors import CheckpointError, UsageError
@@ -80,8 +80,7 @@ def parse_checkpoint(path: Path, announce: Announce | None = None) -> ParsedChec
     if path.is_dir():
         newest = _newest_of_run(path) if format == "unknown" else None
         return read_folder(inside(path, newest.name) if newest else path, announce)
-    parsed = read_file(Source.of_file(path), announce)
-    return replace(parsed, paths=(path,))
+    return read_file(Source.of_file(path), announce)
 
 
 def _newest_of_run(folder: Path) -> Path | None:

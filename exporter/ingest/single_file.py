@@ -18,6 +18,7 @@ from modelyard.exporter.ingest.kinds import (
     find_training,
     find_weights,
 )
+from modelyard.exporter.ingest.onnx_file import read_onnx
 from modelyard.exporter.ingest.pickles import UnresolvedCall, is_module
 from modelyard.exporter.ingest.plain import to_plain
 from modelyard.exporter.ingest.profiles import allowed_names, match_profiles
@@ -33,6 +34,7 @@ Announce = Callable[[str, Sequence[str]], None]
 """Told, before a trusted file is unpickled, its name and what it will import."""
 
 PROGRAM = "exported program"
+ONNX = "ONNX"
 
 _IS_ARTIFACT = (
     "it is an artifact already: give --model to export its weights anew, or package it with "
@@ -74,7 +76,7 @@ def read_file(source: Source, announce: Announce | None = None) -> ParsedCheckpo
         inside = [name for name in packed_names(source) if may_hold_weights(name)]
         raise refusal(format, source.name, inside, is_packed=True)
     parsed = reader(source, announce)
-    return parsed if source.path is None else replace(parsed, paths=(source.path,))
+    return parsed if source.path is None else replace(parsed, paths=parsed.paths or (source.path,))
 
 
 def refusal(
@@ -309,10 +311,25 @@ def _read_program(source: Source, announce: Announce | None) -> ParsedCheckpoint
     )
 
 
+def _read_onnx(source: Source, announce: Announce | None) -> ParsedCheckpoint:
+    if source.path is None:
+        raise refusal(ONNX, source.name)
+    model, files = read_onnx(source)
+    return ParsedCheckpoint(
+        kind=ONNX,
+        loader="protobuf",
+        weights={"": Weights({})},
+        writer=model.producer_name or None,
+        writer_version=model.producer_version or None,
+        paths=files,
+    )
+
+
 _READERS: Mapping[str, Callable[[Source, Announce | None], ParsedCheckpoint]] = {
     "torch zip": _read_torch,
     "torch legacy": _read_torch,
     "safetensors": _read_safetensors,
     "TorchScript": _read_script,
-    "exported program": _read_program,
+    PROGRAM: _read_program,
+    ONNX: _read_onnx,
 }

@@ -1,0 +1,189 @@
+"""An ONNX file → its protobuf with every weight inside, checked; nothing of it is run."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from modelyard.archiver.signature import DTYPES
+from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest.source import Source, inside
+
+# The largest file that protobuf, and so a single .onnx, can be.
+MAX_BYTES = 2**31 - 1
+# Domains whose operators onnxruntime has by itself.
+_DOMAINS = ("", "ai.onnx", "ai.onnx.ml", "com.microsoft")
+
+
+@dataclass(frozen=True)
+class Value:
+    """An input or output of a file."""
+
+    name: str
+    dtype: str | None
+    """As a signature has it; None for what is not a tensor of numbers."""
+    kind: str
+    """What it is, for messages: the dtype, or `sequence`, `map`."""
+    shape: tuple[int | str | None, ...] | None
+    """Size, or name, or neither, of each dim; None where not even their number is stated."""
+
+
+def parse_onnx(source: Source) -> Any:
+    """Parse a file alone.
+
+    Raises:
+        CheckpointError: it is not one.
+    """
+    import onnx
+
+    try:
+        return onnx.load_model_from_string(bytes(source.data))
+    # protobuf has an error class of its own for every way in which bytes can be wrong.
+    except Exception as error:
+        raise CheckpointError(f'"{source.name}" is not an ONNX model: {error}') from error
+
+
+def read_onnx(source: Source) -> tuple[Any, tuple[Path, ...]]:
+    """Read a file, and the files of weights beside it.
+
+    Returns:
+        The model with every weight inside, and the files that were read.
+
+    Raises:
+        CheckpointError: ONNX's checker refuses it, it needs operators that no worker has, or
+            weights lie outside of its folder, are missing, or are too many for one file.
+    """
+    import onnx
+
+    assert source.path is not None
+    model = parse_onnx(source)
+    name, folder = source.name, source.path.parent
+    own = {(function.domain, function.name) for function in model.functions}
+    for node in _nodes(model):
+        if node.domain not in _DOMAINS and (node.domain, node.op_type) not in own:
+            raise CheckpointError(
+                f'"{name}" needs the operator {node.domain}.{node.op_type} of a library, which '
+                "onnxruntime does not have; expected operators of ONNX: export its checkpoint "
+                "without that library"
+            )
+    places = {place for tensor in _tensors(model) for place in locations(tensor)}
+    files = tuple(_beside(source, place) for place in sorted(places))
+    size_bytes = sum(path.stat().st_size for path in (source.path, *files))
+    if size_bytes > MAX_BYTES:
+        raise CheckpointError(
+            f'"{name}" and its weights are {size_bytes / 1e9:.1f} GB, which do not fit in one ONNX '
+            "file of at most 2 GB; export its checkpoint with --format pt2"
+        )
+    try:
+        for tensor in _tensors(model):
+            if locations(tensor):
+                onnx.external_data_helper.load_external_data_for_tensor(tensor, str(folder))
+        onnx.checker.check_model(model)
+    # A part of its weights may lie anywhere in the file that it names, or outside of it.
+    except (onnx.checker.ValidationError, ValueError, OSError) as error:
+        text = " ".join(str(error).split())
+        raise CheckpointError(f'"{name}" is refused by ONNX\'s own checker: {text:.300}') from error
+    return model, (source.path, *files)
+
+
+def _beside(source: Source, place: str) -> Path:
+    """Return the path of a file of weights, which must lie in the folder of the model."""
+    assert source.path is not None
+    folder = source.path.parent
+    parts = re.split(r"[/\\]", place)
+    if not place or Path(place).is_absolute() or ".." in parts or "\0" in place:
+        raise CheckpointError(
+            f'"{source.name}" is refused: its weights would lie outside of its folder, in "{place}"'
+        )
+    path = inside(folder, place)
+    if not path.is_file():
+        raise CheckpointError(
+            f'"{source.name}" keeps its weights in "{place}", which is not beside it; copy that '
+            "file too"
+        )
+    return path
+
+
+def locations(tensor: Any) -> list[str]:
+    """Return in which file the values of a tensor lie; nothing where they are inside."""
+    return [entry.value for entry in tensor.external_data if entry.key == "location"]
+
+
+def inputs_of(model: Any) -> list[Value]:
+    """Return what has to be given: an input with an initializer has its value."""
+    weights = {tensor.name for tensor in model.graph.initializer}
+    return [_value(each) for each in model.graph.input if each.name not in weights]
+
+
+def outputs_of(model: Any) -> list[Value]:
+    """Return what the file gives."""
+    return [_value(each) for each in model.graph.output]
+
+
+def names_in(model: Any) -> set[str]:
+    """Return every name of a value in the file."""
+    return {name for node in _nodes(model) for name in (*node.input, *node.output)} | {
+        each.name for each in (*model.graph.input, *model.graph.output, *model.graph.initializer)
+    }
+
+
+def is_quantized(model: Any) -> bool:
+    """Return whether it computes with quantised values, whose rounding optimisations move."""
+    return any("Quantize" in node.op_type or "Integer" in node.op_type for node in _nodes(model))
+
+
+def dtype_of(number: int) -> str:
+    """Return the name of an element type, as a signature has it."""
+    import onnx
+
+    names: Mapping[int, str] = {
+        value: name.lower() for name, value in onnx.TensorProto.DataType.items()
+    }
+    name = names.get(number, str(number))
+    return {"float": "float32", "double": "float64"}.get(name, name)
+
+
+def _value(value: Any) -> Value:
+    which = value.type.WhichOneof("value") or "value without a type"
+    if which != "tensor_type":
+        return Value(value.name, None, which.removesuffix("_type"), None)
+    kind = value.type.tensor_type
+    dtype = dtype_of(kind.elem_type)
+    shape = tuple(_size(dim) for dim in kind.shape.dim) if kind.HasField("shape") else None
+    return Value(value.name, dtype if dtype in DTYPES else None, dtype, shape)
+
+
+def _size(dim: Any) -> int | str | None:
+    return int(dim.dim_value) if dim.dim_value > 0 else dim.dim_param or None
+
+
+def _nodes(model: Any) -> Iterator[Any]:
+    for owner in (model.graph, *model.functions):
+        yield from _nodes_in(owner.node)
+
+
+def _nodes_in(nodes: Any) -> Iterator[Any]:
+    for node in nodes:
+        yield node
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs):
+                yield from _nodes_in(graph.node)
+
+
+def _tensors(model: Any) -> Iterator[Any]:
+    """Yield every tensor: weights, those of inner graphs, and constants; a sparse one is two."""
+    yield from _initializers(model.graph)
+    for node in _nodes(model):
+        for attribute in node.attribute:
+            yield from (attribute.t, *attribute.tensors)
+            for sparse in (attribute.sparse_tensor, *attribute.sparse_tensors):
+                yield from (sparse.values, sparse.indices)
+            for graph in (attribute.g, *attribute.graphs):
+                yield from _initializers(graph)
+
+
+def _initializers(graph: Any) -> Iterator[Any]:
+    yield from graph.initializer
+    for sparse in graph.sparse_initializer:
+        yield from (sparse.values, sparse.indices)
