@@ -69,7 +69,7 @@ def digits_version(
     path = write_archive(
         "digits",
         version=version,
-        artifact=artifacts["pt2"],
+        artifact=artifacts["onnx"],
         handler="image_classifier",
         output_dir=store,
         extra_files=[inputs / "index_to_name.json"],
@@ -114,13 +114,13 @@ def test_a_changed_weight_file_is_refused_with_its_name(
     labels = json.dumps({str(i): str(i) for i in range(10)})
     path = store / digits_version(store, digits_artifacts, "4.0", labels)
     data = bytearray(path.read_bytes())
-    data[data.index(b"digits.pt2") + 2000] ^= 1
+    data[data.index(b"digits.onnx") + 2000] ^= 1
     path.write_bytes(data)
 
     refused = server.register(path.name, initial_workers=1)
 
     assert refused.status_code == 400
-    assert '"digits.pt2": SHA-256 is ' in refused.json()["message"]
+    assert '"digits.onnx": SHA-256 is ' in refused.json()["message"]
 
 
 # -- requirements --------------------------------------------------------------------------------

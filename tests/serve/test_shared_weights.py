@@ -19,7 +19,8 @@ WIDTH = 2048
 WEIGHT_BYTES = 2 * WIDTH * WIDTH * 4
 FILES = {"pt2": "wide.pt2", "torchscript": "wide.pt", "onnx": "wide.onnx"}
 SMALL = "small"
-EDITABLE = ("pt2", "torchscript", "checkpoint")
+NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("pt2", "torchscript")]
+"""What tests/handlers/test_sharing.py shares between two processes without a server, by day."""
 
 HANDLER = f"""
 import os, time, torch
@@ -120,7 +121,7 @@ def weights_of(server: LiveServer, pid: int) -> Mapped:
     return mapped(pid, server.state_dir / "unpacked")
 
 
-@pytest.mark.parametrize("model", [*FILES, "checkpoint"])
+@pytest.mark.parametrize("model", ["onnx", "checkpoint", *NIGHTLY])
 def test_two_workers_share_the_weights_and_answer_as_copies_would(
     server: LiveServer, store: Path, model: str
 ) -> None:
@@ -137,12 +138,12 @@ def test_two_workers_share_the_weights_and_answer_as_copies_would(
 
 
 def test_worker_of_a_large_model_owns_little_more_than_one_of_a_small(server: LiveServer) -> None:
-    ask_both(server, "torchscript")
+    ask_both(server, "checkpoint")
     answer = server.register(f"{SMALL}.mar", initial_workers="1", synchronous="true")
     assert answer.status_code == 200, answer.text
     server.predict(SMALL)
     (small,) = (own_mb(pid) for pid in server.worker_pids(SMALL))
-    for pid in server.worker_pids("torchscript"):
+    for pid in server.worker_pids("checkpoint"):
         assert own_mb(pid) - small < 0.5 * WEIGHT_BYTES / 1e6
 
 
@@ -152,7 +153,7 @@ def own_mb(pid: int) -> float:
     return int(anonymous.split()[1]) * 1024 / 1e6
 
 
-@pytest.mark.parametrize("model", EDITABLE)
+@pytest.mark.parametrize("model", ["checkpoint", *NIGHTLY])
 def test_weights_that_a_worker_edits_are_its_own(server: LiveServer, model: str) -> None:
     before = ask_both(server, model)
     files = {

@@ -200,7 +200,7 @@ def draw(
     ("kind", "changes"),
     [
         (Ours, 250),
-        (TorchServes, 250),
+        pytest.param(TorchServes, 250, marks=pytest.mark.nightly),
         pytest.param(Ours, 1000, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]),
     ],
 )

@@ -10,13 +10,13 @@ from tests.serve.live import LiveServer
 
 
 @pytest.fixture(scope="module")
-def server(shared_server: LiveServer, digits_store: Path) -> LiveServer:
-    """Serve the three archives of the digits model, each under its artifact's format."""
-    names = []
+def server(
+    shared_server: LiveServer, digits_store: Path, request: pytest.FixtureRequest
+) -> LiveServer:
+    """Serve archives of the digits model by the names of their formats, which the module states."""
     for archive in digits_store.glob("*.mar"):
         link = shared_server.store / archive.name
         link.unlink(missing_ok=True)
         link.symlink_to(archive)
-        names.append(archive.stem)
-    shared_server.register_all(*names, initial_workers=1)
+    shared_server.register_all(*request.module.FORMATS, initial_workers=1)
     return shared_server

@@ -129,6 +129,7 @@ def verified(path: Path) -> Check:
     return parity
 
 
+@pytest.mark.nightly
 def test_outputs_in_the_thousands_are_compared_by_their_size(tmp_path: Path) -> None:
     path = archived(
         tmp_path, "Scaled", [ROWS.format(dtype="float32")], ("onnx", "pt2"), {"scale": 1e4}
@@ -184,7 +185,7 @@ def test_a_quantised_artifact_without_its_weights_is_refused(
     assert "top-1 agreement 0." in problem
 
 
-def test_integers_and_masks_are_those_of_the_export(tmp_path: Path) -> None:
+def test_integers_masks_and_the_size_of_outputs_are_those_of_the_export(tmp_path: Path) -> None:
     path = archived(tmp_path, "Attention", TOKENS, ("onnx", "pt2"), {"scale": 1e3})
 
     assert verified(path).problem is None
