@@ -33,7 +33,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 from rich import box
@@ -106,7 +106,8 @@ SETTINGS = (
 )
 
 
-class Cell(NamedTuple):
+@dataclass(frozen=True)
+class Cell:
     """One handler, setting and load."""
 
     handler: str

@@ -47,11 +47,11 @@ CLOSED = replace(
         pytest.param(replace(OPEN, recovered_s=2.4), ["recovery"], id="recovery"),
         pytest.param(replace(OPEN, figures=figures(refused=5.1)), ["refusals"], id="refusals"),
         pytest.param(
-            replace(OPEN, cell=OPEN.cell._replace(times=10.0), figures=figures(refused=50)),
+            replace(OPEN, cell=replace(OPEN.cell, times=10.0), figures=figures(refused=50)),
             [], id="refusals at 10 times",
         ),
         pytest.param(
-            replace(OPEN, cell=OPEN.cell._replace(times=0.75), figures=figures(good=700)),
+            replace(OPEN, cell=replace(OPEN.cell, times=0.75), figures=figures(good=700)),
             [], id="a load below the capacity",
         ),
         pytest.param(
@@ -73,7 +73,7 @@ def test_the_median_of_the_rounds_is_judged_and_no_figure_is_cut_off_in_the_tabl
         ("3 ×", 3, []),
         ("4000 clients", 1, []),
     ]
-    worst = [replace(bad, cell=OPEN.cell._replace(handler="digits"), capacity=123_456.7)]
+    worst = [replace(bad, cell=replace(OPEN.cell, handler="digits"), capacity=123_456.7)]
     console = Console(width=WIDTH, file=(out := io.StringIO()))
     console.print(tabulate(runs + worst))
     text = out.getvalue()
