@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import Dim, parse_signature
-from modelyard.exporter.arguments import flatten, take_inputs
+from modelyard.exporter.arguments import choose_outputs, flatten, give_outputs, take_inputs
 from modelyard.exporter.bench.flops import count_flops
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.errors import cause
@@ -60,7 +60,8 @@ class Session:
         self.module: nn.Module | None
         if kind in ("eager", "compile"):
             built = stack.enter_context(open_model(Path(path), model, model_args))
-            self.module = take_inputs(built.to(self.device), self.signature)
+            module = take_inputs(built.to(self.device), self.signature)
+            self.module = self._with_outputs(module)
             compiled = kind == "compile"
             self.run = torch.compile(self.module, dynamic=False) if compiled else self.module
         else:
@@ -69,16 +70,30 @@ class Session:
             self.run, self.module = artifact, artifact.module
         self.load_s = time.perf_counter() - started
 
+    def _with_outputs(self, module: nn.Module) -> nn.Module:
+        """Keep what the artifacts give of what the checkpoint's model gives; all where unknown."""
+        if not self.signature.outputs:
+            return module
+        batch = self.signature.batch
+        with torch.inference_mode():
+            given = module(*self._made(batch.min if isinstance(batch, Dim) else 1))
+        wanted = [spec.name for spec in self.signature.outputs]
+        outputs = choose_outputs(given, wanted, [spec.name for spec in self.signature.inputs])
+        return give_outputs(module, self.signature, outputs, given)
+
     def inputs(self, batch: int) -> Tensors:
         """Make the inputs of a batch size once; every process makes the same."""
         if batch not in self._inputs:
-            sizes = {name: dim.max for name, dim in self.signature.dims.items()}
-            if isinstance(self.signature.batch, Dim):
-                sizes[self.signature.batch.name] = batch
-            made = make_inputs(self.signature, Probe("random", sizes), seed=_SEED)
-            self._inputs[batch] = tuple(tensor.to(self.device) for tensor in made)
+            self._inputs[batch] = self._made(batch)
             self._warm_up(batch)
         return self._inputs[batch]
+
+    def _made(self, batch: int) -> Tensors:
+        sizes = {name: dim.max for name, dim in self.signature.dims.items()}
+        if isinstance(self.signature.batch, Dim):
+            sizes[self.signature.batch.name] = batch
+        made = make_inputs(self.signature, Probe("random", sizes), seed=_SEED)
+        return tuple(tensor.to(self.device) for tensor in made)
 
     def _warm_up(self, batch: int) -> None:
         """Run the first calls, which compile and allocate, and keep what they give."""

@@ -115,6 +115,32 @@ def test_outputs_are_compared_with_the_first_subject(report: BenchReport) -> Non
         assert cell.max_abs == pytest.approx(1.0, abs=1e-5)
 
 
+def test_a_model_gives_just_the_outputs_that_its_artifacts_have(tmp_path: Path) -> None:
+    """The eager model would give "twice" too, and be no reference for an artifact without."""
+    source = """
+import torch
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return {"twice": x * 2, "sum": x.sum(1), "thrice": x * 3}
+"""
+    (tmp_path / "net.py").write_text(source, encoding="utf-8")
+    torch.save({}, tmp_path / "net.pt")
+    model, inputs = f"{tmp_path / 'net.py'}:Net", ["x:float32[batch=1..3,4]"]
+    export(
+        *(tmp_path / "net.pt", model, inputs),
+        output_dir=tmp_path,
+        formats=["onnx"],
+        output_names=["thrice", "sum"],
+        quick=True,
+    )
+    subjects = choose_subjects(
+        [tmp_path / "net.onnx"], tmp_path / "net.pt", model, {}, compiled=False
+    )
+    found = bench(Plan(subjects, read_signature(tmp_path / "net.onnx"), (2,), (1,), 1, 0.01))
+    assert [(cell.error, cell.max_abs) for cell in found.cells] == [(None, None), (None, 0.0)]
+
+
 def test_a_subject_that_does_not_load_says_why_and_the_others_run(report: BenchReport) -> None:
     for cell in cells(report, "damaged.onnx"):
         assert cell.error is not None and "damaged" in cell.error
