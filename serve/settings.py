@@ -86,6 +86,8 @@ class Settings(BaseModel):
     """Workers of each model; 0 chooses by cores and number of models."""
     worker_poll_us: int = Field(default=300, ge=0, le=10_000)
     """How long an idle worker looks for requests before it sleeps, while they come that often."""
+    fork_workers: bool = True
+    """Fork workers from a process that has imported torch; false starts each by itself."""
     queue_size: int = Field(default=100, ge=1)
     """Requests that may wait per model version and kind."""
     request_timeout_s: float = Field(default=60, gt=0)

@@ -172,10 +172,12 @@ def _describe_slot(model: ModelVersion, slot: ReplicaSlot) -> dict[str, Any]:
 
 
 def memory_bytes(pid: int) -> int:
-    """Return a process's proportional set size; 0 when it is gone.
+    """Return a process's proportional set size; 0 when it is gone, or there is none yet (-1).
 
     Pages that workers share, torch's libraries above all, count once in the sum over all of them.
     """
+    if pid < 0:
+        return 0
     try:
         return int(psutil.Process(pid).memory_full_info().pss)
     except psutil.Error:

@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from modelyard.archiver.threads import thread_environment
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, Stream
-from modelyard.serve.dataplane.process import ChildProcess
+from modelyard.serve.dataplane.fork_server import ForkServer, Preload
+from modelyard.serve.dataplane.process import ChildProcess, spawn
 from modelyard.serve.errors import (
     DeadlinePassed,
     LoadFailed,
@@ -149,6 +150,10 @@ class WorkerPlan:
     """Of the log files' names."""
     niceness: int = 0
     """Of the processes: 0 to 19, the higher the sooner others go first."""
+    fork_server: ForkServer | None = None
+    """What forks the workers, where there is one."""
+    preload: Preload | None = None
+    """What it imports before; None where each worker is started afresh."""
 
 
 class Worker(asyncio.Protocol):
@@ -199,7 +204,7 @@ class Worker(asyncio.Protocol):
         """
         plan = self._plan
         try:
-            ours = self._spawn()
+            ours = await self._spawn()
         except OSError as error:
             raise LoadFailed(
                 f"{plan.label}: no worker process can be started: {error.strerror}"
@@ -218,29 +223,43 @@ class Worker(asyncio.Protocol):
                 f"the log ends: {self._log_tail}"
             ) from None
 
-    def _spawn(self) -> socket.socket:
-        """Start the process and return our end of its socket."""
+    async def _spawn(self) -> socket.socket:
+        """Start the process, forked where that can be, and return our end of its socket."""
+        ours = await self._spawn_from(self._plan.fork_server, self._plan.preload)
+        return ours or cast(socket.socket, await self._spawn_from(None, None))
+
+    async def _spawn_from(
+        self, fork_server: ForkServer | None, preload: Preload | None
+    ) -> socket.socket | None:
+        """Start the process, and return our end of its socket; None where it cannot be forked."""
         plan = self._plan
         log = plan.log_dir / f"{plan.log_stem}-{self.number}.log"
+        variables = worker_environment(plan.hidden_variables, plan.variables, plan.threads)
         ours, theirs = socket.socketpair()
         with contextlib.ExitStack() as undo, theirs:
             undo.callback(ours.close)
             output = self._pool.policy.open_output(log, self.name)
             undo.callback(output.finish)
+            fds = (theirs.fileno(), output.stdout, output.stderr)
             try:
-                self._process = ChildProcess(
-                    [plan.interpreter, "-P", "-m", "modelyard.serve.worker", str(theirs.fileno())],
-                    _environment(plan),
-                    stdout=output.stdout,
-                    stderr=output.stderr,
-                    pass_fds=[theirs.fileno()],
-                    niceness=plan.niceness,
-                )
+                if fork_server is not None and preload is not None:
+                    process = await fork_server.fork(preload, variables, fds, plan.niceness)
+                else:
+                    process = spawn(
+                        [plan.interpreter, "-P", "-m", "modelyard.serve.worker", str(fds[0])],
+                        variables,
+                        stdout=output.stdout,
+                        stderr=output.stderr,
+                        pass_fds=fds[:1],
+                        niceness=plan.niceness,
+                    )
             finally:
                 output.close()
+            if process is None:
+                return None
             undo.pop_all()
-        self._output = output
-        self._process.ended.add_done_callback(self._exited)
+        self._process, self._output = process, output
+        process.ended.add_done_callback(self._exited)
         return ours
 
     @property
@@ -460,16 +479,18 @@ class Worker(asyncio.Protocol):
         return self.is_ready and not (self.is_alone or self.is_reserved or self.is_closing)
 
 
-def _environment(plan: WorkerPlan) -> dict[str, str]:
-    """Return the environment of a worker."""
-    hidden = re.compile(plan.hidden_variables) if plan.hidden_variables else None
+def worker_environment(
+    hidden_variables: str | None, variables: Mapping[str, str], threads: int
+) -> dict[str, str]:
+    """Return the environment of a worker: this process's, less what is hidden, and more."""
+    hidden = re.compile(hidden_variables) if hidden_variables else None
     return {
         **{
             name: value
             for name, value in os.environ.items()
             if hidden is None or not hidden.fullmatch(name)
         },
-        **plan.variables,
-        **thread_environment(plan.threads),
+        **variables,
+        **thread_environment(threads),
         "PYTHONUNBUFFERED": "1",
     }

@@ -1,6 +1,6 @@
 """Boot one worker, or run an archive once.
 
-`python -P -m modelyard.serve.worker FD`, or `… --check FOLDER`.
+`python -P -m modelyard.serve.worker FD`, or `… --check FOLDER`; `… --fork-server FD` boots many.
 
 Authors import their files by plain names, some of them late, so the archive's folder leads the path
 for the worker's life. Ours are below `modelyard.`, where no such name meets them; the one name that
@@ -83,6 +83,14 @@ def check_archive(exchange: Path) -> int:
     return 0
 
 
+def fork_workers(fd: int) -> int:
+    """Be the fork server; return in each worker that it forks, with the worker's socket."""
+    _die_with_parent()
+    from modelyard.serve.worker import forks
+
+    return forks.serve(fd)
+
+
 def _die_with_parent() -> None:
     """Tie this process's life to the one that started it, and leave Ctrl-C to that one."""
     parent = os.getppid()
@@ -106,6 +114,8 @@ if __name__ == "__main__":
     try:
         if sys.argv[1] == "--check":
             sys.exit(check_archive(Path(sys.argv[2])))
+        if sys.argv[1] == "--fork-server":
+            sys.exit(main(fork_workers(int(sys.argv[2]))))
         sys.exit(main(int(sys.argv[1])))
     except (EOFError, ConnectionError):
         sys.exit(0)  # the server has gone

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.serve.dataplane.process import Backoff, ChildProcess
+from modelyard.serve.dataplane.process import Backoff, ChildProcess, spawn
 from tests.serve.live import is_alive, poll
 
 
 def start(code: str, niceness: int = 0) -> ChildProcess:
     with Path(os.devnull).open("wb") as null:
-        return ChildProcess(
+        return spawn(
             [sys.executable, "-c", code],
             os.environ,
             stdout=null.fileno(),
@@ -64,7 +64,7 @@ def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:
 def test_one_that_cannot_be_started_is_an_error() -> None:
     async def scenario() -> None:
         with pytest.raises(OSError, match="absent"):
-            ChildProcess(["/absent"], {}, stdout=1, stderr=2)
+            spawn(["/absent"], {}, stdout=1, stderr=2)
 
     asyncio.run(scenario())
 

@@ -1,0 +1,203 @@
+"""The server's end of its fork server: a process that has imported torch, and forks workers.
+
+To import torch takes a worker two seconds of a core and 150 MB. A fork of a process that has done
+it takes milliseconds, and shares the memory. What is forked becomes this process's own child, so
+that it is watched, and ends, as any other: the fork server may die without a worker noticing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import socket
+import sys
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from modelyard.serve.dataplane.process import (
+    Backoff,
+    ChildProcess,
+    adopt_orphans,
+    reap_orphans,
+    spawn,
+)
+
+logger = logging.getLogger(__name__)
+
+REPLY_S = 120.0
+"""For the imports and the fork; one that takes longer is replaced."""
+EXIT_GRACE_S = 2.0
+SWEEP_EVERY_S = 1.0
+MAX_REPLY_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Preload:
+    """What the fork server imports before it forks the workers of an archive."""
+
+    modules: tuple[str, ...]
+    """Keys of the worker's `forks.MODULES`."""
+    own: tuple[str, ...]
+    """Modules and packages of the archive, none of which may be imported from elsewhere before."""
+
+
+class ForkServer:
+    """A fork server, started when the first worker asks for it, and again when it has died.
+
+    Args:
+        environment: its variables; a worker is given all of its own.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._environment = environment
+        self._process: ChildProcess | None = None
+        self._control: socket.socket | None = None
+        self._waiting: deque[tuple[asyncio.Future[ChildProcess | None], int]] = deque()
+        """Who waits for a reply, in the order of the requests, and the niceness asked for."""
+        self._backoff = Backoff()
+        self._not_before = 0.0
+        self._sweeper: asyncio.TimerHandle | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Its process id while it runs."""
+        return self._process.pid if self._process and self._control else None
+
+    async def fork(
+        self,
+        preload: Preload,
+        environment: Mapping[str, str],
+        descriptors: Sequence[int],
+        niceness: int,
+    ) -> ChildProcess | None:
+        """Return a new worker, or None where one must be started in another way.
+
+        Args:
+            preload: what is imported before.
+            environment: all of the worker's variables.
+            descriptors: its socket, standard output and standard error.
+            niceness: as `ChildProcess` takes it.
+        """
+        request = {**asdict(preload), "environment": environment}
+        reply: asyncio.Future[ChildProcess | None] = asyncio.get_running_loop().create_future()
+        try:
+            control = self._control or self._start()
+            _send(control, request, descriptors)
+        except OSError as error:
+            logger.warning("no worker can be forked: %s", error)
+            return None
+        self._waiting.append((reply, niceness))
+        try:
+            async with asyncio.timeout(REPLY_S):
+                return await reply
+        except TimeoutError:
+            self._lose(f"no answer for {REPLY_S:g} s")
+            return None
+
+    async def stop(self) -> None:
+        """End it; the workers that it has forked go on."""
+        process = self._process
+        if self._control is not None:
+            self._lose(None)
+        if process is not None:
+            await process.end(EXIT_GRACE_S)
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+
+    def _start(self) -> socket.socket:
+        """Start it and return our end of its socket.
+
+        Raises:
+            OSError: it cannot be started, or has died a moment ago.
+        """
+        loop = asyncio.get_running_loop()
+        if loop.time() < self._not_before:
+            raise OSError("the fork server has ended and is not started again yet")
+        if self._sweeper is None:
+            adopt_orphans()
+            self._sweep()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                self._process = spawn(
+                    [sys.executable, "-P", "-m", "modelyard.serve.worker", "--fork-server",
+                     str(theirs.fileno())],
+                    self._environment,
+                    stdout=2,  # the server's own log
+                    stderr=2,
+                    pass_fds=[theirs.fileno()],
+                )  # fmt: skip
+            except BaseException:
+                ours.close()
+                raise
+        ours.setblocking(False)
+        loop.add_reader(ours, self._read)
+        self._control = ours
+        return ours
+
+    def _read(self) -> None:
+        assert self._control is not None
+        try:
+            data = self._control.recv(MAX_REPLY_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        if not data:
+            self._lose("it has ended")
+            return
+        self._backoff.reset()
+        message: dict[str, Any] = json.loads(data)
+        reply, niceness = self._waiting.popleft()
+        process = None
+        if (pid := message.get("pid")) is None:
+            logger.info("a worker is started afresh: %s", message["refused"])
+        else:
+            try:
+                process = ChildProcess(pid, niceness)
+            except OSError as error:
+                logger.warning("a forked worker cannot be watched: %s", error)
+        if not reply.done():
+            reply.set_result(process)
+        elif process is not None:
+            process.kill()  # whoever asked has left
+
+    def _lose(self, reason: str | None) -> None:
+        """Close the connection and kill the process; None if that is not for a fault of its own."""
+        assert self._control is not None and self._process is not None
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._control)
+        self._control.close()
+        self._control = None
+        if reason is not None:
+            logger.warning("fork server, pid %d: %s; workers are started afresh for %g s",
+                           self._process.pid, reason, self._backoff.pause_s)  # fmt: skip
+            self._process.kill()
+            self._not_before = loop.time() + self._backoff.pause_s
+            self._backoff.grow()
+        while self._waiting:
+            reply, _ = self._waiting.popleft()
+            if not reply.done():
+                reply.set_result(None)
+
+    def _sweep(self) -> None:
+        """Reap what workers have left behind; not while a new worker's id is still on its way."""
+        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._sweep)
+        if not self._waiting:
+            reap_orphans()
+
+
+def _send(control: socket.socket, request: Any, descriptors: Sequence[int]) -> None:
+    """Send a request, of any size, in a file that is passed with the other descriptors."""
+    file = os.memfd_create("request", os.MFD_CLOEXEC)
+    try:
+        with os.fdopen(file, "wb", closefd=False) as content:
+            content.write(json.dumps(request).encode())
+        os.lseek(file, 0, os.SEEK_SET)
+        socket.send_fds(control, [b"f"], [file, *descriptors])
+    finally:
+        os.close(file)

@@ -1,0 +1,205 @@
+"""Workers that are forked: as good as fresh ones, and the server knows of their ends as before."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from modelyard.archiver import open_archive, write_archive
+from modelyard.serve.control.build import choose_preload
+from tests.serve import live
+from tests.serve.live import (
+    SOURCES,
+    LiveServer,
+    descendants,
+    environment,
+    is_alive,
+    poll,
+    running,
+    start_server,
+)
+
+OFF = {"MODELYARD_FORK_WORKERS": "false"}
+CONFIG = "workerThreads: 2\nminWorkers: 1\n"
+
+
+def build(store: Path, name: str, handler: str, *others: Path) -> None:
+    """Archive a handler of one file."""
+    folder = store / f".{name}"
+    folder.mkdir(parents=True)
+    (folder / "handler.py").write_text(handler, encoding="utf-8")
+    (folder / "weights.bin").write_bytes(b"none")
+    (folder / "model-config.yaml").write_text(CONFIG, encoding="utf-8")
+    write_archive(
+        name,
+        version="1.0",
+        artifact=folder / "weights.bin",
+        handler=str(folder / "handler.py"),
+        output_dir=store,
+        extra_files=others,
+        config_file=folder / "model-config.yaml",
+    )
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    root = tmp_path_factory.mktemp("forks")
+    source = SOURCES / "forked"
+    text = (source / "handler.py").read_text(encoding="utf-8")
+    # What sets variables is started afresh, for they may be meant for torch: text, not a meaning.
+    fresh = text + "\n# os.environ\n"
+    without_variables = text.replace("os.environ.items()", "vars(os)['en' 'viron'].items()")
+    build(root / "store", "forked", without_variables, source / "tabnanny.py")
+    build(root / "store", "fresh", fresh, source / "tabnanny.py")
+    build(root / "store", "torchless", "def handle(data, context):\n    return data and ['ok']\n")
+    with running(root / "state", root / "store", "--models=torchless") as server:
+        yield server
+
+
+def fork_server(server: LiveServer) -> int | None:
+    """Return the process id of a server's fork server."""
+    for pid in descendants(server.pid):
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+        if b"--fork-server" in command and os.getsid(pid) == pid:
+            workers = [
+                worker["pid"]
+                for model in server.management.get("/models").json()["models"]
+                for worker in server.describe(model["modelName"])["workers"]
+            ]
+            if pid not in workers:
+                return pid
+    return None
+
+
+def describe(server: LiveServer, model: str) -> dict[str, Any]:
+    answer = server.predict(model)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def test_a_server_whose_handlers_need_no_torch_has_no_fork_server(server: LiveServer) -> None:
+    assert server.predict("torchless").text == "ok"
+    assert fork_server(server) is None
+
+
+def test_a_forked_worker_is_as_one_that_was_started_afresh(server: LiveServer) -> None:
+    server.register_all("forked", "fresh")
+    fork = fork_server(server)
+    assert fork is not None
+    forked, fresh = describe(server, "forked"), describe(server, "fresh")
+    assert b"--fork-server" in Path(f"/proc/{forked['pid']}/cmdline").read_bytes()
+    assert b"--fork-server" not in Path(f"/proc/{fresh['pid']}/cmdline").read_bytes()
+    assert forked["same"] == fresh["same"]
+    assert forked["same"]["parent"] == server.pid
+    assert forked["same"]["torch_threads"] == forked["same"]["blas_threads"] == 2
+    assert forked["same"]["dies_with_parent"] == signal.SIGKILL
+    for each in (forked, fresh):
+        assert each["imported_by"] == each["pid"]
+        assert each["own_module"] == "the archive"
+    assert len(list(Path(f"/proc/{fork}/task").iterdir())) == 1
+
+
+def test_two_forked_workers_draw_other_numbers(server: LiveServer) -> None:
+    draws = [describe(server, "forked")["draws"]]
+    replace_worker(server, "forked")
+    draws.append(describe(server, "forked")["draws"])
+    assert not set(draws[0]) & set(draws[1])
+
+
+def replace_worker(server: LiveServer, model: str) -> None:
+    (pid,) = server.worker_pids(model)
+    os.kill(pid, signal.SIGKILL)
+    poll(lambda: server.worker_pids(model) not in ([], [pid]), "its worker is replaced", 60)
+
+
+def test_how_a_forked_worker_ended_is_told(server: LiveServer) -> None:
+    (pid,) = server.worker_pids("forked")
+    assert server.predict("forked", b"exit 3").status_code == 500
+    assert server.predict("forked", b"exit 137").status_code == 507  # as a shell tells of a kill
+    assert not is_alive(pid) and not Path(f"/proc/{pid}").exists()
+
+
+def test_what_a_worker_leaves_behind_is_reaped(server: LiveServer) -> None:
+    orphan = server.predict("forked", b"leave an orphan").json()
+    poll(lambda: not Path(f"/proc/{orphan}").exists(), "the orphan is reaped", 5)
+
+
+def test_workers_go_on_without_the_fork_server_and_one_is_started_again(
+    server: LiveServer,
+) -> None:
+    first, before = fork_server(server), server.worker_pids("forked")
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    assert server.predict("forked").status_code == 200
+    assert server.worker_pids("forked") == before
+    poll(lambda: "workers are started afresh" in server.log, "the server takes note")
+    replace_worker(server, "forked")
+    replace_worker(server, "forked")
+    assert fork_server(server) not in (None, first)
+
+
+def test_an_archive_with_a_module_that_is_imported_already_gets_its_own(
+    server: LiveServer,
+) -> None:
+    handler = "import torch, timeit\ndef handle(data, context): return data and [timeit.WHOSE]\n"
+    own = server.store / "timeit.py"
+    own.write_text(
+        "WHOSE = 'mine'\ndefault_timer = default_repeat = Timer = None\n", encoding="utf-8"
+    )
+    assert fork_server(server) is not None
+    build(server.store, "shadows", handler, own)
+    server.register_all("shadows")
+    assert server.predict("shadows").text == "mine"
+    (pid,) = server.worker_pids("shadows")
+    assert b"--fork-server" not in Path(f"/proc/{pid}/cmdline").read_bytes()
+    assert "the archive has modules named timeit" in server.log
+
+
+def test_nothing_is_forked_where_the_setting_says_so(
+    server: LiveServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "environment", lambda: {**environment(), **OFF})
+    with running(tmp_path / "state", server.store, "--models=forked") as other:
+        assert describe(other, "forked")["same"]["parent"] == other.pid
+        assert fork_server(other) is None
+
+
+def test_all_end_with_a_server_that_is_killed(server: LiveServer, tmp_path: Path) -> None:
+    killed = start_server(tmp_path / "state", server.store, "--models=forked")
+    children = descendants(killed.pid)
+    assert fork_server(killed) in children and len(children) == 2
+    killed.signal(signal.SIGKILL)
+    assert killed.wait() == -signal.SIGKILL
+    poll(lambda: not any(map(is_alive, children)), "workers and fork server end", 5)
+    killed.close_clients()
+
+
+TORCH = ("torch",)
+
+
+@pytest.mark.parametrize(
+    ("source", "modules"),
+    [
+        ("import torch\n", TORCH),
+        ("from ts.torch_handler.base_handler import BaseHandler\n", TORCH),
+        ("from modelyard.handlers import VisionHandler\n", TORCH),
+        ("from transformers import pipeline\n", TORCH),
+        ("import onnxruntime\n", None),
+        ("from modelyard.handlers import BadInput\n", None),
+        ("import os, torch\nos.environ['KMP_BLOCKTIME'] = '1'\n", None),
+    ],
+)
+def test_what_is_imported_before_a_fork_is_read_from_the_handler(
+    tmp_path: Path, source: str, modules: tuple[str, ...] | None
+) -> None:
+    build(tmp_path, "model", f"{source}\ndef handle(data, context):\n    return data\n")
+    with open_archive(tmp_path / "model.mar") as archive:
+        own, built_in = choose_preload(archive, "handler.py"), choose_preload(archive, "text")
+    assert (own.modules if own else None) == modules
+    assert built_in is not None and built_in.modules == TORCH and "handler" in built_in.own
