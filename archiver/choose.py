@@ -208,9 +208,14 @@ _WORDS = {
 
 
 def _inputs_of(signature: Signature) -> set[str]:
-    """Return what the inputs may be: text, its cache, an image, sound, a series, numbers."""
+    """Return what the inputs may be: text, its cache, an image, sound, a series, numbers.
+
+    Complex ones are none of these.
+    """
     if signature.has_cache:
         return {"text and its cache"}
+    if any(spec.view for spec in signature.inputs):
+        return set()
     whole = [spec for spec in signature.inputs if not spec.is_float]
     real = [spec for spec in signature.inputs if spec.is_float]
     has_ids = len(whole) == 1 or any(spec.name in TOKEN_IDS for spec in whole)
@@ -239,6 +244,8 @@ def _is_long(spec: TensorSpec) -> bool:
 
 def _outputs_of(signature: Signature) -> set[str]:
     """Return what the outputs may be, of `_WORDS`."""
+    if any(spec.view for spec in signature.outputs):
+        return set()
     shapes = [spec.shape for spec in signature.outputs]
     dims = [len(shape) for shape in shapes]
     if dims[:2] == [3, 3] and shapes[1][2] == 4:

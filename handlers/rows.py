@@ -262,5 +262,7 @@ def _numpy_dtype(spec: TensorSpec) -> np.dtype[Any]:
 
 def _refuse(spec: TensorSpec, seen: str) -> NoReturn:
     shape = f" of shape [{', '.join(map(str, spec.shape[1:]))}]" if spec.dtype else ""
-    dtype = spec.dtype or "float32"
-    raise BadInput(f'input "{spec.name}" holds {seen}; expected {dtype} numbers{shape}')
+    expected = f"{spec.dtype or 'float32'} numbers{shape}"
+    if spec.view:
+        expected += f": {spec.view} as [real, imaginary]"
+    raise BadInput(f'input "{spec.name}" holds {seen}; expected {expected}')

@@ -160,6 +160,16 @@ def test_a_row_holds_only_values_that_are_stated(
         assert str(caught.value) == problem
 
 
+@pytest.mark.parametrize(
+    "value", [[0.5] * 4, [[0.5, 1]] * 3, ["0.5+1j"] * 4], ids=["real", "too few", "text"]
+)
+def test_a_complex_row_is_pairs_of_numbers(value: Any) -> None:
+    (spec,) = parse_inputs(["wave:complex64[batch,4]"]).inputs
+    assert read_numbers(spec, [[0.5, 1]] * 4).shape == (4, 2)
+    with pytest.raises(BadInput, match=r"of shape \[4, 2\]: complex64 as \[real, imaginary\]"):
+        read_numbers(spec, value)
+
+
 def test_a_dim_has_one_size_in_a_request() -> None:
     specs = parse_inputs(["a:float32[batch,n]", "b:float32[batch,n]"]).inputs
     with pytest.raises(BadInput, match='input "b" has n=3, another 2; expected one size'):

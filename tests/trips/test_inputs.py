@@ -1,6 +1,7 @@
 """Inputs as they are: graphs, packed sequences, and models that only real inputs fit."""
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from PIL import Image
 from torch import nn
 
 from modelyard.archiver import open_archive, write_archive
+from modelyard.archiver.choose import choose
+from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.report import read_report
 from modelyard.archiver.verify import Check, verify_archive
 from modelyard.exporter import ModelError, UsageError, export
 from modelyard.exporter.bench.plan import read_signature
@@ -65,6 +69,18 @@ class Known(nn.Module):
         if not torch.compiler.is_compiling() and not bool((x.sum(1) == 1).all()):
             raise ValueError("rows must sum to 1")
         return self.layer(x)
+
+
+class Spectrum(nn.Module):
+    '''A filter in the domain of frequencies, and its power.'''
+
+    def __init__(self):
+        super().__init__()
+        self.gain = nn.Parameter(torch.randn(64, dtype=torch.complex64))
+
+    def forward(self, spectrum):
+        filtered = spectrum * self.gain
+        return filtered, filtered.abs().square().sum(1)
 """
 GRAPH = ["x:float32[nodes=2..7,4]", "edge_index:int64[2,edges=2..9]<nodes"]
 PACKED = ["ids:int64[batch=1..4,length=2..5]<20", "lengths:int64[batch]=1..length"]
@@ -85,7 +101,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("inputs")
     (folder / "nets.py").write_text(NETS)
     torch.manual_seed(0)
-    for name in ("Graph", "Packed", "Known"):
+    for name in ("Graph", "Packed", "Known", "Spectrum"):
         torch.save(net(name).state_dict(), folder / f"{name}.ckpt")
     parts = np.random.default_rng(0).integers(0, 9, 3) / 8
     np.savez(folder / "known.npz", x=np.stack([parts, 1 - parts], 1))
@@ -132,6 +148,36 @@ def test_a_graph_is_exported_archived_and_answered(folder: Path) -> None:
 
     takes = ["x:float32[nodes=2..7,4]", "edge_index:int64[2,edges=2..9]<nodes"]
     assert describe(archive)["takes"] == describe(reports[0].artifact)["takes"] == takes
+    checks = verified(archive)
+    assert checks["golden 0"].result == "answered as expected"
+    assert f"agree in {reports[1].parity.cases} cases" in checks["parity"].result
+
+
+def test_complex_numbers_are_exported_archived_and_answered_as_pairs(folder: Path) -> None:
+    reports = run(folder, "Spectrum", ["spectrum:complex64[batch,64]"],
+                  output_names=["filtered", "power"])  # fmt: skip
+    takes, gives = "spectrum:complex64[batch=1..8,64]", "filtered:complex64[batch=1..8,64]"
+    for report in reports:
+        assert list(map(str, report.signature.inputs)) == [takes]
+        assert str(report.signature.outputs[0]) == gives
+    pairs = torch.randn(64, 2)
+    with torch.no_grad():
+        filtered, power = net("Spectrum", folder)(torch.view_as_complex(pairs)[None])
+    answer = {"filtered": torch.view_as_real(filtered[0]).tolist(), "power": power.item()}
+    (folder / "pairs.json").write_text(json.dumps(pairs.tolist()))
+    (folder / "filtered.json").write_text(json.dumps(answer))
+    with pytest.raises(CannotArchive, match=f"made for it: the model takes {re.escape(takes)}"):
+        choose("auto", read_report(reports[0].artifact), None, [])
+
+    archive = write_archive(
+        "spectrum",
+        version="1.0",
+        artifact=reports[1].artifact,
+        handler="base_handler",
+        examples=[f"{folder / 'pairs.json'}={folder / 'filtered.json'}"],
+        output_dir=folder / "store",
+    )
+
     checks = verified(archive)
     assert checks["golden 0"].result == "answered as expected"
     assert f"agree in {reports[1].parity.cases} cases" in checks["parity"].result
