@@ -123,12 +123,12 @@ def read_records(records: object) -> Iterator[Record]:
     for record in records if isinstance(records, list) else ():
         try:
             yield Record(
-                name=str(record["name"]),
-                value=float(record["value"]),
-                unit=str(record["unit"]),
-                kind=str(record["type"]).lower(),
-                dimensions={str(k): str(v) for k, v in record["dimensions"].items()},
-                request_id=str(record.get("request_id") or ""),
+                str(record["name"]),
+                float(record["value"]),
+                str(record["unit"]),
+                str(record["type"]).lower(),
+                {str(k): str(v) for k, v in record["dimensions"].items()},
+                str(record.get("request_id") or ""),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             logger.warning("a record of a worker cannot be read (%r): %.200r", error, record)

@@ -275,7 +275,11 @@ class Pool:
         """Return how many jobs wait inside workers, where these count as queued."""
         if not self.policy.counts_handed_over:
             return 0
-        return sum(len(worker.flight) - worker.running for worker in self.workers)
+        count = 0
+        for slot in self.slots:  # asked for every request
+            if slot.worker is not None:
+                count += len(slot.worker.flight) - slot.worker.running
+        return count
 
     def batch_s(self, kind: int) -> float:
         """Return a running mean of how long a worker is busy with a batch; 0 while unknown."""

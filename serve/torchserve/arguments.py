@@ -57,7 +57,10 @@ def _parser() -> argparse.ArgumentParser:
         help="what to load: [NAME=]LOCATION …, or ALL for the whole model store",
     )
     add("--ts-config", help="configuration file; default: config.properties, where there is one")
-    add("--log-config", help="accepted; log4j configuration has no effect")
+    add(
+        "--log-config",
+        help="log4j 2's XML or properties: levels, appenders, patterns and rotation are followed",
+    )
     add("--cpp-log-config", help="accepted; there is no C++ backend")
     add(
         "--no-config-snapshots",

@@ -131,7 +131,7 @@ WITHOUT_EFFECT = {
     "prefer_direct_buffer": _NO_JAVA,
     "system_metrics_cmd": "the server measures the system itself",
     "use_native_io": _NO_JAVA,
-    "vmargs": _NO_JAVA,
+    "vmargs": f"{_NO_JAVA}; only -Dlog4j.configurationFile is read",
     "workflow_store": "workflows are not served",
 }
 """Keys that are accepted, and why nothing follows from them."""

@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
+from functools import lru_cache
 from typing import NamedTuple
 from zoneinfo import ZoneInfo
 
@@ -75,11 +76,18 @@ class DateFormat:
             else:
                 pieces[-1] += text
         self._pieces = pieces
-        self._second = -1
+        self._at = self._second = -1
+        self._text = ""
         self._written: list[str] = []
 
     def at(self, milliseconds: int) -> str:
         """Return the date of a time since the epoch."""
+        if milliseconds != self._at:
+            self._at = milliseconds
+            self._text = self._make(milliseconds)
+        return self._text
+
+    def _make(self, milliseconds: int) -> str:
         second, rest = divmod(milliseconds, 1000)
         if second != self._second:
             self._second = second
@@ -127,6 +135,12 @@ def _date(piece: str, second: int, zone: ZoneInfo | None) -> str:
     return datetime.fromtimestamp(second, zone).strftime(piece)
 
 
+@lru_cache(maxsize=64)
+def _date_format(pattern: str, zone: str | None) -> DateFormat:
+    """Return a date that layouts share, so that each time is written once."""
+    return DateFormat(pattern, zone)
+
+
 class Said(NamedTuple):
     """What a layout may show of a record beside its message and time."""
 
@@ -139,20 +153,17 @@ class Around:
     """What stands before and after the messages of one source of records."""
 
     def __init__(self, before: list[str | Callable[[int], str]], after: str) -> None:
-        self._before = before
         self._after = after
-        self._at = -1
-        self._texts = "", ""
+        texts = [each for each in before[:1] if isinstance(each, str)]
+        self._head = "".join(texts)
+        self._rest = before[len(texts) :]
 
     def at(self, milliseconds: int) -> tuple[str, str]:
         """Return both for messages of this time."""
-        if milliseconds != self._at:
-            self._at = milliseconds
-            before = "".join(
-                part if isinstance(part, str) else part(milliseconds) for part in self._before
-            )
-            self._texts = before, self._after
-        return self._texts
+        text = self._head
+        for part in self._rest:
+            text += part if isinstance(part, str) else part(milliseconds)
+        return text, self._after
 
 
 class Layout:
@@ -229,7 +240,7 @@ class Layout:
         pattern = options[0] if options and options[0] else "DEFAULT"
         zone = options[1] if len(options) > 1 else None
         try:
-            return DateFormat(self._dates.get(pattern, pattern), zone)
+            return _date_format(self._dates.get(pattern, pattern), zone)
         except BadPattern as error:
             warn(f"%d: {error}; it is written as ISO 8601")
             return DateFormat("ISO8601")

@@ -120,6 +120,7 @@ class TorchServeMetrics:
             self._hostname, declared, self.auto_detect, frozenset(self._families)
         )
         self._statuses = {each: self._meter(f"Requests{each}XX", {}) for each in (2, 4, 5)}
+        self._thread_time = self._meter("WorkerThreadTime", {})
         self._inferences: dict[tuple[str, str | None], Inferences] = {}
         self._interval_s = settings.metric_time_interval
         self._collects = not settings.disable_system_metrics
@@ -208,8 +209,8 @@ class TorchServeMetrics:
                 self._handlers.record(record)
             elif self._model_lines is not None:
                 self._model_lines.put(self._record_line, record)
-            if record.name == "PredictionTime":
-                self.add("WorkerThreadTime", max(0.0, seconds * 1e3 - record.value))
+            if record.name == "PredictionTime" and self._thread_time is not None:
+                self._add(self._thread_time, max(0.0, seconds * 1e3 - record.value))
 
     def _record_line(self, second: int, record: Record) -> Sequence[str]:
         start, end = self._around(

@@ -22,6 +22,7 @@ from modelyard.serve.settings import Settings
 from modelyard.serve.torchserve import TORCHSERVE_VERSION, launcher
 from modelyard.serve.torchserve.arguments import parse_command_line
 from modelyard.serve.torchserve.configuration import Configuration, load_configuration
+from modelyard.serve.torchserve.log4j import find_log_config, read_log_config
 from modelyard.serve.torchserve.log_config import default_config
 from modelyard.serve.torchserve.logs import Logs
 from modelyard.serve.torchserve.settings import TorchServeSettings
@@ -37,7 +38,7 @@ def main() -> int:
         configuration = load_configuration(options, os.environ, Path.cwd())
         own = configuration.dialect
         _claim(configuration.settings.state_dir)
-        logs = _open_logs(own)
+        logs, unfollowed = _open_logs(options.log_config, own)
     except StartError as error:
         _print(f"Invalid configuration: {error}")
         return 1
@@ -48,9 +49,7 @@ def main() -> int:
     if own.number_of_gpu is not None:
         limit_gpus(own.number_of_gpu)
     logs.start()
-    if options.log_config:
-        logger.warning("--log-config has no effect: log4j is a Java library")
-    for notice in configuration.notices:
+    for notice in (*unfollowed, *configuration.notices):
         logger.warning("%s", notice)
     logger.info("\n%s", "\n".join(_describe(configuration, own)))
     logger.info("gRPC is not served: its ports, 7070 and 7071 in TorchServe, stay closed")
@@ -102,9 +101,14 @@ def _claim(folder: Path) -> None:
         raise StartError(f"{folder} belongs to somebody else; set TEMP to a folder of your own")
 
 
-def _open_logs(own: TorchServeSettings) -> Logs:
+def _open_logs(option: str | None, own: TorchServeSettings) -> tuple[Logs, list[str]]:
+    """Open what is logged to; return also what of a log4j configuration is not followed."""
+    config, unfollowed = default_config(own.log_dir, own.metrics_dir), list[str]()
+    file = find_log_config(option, own.properties.get("vmargs", ""), own.directory)
+    if file is not None:
+        config, unfollowed = read_log_config(file, os.environ, own.directory)
     try:
-        return Logs(default_config(own.log_dir, own.metrics_dir))
+        return Logs(config), unfollowed
     except OSError as error:
         raise StartError(
             f"cannot write logs to {error.filename}: {error.strerror}; LOG_LOCATION and "
