@@ -22,6 +22,7 @@ from modelyard.serve.control.restore import restore
 from modelyard.serve.control.state import StateDir, write_json
 from modelyard.serve.errors import ServeError, StartError
 from modelyard.serve.log import log_to_stderr
+from modelyard.serve.memory import Memory
 from modelyard.serve.settings import Settings
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,9 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         gc.freeze()
         logger.info("ready: %s", about)
         report({"event": "ready", **about, "warnings": warnings})
+        memory = Memory()
         await stop.first.wait()
+        memory.stop()
         await _drain(server, settings.drain_timeout_s, stop.second)
     finally:
         await _end(server, state)

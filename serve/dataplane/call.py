@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic
 from typing import NamedTuple, Protocol
 
+from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.errors import StreamBroken
 
 PREDICT, EXPLAIN = 0, 1
@@ -52,14 +53,14 @@ class Stream:
     def __init__(self, has_left: HasLeft | None, cancel: Callable[[], None]) -> None:
         self._has_left = has_left
         self._cancel = cancel
-        self._chunks: deque[bytes] = deque()
+        self._chunks: deque[Payload] = deque()
         self._size = 0
         self._arrived = asyncio.Event()
         self._is_complete = False
         self._is_closed = False
         self._error: Exception | None = None
 
-    def put(self, chunk: bytes, is_last: bool = False) -> None:
+    def put(self, chunk: Payload, is_last: bool = False) -> None:
         """Add what the worker sent."""
         self._is_complete |= is_last
         if not self._is_closed:
@@ -84,7 +85,7 @@ class Stream:
             if not self._is_complete:
                 self._cancel()
 
-    async def read(self) -> AsyncIterator[bytes]:
+    async def read(self) -> AsyncIterator[Payload]:
         """Yield the chunks as they come, until the last one or until the client has left.
 
         Raises:
@@ -110,7 +111,7 @@ class Reply(NamedTuple):
 
     status: int
     headers: bytes
-    body: bytes | Stream
+    body: Payload | Stream
     queue_us: int = 0
     """How long the call waited at the worker before its batch began; 0 in a streamed answer."""
     handler_us: int = 0
@@ -204,7 +205,7 @@ class Call:
         "taken_at",
         "timeout_s",
     )
-    parts: list[bytes]
+    parts: Sequence[Buffer]
     """The body as it arrived."""
     queued_at: float
     """When the body was whole, by `time.monotonic()`; the loop's clock counts milliseconds."""
@@ -235,12 +236,12 @@ class Call:
         self.stream: Stream | None = None
         """Once the first chunk of its answer has come."""
 
-    def put(self, parts: list[bytes]) -> None:
+    def put(self, parts: Sequence[Buffer]) -> None:
         """Queue it with its body; its queue was asked just now."""
         self.arrived(parts, monotonic())
         self.model.batchers[self.kind].put(self)
 
-    def submit(self, parts: list[bytes]) -> None:
+    def submit(self, parts: Sequence[Buffer]) -> None:
         """Queue it with its body; a refusal is its reply."""
         self.arrived(parts, monotonic())
         starting = self.model.start_explainers() if self.kind == EXPLAIN else None
@@ -257,7 +258,7 @@ class Call:
         except Exception as error:
             self.sink.set_exception(error)
 
-    def arrived(self, parts: list[bytes], now: float) -> None:
+    def arrived(self, parts: Sequence[Buffer], now: float) -> None:
         """Take the body; the time that the client gives begins."""
         self.parts = parts
         self.queued_at = self.taken_at = now

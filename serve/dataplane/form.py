@@ -6,13 +6,15 @@ from email.message import Message
 
 import python_multipart
 
+from modelyard.serve.dataplane.wire import Payload
+
 MAX_PARTS = 1000
 """Of one form; a million of them would hold a worker for a minute. Netty takes 128."""
 MAX_CONTENT_TYPE = 1000
 """Characters of the Content-Type of a form, whose parameters take quadratic time to read."""
 
 
-def read_parts(content_type: str, body: bytes) -> list[tuple[Message, bytearray]]:
+def read_parts(content_type: str, body: Payload) -> list[tuple[Message, bytearray]]:
     """Return the headers and the content of each part.
 
     Raises:
@@ -59,7 +61,7 @@ def read_parts(content_type: str, body: bytes) -> list[tuple[Message, bytearray]
                 "on_end": lambda: ends.append(True),
             },
         )
-        parser.write(body)
+        parser.write(body)  # type: ignore[arg-type]  # whatever has bytes
         parser.finalize()
     except (python_multipart.exceptions.FormParserError, UnicodeEncodeError) as error:
         raise ValueError(f"the multipart body cannot be read: {error}") from error

@@ -31,6 +31,8 @@ PROTOCOL = 3
 COUNT = struct.Struct("<I")
 HEAD = struct.Struct("<IHHIIII")
 
+RECEIVE_BYTES = 1 << 18
+"""Of one receive. A payload of which more is missing is received in its own place."""
 MAX_ITEMS = 4096
 """Items in one frame; more is a broken or hostile peer."""
 
@@ -68,6 +70,10 @@ UNREAD = 4
 """Nobody waits for the answer, so the job was not run, or not to its end."""
 
 
+Payload = bytes | bytearray
+Buffer = Payload | memoryview
+
+
 class WireError(Exception):
     """The peer sent bytes that are not a frame; the connection cannot be used any further."""
 
@@ -79,7 +85,8 @@ class Item(NamedTuple):
     code: int
     flags: int
     meta: bytes
-    body: bytes
+    body: Payload
+    """A bytearray is nobody else's."""
     queue_us: int = 0
     handler_us: int = 0
 
@@ -92,7 +99,7 @@ class Frame:
     def __init__(self) -> None:
         self._count = 0
         self._heads: list[bytes] = []
-        self._payloads: list[bytes] = []
+        self._payloads: list[Buffer] = []
 
     def add(
         self,
@@ -100,7 +107,7 @@ class Frame:
         code: int,
         flags: int,
         meta: bytes,
-        parts: Sequence[bytes],
+        parts: Sequence[Buffer],
         queue_us: int = 0,
         handler_us: int = 0,
     ) -> None:
@@ -114,7 +121,7 @@ class Frame:
     def __len__(self) -> int:
         return self._count
 
-    def buffers(self) -> list[bytes]:
+    def buffers(self) -> list[Buffer]:
         """Return the frame's buffers in the order in which they are sent."""
         return [COUNT.pack(self._count), *self._heads, *self._payloads]
 
@@ -164,14 +171,34 @@ def unpack_meta(meta: bytes) -> list[bytes]:
 class Decoder:
     """Bytes as they arrive → whole frames.
 
+    What arrives whole is cut out of the bytes that came. Of a frame that comes in pieces each body
+    is put together in a buffer of its own, of the length that its head says: `room` is where the
+    next bytes belong, so that a reader can receive them there and nothing is copied.
+
     Args:
         max_body: the longest body accepted, in bytes.
     """
 
     def __init__(self, max_body: int) -> None:
         self._max_body = max_body
-        self._pending = bytearray()
-        self._needed = COUNT.size
+        self._pending = b""
+        """The beginning of a frame, up to a part of its heads."""
+        self._begun: _Begun | None = None
+        """A frame whose heads are there."""
+
+    @property
+    def room(self) -> memoryview | None:
+        """Where the next bytes belong; None outside of a payload."""
+        return self._begun.room if self._begun is not None else None
+
+    def filled(self, count: int) -> list[list[Item]]:
+        """Take note of so many bytes in `room`; return the frame that they complete."""
+        begun = self._begun
+        assert begun is not None
+        if not begun.advance(count):
+            return []
+        self._begun = None
+        return [begun.items]
 
     def feed(self, data: bytes) -> list[list[Item]]:
         """Return the frames that `data` completes, in order.
@@ -179,47 +206,112 @@ class Decoder:
         Raises:
             WireError: the bytes are not a frame or exceed a limit.
         """
-        source: bytes | bytearray = data
-        if self._pending:
-            self._pending += data
-            if len(self._pending) < self._needed:
-                return []
-            source = self._pending
         frames, start = [], 0
-        while (parsed := self._parse(source, start)) is not None:
-            frame, start = parsed
-            frames.append(frame)
-        if self._pending or start < len(source):
-            self._pending = bytearray(source[start:])
+        if self._begun is not None:
+            start = self._begun.take(data, 0)
+            if not self._begun.is_whole:
+                return []
+            frames.append(self._begun.items)
+            self._begun = None
+        elif self._pending:
+            data = self._pending + data
+            self._pending = b""
+        end = len(data)
+        while start < end:
+            heads = self._heads(data, start)
+            if heads is None:
+                self._pending = data[start:]
+                break
+            at = start + COUNT.size + len(heads) * HEAD.size
+            if end - at < sum(head[-2] + head[-1] for head in heads):
+                self._begun = _Begun(heads)
+                self._begun.take(data, at)
+                break
+            items = []
+            for id, code, flags, queue_us, handler_us, meta_length, body_length in heads:
+                body_at = at + meta_length
+                start = body_at + body_length
+                item = Item(
+                    id, code, flags, data[at:body_at], data[body_at:start], queue_us, handler_us
+                )
+                items.append(item)
+                at = start
+            frames.append(items)
         return frames
 
-    def _parse(self, source: bytes | bytearray, start: int) -> tuple[list[Item], int] | None:
-        """Return the frame at `start` and its end, or None and note how many bytes it needs."""
-        have = len(source) - start
-        self._needed = COUNT.size
-        if have < self._needed:
+    def _heads(self, data: bytes, start: int) -> list[tuple[int, ...]] | None:
+        """Return the heads of the frame at `start`, None where they are not there yet."""
+        at = start + COUNT.size
+        if len(data) < at:
             return None
-        (count,) = COUNT.unpack_from(source, start)
+        (count,) = COUNT.unpack_from(data, start)
         if not 0 < count <= MAX_ITEMS:
             raise WireError(f"a frame of {count} items; 1 to {MAX_ITEMS} are allowed")
-        self._needed += count * HEAD.size
-        if have < self._needed:
+        if len(data) < at + count * HEAD.size:
             return None
-        at = start + self._needed
-        heads = [HEAD.unpack_from(source, start + COUNT.size + i * HEAD.size) for i in range(count)]
+        heads = [HEAD.unpack_from(data, at + i * HEAD.size) for i in range(count)]
         for *_, meta_length, body_length in heads:
             if meta_length + body_length > self._max_body:
                 raise WireError(
                     f"an item of {meta_length + body_length} bytes; {self._max_body} are allowed"
                 )
-            self._needed += meta_length + body_length
-        if have < self._needed:
-            return None
-        items = []
-        for id, code, flags, queue_us, handler_us, meta_length, body_length in heads:
-            body_at = at + meta_length
-            end = body_at + body_length
-            meta, body = bytes(source[at:body_at]), bytes(source[body_at:end])
-            items.append(Item(id, code, flags, meta, body, queue_us, handler_us))
-            at = end
-        return items, at
+        return heads
+
+
+class _Begun:
+    """A frame whose payloads come in pieces.
+
+    Attributes:
+        items: what is whole of it.
+        room: where the next bytes belong.
+        is_whole: whether all is there.
+    """
+
+    def __init__(self, heads: list[tuple[int, ...]]) -> None:
+        self.items: list[Item] = []
+        self.is_whole = False
+        self._heads = heads
+        self._meta: bytes | None = None
+        """Of the item that comes, once it is there."""
+        self._payload = bytearray()
+        self.room = memoryview(self._payload)
+        self._open()
+
+    def _open(self) -> None:
+        """Make room for the next payload, passing over those of no bytes."""
+        while not self.is_whole:
+            head = self._heads[len(self.items)]
+            self._payload = bytearray(head[-2] if self._meta is None else head[-1])
+            self.room = memoryview(self._payload)
+            if self._payload:
+                return
+            self._close()
+
+    def _close(self) -> None:
+        """Take the payload that has come."""
+        self.room.release()
+        if self._meta is None:
+            self._meta = bytes(self._payload)
+            return
+        id, code, flags, queue_us, handler_us, _, _ = self._heads[len(self.items)]
+        self.items.append(Item(id, code, flags, self._meta, self._payload, queue_us, handler_us))
+        self._meta = None
+        self.is_whole = len(self.items) == len(self._heads)
+
+    def advance(self, count: int) -> bool:
+        """Take note of so many bytes in `room`, and return whether all is there."""
+        self.room = self.room[count:]
+        if not self.room:
+            self._close()
+            self._open()
+        return self.is_whole
+
+    def take(self, data: bytes, start: int) -> int:
+        """Copy what belongs here of `data` from `start`; return where that ends."""
+        source = memoryview(data)
+        while not self.is_whole and start < len(data):
+            count = min(len(self.room), len(data) - start)
+            self.room[:count] = source[start : start + count]
+            start += count
+            self.advance(count)
+        return start

@@ -51,6 +51,9 @@ REAP_GRACE_S = 0.1
 LINGER_S = 0.5
 """From its end to that of its socket, which a process that it forked may hold open."""
 LOG_TAIL_BYTES = 2000
+SEND_BYTES = 1 << 22
+"""What the kernel may hold for either end, where it allows as much (net.core.wmem_max): with its
+default of 208 KB a body of megabytes takes a wake-up of both processes for every piece."""
 AHEAD_S = 0.004
 """Work that a worker holds, so that it never waits for the server: several of its turns."""
 MOST_AHEAD = 256
@@ -156,7 +159,7 @@ class WorkerPlan:
     """What it imports before; None where each worker is started afresh."""
 
 
-class Worker(asyncio.Protocol):
+class Worker(asyncio.BufferedProtocol):
     """One worker process and the server's end of its socket."""
 
     def __init__(self, pool: Pool, number: int, id: int) -> None:
@@ -165,6 +168,8 @@ class Worker(asyncio.Protocol):
         self._plan = pool.plan
         self._loop = asyncio.get_running_loop()
         self._decoder = wire.Decoder(pool.plan.max_reply_bytes)
+        self._buffer = memoryview(bytearray(wire.RECEIVE_BYTES))
+        self._is_in_room = False
         self._transport: asyncio.Transport | None = None
         self._process: ChildProcess | None = None
         self._output: Output | None = None
@@ -236,6 +241,8 @@ class Worker(asyncio.Protocol):
         log = plan.log_dir / f"{plan.log_stem}-{self.number}.log"
         variables = worker_environment(plan.hidden_variables, plan.variables, plan.threads)
         ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         with contextlib.ExitStack() as undo, theirs:
             undo.callback(ours.close)
             output = self._pool.policy.open_output(log, self.name)
@@ -320,10 +327,20 @@ class Worker(asyncio.Protocol):
         """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)
 
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Return where the next bytes go: a long answer straight into its own place."""
+        room = self._decoder.room
+        self._is_in_room = room is not None and len(room) >= wire.RECEIVE_BYTES
+        return room if room is not None and self._is_in_room else self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
         """Take replies and control messages; a worker that talks nonsense is ended."""
         try:
-            for frame in self._decoder.feed(data):
+            if self._is_in_room:
+                frames = self._decoder.filled(nbytes)
+            else:
+                frames = self._decoder.feed(bytes(self._buffer[:nbytes]))
+            for frame in frames:
                 if frame[0].id == 0:
                     self._control(frame[0])
                 else:
@@ -408,7 +425,7 @@ class Worker(asyncio.Protocol):
         if not self.flight:
             self.is_alone = self.is_reserved = False
 
-    def _chunk(self, id: int, job: Call, status: int, headers: bytes, body: bytes) -> None:
+    def _chunk(self, id: int, job: Call, status: int, headers: bytes, body: wire.Payload) -> None:
         """Pass on a chunk; status and headers go with the first one."""
         if job.stream is None:
             job.stream = Stream(job.has_left, partial(self.cancel, id))

@@ -19,6 +19,7 @@ from typing import Protocol
 
 from modelyard.archiver import ArchiveError
 from modelyard.serve.dataplane.call import Stream, Target
+from modelyard.serve.dataplane.wire import Payload
 from modelyard.serve.errors import (
     BodyTooLarge,
     ServeError,
@@ -137,7 +138,7 @@ class Answers:
 
     def send(
         self, cycle: RequestResponseCycle, id: str, status: int, headers: Headers,
-        body: bytes | Stream,
+        body: Payload | Stream,
     ) -> None:  # fmt: skip
         """Send an answer: in one piece, or by a task where that cannot be done."""
         common = self.begin(cycle, id, status)
@@ -145,7 +146,7 @@ class Answers:
             # What a handler says, of caching for instance, counts.
             own = {name for name, _ in headers}
             common = [pair for pair in common if pair[0] not in own]
-        if isinstance(body, bytes):
+        if not isinstance(body, Stream):
             headers = [*headers, (b"content-length", b"%d" % len(body)), *common]
             if not cycle.send_whole(status, headers, body):
                 cycle.run(_send_parts(cycle, status, headers, body))
@@ -193,7 +194,7 @@ class Answers:
 
 
 async def _send_parts(
-    cycle: RequestResponseCycle, status: int, headers: Headers, body: bytes
+    cycle: RequestResponseCycle, status: int, headers: Headers, body: Payload
 ) -> None:
     await cycle.start(status, headers)
     await cycle.write(body)

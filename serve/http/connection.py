@@ -12,13 +12,14 @@ import asyncio
 import logging
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic
 from typing import Any, Protocol
 from urllib.parse import unquote
 
+from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.errors import (
     BadMessage,
     BodyTooLarge,
@@ -131,11 +132,13 @@ class RequestResponseCycle:
         spelled: names and values in turn, as the client spelled them.
 
     Attributes:
+        length: of the body, where the head says it and it is not in chunks.
         received: bytes of the body so far.
         framing: bytes that came with them and are not part of the body.
         has_left: nobody waits for the answer.
     """
 
+    length = 0
     received = 0
     framing = 0
     is_chunked = False
@@ -150,7 +153,7 @@ class RequestResponseCycle:
     keeps_alive = True
     began = 0.0
     task: asyncio.Task[None]
-    _then: Callable[[list[bytes]], None] | None = None
+    _then: Callable[[Sequence[Buffer]], None] | None = None
     """What gets the body."""
     _is_answer_chunked: bool | None = None
     _missing = 0
@@ -174,11 +177,11 @@ class RequestResponseCycle:
         self.query = query
         self.headers = headers
         self.spelled = spelled
-        self.parts: list[bytes] = []
+        self.parts: list[Buffer] = []
 
     # -- the request -----------------------------------------------------------------------------
 
-    def read_body(self, then: Callable[[list[bytes]], None]) -> None:
+    def read_body(self, then: Callable[[Sequence[Buffer]], None]) -> None:
         """Call `then`, which raises nothing, with the body as it came in parts, once it is whole.
 
         Where it does not come, or is too large, the connection answers.
@@ -196,7 +199,7 @@ class RequestResponseCycle:
             parts, self.parts = self.parts, []
             then(parts or [b""])
 
-    def put(self, body: bytes) -> None:
+    def put(self, body: Buffer) -> None:
         """Take a piece of the body.
 
         Raises:
@@ -253,7 +256,7 @@ class RequestResponseCycle:
         if not self.has_left:
             self._send_head(status, headers)
 
-    async def write(self, body: bytes, is_more: bool = False) -> None:
+    async def write(self, body: Payload, is_more: bool = False) -> None:
         """Send a part of the body.
 
         Raises:
@@ -295,7 +298,7 @@ class RequestResponseCycle:
         self._write(b"".join(lines))
         self.log(status)
 
-    def _send_part(self, body: bytes, is_more: bool) -> None:
+    def _send_part(self, body: Payload, is_more: bool) -> None:
         if self.method == "HEAD":
             pass
         elif self._is_answer_chunked:
@@ -310,16 +313,16 @@ class RequestResponseCycle:
         if not is_more:
             self._complete()
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, data: Payload) -> None:
         self.connection.written += len(data)
         self.transport.write(data)
 
-    def send_whole(self, status: int, headers: Headers, body: bytes) -> bool:
+    def send_whole(self, status: int, headers: Headers, body: Payload) -> bool:
         """Write an answer in one system call; return False where only `start`, `write` will do."""
         head = write_head(status, headers, self.keeps_alive)
         return head is not None and self.send_ready(status, head, body)
 
-    def send_ready(self, status: int, head: bytes, body: bytes) -> bool:
+    def send_ready(self, status: int, head: bytes, body: Payload) -> bool:
         """Write an answer whose head is of `write_head`, as `send_whole` does."""
         if self.connection.writable is not None or self.is_started:
             return False
@@ -465,15 +468,17 @@ class Connection(asyncio.Protocol):
         self.waited_s = 0.0
 
     def _receive(self, data: bytes) -> None:
-        if len(data) <= SLICE_BYTES:
+        if len(data) <= SLICE_BYTES and self.reading is None:
             self._feed(data)
         else:
             rest = memoryview(data)
             while rest:
-                reading = self.reading
-                is_plain = reading is not None and not reading.is_chunked
-                size = len(rest) if is_plain else SLICE_BYTES
-                self._feed(rest[:size])
+                if (reading := self.reading) is not None and not reading.is_chunked:
+                    size = min(len(rest), reading.length - reading.received)
+                    self._put(reading, rest[:size])
+                else:
+                    size = SLICE_BYTES
+                    self._feed(rest[:size])
                 rest = rest[size:]
         answering = self.answering
         if answering is None:
@@ -482,6 +487,13 @@ class Connection(asyncio.Protocol):
             self._begin(answering)  # most bodies are there by now
         elif answering.is_received:
             answering.deliver()
+
+    def _put(self, reading: RequestResponseCycle, data: memoryview) -> None:
+        """Take a piece of a body whose length is known, which the parser would only copy."""
+        reading.put(data)
+        if reading.received == reading.length:
+            self.parser = httptools.HttpRequestParser(self)  # the old one waits for that body
+            self.on_message_complete()
 
     def _feed(self, data: bytes | memoryview) -> None:
         if self.parser is None:
@@ -596,7 +608,8 @@ class Connection(asyncio.Protocol):
             self._queue.append(cycle)
             self.pause_reading()
         limit = self.limits.body_bytes
-        if int(fields.get(b"content-length", 0)) > limit:
+        cycle.length = int(fields.get(b"content-length", 0))
+        if cycle.length > limit:
             raise BodyTooLarge(limit)
 
     def on_body(self, body: bytes) -> None:

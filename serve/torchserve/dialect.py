@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
 from modelyard.archiver import ArchiveError
+from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import (
     BadMessage,
     BodyTooLarge,
@@ -37,7 +38,7 @@ UUID = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
 
 Respond = Callable[[RequestResponseCycle, list[str], bytes, str], Awaitable[Answer]]
 """Called with a request, its path, body and id; what it raises is answered."""
-Begin = Callable[[RequestResponseCycle, list[str], list[bytes], str], bool]
+Begin = Callable[[RequestResponseCycle, list[str], Sequence[Buffer], str], bool]
 """Called before that, with the body in parts; returns whether it has made a call."""
 
 
@@ -82,7 +83,7 @@ class Dialect:
             cycle.read_body(lambda parts: self._with_body(cycle, path, parts, id))
 
     def _with_body(
-        self, cycle: RequestResponseCycle, path: list[str], parts: list[bytes], id: str
+        self, cycle: RequestResponseCycle, path: list[str], parts: Sequence[Buffer], id: str
     ) -> None:
         try:
             if self._begin is not None and self._begin(cycle, path, parts, id):

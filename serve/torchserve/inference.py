@@ -11,6 +11,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from modelyard.serve.api.health import why_not_ready
 from modelyard.serve.api.inference import KINDS, Calls
 from modelyard.serve.api.oip import describe_signature, readiness
@@ -18,6 +20,7 @@ from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Target
 from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import BadRequest, NoSuchRoute, Unavailable
 from modelyard.serve.http.application import Answers, Check, ServerState
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
@@ -90,7 +93,7 @@ class TorchServeInference:
         return None
 
     def _begin(
-        self, cycle: RequestResponseCycle, path: list[str], parts: list[bytes], id: str
+        self, cycle: RequestResponseCycle, path: list[str], parts: Sequence[Buffer], id: str
     ) -> bool:
         """Call the model that an invocation names in its query or form, else the one there is."""
         if path != ["invocations"] or cycle.method == "OPTIONS":
@@ -99,7 +102,7 @@ class TorchServeInference:
         name = name or form_field(cycle.headers, b"".join(parts), "model_name")
         if not (name := name or self._only_model()):
             raise BadRequest("Parameter model_name is required.")
-        cycle.parts = parts  # the call reads them again
+        cycle.parts = list(parts)  # the call reads them again
         self._calls.begin(cycle, id, Target(PREDICT, [name], wire.LEGACY))
         return True
 

@@ -218,7 +218,7 @@ class TorchServeManagement:
             reply = await future
         except Unavailable as error:
             raise Unavailable(NO_WORKER.format(model.name), error.retry_after_s) from error
-        body = reply.body if isinstance(reply.body, bytes) else b""
+        body = bytes(reply.body) if isinstance(reply.body, bytes | bytearray) else b""
         if reply.status != 200:
             fields = wire.unpack_meta(reply.headers)
             return reply.status, list(zip(fields[::2], fields[1::2], strict=True)), body

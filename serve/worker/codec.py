@@ -99,11 +99,11 @@ class Request:
                 value = fields[at + 1]
         return value.decode("latin-1")
 
-    def decode(self, body: bytes, read_json: ReadJson | None = parse_strictly) -> None:
+    def decode(self, body: wire.Payload, read_json: ReadJson | None = parse_strictly) -> None:
         """Fill `row`.
 
         Args:
-            body: as it was sent.
+            body: as it was sent; the handler gets a bytearray as it is, bytes as a copy.
             read_json: None leaves every value a bytearray, text too.
 
         Raises:
@@ -132,7 +132,7 @@ class Request:
         self.row[name] = value
         self._added.setdefault(name, media_type)
 
-    def _decode_form(self, body: bytes) -> None:
+    def _decode_form(self, body: wire.Payload) -> None:
         """Read `name=value&…`; what follows the last `&` counts only with a `=`, as in TorchServe.
 
         `curl -d '{"a": 1}'` sends JSON under this content type: the handler gets an empty row.
@@ -157,7 +157,7 @@ class Request:
                 "",
             )
 
-    def _decode_multipart(self, body: bytes, read_json: ReadJson | None) -> None:
+    def _decode_multipart(self, body: wire.Payload, read_json: ReadJson | None) -> None:
         try:
             parts = read_parts(self._content_type, body)
         except ValueError as error:
@@ -173,13 +173,13 @@ class Request:
             self._add(name, _decode_value(media_type, content, read_json), media_type)
 
 
-def _decode_value(media_type: str, body: bytes | bytearray, read_json: ReadJson | None) -> Any:
+def _decode_value(media_type: str, body: wire.Payload, read_json: ReadJson | None) -> Any:
     """Return a parsed JSON value, a str or a bytearray, by media type.
 
     What cannot be decoded stays a bytearray, as in TorchServe.
     """
     if read_json is None:
-        return bytearray(body)
+        return body if isinstance(body, bytearray) else bytearray(body)
     try:
         if media_type == "application/json":
             return read_json(body)
@@ -187,10 +187,10 @@ def _decode_value(media_type: str, body: bytes | bytearray, read_json: ReadJson 
             return body.decode("utf-8")
     except (ValueError, RecursionError) as error:
         logger.warning("a body of type %s cannot be decoded: %s", media_type, error)
-    return bytearray(body)
+    return body if isinstance(body, bytearray) else bytearray(body)
 
 
-def is_json(body: bytes) -> bool:
+def is_json(body: wire.Payload) -> bool:
     """Return whether bytes are a JSON text."""
     try:
         json.loads(body)

@@ -38,7 +38,8 @@ from modelyard.serve.worker.load import Service
 
 logger = logging.getLogger(__name__)
 
-RECEIVE_BYTES = 1 << 18
+MOST_BUFFERS = 512
+"""In one system call; IOV_MAX is 1024."""
 MAX_BODY = 0xFFFFFFFF
 
 _PACKED = {name: wire.pack_meta([b"content-type", name.encode()]) for name in (JSON, TEXT, BYTES)}
@@ -59,6 +60,7 @@ class Reader:
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
         self._decoder = wire.Decoder(MAX_BODY)
+        self._buffer = memoryview(bytearray(wire.RECEIVE_BYTES))
         self._frames: deque[list[wire.Item]] = deque()
         self.poll_s = 0.0
         """How long `read_arrived` looks for a frame before it sleeps, after a wait as short."""
@@ -99,7 +101,7 @@ class Reader:
     def poll(self) -> None:
         """Take what has arrived, without waiting, and keep it for the next read."""
         try:
-            while self._receive(socket.MSG_DONTWAIT) == RECEIVE_BYTES:
+            while self._receive(socket.MSG_DONTWAIT) >= wire.RECEIVE_BYTES:
                 pass
         except BlockingIOError:
             return
@@ -111,7 +113,7 @@ class Reader:
         not idle, and others that want its core get it.
         """
         began = perf_counter()
-        if self._was_short:
+        if self._was_short and self._decoder.room is None:  # a long body is waited for, in pieces
             while perf_counter() - began < self.poll_s:
                 try:
                     self._receive(socket.MSG_DONTWAIT)
@@ -122,15 +124,38 @@ class Reader:
         self._was_short = perf_counter() - began < self.poll_s
 
     def _receive(self, flags: int) -> int:
-        data = self.connection.recv(RECEIVE_BYTES, flags)
-        if not data:
+        """Receive once, a long body into its own place; return how many bytes came."""
+        room = self._decoder.room
+        if room is not None and len(room) >= wire.RECEIVE_BYTES:
+            count = self.connection.recv_into(room, 0, flags)
+            frames = self._decoder.filled(count)
+        else:
+            count = self.connection.recv_into(self._buffer, 0, flags)
+            frames = self._decoder.feed(bytes(self._buffer[:count]))
+        if not count:
             raise EOFError
-        for frame in self._decoder.feed(data):
+        for frame in frames:
             if frame[0].id == 0 and frame[0].code == wire.CANCEL:
                 self.cancelled.update(wire.decode_control(frame[0])["ids"])
             else:
                 self._frames.append(frame)
-        return len(data)
+        return count
+
+    def send(self, frame: wire.Frame) -> None:
+        """Send a frame; a long one without joining its buffers first."""
+        buffers = frame.buffers()
+        if sum(map(len, buffers)) <= wire.RECEIVE_BYTES:
+            self.connection.sendall(b"".join(buffers))
+            return
+        for start in range(0, len(buffers), MOST_BUFFERS):
+            self._send_some(buffers[start : start + MOST_BUFFERS])
+
+    def _send_some(self, buffers: list[wire.Buffer]) -> None:
+        sent = self.connection.sendmsg(buffers)
+        for buffer in buffers:
+            if sent < len(buffer):
+                self.connection.sendall(memoryview(buffer)[sent:])
+            sent = max(0, sent - len(buffer))
 
 
 class Sender:
@@ -186,7 +211,7 @@ class Sender:
             answer = answer_output(self._context, at, values[at], self._rules)
             headers = {} if self.has_sent else {**answer.headers, **STREAMED}
             frame.add(request.id, answer.status, wire.MORE, pack_headers(headers), [answer.body])
-        self._reader.connection.sendall(b"".join(frame.buffers()))
+        self._reader.send(frame)
         self.has_sent = True
 
     def send(self, batch: Sequence[wire.Item], began_us: int, answers: Sequence[Answer]) -> None:
@@ -204,7 +229,7 @@ class Sender:
             frame.add(item.id, status, flags, pack_headers(headers), [body], queue_us, handler_us)
         self._handler_us.clear()
         add_metrics(frame, self._context)
-        self._reader.connection.sendall(b"".join(frame.buffers()))
+        self._reader.send(frame)
 
 
 def run(reader: Reader, service: Service) -> None:

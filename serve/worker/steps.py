@@ -80,7 +80,7 @@ class Stepping:
             self._step(frame)
         if len(frame):
             add_metrics(frame, self._service.context)
-            reader.connection.sendall(b"".join(frame.buffers()))
+            reader.send(frame)
 
     def _drop_left(self, frame: wire.Frame) -> None:
         left = self._reader.cancelled & self._running.keys()

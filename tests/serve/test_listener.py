@@ -7,17 +7,33 @@ import contextlib
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 import uvloop
 
+from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import StartError
-from modelyard.serve.http.connection import Limits
+from modelyard.serve.http.connection import SLICE_BYTES, Answer, Limits, RequestResponseCycle
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.http.tls import tls_context
 from modelyard.serve.settings import Address
+
+
+class Digests:
+    """Answers with the digest of each body."""
+
+    def accept(self, cycle: RequestResponseCycle) -> None:
+        def answer(parts: Sequence[Buffer]) -> None:
+            digest = sha256(b"".join(parts)).hexdigest().encode()
+            assert cycle.send_whole(200, [(b"content-length", b"64")], digest)
+
+        cycle.read_body(answer)
+
+    def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
+        return 400, [], str(error).encode()
 
 
 class App:
@@ -43,6 +59,31 @@ def left(tmp_path: Path) -> Iterator[tuple[Path, socket.socket]]:
         listening.bind(str(path))
         listening.listen()
         yield path, listening
+
+
+@pytest.mark.parametrize("piece", [1000, SLICE_BYTES - 1, SLICE_BYTES, 50_000, 1 << 20])
+def test_a_long_body_in_any_pieces_is_whole_and_so_is_what_follows_it(piece: int) -> None:
+    bodies = [bytes([at]) * size for at, size in enumerate((100_000, 3, 20_000, 0, 9000))]
+    sent = b"".join(
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (len(body), body)
+        for body in bodies
+    )
+
+    async def scenario() -> None:
+        listener = Listener(Digests(), Address("127.0.0.1", 0))
+        await listener.start()
+        reader, writer = await asyncio.open_connection("127.0.0.1", listener.address.port)
+        for at in range(0, len(sent), piece):
+            writer.write(sent[at : at + piece])
+            await asyncio.sleep(0)
+        for body in bodies:
+            head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
+            assert head.startswith(b"HTTP/1.1 200 ")
+            assert await reader.readexactly(64) == sha256(body).hexdigest().encode()
+        writer.close()
+        await listener.stop_accepting()
+
+    uvloop.run(scenario())
 
 
 def test_the_socket_of_a_killed_server_is_taken_over(left: tuple[Path, socket.socket]) -> None:

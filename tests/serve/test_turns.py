@@ -177,7 +177,7 @@ class Full:
         body = b"%.1f" % cycle.connection.waited_s
         headers = [(b"content-length", b"%d" % len(body))]
 
-        def answer(parts: list[bytes]) -> None:
+        def answer(parts: object) -> None:
             assert cycle.send_whole(status, headers, body)
 
         cycle.read_body(answer)

@@ -35,6 +35,33 @@ def test_frames_survive_arriving_byte_by_byte() -> None:
     assert frames == [ITEMS, ITEMS[:1]]
 
 
+@pytest.mark.parametrize("piece", [1, 7, 100])
+def test_what_is_received_in_its_own_place_is_the_same(piece: int) -> None:
+    sent, frames = TWO_FRAMES, []
+    decoder = wire.Decoder(1000)
+    while sent:
+        if (room := decoder.room) is not None:
+            count = min(piece, len(room), len(sent))
+            room[:count] = sent[:count]
+            frames += decoder.filled(count)
+        else:
+            count = min(piece, len(sent))
+            frames += decoder.feed(sent[:count])
+        sent = sent[count:]
+    assert frames == [ITEMS, ITEMS[:1]]
+
+
+def test_a_body_that_came_in_pieces_is_put_together_once() -> None:
+    decoder = wire.Decoder(1000)
+    sent = encode(wire.Item(1, 0, 0, b"meta", b"x" * 900))
+    assert decoder.feed(sent[:100]) == []
+    assert decoder.room is not None
+    assert len(decoder.room) == len(sent) - 100
+    ((item,),) = decoder.feed(sent[100:])
+    assert (item.body, type(item.body)) == (b"x" * 900, bytearray)
+    assert decoder.room is None
+
+
 def test_a_body_in_parts_arrives_as_one() -> None:
     frame = wire.Frame()
     frame.add(7, 0, 0, b"m", [b"ab", b"", b"cd"])
