@@ -14,14 +14,13 @@ from torch import Tensor
 from modelyard.archiver.handler_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, VOCABULARY_FILE
 from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers.backends import Output
-from modelyard.handlers.base import BaseHandler, Inputs
+from modelyard.handlers.base import BaseHandler, Classifier, Inputs
 from modelyard.handlers.body import body_of, decode_base64
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.folder import read_json_file, read_processor
 from modelyard.handlers.rows import (
-    TopLabels,
     first_output,
     read_flag,
     read_numbers,
@@ -171,25 +170,8 @@ class AudioHandler(BaseHandler):
         return samples.astype(np.float32)
 
 
-class AudioClassifier(AudioHandler):
-    """Answer {"label": probability, …}, the likeliest first; `handler.top_k` says how many."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.top_labels = TopLabels({}, self.label)
-
-    def initialize(self, context: Context) -> None:
-        """Load the archive, its `handler.audio` and its labels."""
-        super().initialize(context)
-        self.top_labels = TopLabels(self.handler_settings, self.label, self.config)
-
-    def postprocess(self, outputs: Output) -> list[Any]:
-        """Turn logits (N, K) into one dict per request."""
-        return self.top_labels(outputs)
-
-    def probabilities(self, scores: Tensor) -> Tensor | None:
-        """Return what `top_labels` gives."""
-        return self.top_labels.probabilities(scores)
+class AudioClassifier(Classifier, AudioHandler):
+    """Serve a classifier of sounds."""
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from modelyard.handlers.explain.explanation import ExplainedModel, Explanation, 
 from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
 from modelyard.handlers.folder import load_label_mapping, read_config
 from modelyard.handlers.packed import open_packed
-from modelyard.handlers.rows import check_stated, read_numbers, stack, whole
+from modelyard.handlers.rows import TopLabels, check_stated, read_numbers, stack, whole
 
 _log = logging.getLogger(__name__)
 
@@ -426,6 +426,30 @@ class BaseHandler:
     def _aggregated(self, explanation: Explanation) -> Explanation:
         summed = tuple(self.aggregate(each) for each in explanation.attributions)
         return replace(explanation, attributions=summed)
+
+
+class Classifier(BaseHandler):
+    """Answer {"label": probability, …}, the likeliest first; `handler.top_k` says how many.
+
+    Beside a class that reads pictures or sounds it stands first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.top_labels = TopLabels({}, self.label)
+
+    def initialize(self, context: Context) -> None:
+        """Load the archive, and how its logits become answers."""
+        super().initialize(context)
+        self.top_labels = TopLabels(self.handler_settings, self.label, self.config)
+
+    def postprocess(self, outputs: Output) -> list[Any]:
+        """Turn logits (N, K) into one dict per request: labels and probabilities, descending."""
+        return self.top_labels(outputs)
+
+    def probabilities(self, scores: Tensor) -> Tensor | None:
+        """Return what `top_labels` gives."""
+        return self.top_labels.probabilities(scores)
 
 
 def _have_rows(specs: Sequence[TensorSpec]) -> bool:

@@ -14,12 +14,11 @@ from torch import Tensor
 from modelyard.archiver.handler_files import FEATURES_FILE
 from modelyard.archiver.signature import fits
 from modelyard.handlers.backends import Output
-from modelyard.handlers.base import BaseHandler
+from modelyard.handlers.base import BaseHandler, Classifier
 from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.rows import TopLabels
 
 _KEYS = ("name", "mean", "std", "values")
 
@@ -37,7 +36,7 @@ class Feature:
     """Text → number, for a feature of texts."""
 
 
-class TabularHandler(BaseHandler):
+class TabularHandler(Classifier):
     """Serve a model of one float input (N, F); `features.json` in the archive names the F features.
 
     A request's body is a JSON object with a value for each feature, {"age": 41, "smoker": "no"},
@@ -48,7 +47,6 @@ class TabularHandler(BaseHandler):
     def __init__(self) -> None:
         super().__init__()
         self.features: tuple[Feature, ...] = ()
-        self.top_labels = TopLabels({}, self.label)
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its `features.json`; refuse what does not fit the model."""
@@ -56,7 +54,6 @@ class TabularHandler(BaseHandler):
         folder = Path(context.system_properties["model_dir"])
         self.features = read_features(folder / FEATURES_FILE)
         self.made_by = FEATURES_FILE
-        self.top_labels = TopLabels(self.handler_settings, self.label, self.config)
         takes = ", ".join(map(str, self.inputs))
         if len(self.inputs) != 1:
             raise LoadError(f"the artifact takes {takes}; the handler tabular serves one input")
@@ -71,11 +68,13 @@ class TabularHandler(BaseHandler):
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Name the outputs where the archive has labels, else give them as numbers."""
-        return super().postprocess(outputs) if self.mapping is None else self.top_labels(outputs)
+        if self.mapping is None:
+            return BaseHandler.postprocess(self, outputs)
+        return super().postprocess(outputs)
 
     def probabilities(self, scores: Tensor) -> Tensor | None:
         """Return what `top_labels` gives where the archive has labels; numbers have none."""
-        return None if self.mapping is None else self.top_labels.probabilities(scores)
+        return None if self.mapping is None else super().probabilities(scores)
 
     def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
         """Return the `mean` of every feature, which the model sees as zeros."""

@@ -11,15 +11,14 @@ from torch import Tensor
 
 from modelyard.archiver.handler_files import TOKEN_IDS, TOKENIZER_FILE
 from modelyard.archiver.signature import UNLIMITED, Dim
-from modelyard.handlers.backends import Output
-from modelyard.handlers.base import BaseHandler, Inputs
+from modelyard.handlers.base import Classifier, Inputs
 from modelyard.handlers.body import body_of, decode_text, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import token_page
 from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.rows import TopLabels, read_section
+from modelyard.handlers.rows import read_section
 
 MAX_LENGTH = 512
 """Tokens of a request, where neither the settings nor the artifact say less."""
@@ -32,7 +31,7 @@ TYPES = ("token_type_ids", "segment_ids")
 PAD_TOKENS = ("[PAD]", "<pad>", "<|endoftext|>")
 
 
-class TextHandler(BaseHandler):
+class TextHandler(Classifier):
     """Serve a classifier of token ids; the archive holds its tokenizer (`tokenizer.json`).
 
     A request's body is text, a JSON string, or {"text": …, "text_pair": …} for a model that
@@ -67,7 +66,6 @@ class TextHandler(BaseHandler):
         """Of the current batch, one per row of the model's inputs."""
         self.owners: list[int] = []
         """Which request each of `encodings` belongs to."""
-        self.top_labels = TopLabels({}, self.label)
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its tokenizer.
@@ -77,7 +75,6 @@ class TextHandler(BaseHandler):
         """
         super().initialize(context)
         self.section = section = read_section(self.handler_settings, "text", self.section_keys)
-        self.top_labels = TopLabels(self.handler_settings, self.label, self.config)
         self.roles = tuple(self._role(spec.name) for spec in self.inputs)
         if self.roles.count("ids") != 1:
             takes = ", ".join(map(str, self.inputs))
@@ -116,14 +113,6 @@ class TextHandler(BaseHandler):
             [row[0] if len(row) == 1 else row for row in texts]
         )
         return encodings
-
-    def postprocess(self, outputs: Output) -> list[Any]:
-        """Turn logits (N, K) into one dict per request: labels and their softmax, descending."""
-        return self.top_labels(outputs)
-
-    def probabilities(self, scores: Tensor) -> Tensor | None:
-        """Return what `top_labels` gives."""
-        return self.top_labels.probabilities(scores)
 
     def baselines(self, name: str, inputs: Tensors, seed: int) -> Tensors:
         """Return the request with every token but the special ones replaced by padding."""

@@ -11,8 +11,7 @@ from PIL import Image, ImageFilter
 from torch import Tensor
 
 from modelyard.archiver.signature import Size, TensorSpec, fits
-from modelyard.handlers.backends import Output
-from modelyard.handlers.base import BaseHandler, Inputs
+from modelyard.handlers.base import BaseHandler, Classifier, Inputs
 from modelyard.handlers.body import body_of, decode_base64
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
@@ -29,7 +28,7 @@ from modelyard.handlers.pictures import (
     open_picture,
     to_size,
 )
-from modelyard.handlers.rows import TopLabels, read_numbers
+from modelyard.handlers.rows import read_numbers
 
 PNG_OR_JSON = ("json", "png")
 
@@ -192,25 +191,8 @@ class VisionHandler(BaseHandler):
         return np.stack([table[pixels[:, :, c]] for c, table in enumerate(self.table)])
 
 
-class ImageClassifier(VisionHandler):
-    """Answer {"label": probability, …}, the likeliest first; `handler.top_k` says how many."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.top_labels = TopLabels({}, self.label)
-
-    def initialize(self, context: Context) -> None:
-        """Load the archive, its `handler.image` and its `handler.top_k`."""
-        super().initialize(context)
-        self.top_labels = TopLabels(self.handler_settings, self.label, self.config)
-
-    def postprocess(self, outputs: Output) -> list[Any]:
-        """Turn logits (N, K) into one dict per request: labels and their softmax, descending."""
-        return self.top_labels(outputs)
-
-    def probabilities(self, scores: Tensor) -> Tensor | None:
-        """Return what `top_labels` gives."""
-        return self.top_labels.probabilities(scores)
+class ImageClassifier(Classifier, VisionHandler):
+    """Serve a classifier of pictures."""
 
 
 def _check_shape(settings: ImageSettings, spec: TensorSpec) -> None:
