@@ -4,6 +4,7 @@ import runpy
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Self
 
 import pytest
 import torch
@@ -37,8 +38,30 @@ def author(tmp_path: Path) -> Callable[[str], tuple[Path, str]]:
     return write
 
 
-@pytest.fixture(scope="module")
+class Kept(Checker):
+    """A checker that many exports ask; its process starts with the first question."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def close(self) -> None:
+        super().__exit__()
+
+
+@pytest.fixture(scope="session")
 def checker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Checker]:
-    """Start the process that checks artifacts, for all tests of a module."""
-    with Checker(tmp_path_factory.mktemp("exchange")) as started:
-        yield started
+    """Start one process that checks artifacts, for all tests."""
+    kept = Kept(tmp_path_factory.mktemp("exchange"))
+    yield kept
+    kept.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_checker(checker: Checker) -> Iterator[None]:
+    """Have exports ask that process; the commands and the trips start one for each export."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("modelyard.exporter.trip.Checker", lambda folder: checker)
+        yield
