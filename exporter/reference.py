@@ -75,18 +75,41 @@ class Case:
     outputs: Tensors
 
 
+class _Kept:
+    """What the checkpoint gives for cases: up to `KEPT_BYTES` are kept, others computed again.
+
+    Args:
+        run: the checkpoint's model.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._outputs: dict[object, Tensors] = {}
+        self._free_bytes = KEPT_BYTES
+
+    def outputs(self, case: object, probe: Probe, inputs: Tensors) -> Tensors:
+        """Return what a case gives; what is equal for two calls has to be the same case."""
+        outputs = self._outputs.get(case)
+        if outputs is None:
+            outputs = self._run(probe, inputs)
+            size_bytes = sum(tensor.nbytes for tensor in outputs)
+            if size_bytes <= self._free_bytes:
+                self._free_bytes -= size_bytes
+                self._outputs[case] = outputs
+        return outputs
+
+
 class Cases(Sequence[Case]):
     """Every probe and sample with what the checkpoint gives for it, made anew whenever it is read.
 
     By its place: a loop over the cases would hold one while it makes the next.
-
-    Outputs of the first are kept, up to `KEPT_BYTES` of them all; the others are computed again.
 
     Args:
         signature: of the inputs, with the values of integers.
         probes: whose inputs are made.
         samples: whose inputs are a file's.
         run: the checkpoint's model.
+        kept: what it gave already, by the text of the probe.
     """
 
     def __init__(
@@ -95,6 +118,7 @@ class Cases(Sequence[Case]):
         probes: Sequence[Probe],
         samples: Sequence[Sample],
         run: Run,
+        kept: _Kept,
     ) -> None:
         self.probes = (*probes, *(Probe("sample", sample.sizes) for sample in samples))
         self._inputs = [
@@ -102,9 +126,9 @@ class Cases(Sequence[Case]):
             *(functools.partial(_lowered, sample, signature) for sample in samples),
         ]
         self._run = run
-        self._kept: dict[int, Tensors] = {}
+        self._kept = kept
+        self._names = [*map(str, probes), *range(len(samples))]
         self._moved: dict[int, list[float]] = {}
-        self._free_bytes = KEPT_BYTES
 
     def __len__(self) -> int:
         return len(self.probes)
@@ -117,14 +141,7 @@ class Cases(Sequence[Case]):
         if isinstance(place, slice):
             return [self[one] for one in range(len(self))[place]]
         probe, inputs = self.probes[place], self._inputs[place]()
-        outputs = self._kept.get(place)
-        if outputs is None:
-            outputs = self._run(probe, inputs)
-            size_bytes = sum(tensor.nbytes for tensor in outputs)
-            if size_bytes <= self._free_bytes:
-                self._free_bytes -= size_bytes
-                self._kept[place] = outputs
-        return Case(probe, inputs, outputs)
+        return Case(probe, inputs, self._kept.outputs(self._names[place], probe, inputs))
 
     def sensitivity(self, place: int) -> list[float]:
         """Return per output how far it moves when the model's sums are rounded otherwise."""
@@ -240,9 +257,10 @@ def observe(
         def run(probe: Probe, tensors: Tensors) -> Tensors:
             return _outputs(original, signature, probe, tensors, dtype)
 
-        chosen = ONLY_SAMPLES if sample_only else _plan(run, original, tried, quick=quick)
+        kept = _Kept(run)
+        chosen = ONLY_SAMPLES if sample_only else _plan(kept, original, tried, quick=quick)
         compared = regroup(samples, signature) if sample_only else samples
-        cases = Cases(tried, chosen.probes, compared, run)
+        cases = Cases(tried, chosen.probes, compared, run, kept)
         seen = [_remember(cases[place]) for place in range(len(cases))]
         outputs = tuple(
             _describe(name, [case[place] for case in seen], cases.probes, signature.dims)
@@ -313,11 +331,11 @@ def _plain_tensor_warnings(model: nn.Module) -> list[str]:
     ]
 
 
-def _plan(run: Run, model: nn.Module, tried: Signature, *, quick: bool) -> Plan:
+def _plan(kept: _Kept, model: nn.Module, tried: Signature, *, quick: bool) -> Plan:
     """Choose what to try, by what runs at both ends of every dim take.
 
     Args:
-        run: the checkpoint's model on a probe.
+        kept: gets what they give: they are cases, too.
         model: whose weights are used at least once for each row; recurrent layers are not counted.
         tried: inputs, with the values of integers.
         quick: as `observe`.
@@ -330,10 +348,10 @@ def _plan(run: Run, model: nn.Module, tried: Signature, *, quick: bool) -> Plan:
         inputs = make_case(tried, probe)
         try:
             with count() as counted:
-                outputs = run(probe, inputs)
+                outputs = kept.outputs(str(probe), probe, inputs)
         # Some models do not run where operators are counted.
         except ModelError:
-            counted, outputs = Counted(), run(probe, inputs)
+            counted, outputs = Counted(), kept.outputs(str(probe), probe, inputs)
         arithmetic = max(counted.gflop, 2e-9 * weights * sizes.get(batch or "", 1))
         gflop.append(arithmetic + GFLOP_PER_OPERATOR * counted.operators)
         size_bytes.append(float(sum(tensor.nbytes for tensor in (*inputs, *outputs))))

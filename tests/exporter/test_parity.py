@@ -147,13 +147,18 @@ def test_outputs_that_are_not_kept_are_computed_again(
     runs: list[int] = []
     model.register_forward_hook(lambda _, inputs, __: runs.append(len(inputs[0])))
     parities = []
+    observing = []
     for kept_bytes in (2**20, 0):
         monkeypatch.setattr("modelyard.exporter.reference.KEPT_BYTES", kept_bytes)
+        runs.clear()
         observed = _observe(model, "x:float32[batch=1..4,3]", ["scaled", "same"])
+        observing.append(len(runs))
         runs.clear()
         parities.append(_check(observed, Scale(2.0), tmp_path, checker))
         assert len(runs) == (0 if kept_bytes else len(observed.cases))
     assert parities[0] == parities[1]
+    # The smallest and the largest, which were run to plan the others.
+    assert observing[1] - observing[0] == 2
 
 
 def test_what_is_exchanged_does_not_grow_with_the_cases(tmp_path: Path) -> None:
