@@ -15,7 +15,7 @@ from modelyard.serve.torchserve.combined import Combined
 from modelyard.serve.torchserve.dialect import Dialect, dialect_answers
 from modelyard.serve.torchserve.inference import PROBES, TorchServeInference
 from modelyard.serve.torchserve.log_config import ACCESS_LOG
-from modelyard.serve.torchserve.logs import Logs
+from modelyard.serve.torchserve.logs import Logs, access_line
 from modelyard.serve.torchserve.management import TorchServeManagement
 from modelyard.serve.torchserve.metrics import TorchServeMetrics
 from modelyard.serve.torchserve.policy import TorchServePolicy
@@ -56,7 +56,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     if dialect.enable_metrics_api:
         apis.append(Scrape(metrics, dialect_answers(state, dialect)).dialect)
     lines = logs.lines(ACCESS_LOG) if logs else None
-    access = lines.log_access if lines else None
+    access = lines.writer(access_line) if lines else None
     return Server(lifecycle, state, *_listen(apis, dialect, settings, access))
 
 

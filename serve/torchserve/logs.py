@@ -72,37 +72,49 @@ class Source:
 
 
 Buffer = list[str]
-Item = tuple[float, Source, Form, tuple[Any, ...]]
+Item = tuple[float, Source, Form | str, tuple[Any, ...]]
+"""Time, source, and what makes messages of the values; or all of a message but its second."""
 
 
 class Lines:
     """The records of one logger that are made of values, at level INFO."""
 
     def __init__(self, logs: Logs, source: Source) -> None:
-        self._put = logs.put
+        self._logs = logs
         self._source = source
 
-    def put(self, form: Form, *values: Any) -> None:
-        """Hand over one record."""
-        self._put((time(), self._source, form, values))
+    def writer(self, form: Form) -> Callable[..., None]:
+        """Return what hands over the values of one record. It is called for each request."""
+        put, source = self._logs.put, self._source
 
-    def log_access(
-        self, client: object, method: str, target: str, status: int, seconds: float
-    ) -> None:
-        """Hand over the line of one answer.
+        def write(*values: Any) -> None:
+            put((time(), source, form, values))
 
-        Args:
-            client: host and port, or None on a Unix socket.
-            target: path and query as the client wrote them.
-            seconds: from the request's last header to the answer.
-        """
-        values = client, method, target, status, seconds
-        self._put((time(), self._source, _access_line, values))
+        return write
+
+    def counter(self, text: str) -> Callable[[], None]:
+        """Return what hands over a message that is the same but for the second at its end."""
+        put, source = self._logs.put, self._source
+
+        def count() -> None:
+            put((time(), source, text, ()))
+
+        return count
 
 
-def _access_line(
+def access_line(
     second: int, client: object, method: str, target: str, status: int, seconds: float
 ) -> Sequence[str]:
+    """Return the line of one answer.
+
+    Args:
+        second: of the answer.
+        client: host and port, or None on a Unix socket.
+        method: of the request.
+        target: path and query as the client wrote them.
+        status: of the answer.
+        seconds: from the request's last header to the answer.
+    """
     address = f"{client[0]}:{client[1]}" if isinstance(client, tuple) else "unix"
     return (f'/{address} "{method} {target} HTTP/1.1" {status} {int(1000 * seconds + 0.5)}',)
 
@@ -209,7 +221,7 @@ class Logs(logging.Handler):
     def _write_some(self) -> None:
         """Write what waits, up to so much that others must not wait for it."""
         waiting = self._waiting
-        at, dirty, written_at = -1, dict[Source, None](), time()
+        at, second, dirty, written_at = -1, 0, dict[Source, None](), time()
         for _ in range(min(AT_ONCE, len(waiting))):
             written_at, source, form, values = waiting.popleft()
             milliseconds = int(written_at * 1000)
@@ -217,7 +229,11 @@ class Logs(logging.Handler):
                 for each in dirty:
                     each.end(at)
                 at, dirty = milliseconds, {}
-            source.messages += form(milliseconds // 1000, *values)
+                second = milliseconds // 1000
+            if type(form) is str:
+                source.messages.append(f"{form}{second}")
+            else:
+                source.messages += form(second, *values)  # type: ignore[operator]
             dirty[source] = None
         for each in dirty:
             each.end(at)

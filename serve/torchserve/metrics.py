@@ -12,7 +12,8 @@ import shutil
 import socket
 import subprocess
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,47 +50,27 @@ ANSWERS = (
 """What an answer is measured by, and how much of a value is written."""
 
 
-class Meter:
-    """One of the server's own metrics with the values of its labels.
-
-    Args:
-        family: what it is exposed in, None where it is a line of a log.
-        values: of the labels, in the family's order.
-        line: made into text with a value and a second.
-    """
-
-    def __init__(self, family: Family | None, values: tuple[str, ...], line: str) -> None:
-        self.family = family
-        self.values = values
-        self.line = line
-        self._one = line % (1.0, 0)
-
-    def form(self, second: int, value: float) -> Sequence[str]:
-        """Return a line as TorchServe's log parsers know it."""
-        return (self.line % (value, second),)
-
-    def form_one(self, second: int) -> Sequence[str]:
-        """Return the line of a counter."""
-        return (f"{self._one[:-1]}{second}",)
+Add = Callable[[float], None]
 
 
 class Inferences:
     """The metrics of one model and the version that its clients ask for.
 
     Args:
-        requests: counts them.
-        answers: as `ANSWERS`; None is not kept.
+        count: counts a request.
+        exposed: place in `ANSWERS` and what takes the value.
+        logged: takes all three values of an answer, for those that are lines.
     """
 
-    def __init__(self, requests: Meter | None, answers: Sequence[Meter | None]) -> None:
-        self.requests = requests
-        kept = [(at, meter) for at, meter in enumerate(answers) if meter is not None]
-        self.logged = [(at, meter.line) for at, meter in kept if meter.family is None]
-        self.exposed = [(at, m.family, m.values) for at, m in kept if m.family is not None]
-
-    def form(self, second: int, *values: float) -> Sequence[str]:
-        """Return the lines of one answer."""
-        return [line % (values[at], second) for at, line in self.logged]
+    def __init__(
+        self,
+        count: Callable[[], None] | None,
+        exposed: Sequence[tuple[int, Add]],
+        logged: Callable[[float, float, float], None] | None,
+    ) -> None:
+        self.count = count
+        self.exposed = exposed
+        self.logged = logged
 
 
 class TorchServeMetrics:
@@ -111,7 +92,8 @@ class TorchServeMetrics:
         self.mode = settings.metrics_mode
         self.is_alone = self.mode == "log"
         self._own_lines = logs.lines(TS_METRICS) if logs else None
-        self._model_lines = logs.lines(MODEL_METRICS) if logs else None
+        model_lines = logs.lines(MODEL_METRICS) if logs else None
+        self._log_record = model_lines.writer(self._record_line) if model_lines else None
         self._hostname = socket.gethostname()
         self._families = {f.name: f for f in _families(config.get("ts_metrics") or {})}
         self._host = {"Level": "Host", "Hostname": self._hostname, "hostname": self._hostname}
@@ -119,8 +101,8 @@ class TorchServeMetrics:
         self._handlers = HandlerMetrics(
             self._hostname, declared, self.auto_detect, frozenset(self._families)
         )
-        self._statuses = {each: self._meter(f"Requests{each}XX", {}) for each in (2, 4, 5)}
-        self._thread_time = self._meter("WorkerThreadTime", {})
+        self._statuses = {each: self._counter(f"Requests{each}XX", {}) for each in (2, 4, 5)}
+        self._thread_time = self._adder("WorkerThreadTime", {})
         self._inferences: dict[tuple[str, str | None], Inferences] = {}
         self._interval_s = settings.metric_time_interval
         self._collects = not settings.disable_system_metrics
@@ -135,66 +117,92 @@ class TorchServeMetrics:
 
     def add(self, name: str, value: float, **labels: str) -> None:
         """Count, set or observe a metric of the server's own."""
-        if (meter := self._meter(name, labels)) is not None:
-            self._add(meter, float(value))
+        if (add := self._adder(name, labels)) is not None:
+            add(float(value))
 
-    def _add(self, meter: Meter, value: float) -> None:
-        if meter.family is not None:
-            meter.family.add(meter.values, value)
-        elif self._own_lines is not None:
-            self._own_lines.put(meter.form, value)
-
-    def _count(self, meter: Meter | None) -> None:
-        if meter is None:
-            return
-        if meter.family is not None:
-            meter.family.add(meter.values, 1.0)
-        elif self._own_lines is not None:
-            self._own_lines.put(meter.form_one)
-
-    def _meter(self, name: str, labels: Mapping[str, str], digits: str = "%s") -> Meter | None:
-        """Return a metric with the values of its labels; None where nobody sees it."""
-        family = self._families.get(name)
-        if family is None:
+    def _adder(self, name: str, labels: Mapping[str, str]) -> Add | None:
+        """Return what takes a metric's values; None where nobody sees them."""
+        if (family := self._families.get(name)) is None:
             return None
-        known = {**self._host, **labels}
-        values = tuple(known.get(label, "") for label in family.labels)
-        if self.mode == "prometheus" or (self.mode == "legacy" and name in LEGACY):
-            return Meter(family, values, "%s%d")
+        if self._is_exposed(name):
+            return partial(family.add, self._values(family, labels))
         if self._own_lines is None:
             return None
-        start, end = self._around(name, family.unit, zip(family.labels, values, strict=True))
-        return Meter(
-            None, values, start.replace("%", "%%") + digits + end.replace("%", "%%") + "%d"
-        )
+        line = self._line(family, labels, "%s")
+        return self._own_lines.writer(lambda second, value: (line % (value, second),))
+
+    def _counter(self, name: str, labels: Mapping[str, str]) -> Callable[[], None] | None:
+        """Return what counts one more."""
+        if (family := self._families.get(name)) is None:
+            return None
+        if self._is_exposed(name):
+            return partial(family.add, self._values(family, labels), 1.0)
+        if self._own_lines is None:
+            return None
+        return self._own_lines.counter((self._line(family, labels, "%s") % (1.0, 0))[:-1])
+
+    def _answer(self, labels: Mapping[str, str]) -> Callable[[float, float, float], None] | None:
+        """Return what makes lines of the values of an answer; None where nobody sees them."""
+        lines = [
+            (at, self._line(self._families[name], labels, digits))
+            for at, (name, digits) in enumerate(ANSWERS)
+            if name in self._families and not self._is_exposed(name)
+        ]
+        if not lines or self._own_lines is None:
+            return None
+
+        def form(second: int, *values: float) -> Sequence[str]:
+            return [line % (values[at], second) for at, line in lines]
+
+        return self._own_lines.writer(form)
+
+    def _is_exposed(self, name: str) -> bool:
+        return self.mode == "prometheus" or (self.mode == "legacy" and name in LEGACY)
+
+    def _values(self, family: Family, labels: Mapping[str, str]) -> tuple[str, ...]:
+        known = {**self._host, **labels}
+        return tuple(known.get(label, "") for label in family.labels)
+
+    def _line(self, family: Family, labels: Mapping[str, str], digits: str) -> str:
+        """Return a line that is made whole by a value and a second."""
+        pairs = zip(family.labels, self._values(family, labels), strict=True)
+        start, end = self._around(family.name, family.unit, pairs)
+        return start.replace("%", "%%") + digits + end.replace("%", "%%") + "%d"
 
     def answered(self, status: int) -> None:
         """Count an answer of the inference or the management API."""
-        self._count(self._statuses.get(status // 100))
+        count = self._statuses.get(status // 100)
+        if count is not None:
+            count()
 
     def _of(self, model: str, version: str | None) -> Inferences:
-        key = model, version
-        found = self._inferences.get(key)
-        if found is None:
-            labels = {"model_name": model, "model_version": version or "default"}
-            found = self._inferences[key] = Inferences(
-                self._meter("ts_inference_requests_total", labels),
-                [self._meter(name, labels, digits) for name, digits in ANSWERS],
-            )
+        labels = {"model_name": model, "model_version": version or "default"}
+        exposed = [
+            (at, add)
+            for at, (name, _) in enumerate(ANSWERS)
+            if self._is_exposed(name) and (add := self._adder(name, labels)) is not None
+        ]
+        found = Inferences(
+            self._counter("ts_inference_requests_total", labels), exposed, self._answer(labels)
+        )
+        self._inferences[model, version] = found
         return found
 
     def accepted(self, model: str, version: str | None) -> None:
         """Count a request for a prediction or an explanation."""
-        self._count(self._of(model, version).requests)
+        of = self._inferences.get((model, version)) or self._of(model, version)
+        if of.count is not None:
+            of.count()
 
     def inferred(self, model: str, version: str | None, queued_s: float, total_s: float) -> None:
         """Take note of one answer: how long it waited, and how long it took altogether."""
-        of = self._of(model, version)
-        values = total_s * 1e6, queued_s * 1e6, queued_s * 1e3
-        if of.logged and self._own_lines is not None:
-            self._own_lines.put(of.form, *values)
-        for at, family, labels in of.exposed:
-            family.add(labels, values[at])
+        of = self._inferences.get((model, version)) or self._of(model, version)
+        if of.logged is not None:
+            of.logged(total_s * 1e6, queued_s * 1e6, queued_s * 1e3)
+        if of.exposed:
+            values = total_s * 1e6, queued_s * 1e6, queued_s * 1e3
+            for at, add in of.exposed:
+                add(values[at])
 
     def worker_loaded(self, worker: str, seconds: float) -> None:
         """Take note of how long a worker took to load."""
@@ -207,10 +215,10 @@ class TorchServeMetrics:
         for record in records:
             if self.mode == "prometheus":
                 self._handlers.record(record)
-            elif self._model_lines is not None:
-                self._model_lines.put(self._record_line, record)
+            elif self._log_record is not None:
+                self._log_record(record)
             if record.name == "PredictionTime" and self._thread_time is not None:
-                self._add(self._thread_time, max(0.0, seconds * 1e3 - record.value))
+                self._thread_time(max(0.0, seconds * 1e3 - record.value))
 
     def _record_line(self, second: int, record: Record) -> Sequence[str]:
         start, end = self._around(

@@ -17,7 +17,7 @@ import pytest
 from modelyard.serve.torchserve import logs
 from modelyard.serve.torchserve.log_config import FILES_KEPT, Rolling, default_config
 from modelyard.serve.torchserve.log_files import FileSink
-from modelyard.serve.torchserve.logs import Logs, WorkerOutput
+from modelyard.serve.torchserve.logs import Logs, WorkerOutput, access_line
 
 LOGGERS = ("ACCESS_LOG", "MODEL_LOG", "MODEL_METRICS", "TS_METRICS", "modelyard")
 TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d,\d{3}"
@@ -49,8 +49,9 @@ def test_each_logger_has_its_file_and_form(
     logging.getLogger("serve.any").warning("first\nsecond")
     access_log = written.lines("ACCESS_LOG")
     assert access_log is not None
-    access_log.log_access(("127.0.0.1", 51998), "GET", "/ping?x=1", 200, 0.0021)
-    access_log.log_access(None, "GET", "/ping", 500, 0)
+    log_access = access_log.writer(access_line)
+    log_access(("127.0.0.1", 51998), "GET", "/ping?x=1", 200, 0.0021)
+    log_access(None, "GET", "/ping", 500, 0)
     logging.getLogger("TS_METRICS").info("CPUUtilization.Percent:1.0")
     logging.getLogger("MODEL_METRICS").info("HandlerTime.ms:1.0")
     written.close()
@@ -74,8 +75,9 @@ def test_lines_of_one_millisecond_keep_their_order_in_each_file(
 ) -> None:
     lines_of = written.lines("TS_METRICS")
     assert lines_of is not None
+    write = lines_of.writer(lambda second, value: (f"a {value}", f"b {value}"))
     for number in range(1000):
-        lines_of.put(lambda second, value: (f"a {value}", f"b {value}"), number)
+        write(number)
     written.close()
     found = [line.partition(" - ")[2] for line in lines(tmp_path / "metrics" / "ts_metrics.log")]
     assert found == [f"{letter} {number}" for number in range(1000) for letter in "ab"]
