@@ -23,9 +23,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import procfs, wrk
 from benchmarks.archives import ROOT, build_echo, build_resnet, build_tiny
-from benchmarks.peer import ALL, Peer, peer_version
+from benchmarks.peer import ALL, OUR_TORCHSERVE, Peer, peer_version
 from benchmarks.plot import draw
-from benchmarks.results import OURS, Results, read_results, summarise
+from benchmarks.results import DROP_IN, OURS, Results, read_results, summarise
 from benchmarks.rounds import Plan, Rounds
 from benchmarks.table import tables
 
@@ -85,7 +85,7 @@ def bench(
     """
     if shutil.which("wrk") is None:
         raise typer.BadParameter("wrk is missing; install it with: apt-get install wrk")
-    if unknown := set(server or ()) - {OURS, *(peer.name for peer in ALL)}:
+    if unknown := set(server or ()) - {OURS, DROP_IN, *(peer.name for peer in ALL)}:
         raise typer.BadParameter(f"no server is called {', '.join(sorted(unknown))}")
     plan = Plan(
         QUICK["rounds"] if quick else rounds,
@@ -98,7 +98,12 @@ def bench(
     # An end by SIGTERM must stop the servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     there = _find_peers(peers, server) if Section.OVERHEAD in only else {}
-    results, problems = _measure(plan, set(only), there, peers, not server or OURS in server)
+    own: list[Peer | None] = [
+        contender
+        for name, contender in ((OURS, None), (DROP_IN, OUR_TORCHSERVE))
+        if not server or name in server
+    ]
+    results, problems = _measure(plan, set(only), own, there, peers)
     output.mkdir(parents=True, exist_ok=True)
     _keep(results, output / (name or time.strftime("%Y-%m-%dT%H%M%S")))
     if failures := sum(row.failures for row in summarise(results.samples)):
@@ -125,7 +130,11 @@ def _find_peers(envs: Path | None, chosen: list[str] | None) -> dict[Peer, str]:
 
 
 def _measure(
-    plan: Plan, sections: set[Section], peers: dict[Peer, str], envs: Path | None, ours: bool
+    plan: Plan,
+    sections: set[Section],
+    own: list[Peer | None],
+    peers: dict[Peer, str],
+    envs: Path | None,
 ) -> tuple[Results, list[str]]:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with (
@@ -136,7 +145,7 @@ def _measure(
         folder = Path(temporary)
         steps = {
             Section.CEILING: plan.steps(1),
-            Section.OVERHEAD: plan.steps(len(peers) + ours),
+            Section.OVERHEAD: plan.steps(len(own) + len(peers)),
             Section.COMPUTE: plan.compute_steps,
         }
         task = bar.add_task("", total=sum(steps[section] + 1 for section in sections))
@@ -153,7 +162,7 @@ def _measure(
             rounds.measure_ceiling(build_echo(folder))
         if Section.OVERHEAD in sections:
             progress("exporting and archiving a tiny network")
-            rounds.measure_overhead(build_tiny(folder), list(peers), ours, envs)
+            rounds.measure_overhead(build_tiny(folder), [*own, *peers], envs)
         if Section.COMPUTE in sections:
             progress("exporting and archiving ResNet-50")
             rounds.measure_compute(build_resnet(folder))

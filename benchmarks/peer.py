@@ -10,6 +10,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -18,9 +19,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks import procfs
-from benchmarks.archives import PEERS, TINY, Subject
+from benchmarks.archives import PEERS, ROOT, TINY, TINY_BATCH_SIZE, Subject
 from benchmarks.bare import ONE_THREAD
-from benchmarks.results import Footprint
+from benchmarks.results import DROP_IN, Footprint
 from benchmarks.server import Usage, ask
 
 READY_TIMEOUT_S = 120
@@ -45,6 +46,8 @@ class Place:
     """Of its environment."""
     work: Path
     """A folder of its own, with `tiny.onnx`; it is the current one."""
+    archive: Path
+    """The one that `modelyard serve` serves."""
     port: int
     """The first of three that are free."""
     workers: int
@@ -71,6 +74,9 @@ class Peer:
     label: str = ""
     """In tables, where a server has several settings."""
 
+    is_ours: bool = False
+    """Whether it is a command of this project, in the environment that measures."""
+
     @property
     def shown(self) -> str:
         """The name in tables."""
@@ -85,7 +91,8 @@ class PeerServer:
         artifact = subject.archive.parent.parent / "artifacts" / f"{TINY}.onnx"
         shutil.copy(artifact, work / "tiny.onnx")
         self._peer = peer
-        self._place = Place(peer_bin(peer.name, envs), work, _free_ports(3), workers, peer.batch)
+        bin = Path(sys.executable).parent if peer.is_ours else peer_bin(peer.name, envs)
+        self._place = Place(bin, work, subject.archive, _free_ports(3), workers, peer.batch)
         self._log = work / "server.log"
         self.url = f"http://127.0.0.1:{self._place.port}{peer.path}"
         self.subject = replace(
@@ -261,6 +268,32 @@ def _prepare_torchserve(place: Place) -> None:
         check=True, capture_output=True,
     )  # fmt: skip
 
+
+def _prepare_drop_in(place: Place) -> None:
+    apis = {"inference": 0, "management": 1, "metrics": 2}
+    properties = [
+        *(f"{api}_address=http://127.0.0.1:{place.port + at}" for api, at in apis.items()),
+        f"default_workers_per_model={place.workers}",
+    ]
+    (place.work / "config.properties").write_text("\n".join(properties) + "\n")
+    (place.work / "store").mkdir()
+    shutil.copy(place.archive, place.work / "store")
+
+
+OUR_TORCHSERVE = Peer(
+    DROP_IN,
+    lambda at: [
+        f"{at.bin}/torchserve", "--start", "--foreground", "--ncs", "--model-store",
+        f"{at.work}/store", "--models", f"tiny={at.archive.name}", "--ts-config",
+        f"{at.work}/config.properties", "--disable-token-auth",
+    ],
+    "/predictions/tiny",
+    prepare=_prepare_drop_in,
+    environment={"PYTHONPATH": str(ROOT)},
+    batch=TINY_BATCH_SIZE,
+    is_ours=True,
+)  # fmt: skip
+"""The same archive behind our `torchserve`, whose logs and metrics are as by default."""
 
 ALL = (
     # Each of these is the fastest at another number of connections: 1, 8 and 64.

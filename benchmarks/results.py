@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 2
-BARE, OURS = "bare", "modelyard"
+BARE, OURS, DROP_IN = "bare", "modelyard", "drop-in"
 BUSY_NEIGHBOUR = 0.25
 """Cores used by others above which a row is marked: its rates then say little."""
 MANY = 64
@@ -28,7 +28,7 @@ class Cell:
     subject: str
     """What is served: the name of the archive."""
     server: str
-    """BARE, OURS or the name of a peer."""
+    """BARE, OURS, DROP_IN or the name of a peer."""
     workers: int
     """Processes that run the model, one thread each."""
     connections: int

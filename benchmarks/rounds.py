@@ -84,11 +84,16 @@ class Rounds:
                 self._load(server, echo, OURS, 1, round)
 
     def measure_overhead(
-        self, tiny: Subject, peers: Sequence[Peer], ours: bool, envs: Path | None
+        self, tiny: Subject, contenders: Sequence[Peer | None], envs: Path | None
     ) -> None:
-        """Serve the tiny network by each server in turns, after seeing that it answers right."""
+        """Serve the tiny network by each server in turns, after seeing that it answers right.
+
+        Args:
+            tiny: what is served.
+            contenders: None is `modelyard serve`.
+            envs: folder of the peers' environments.
+        """
         workers = self._plan.workers
-        contenders: list[Peer | None] = [*([None] if ours else []), *peers]
         expected = _expected(tiny)
         for round in range(self._plan.rounds):
             for peer in _rotated(contenders, round):
@@ -97,11 +102,10 @@ class Rounds:
                         _check(OURS, json.loads(server.answer), expected)
                         self._load(server, tiny, OURS, workers, round)
                     continue
-                assert envs is not None
                 self._progress(f"{peer.shown}: start")
                 work = self._folder / "peers" / f"{peer.name}-{peer.batch}-{round}"
                 try:
-                    with PeerServer(peer, envs, tiny, workers, work) as other:
+                    with PeerServer(peer, envs or work, tiny, workers, work) as other:
                         _check(peer.shown, peer.read(json.loads(other.answer)), expected)
                         self._load(other, tiny, peer.shown, workers, round)
                 except (RuntimeError, WrongAnswer, WrkFailed) as error:

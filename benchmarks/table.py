@@ -16,6 +16,7 @@ from benchmarks.results import (
     BUSY_NEIGHBOUR,
     CEILING_GOAL,
     COMPUTE_GOAL,
+    DROP_IN,
     MANY,
     OURS,
     Footprint,
@@ -169,7 +170,8 @@ def _goals(rows: Sequence[Row], footprints: Sequence[Footprint]) -> RenderableTy
         add(f"ceiling ≥ {CEILING_GOAL:,}/s at c={MANY}", f"{rate:,.0f}", rate >= CEILING_GOAL)
         add(f"server CPU ≤ 60 µs a request at c={MANY}", f"{cpu:.0f}", cpu <= 60)
     for count in sorted({row.cell.connections for row in rows}):
-        others = [row for row in rows if row.cell.subject == TINY and row.cell.server != OURS
+        others = [row for row in rows if row.cell.subject == TINY
+                  and row.cell.server not in (OURS, DROP_IN)
                   and row.cell.connections == count]  # fmt: skip
         if others and (row := at.get((TINY, OURS, count))):
             best = max(others, key=lambda other: other.rate.median)
@@ -177,6 +179,12 @@ def _goals(rows: Sequence[Row], footprints: Sequence[Footprint]) -> RenderableTy
             goal = AHEAD.get(count, 1.0)
             add(f"overhead: ≥ {goal:.1f} of every other at c={count}",
                 f"{share:.2f} × {best.cell.server}", share >= goal)  # fmt: skip
+    for count in sorted({row.cell.connections for row in rows}):
+        row, drop_in = at.get((TINY, OURS, count)), at.get((TINY, DROP_IN, count))
+        if row is not None and drop_in is not None:
+            share = _cpu_us(drop_in) / _cpu_us(row)
+            add(f"drop-in: CPU a request ≤ 1.05 of {OURS}'s at c={count}",
+                f"{share:.3f}", share <= 1.05)  # fmt: skip
     for count in sorted({row.cell.connections for row in rows if row.cell.connections > 1}):
         if (row := at.get((RESNET, OURS, count))) and row.rate_ratio:
             share = row.rate_ratio.median

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.archives import ECHO, RESNET, ROOT, TINY
-from benchmarks.results import BARE, OURS, Results, read_results
+from benchmarks.results import BARE, DROP_IN, OURS, Results, read_results
 
 TIMEOUT_S = 600
 pytestmark = [
@@ -40,19 +40,21 @@ def bench(folder: Path, *options: str) -> tuple[str, Results]:
 def test_overhead_is_measured_and_peers_that_are_not_there_are_named(tmp_path: Path) -> None:
     envs = tmp_path / "envs"
     envs.mkdir()
-    chosen = ["--server", OURS, "--server", "mosec"]
+    chosen = ["--server", OURS, "--server", DROP_IN, "--server", "mosec"]
     printed, found = bench(tmp_path, "--only", "overhead", "--peers", str(envs), "-c", "2", *chosen)
     assert "mosec: skipped" in printed
     assert "ray" not in printed
-    (sample,) = found.samples
+    sample, drop_in = found.samples
+    assert drop_in.cell.server == DROP_IN
+    assert drop_in.requests > 0 and drop_in.failures == 0 and drop_in.server_cpu_s > 0
     assert (sample.cell.subject, sample.cell.server, sample.cell.connections) == (TINY, OURS, 2)
     assert sample.requests > 0 and sample.failures == 0
     assert sample.server_cpu_s > 0 and sample.workers_cpu_s > 0
-    (footprint,) = found.footprints
+    footprint, _ = found.footprints
     assert footprint.has_torch is False
     assert footprint.server_pss_mb is not None and footprint.worker_pss_mb is not None
     assert footprint.pss_mb == footprint.server_pss_mb + footprint.worker_pss_mb
-    assert found.about["command"].endswith("--server modelyard --server mosec")
+    assert found.about["command"].endswith("--server modelyard --server drop-in --server mosec")
 
 
 @pytest.mark.slow
