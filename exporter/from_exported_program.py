@@ -25,7 +25,7 @@ def open_program(path: Path) -> nn.Module:
     try:
         program = load_on(path, torch.device("cpu"))
     except UnsafeProgram as error:
-        raise CheckpointError(f"{error}") from error
+        raise CheckpointError(str(error)) from error
     # torch's loader fails in many ways on programs of other versions.
     except Exception as error:
         raise ModelError(

@@ -58,11 +58,19 @@ class OnnxFile(nn.Module):
         """Run it in onnxruntime while this is open.
 
         Raises:
-            CheckpointError: onnxruntime cannot.
+            CheckpointError: onnxruntime cannot, or it gives no tensor.
         """
+        tensors = {value.name for value in self._outputs if value.dtype}
+        if not tensors:
+            raise CheckpointError(
+                f'"{self._name}" gives no tensor of numbers, only '
+                f"{', '.join(f'{value.name} ({value.kind})' for value in self._outputs)}"
+                f"{next((_ADVICE.get(value.kind, '') for value in self._outputs), '')}"
+            )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "model.onnx"
-            path.write_bytes(self._with(self._outputs_that_are(tensors=True)).SerializeToString())
+            kept = [value for value in self._model.graph.output if value.name in tensors]
+            path.write_bytes(self._with(kept).SerializeToString())
             try:
                 self._run = open_onnx(path, torch.device("cpu"), is_optimized=False)
             # onnxruntime has an error class of its own for every way in which it cannot.
@@ -86,8 +94,6 @@ class OnnxFile(nn.Module):
 
     def propose(self) -> tuple[str, ...]:
         """Return the inputs with ranges in which it runs, as `--input` is written."""
-        if any(value.shape is None for value in self.inputs):
-            return ()
         texts = [self._texts(span) for span in _SPANS]
         return next(filter(self._runs, texts), texts[0])
 
@@ -142,10 +148,6 @@ class OnnxFile(nn.Module):
         model.graph.output.extend(copied)
         return model
 
-    def _outputs_that_are(self, *, tensors: bool) -> list[Any]:
-        known = {value.name for value in self._outputs if (value.dtype is not None) is tensors}
-        return [value for value in self._model.graph.output if value.name in known]
-
     def _texts(self, span: str) -> tuple[str, ...]:
         return tuple(_text(value, span) for value in self.inputs)
 
@@ -154,6 +156,7 @@ class OnnxFile(nn.Module):
         for sizes in end_sizes(signature):
             try:
                 self(*make_inputs(signature, Probe("zeros", sizes)))
+            # onnxruntime's errors, as above: another span may do.
             except Exception:
                 return False
         return True

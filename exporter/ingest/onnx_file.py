@@ -26,7 +26,7 @@ class Value:
     kind: str
     """What it is, for messages: the dtype, or `sequence`, `map`."""
     shape: tuple[int | str | None, ...] | None
-    """Size, or name, or neither, of each dim; None where not even their number is stated."""
+    """Size, or name, or neither, of each dim; None of what has none."""
 
 
 def parse_onnx(source: Source) -> Any:

@@ -71,7 +71,8 @@ class Description:
     kind: str
     """As in `Lightning checkpoint` or `state dict`."""
     loader: str
-    """`safetensors`, `weights_only`, `profile NAME`, `inert`, `dcp`, `json` or `trusted`."""
+    """`safetensors`, `weights_only`, `profile NAME`, `inert`, `dcp`, `json`, `protobuf`, or
+    `trusted`."""
     writer: str | None = None
     writer_version: str | None = None
     hyper_parameters: Mapping[str, Any] = field(default_factory=dict)

@@ -261,6 +261,7 @@ def test_rows_of_a_file_that_mix_are_found(tmp_path: Path) -> None:
 
 
 STRINGS = helper.make_tensor_type_proto(TensorProto.STRING, [None])
+FLOATS = helper.make_tensor_type_proto(TensorProto.FLOAT, [2])
 NAN = np.full((4, 3), np.nan, np.float32)
 
 
@@ -289,6 +290,24 @@ NAN = np.full((4, 3), np.nan, np.float32)
                 path, [helper.make_node("Identity", ["x"], ["y"])], {"x": STRINGS}, {"y": STRINGS}
             ),
             'input "x" of "net.onnx" is a string',
+        ),
+        (
+            lambda path: _onnx(
+                path,
+                [helper.make_node("Relu", ["x"], ["y"])],
+                {"x": helper.make_tensor_type_proto(TensorProto.FLOAT, None)},
+                {"y": [None]},
+            ),
+            "'shape' of 'type' is required",
+        ),
+        (
+            lambda path: _onnx(
+                path,
+                [helper.make_node("SequenceConstruct", ["x"], ["y"])],
+                {"x": [2]},
+                {"y": helper.make_sequence_type_proto(FLOATS)},
+            ),
+            "gives no tensor of numbers, only y \\(sequence\\)",
         ),
         (
             lambda path: _onnx(
