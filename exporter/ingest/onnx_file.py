@@ -83,7 +83,9 @@ def read_onnx(source: Source) -> tuple[Any, tuple[Path, ...]]:
     # A part of its weights may lie anywhere in the file that it names, or outside of it.
     except (onnx.checker.ValidationError, ValueError, OSError) as error:
         text = " ".join(str(error).split())
-        raise CheckpointError(f'"{name}" is refused by ONNX\'s own checker: {text:.300}') from error
+        raise CheckpointError(
+            f'"{name}" is refused by ONNX\'s own checker: {text:.300}; convert its checkpoint anew'
+        ) from error
     return model, (source.path, *files)
 
 
