@@ -1,6 +1,7 @@
 """What an unpacked archive holds of a model → artifacts that can be called."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -53,12 +54,15 @@ def open_packed(
     ours = manifest.get("modelyard") or {}
     explain = ours.get("explain") or {}
     report = _read_report(folder, ours.get("report"))
-    artifact = _open(folder, file, report, device, runs_on_tensorrt(config))
-    explainer = artifact if artifact.is_differentiable else None
+    open_first = partial(_open, folder, file, report, device, runs_on_tensorrt(config))
     agreement = None
-    if explain.get("artifact", file) != file:
+    if explain.get("artifact", file) == file:
+        artifact = open_first()
+        explainer = artifact if artifact.is_differentiable else None
+    else:
         twin_report = _read_report(folder, explain.get("report"))
-        explainer = _open(folder, explain["artifact"], twin_report, device)
+        open_twin = partial(_open, folder, explain["artifact"], twin_report, device)
+        artifact, explainer = _open_both(open_first, open_twin, device)
         if report and report.parity and twin_report and twin_report.parity:
             # Explanations are of the first output.
             agreement = next(iter(joint_rules(report.parity, twin_report.parity).values()))
@@ -72,6 +76,29 @@ def open_packed(
             )
         artifact = compile_artifact(artifact, options, _examples(report))
     return PackedModel(folder / file, artifact, explainer, agreement, signature, report)
+
+
+def _open_both(
+    open_first: Callable[[], Artifact], open_twin: Callable[[], Artifact], device: torch.device
+) -> tuple[Artifact, Artifact]:
+    """Return what the two open, at the same time on a CPU.
+
+    Which device CUDA uses is said for each thread. Elsewhere the first is native code or
+    onnxruntime's, and mostly waits for another process that tries its weights mapped.
+
+    Raises:
+        Exception: what the first raises, else what the twin raises.
+    """
+    if device.type != "cpu":
+        return open_first(), open_twin()
+    with ThreadPoolExecutor(1) as beside:
+        first = beside.submit(open_first)
+        try:
+            twin = open_twin()
+        except Exception:
+            first.result()
+            raise
+        return first.result(), twin
 
 
 def _read_report(folder: Path, name: str | None) -> Report | None:
