@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
@@ -201,9 +202,14 @@ def verify(
 
     result: dict[str, Any] = {"archive": str(file)}
     try:
-        with _exit_codes():
+        with _exit_codes(), tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
             keys = read_trusted_keys(public_key) if public_key else None
-            with _progress("checking") as progress, open_archive(file, progress=progress) as opened:
+            # What a key has still to vouch for is not written.
+            staging = None if keys or not run else Path(folder)
+            with (
+                _progress("checking") as progress,
+                open_archive(file, progress=progress, staging=staging) as opened,
+            ):
                 result = _archive_to_json(opened)
                 checks = verify_archive(opened, keys=keys, run=run, device=device)
             result["checks"] = [vars(check) for check in checks]

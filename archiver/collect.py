@@ -48,6 +48,8 @@ class Part:
     """What it must be, if that is known; checked while it is copied."""
     vouched_by: str = "its report describes"
     """Who says so, to end the sentence "it is not the file that …"."""
+    hashed_as: tuple[int, ...] | None = None
+    """Its `identity` when `sha256` was found to be its own."""
 
     @property
     def label(self) -> str:
@@ -67,6 +69,15 @@ class Part:
             return len(self.source)
         return self.source.stat().st_size
 
+    @property
+    def identity(self) -> tuple[int, ...] | None:
+        """What changes with the file's content, however it is written to; None for bytes."""
+        if isinstance(self.source, bytes):
+            return None
+        status = self.source.stat()
+        times = (status.st_mtime_ns, status.st_ctime_ns)
+        return (status.st_dev, status.st_ino, status.st_size, *times)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -82,17 +93,26 @@ class Plan:
     unanswered: tuple[Golden, ...] = ()
     """Golden requests whose expected answer the dry run records; its part is still missing."""
 
-    def rehearsed(self, answers: Mapping[str, bytes], digests: Mapping[str, str]) -> "Plan":
+    def rehearsed(
+        self,
+        answers: Mapping[str, bytes],
+        digests: Mapping[str, str],
+        identities: Mapping[str, tuple[int, ...] | None],
+    ) -> "Plan":
         """Return the plan with what the dry run answered; its files must stay what they were.
 
         Args:
             answers: files of golden answers, by name.
             digests: SHA-256 of every file that the dry run saw, by name.
+            identities: of the same files, from before they were read.
         """
         parts = [
-            replace(part, sha256=digests[part.name], vouched_by="the dry run saw")
-            if part.sha256 is None
-            else part
+            replace(
+                part,
+                sha256=digests[part.name],
+                hashed_as=identities[part.name],
+                vouched_by=part.vouched_by if part.sha256 else "the dry run saw",
+            )
             for part in self.parts
         ]
         parts += [Part(name, data, "golden answer") for name, data in answers.items()]

@@ -1,12 +1,13 @@
 """Open → verify → unpack safely.
 
 Everything is checked before `open_archive` returns, all problems are raised as one error, and
-nothing is written before. Every check and every later read goes through one open file or folder,
-so an archive that is replaced on disk meanwhile is not mixed in; what is unpacked is compared once
-more with what was checked.
+nothing is written before, but below a folder that a caller names for it. Every check and every
+later read goes through one open file or folder, so an archive that is replaced on disk meanwhile is
+not mixed in; what is unpacked is what was checked, or is compared with it once more.
 """
 
 import hashlib
+import os
 import secrets
 import shutil
 import stat
@@ -14,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import IO
 
 from modelyard.archiver.digest import Digest
 from modelyard.archiver.errors import ArchiveError, BadManifest, RefusedArchive
@@ -55,7 +57,12 @@ class Archive:
     """
 
     def __init__(
-        self, path: Path, reader: Reader, manifest: Manifest, files: dict[str, ArchivedFile]
+        self,
+        path: Path,
+        reader: Reader,
+        manifest: Manifest,
+        files: dict[str, ArchivedFile],
+        staged: Path | None,
     ) -> None:
         self.path = path
         self.manifest = manifest
@@ -65,6 +72,7 @@ class Archive:
         self._reader = reader
         self._files = files
         self._members: dict[str, Member] = {member.name: member for member in reader.members}
+        self._staged = staged
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -108,11 +116,13 @@ class Archive:
         """
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise ArchiveError(f"{folder} is not an empty folder; unpack into a new one")
-        staging = folder.parent / f".{folder.name}.{secrets.token_hex(8)}"
+        staging = self._staged or folder.parent / f".{folder.name}.{secrets.token_hex(8)}"
         try:
-            staging.mkdir(parents=True)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            staging.mkdir(exist_ok=self._staged is not None)
             for name in self._members:
-                self._unpack_one(name, staging)
+                if self._staged is None or not (staging / name).exists():
+                    self._unpack_one(name, staging)
             if folder.exists():
                 staging.chmod(stat.S_IMODE(folder.stat().st_mode))
             staging.replace(folder)
@@ -120,10 +130,13 @@ class Archive:
             raise ArchiveError(f"cannot unpack {self.path.name}: {error.strerror}") from error
         finally:
             shutil.rmtree(staging, ignore_errors=True)
+            self._staged = None
 
     def close(self) -> None:
         """Close the file; reading and unpacking end here."""
         self._reader.close()
+        if self._staged is not None:
+            shutil.rmtree(self._staged, ignore_errors=True)
 
     def __enter__(self) -> "Archive":
         return self
@@ -137,12 +150,10 @@ class Archive:
         self.close()
 
     def _unpack_one(self, name: str, staging: Path) -> None:
-        target = staging / name
         if name.endswith("/"):
-            target.mkdir(parents=True, exist_ok=True)
+            (staging / name).mkdir(parents=True, exist_ok=True)
             return
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with target.open("xb") as file:
+        with _new_file(staging, name) as file:
             for chunk in self._checked_chunks(self._files[name]):
                 file.write(chunk)
 
@@ -163,7 +174,11 @@ class Archive:
 
 
 def open_archive(
-    path: Path | str, *, progress: Progress | None = None, needs_manifest: bool = True
+    path: Path | str,
+    *,
+    progress: Progress | None = None,
+    needs_manifest: bool = True,
+    staging: Path | None = None,
 ) -> Archive:
     """Open an archive and check every name, size and digest in it.
 
@@ -172,6 +187,9 @@ def open_archive(
 
     Args:
         needs_manifest: False serves an archive without one too, as TorchServe does.
+        staging: a folder on the file system that `unpack` will write to. The files are written
+            below it while they are read to be checked, and go again unless `unpack` moves them:
+            that reads and hashes them once, not twice.
 
     Raises:
         ArchiveNotFound: there is no file at `path`.
@@ -179,10 +197,13 @@ def open_archive(
     """
     path = Path(path)
     reader = _open(path)
+    staged = staging / f".{secrets.token_hex(8)}" if staging else None
     try:
-        return _verify(path, reader, progress or (lambda done, total: None), needs_manifest)
+        return _verify(path, reader, progress or (lambda done, total: None), needs_manifest, staged)
     except BaseException:
         reader.close()
+        if staged is not None:
+            shutil.rmtree(staged, ignore_errors=True)
         raise
 
 
@@ -197,12 +218,21 @@ def _open(path: Path) -> Reader:
     return ZipReader(OpenFile(open_regular(path)))
 
 
-def _verify(path: Path, reader: Reader, progress: Progress, needs_manifest: bool) -> Archive:
+def _verify(
+    path: Path, reader: Reader, progress: Progress, needs_manifest: bool, staged: Path | None
+) -> Archive:
     problems = reader.check(progress)
     if not reader.is_readable:
         raise RefusedArchive(f"{path.name} is refused", problems)
     manifest, manifest_problems = _read_manifest(reader, needs_manifest)
-    files, damages = _hash_files(reader, progress)
+    if problems or manifest_problems:
+        staged = None  # names may lead anywhere
+    try:
+        if staged is not None:
+            staged.mkdir()
+        files, damages = _hash_files(reader, progress, staged)
+    except OSError as error:
+        raise ArchiveError(f"cannot unpack {path.name}: {error.strerror or error}") from error
     problems += manifest_problems
     if manifest is not None and manifest.modelyard is not None:
         changed = _changed_files(manifest.modelyard.digests, files)
@@ -212,7 +242,7 @@ def _verify(path: Path, reader: Reader, progress: Progress, needs_manifest: bool
     problems += [f"{quoted(name)}: {damage}" for name, damage in damages.items()]
     if problems or manifest is None:
         raise RefusedArchive(f"{path.name} is refused", problems)
-    return Archive(path, reader, manifest, files)
+    return Archive(path, reader, manifest, files, staged)
 
 
 def _read_manifest(reader: Reader, is_needed: bool) -> tuple[Manifest | None, list[str]]:
@@ -233,9 +263,13 @@ def _read_manifest(reader: Reader, is_needed: bool) -> tuple[Manifest | None, li
 
 
 def _hash_files(
-    reader: Reader, progress: Progress
+    reader: Reader, progress: Progress, staged: Path | None
 ) -> tuple[dict[str, ArchivedFile], dict[str, str]]:
-    """Read what `check` has not; return the files by name, and what is damaged in which."""
+    """Read what `check` has not, and write it where that is wanted.
+
+    Returns:
+        The files by name, and what is damaged in which.
+    """
     files = {
         member.name: ArchivedFile(member.name, member.size_bytes, reader.digests[member.name])
         for member in reader.members
@@ -245,16 +279,26 @@ def _hash_files(
     unread = [m for m in reader.members if not m.is_folder and m.name not in files]
     total, done = sum(member.size_bytes for member in unread), 0
     for member in unread:
-        with Digest() as digest:
+        with Digest() as digest, _new_file(staged, member.name) as file:
             try:
                 for chunk in reader.chunks(member):
                     digest.update(chunk)
+                    file.write(chunk)
                     done += len(chunk)
                     progress(done, total)
             except Damaged as damage:
                 damages[member.name] = str(damage)
             files[member.name] = ArchivedFile(member.name, member.size_bytes, digest.hexdigest())
     return files, damages
+
+
+def _new_file(folder: Path | None, name: str) -> IO[bytes]:
+    """Open a new file of a folder for writing; without a folder, one that takes nothing."""
+    if folder is None:
+        return Path(os.devnull).open("wb")
+    target = folder / name
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target.open("xb")
 
 
 def _changed_files(digests: Mapping[str, str], files: Mapping[str, ArchivedFile]) -> dict[str, str]:

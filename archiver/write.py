@@ -168,10 +168,12 @@ def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> Plan:
     """Run the archive as a folder beside its target; return the plan with what that gave."""
     staging = output_dir / f".{plan.manifest.model_name}.{secrets.token_hex(8)}.tmp"
     staging.mkdir(mode=0o700)
+    identities = {part.name: part.identity for part in plan.parts}
     try:
         files = _pack(plan, FolderWriter(staging / "archive"), meter, None)
         answers = rehearse(plan, staging / "archive")
-        return plan.rehearsed(answers, {file.name: file.sha256 for file in files})
+        digests = {file.name: file.sha256 for file in files}
+        return plan.rehearsed(answers, digests, identities)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -289,13 +291,19 @@ def _pack(
 
 
 def _write_part(writer: Writer, part: Part, meter: _Meter) -> PackedFile:
-    """Copy one file into the archive, taking its digest on the way."""
+    """Copy one file into the archive, taking its digest on the way.
+
+    A file that is still the one of which the digest was taken is not hashed again. Were that wrong,
+    nobody would open the archive.
+    """
     digest, size, expected = Digest(), 0, part.size_bytes
+    known = part.sha256 if part.hashed_as and part.hashed_as == part.identity else None
 
     def counted() -> Iterable[bytes]:
         nonlocal size
         for chunk in _chunks(part.source):
-            digest.update(chunk)
+            if known is None:
+                digest.update(chunk)
             size += len(chunk)
             yield chunk
             if size > expected:
@@ -306,7 +314,7 @@ def _write_part(writer: Writer, part: Part, meter: _Meter) -> PackedFile:
         writer.add(part.name, expected, counted())
     if size != expected:
         raise CannotArchive(f"{part.name} changed while it was read; archive it again")
-    return PackedFile(part.name, size, digest.hexdigest(), part.role)
+    return PackedFile(part.name, size, known or digest.hexdigest(), part.role)
 
 
 def _manifest(manifest: Manifest, packed: Sequence[PackedFile]) -> bytes:

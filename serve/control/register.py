@@ -80,8 +80,14 @@ class Lifecycle:
         """
         file, is_fetched = await self.policy.locate(spec.location)
         try:
-            needs_manifest = self.policy.needs_manifest
-            archive = await asyncio.to_thread(open_archive, file, needs_manifest=needs_manifest)
+            # What nobody trusted has signed is not written.
+            unpacked = None if self._settings.require_signature else self.policy.state.unpacked
+            archive = await asyncio.to_thread(
+                open_archive,
+                file,
+                needs_manifest=self.policy.needs_manifest,
+                staging=unpacked,
+            )
             with archive:
                 return await self._add(archive, is_fetched, spec, allocator, waits, saves)
         except BaseException:

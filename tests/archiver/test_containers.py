@@ -36,6 +36,11 @@ def write(inputs: Path, store: Path, archive_format: str, force: bool = False) -
     )
 
 
+def tree(folder: Path) -> dict[str, bytes]:
+    files = (file for file in folder.rglob("*") if file.is_file())
+    return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
 def names_in(folder: Path) -> list[str]:
     return [path.name for path in folder.iterdir()]
 
@@ -68,6 +73,13 @@ def test_each_container_holds_the_same_under_the_same_digest(
         opened.unpack(tmp_path / "out")
     assert (tmp_path / "out" / "handler.py").read_bytes() == (inputs / "handler.py").read_bytes()
     assert (tmp_path / "out" / "MAR-INF" / "golden" / "0.request").is_file()
+    with open_archive(path, staging=tmp_path / "zip") as opened:
+        opened.unpack(tmp_path / "new" / "again")
+        assert opened.read("handler.py") == (inputs / "handler.py").read_bytes()
+    assert tree(tmp_path / "new" / "again") == tree(tmp_path / "out")
+    with open_archive(path, staging=tmp_path / "zip") as opened:
+        pass
+    assert names_in(tmp_path / "zip") == ["digits.mar"]
 
 
 @pytest.mark.parametrize("archive_format", FORMATS)

@@ -302,6 +302,37 @@ def test_archive_changed_in_place_after_opening_is_not_unpacked(
     assert list((tmp_path / "out").iterdir()) == []
 
 
+def test_what_was_written_while_it_was_checked_is_what_is_unpacked(
+    archive: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "staging").mkdir()
+    with open_archive(archive, staging=tmp_path / "staging") as opened:
+        archive.write_bytes(b"changed in place")
+        opened.unpack(tmp_path / "out")
+        assert list((tmp_path / "staging").iterdir()) == []
+    assert b"class DigitsHandler" in (tmp_path / "out" / "handler.py").read_bytes()
+
+
+def lengthen(content: dict[str, bytes]) -> None:
+    content["digits.onnx"] += b"!"
+
+
+def climb(content: dict[str, bytes]) -> None:
+    content["../outside.py"] = b""
+
+
+@pytest.mark.parametrize("change", [lengthen, climb])
+def test_what_is_refused_leaves_nothing_where_it_was_to_be_written(
+    archive: Path, tmp_path: Path, change: Callable[[dict[str, bytes]], None]
+) -> None:
+    staging = tmp_path / "below" / "staging"
+    staging.mkdir(parents=True)
+    rewrite(archive, change)
+    with pytest.raises(RefusedArchive):
+        open_archive(archive, staging=staging)
+    assert tree(tmp_path / "below") == {} and list(staging.iterdir()) == []
+
+
 def test_folder_that_holds_something_is_left_alone(archive: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_bytes(b"")
