@@ -111,6 +111,7 @@ class FileSink:
     def __init__(self, file: Path, rolling: Rolling | None, appends: bool = True) -> None:
         self._file = file
         self._rolling = rolling or Rolling(None, None)
+        self._descriptor = -1
         self._packing: threading.Thread | None = None
         file.parent.mkdir(parents=True, exist_ok=True)
         self._open(0 if appends else os.O_TRUNC)
@@ -142,8 +143,12 @@ class FileSink:
             self._packing.join()
 
     def _open(self, flags: int = 0) -> None:
+        """Open the file, where there may be one already, which stays open when that fails."""
         flags |= os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        self._descriptor = os.open(self._file, flags, 0o666)
+        descriptor = os.open(self._file, flags, 0o666)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor = descriptor
         self._size = os.fstat(self._descriptor).st_size
 
     def _put(self, data: bytes) -> int:
@@ -164,11 +169,9 @@ class FileSink:
                 self._file.replace(f"{self._file}.1")
             else:
                 self._put_aside(_aside(self._file, rolling, written_at))
+            self._open()
         except OSError:
             self._size = 0  # tried again after as many bytes
-            return
-        os.close(self._descriptor)
-        self._open()
 
     def _put_aside(self, to: Path) -> None:
         to.parent.mkdir(parents=True, exist_ok=True)

@@ -216,7 +216,8 @@ class Logs(logging.Handler):
                 sleep(GATHER_S)
             while self._waiting:
                 self._write_some()
-        self._write_some()
+        while self._waiting:
+            self._write_some()
 
     def _write_some(self) -> None:
         """Write what waits, up to so much that others must not wait for it."""
@@ -262,7 +263,10 @@ _format_exception = logging.Formatter().formatException
 
 
 def _record_lines(second: int, record: logging.LogRecord) -> Sequence[str]:
-    message = record.getMessage()
+    try:
+        message = record.getMessage()
+    except Exception as error:  # whoever logged it gave other values than its text has places for
+        message = f"{record.msg!r} % {record.args!r}: {error}"
     if record.exc_info:
         message += "\n" + _format_exception(record.exc_info)
     return message.split("\n") if record.name == MODEL_LOG else (message,)

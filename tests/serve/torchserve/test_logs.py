@@ -124,6 +124,28 @@ def test_a_line_without_end_is_logged_in_pieces(written: Logs, tmp_path: Path) -
     assert 0 < len(last) <= 2 * logs.CHUNK_BYTES
 
 
+def test_a_record_that_cannot_be_formatted_does_not_end_the_log(
+    written: Logs, tmp_path: Path
+) -> None:
+    logging.getLogger("serve.any").warning("%d requests", "many")
+    time.sleep(3 * logs.GATHER_S)
+    logging.getLogger("serve.any").warning("after it")
+    written.close()
+    wrong, after = lines(tmp_path / "logs" / "ts_log.log")
+    assert "'%d requests' % ('many',): " in wrong
+    assert after.endswith(" - after it")
+
+
+def test_a_file_that_cannot_be_put_aside_goes_on(tmp_path: Path) -> None:
+    taken = tmp_path / "taken"
+    taken.write_text("not a folder")
+    sink = FileSink(tmp_path / "a.log", Rolling(4, None, str(taken / "a.%i")))
+    for line in (b"one\n", b"two\n"):
+        assert sink.write(line, time.time()) == 0
+    sink.close()
+    assert lines(tmp_path / "a.log") == ["one", "two"]
+
+
 def of_yesterday(file: Path) -> Path:
     """Return a file whose only line is a day old."""
     file.write_text("of yesterday\n")
