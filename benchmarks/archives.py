@@ -32,6 +32,7 @@ def handle(data, context):
 ECHO_BATCH_SIZE = 32
 TINY = "tiny"
 TINY_BATCH_SIZE = 32
+SUFFIXES = {"torchscript": "pt", "onnx": "onnx"}
 """Nothing waits for a batch to fill, so one size suits every load."""
 RESNET = "resnet50"
 RESNET_CONFIG = "batchSize: 1\njobQueueSize: 100\n"
@@ -55,6 +56,8 @@ class Subject:
     archive: Path
     content_type: str
     requests: tuple[Path, ...]
+    artifact: Path | None = None
+    """Where other servers load it too."""
 
 
 def modelyard(*arguments: str | Path) -> str:
@@ -138,21 +141,21 @@ def build_bare(
     return Subject(name, folder / "store" / f"{name}.mar", "application/octet-stream", requests)
 
 
-def build_tiny(folder: Path) -> Subject:
-    """Export the peers' network and archive it with the handler that calls the peers' work.
-
-    The artifact is in `folder`/artifacts/tiny.onnx, for the peers.
-    """
+def build_tiny(folder: Path, format: str = "torchscript") -> Subject:
+    """Export the peers' network and archive it with the handler that calls the peers' work."""
     import torch
     from PIL import Image
 
     artifacts = folder / "artifacts"
     artifacts.mkdir(exist_ok=True)
     network = runpy.run_path(str(PEERS / "net.py"))["TinyNet"]()
-    torch.save(network.state_dict(), artifacts / "tiny.pt")
+    weights = artifacts / "weights" / f"{TINY}.pt"
+    weights.parent.mkdir()
+    torch.save(network.state_dict(), weights)
     image = f"image:float32[batch=1..{TINY_BATCH_SIZE},1,28,28]"
-    modelyard("export", artifacts / "tiny.pt", "--model", f"{PEERS / 'net.py'}:TinyNet", "--input",
-              image, "--format", "onnx", "-o", artifacts)  # fmt: skip
+    modelyard("export", weights, "--model", f"{PEERS / 'net.py'}:TinyNet", "--input",
+              image, "--format", format, "-o", artifacts)  # fmt: skip
+    artifact = artifacts / f"{TINY}.{SUFFIXES[format]}"
     scans = []
     for file in scan_files():
         scan = artifacts / file.name
@@ -160,10 +163,10 @@ def build_tiny(folder: Path) -> Subject:
         scans.append(scan)
     config = artifacts / "tiny.yaml"
     config.write_text(f"batchSize: {TINY_BATCH_SIZE}\n")
-    modelyard("archive", TINY, "--artifact", artifacts / "tiny.onnx", "--handler",
+    modelyard("archive", TINY, "--artifact", artifact, "--handler",
               PEERS / "modelyard_handler.py", "--version", "1.0", "--extra-files",
               PEERS / "work.py", "--config-file", config, "-o", folder / "store")  # fmt: skip
-    return Subject(TINY, folder / "store" / f"{TINY}.mar", "image/png", tuple(scans))
+    return Subject(TINY, folder / "store" / f"{TINY}.mar", "image/png", tuple(scans), artifact)
 
 
 def build_resnet(folder: Path) -> Subject:

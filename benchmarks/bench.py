@@ -23,9 +23,9 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from benchmarks import procfs, wrk
 from benchmarks.archives import ROOT, build_echo, build_resnet, build_tiny
-from benchmarks.peer import ALL, OUR_TORCHSERVE, Peer, peer_version
+from benchmarks.peer import ALL, Peer, peer_version
 from benchmarks.plot import draw
-from benchmarks.results import DROP_IN, OURS, Results, read_results, summarise
+from benchmarks.results import OURS, Results, read_results, summarise
 from benchmarks.rounds import Plan, Rounds
 from benchmarks.table import tables
 
@@ -36,6 +36,13 @@ QUICK = {"rounds": 1, "seconds": 1, "compute_seconds": 3}
 TEXT_WIDTH = 100
 out = Console(highlight=False, width=None if sys.stdout.isatty() else TEXT_WIDTH)
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+class Artifact(StrEnum):
+    """A format of the tiny network."""
+
+    TORCHSCRIPT = "torchscript"
+    ONNX = "onnx"
 
 
 class Section(StrEnum):
@@ -57,8 +64,11 @@ def bench(
     ] = None,
     server: Annotated[
         list[str] | None,
-        typer.Option("--server", help="Of the part `overhead`, these only; repeatable."),
+        typer.Option("--server", help="Beside each other, these only; repeatable."),
     ] = None,
+    artifact: Annotated[
+        Artifact, typer.Option(help="Of the part `overhead`: what all servers load.")
+    ] = Artifact.TORCHSCRIPT,
     quick: Annotated[
         bool, typer.Option("--quick", help="One short round, to see that everything runs.")
     ] = False,
@@ -85,7 +95,7 @@ def bench(
     """
     if shutil.which("wrk") is None:
         raise typer.BadParameter("wrk is missing; install it with: apt-get install wrk")
-    if unknown := set(server or ()) - {OURS, DROP_IN, *(peer.name for peer in ALL)}:
+    if unknown := set(server or ()) - {OURS, *(peer.name for peer in ALL)}:
         raise typer.BadParameter(f"no server is called {', '.join(sorted(unknown))}")
     plan = Plan(
         QUICK["rounds"] if quick else rounds,
@@ -97,13 +107,9 @@ def bench(
     )
     # An end by SIGTERM must stop the servers too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    there = _find_peers(peers, server) if Section.OVERHEAD in only else {}
-    own: list[Peer | None] = [
-        contender
-        for name, contender in ((OURS, None), (DROP_IN, OUR_TORCHSERVE))
-        if not server or name in server
-    ]
-    results, problems = _measure(plan, set(only), own, there, peers)
+    there = _find_peers(peers, server) if {Section.CEILING, Section.OVERHEAD} & set(only) else {}
+    ours = not server or OURS in server
+    results, problems = _measure(plan, set(only), there, peers, ours, artifact)
     output.mkdir(parents=True, exist_ok=True)
     _keep(results, output / (name or time.strftime("%Y-%m-%dT%H%M%S")))
     if failures := sum(row.failures for row in summarise(results.samples)):
@@ -117,13 +123,14 @@ def bench(
 def _find_peers(envs: Path | None, chosen: list[str] | None) -> dict[Peer, str]:
     """Return the peers that are installed, with their versions; say which are not."""
     found = {}
-    for name in dict.fromkeys(peer.name for peer in ALL):
+    for first in {peer.name: peer for peer in reversed(ALL)}.values():
+        name = first.name
         if chosen and name not in chosen:
             continue
-        if envs is None:
+        if envs is None and not first.is_ours:
             out.print(f"{name}: skipped, --peers names no folder of environments")
-        elif (version := peer_version(name, envs)) is None:
-            out.print(f"{name}: skipped, not in {envs / name}; see benchmarks/peers")
+        elif (version := peer_version(first, envs)) is None:
+            out.print(f"{name}: skipped, not in {first.bin(envs).parent}; see benchmarks/peers")
         else:
             found.update({peer: version for peer in ALL if peer.name == name})
     return found
@@ -132,9 +139,10 @@ def _find_peers(envs: Path | None, chosen: list[str] | None) -> dict[Peer, str]:
 def _measure(
     plan: Plan,
     sections: set[Section],
-    own: list[Peer | None],
     peers: dict[Peer, str],
     envs: Path | None,
+    ours: bool,
+    artifact: Artifact,
 ) -> tuple[Results, list[str]]:
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
     with (
@@ -144,8 +152,8 @@ def _measure(
     ):
         folder = Path(temporary)
         steps = {
-            Section.CEILING: plan.steps(1),
-            Section.OVERHEAD: plan.steps(len(own) + len(peers)),
+            Section.CEILING: plan.steps(len(peers) + ours),
+            Section.OVERHEAD: plan.steps(len(peers) + ours),
             Section.COMPUTE: plan.compute_steps,
         }
         task = bar.add_task("", total=sum(steps[section] + 1 for section in sections))
@@ -159,18 +167,19 @@ def _measure(
         rounds = Rounds(plan, folder, progress)
         if Section.CEILING in sections:
             progress("archiving a handler that answers at once")
-            rounds.measure_ceiling(build_echo(folder))
+            rounds.measure_beside(build_echo(folder), list(peers), ours, envs)
         if Section.OVERHEAD in sections:
             progress("exporting and archiving a tiny network")
-            rounds.measure_overhead(build_tiny(folder), [*own, *peers], envs)
+            rounds.measure_beside(build_tiny(folder, artifact), list(peers), ours, envs)
         if Section.COMPUTE in sections:
             progress("exporting and archiving ResNet-50")
             rounds.measure_compute(build_resnet(folder))
-        about = _describe(plan, {peer.name: version for peer, version in peers.items()})
+        versions = {peer.name: version for peer, version in peers.items() if not peer.is_ours}
+        about = _describe(plan, versions, artifact)
         return rounds.results(about), rounds.problems
 
 
-def _describe(plan: Plan, peers: dict[str, str]) -> dict[str, object]:
+def _describe(plan: Plan, peers: dict[str, str], artifact: Artifact) -> dict[str, object]:
     """Return on what, with what and how the figures were measured."""
     return {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -190,6 +199,7 @@ def _describe(plan: Plan, peers: dict[str, str]) -> dict[str, object]:
             "connections": plan.connections,
             "workers": plan.workers,
             "compute_workers": plan.compute_workers,
+            "artifact": artifact.value,
         },
     }
 

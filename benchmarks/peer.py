@@ -1,4 +1,4 @@
-"""Other model servers: how each is started, asked and ended (peers/README.md)."""
+"""Other model servers, and our drop-in: how each is started, asked and ended (peers/README.md)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -19,7 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks import procfs
-from benchmarks.archives import PEERS, ROOT, TINY, TINY_BATCH_SIZE, Subject
+from benchmarks.archives import MODELYARD, PEERS, ROOT, TINY, Subject
 from benchmarks.bare import ONE_THREAD
 from benchmarks.results import DROP_IN, Footprint
 from benchmarks.server import Usage, ask
@@ -27,6 +26,8 @@ from benchmarks.server import Usage, ask
 READY_TIMEOUT_S = 120
 END_TIMEOUT_S = 20
 POLL_S = 0.05
+PORTS = 5
+"""That a server may need: HTTP, management, metrics, and TorchServe two of gRPC."""
 LOG_CHARACTERS = 3000
 LOG_ERRORS = """\
 <Configuration>
@@ -45,11 +46,11 @@ class Place:
     bin: Path
     """Of its environment."""
     work: Path
-    """A folder of its own, with `tiny.onnx`; it is the current one."""
-    archive: Path
-    """The one that `modelyard serve` serves."""
+    """A folder of its own; it is the current one."""
+    model: Path | None
+    """A copy of the network in it; None where every answer is there at once."""
     port: int
-    """The first of three that are free."""
+    """The first of PORTS that are free."""
     workers: int
     batch: int
 
@@ -59,7 +60,7 @@ class Peer:
     """How a server is started, and what its requests and answers look like."""
 
     name: str
-    """Of the package and of its environment."""
+    """Of the package and of its environment; of the row in tables, without the setting."""
     command: Callable[[Place], list[str]]
     path: str
     content_type: str = OCTETS
@@ -69,30 +70,39 @@ class Peer:
     prepare: Callable[[Place], None] | None = None
     """Write files that the command needs."""
     environment: dict[str, str] = field(default_factory=dict, hash=False)
+    ports: dict[str, int] = field(default_factory=dict, hash=False)
+    """Variables of the environment that name a port, each by its place among PORTS."""
     batch: int = 8
     """Most requests in one call of the model."""
-    label: str = ""
-    """In tables, where a server has several settings."""
-
     is_ours: bool = False
-    """Whether it is a command of this project, in the environment that measures."""
+    """Installed beside this file; it needs no environment of its own."""
 
     @property
     def shown(self) -> str:
-        """The name in tables."""
-        return self.label or self.name
+        """The name in tables: with the setting, as each has several."""
+        return f"{self.name} b={self.batch}"
+
+    def bin(self, envs: Path | None) -> Path:
+        """Return the folder of its commands, whether it is there or not.
+
+        Args:
+            envs: folder of the other servers' environments.
+        """
+        return MODELYARD.parent if self.is_ours else (envs or Path()).absolute() / self.name / "bin"
 
 
 class PeerServer:
     """A running peer; a context manager that ends it with everything that it started."""
 
-    def __init__(self, peer: Peer, envs: Path, subject: Subject, workers: int, work: Path) -> None:
+    def __init__(
+        self, peer: Peer, envs: Path | None, subject: Subject, workers: int, work: Path
+    ) -> None:
         work.mkdir(parents=True)
-        artifact = subject.archive.parent.parent / "artifacts" / f"{TINY}.onnx"
-        shutil.copy(artifact, work / "tiny.onnx")
+        model = None
+        if subject.artifact is not None:
+            model = Path(shutil.copy(subject.artifact, work / f"{TINY}{subject.artifact.suffix}"))
         self._peer = peer
-        bin = Path(sys.executable).parent if peer.is_ours else peer_bin(peer.name, envs)
-        self._place = Place(bin, work, subject.archive, _free_ports(3), workers, peer.batch)
+        self._place = Place(peer.bin(envs), work, model, _free_ports(PORTS), workers, peer.batch)
         self._log = work / "server.log"
         self.url = f"http://127.0.0.1:{self._place.port}{peer.path}"
         self.subject = replace(
@@ -110,12 +120,14 @@ class PeerServer:
         if peer.prepare is not None:
             peer.prepare(place)
         environment = {
-            **os.environ, **ONE_THREAD, "BENCH_MODEL": str(place.work / "tiny.onnx"),
+            **os.environ, **ONE_THREAD, "BENCH_MODEL": str(place.model or ""),
             "BENCH_PORT": str(place.port), "BENCH_WORKERS": str(place.workers),
             "BENCH_BATCH": str(place.batch),
-            "PATH": f"{place.bin}:{os.environ['PATH']}", "PYTHONPATH": str(PEERS),
+            "PATH": f"{place.bin}:{os.environ['PATH']}", 
+            "PYTHONPATH": f"{PEERS}:{ROOT}" if peer.is_ours else str(PEERS),
             "TMPDIR": str(place.work), "TEMP": str(place.work),
             "LOG_LOCATION": str(place.work / "logs"), **peer.environment,
+            **{name: str(place.port + at) for name, at in peer.ports.items()},
         }  # fmt: skip
         began = time.perf_counter()
         with self._log.open("wb") as log:
@@ -176,17 +188,13 @@ class PeerServer:
         self._process.wait()
 
 
-def peer_bin(name: str, envs: Path) -> Path:
-    """Return the folder of commands of a peer's environment, whether it is there or not."""
-    return envs.absolute() / name / "bin"
-
-
-def peer_version(name: str, envs: Path) -> str | None:
+def peer_version(peer: Peer, envs: Path | None) -> str | None:
     """Return the version that is installed in a peer's environment, or None."""
-    code = f"import importlib.metadata as m; print(m.version({name!r}))"
+    package = "modelyard" if peer.is_ours else peer.name
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
     try:
         done = subprocess.run(
-            [peer_bin(name, envs) / "python", "-c", code], capture_output=True, text=True
+            [peer.bin(envs) / "python", "-c", code], capture_output=True, text=True
         )
     except FileNotFoundError:
         return None
@@ -211,7 +219,10 @@ def _bodies(peer: Peer, subject: Subject, work: Path) -> tuple[Path, ...]:
 
 def _free_ports(count: int) -> int:
     """Return the first of `count` ports in a row that nothing listens on."""
-    for first in range(18300, 28300, count):
+    places = range(18300, 28300, count)
+    # Not the same ones first as another benchmark beside this one.
+    for at in range(len(places)):
+        first = places[(at + os.getpid()) % len(places)]
         with contextlib.ExitStack() as stack:
             try:
                 for port in range(first, first + count):
@@ -234,129 +245,151 @@ def _prepare_mlserver(place: Place) -> None:
     }  # fmt: skip
     model = {
         "name": "tiny", "implementation": "serve_mlserver.Tiny",
-        "max_batch_size": place.batch, "max_batch_time": 0.001,
+        "max_batch_size": place.batch if place.batch > 1 else 0, "max_batch_time": 0.001,
     }  # fmt: skip
     (place.work / "settings.json").write_text(json.dumps(settings))
     (place.work / "model-settings.json").write_text(json.dumps(model))
 
 
+def _prepare_drop_in(place: Place) -> None:
+    """Write what a user of TorchServe has: an archive and addresses, all else as it is."""
+    _archive(place)
+    _configure(place, [])
+
+
 def _prepare_torchserve(place: Place) -> None:
+    _archive(place)
+    (place.work / "log4j2.xml").write_text(LOG_ERRORS)
+    _configure(
+        place,
+        [
+            "disable_token_authorization=true",
+            "enable_metrics_api=false",
+            "metrics_mode=prometheus",  # else each request writes lines to two files
+            "disable_system_metrics=true",
+            "async_logging=true",
+            f"grpc_inference_port={place.port + 3}",
+            f"grpc_management_port={place.port + 4}",
+        ],
+    )
+
+
+def _archive(place: Place) -> None:
     work, workers = place.work, place.workers
     (work / "config.yaml").write_text(
         f"minWorkers: {workers}\nmaxWorkers: {workers}\n"
         f"batchSize: {place.batch}\nmaxBatchDelay: 1\n"
     )
-    properties = [
-        f"inference_address=http://127.0.0.1:{place.port}",
-        f"management_address=http://127.0.0.1:{place.port + 1}",
-        f"metrics_address=http://127.0.0.1:{place.port + 2}",
-        "disable_token_authorization=true",
-        "enable_metrics_api=false",
-        "metrics_mode=prometheus",  # else each request writes lines to two files
-        "disable_system_metrics=true",
-        "async_logging=true",
-        "job_queue_size=1000",
-    ]
-    (work / "config.properties").write_text("\n".join(properties) + "\n")
-    (work / "log4j2.xml").write_text(LOG_ERRORS)
     (work / "store").mkdir()
-    files = f"{PEERS / 'work.py'},{work / 'tiny.onnx'}"
-    subprocess.run(
+    files = [PEERS / "work.py", *([place.model] if place.model else [])]
+    done = subprocess.run(
         [place.bin / "torch-model-archiver", "--model-name", "tiny", "--version", "1.0",
-         "--handler", PEERS / "modelyard_handler.py", "--extra-files", files,
+         "--handler", PEERS / "modelyard_handler.py", "--extra-files", ",".join(map(str, files)),
          "--config-file", work / "config.yaml", "--export-path", work / "store"],
-        check=True, capture_output=True,
+        capture_output=True, text=True,
     )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(f"torch-model-archiver failed: {done.stderr.strip()}")
 
 
-def _prepare_drop_in(place: Place) -> None:
-    apis = {"inference": 0, "management": 1, "metrics": 2}
-    properties = [
-        *(f"{api}_address=http://127.0.0.1:{place.port + at}" for api, at in apis.items()),
-        f"default_workers_per_model={place.workers}",
-    ]
-    (place.work / "config.properties").write_text("\n".join(properties) + "\n")
-    (place.work / "store").mkdir()
-    shutil.copy(place.archive, place.work / "store")
+def _configure(place: Place, more: list[str]) -> None:
+    """Write config.properties: three addresses, and a queue that holds every client."""
+    names = ("inference", "management", "metrics")
+    properties = [f"{name}_address=http://127.0.0.1:{place.port + at}"
+                  for at, name in enumerate(names)]  # fmt: skip
+    lines = [*properties, "job_queue_size=1000", *more]
+    (place.work / "config.properties").write_text("\n".join(lines) + "\n")
 
 
-OUR_TORCHSERVE = Peer(
-    DROP_IN,
-    lambda at: [
+def _torchserve(at: Place) -> list[str]:
+    return [
         f"{at.bin}/torchserve", "--start", "--foreground", "--ncs", "--model-store",
-        f"{at.work}/store", "--models", f"tiny={at.archive.name}", "--ts-config",
-        f"{at.work}/config.properties", "--disable-token-auth",
-    ],
-    "/predictions/tiny",
-    prepare=_prepare_drop_in,
-    environment={"PYTHONPATH": str(ROOT)},
-    batch=TINY_BATCH_SIZE,
-    is_ours=True,
-)  # fmt: skip
-"""The same archive behind our `torchserve`, whose logs and metrics are as by default."""
+        f"{at.work}/store", "--models", "tiny=tiny.mar", "--ts-config",
+        f"{at.work}/config.properties",
+    ]  # fmt: skip
+
+
+def _settings(sizes: tuple[int, ...], peer: Peer) -> list[Peer]:
+    """Return one peer for each size of a batch."""
+    return [replace(peer, batch=size) for size in sizes]
+
 
 ALL = (
-    # Each of these is the fastest at another number of connections: 1, 8 and 64.
-    *(
+    *_settings(
+        (8, 32),
         Peer(
-            "mosec",
-            lambda at: [f"{at.bin}/python", f"{PEERS}/serve_mosec.py"],
-            "/inference",
-            batch=batch,
-            label=f"mosec b={batch}",
-        )
-        for batch in (1, 8, 32)
-    ),
-    Peer(
-        "torchserve",
-        lambda at: [
-            f"{at.bin}/torchserve", "--start", "--foreground", "--ncs", "--model-store",
-            f"{at.work}/store", "--models", "tiny=tiny.mar", "--ts-config",
-            f"{at.work}/config.properties", "--log-config", f"{at.work}/log4j2.xml",
-        ],
-        "/predictions/tiny",
-        prepare=_prepare_torchserve,
-    ),
-    Peer(
-        "litserve",
-        lambda at: [f"{at.bin}/python", f"{PEERS}/serve_litserve.py"],
-        "/predict",
-        JSON,
-        _json(lambda text: {"image": text}),
-    ),
-    Peer(
-        "bentoml",
-        lambda at: [
-            f"{at.bin}/bentoml", "serve", "serve_bentoml:Tiny", "--working-dir", str(PEERS),
-            "--host", "127.0.0.1", "--port", str(at.port),
-        ],
-        "/predict",
-        JSON,
-        _json(lambda text: {"images": [text]}),
-        read=lambda value: value[0],
-        environment={"BENTOML_DO_NOT_TRACK": "true"},
-    ),
-    Peer(
-        "mlserver",
-        lambda at: [f"{at.bin}/mlserver", "start", str(at.work)],
-        "/v2/models/tiny/infer",
-        JSON,
-        _json(
-            lambda text: {
-                "inputs": [{"name": "image", "shape": [1], "datatype": "BYTES", "data": [text]}]
-            }
+            DROP_IN,
+            lambda at: [*_torchserve(at), "--disable-token-auth"],
+            "/predictions/tiny",
+            prepare=_prepare_drop_in,
+            is_ours=True,
         ),
-        read=lambda value: value["outputs"][0]["data"],
-        prepare=_prepare_mlserver,
     ),
-    Peer(
-        "ray",
-        lambda at: [f"{at.bin}/python", f"{PEERS}/serve_ray.py"],
-        "/",
-        environment={
-            "RAY_USAGE_STATS_ENABLED": "0",
-            "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-            "RAY_SERVE_ENABLE_HA_PROXY": "1",
-        },
+    # Each of these is the fastest at another number of connections: 1, 8 and 64.
+    *_settings(
+        (1, 8, 32),
+        Peer(
+            "mosec", lambda at: [f"{at.bin}/python", f"{PEERS}/serve_mosec.py"], "/inference"
+        ),
+    ),
+    *_settings(
+        (1, 8, 32),
+        Peer(
+            "torchserve",
+            lambda at: [*_torchserve(at), "--log-config", f"{at.work}/log4j2.xml"],
+            "/predictions/tiny",
+            prepare=_prepare_torchserve,
+        ),
+    ),
+    *_settings(
+        (1, 8),
+        Peer(
+            "litserve", lambda at: [f"{at.bin}/python", f"{PEERS}/serve_litserve.py"], "/predict"
+        ),
+    ),
+    *_settings(
+        (1, 8),
+        Peer(
+            "bentoml",
+            lambda at: [
+                f"{at.bin}/bentoml", "serve", "serve_bentoml:Tiny", "--working-dir", str(PEERS),
+                "--host", "127.0.0.1", "--port", str(at.port),
+            ],
+            "/predict",
+            JSON,
+            _json(lambda text: {"images": [text]}),
+            read=lambda value: value[0],
+            environment={"BENTOML_DO_NOT_TRACK": "true"},
+        ),
+    ),
+    *_settings(
+        (1, 8),
+        Peer(
+            "mlserver",
+            lambda at: [f"{at.bin}/mlserver", "start", str(at.work)],
+            "/v2/models/tiny/infer",
+            JSON,
+            _json(
+                lambda text: {
+                    "inputs": [{"name": "image", "shape": [1], "datatype": "BYTES", "data": [text]}]
+                }
+            ),
+            read=lambda value: value["outputs"][0]["data"],
+            prepare=_prepare_mlserver,
+        ),
+    ),
+    *_settings(
+        (1, 8),
+        Peer(
+            "ray",
+            lambda at: [f"{at.bin}/python", f"{PEERS}/serve_ray.py"],
+            "/",
+            environment={
+                "RAY_USAGE_STATS_ENABLED": "0",
+                "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+                "RAY_SERVE_ENABLE_HA_PROXY": "1",
+            },
+            ports={"RAY_SERVE_HAPROXY_STATS_PORT": 1, "RAY_SERVE_HAPROXY_METRICS_PORT": 2},
+        ),
     ),
 )  # fmt: skip

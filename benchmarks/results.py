@@ -11,6 +11,7 @@ from typing import Any
 
 SCHEMA = 2
 BARE, OURS, DROP_IN = "bare", "modelyard", "drop-in"
+"""Servers: the bare loop, `modelyard serve`, and the `torchserve` that comes with it."""
 BUSY_NEIGHBOUR = 0.25
 """Cores used by others above which a row is marked: its rates then say little."""
 MANY = 64
@@ -28,7 +29,7 @@ class Cell:
     subject: str
     """What is served: the name of the archive."""
     server: str
-    """BARE, OURS, DROP_IN or the name of a peer."""
+    """BARE, OURS, or another's name and setting."""
     workers: int
     """Processes that run the model, one thread each."""
     connections: int
@@ -115,6 +116,26 @@ class Row:
     """The same of p50."""
     failures: int
     other_cores: float
+
+
+def family(server: str) -> str:
+    """Return a server's name without its setting: `mosec b=8` is mosec."""
+    return server.partition(" b=")[0]
+
+
+def is_ours(server: str) -> bool:
+    """Return whether a row is one of ours."""
+    return family(server) in (OURS, DROP_IN)
+
+
+def best(rows: Iterable[Row]) -> dict[str, Row]:
+    """Return of each server the row of its fastest setting; all rows are of one load."""
+    found: dict[str, Row] = {}
+    for row in rows:
+        known = found.get(family(row.cell.server))
+        if known is None or row.rate.median > known.rate.median:
+            found[family(row.cell.server)] = row
+    return found
 
 
 def spread(values: Iterable[float]) -> Spread:

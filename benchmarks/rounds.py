@@ -1,4 +1,4 @@
-"""The measuring: every cell once per round, so that all share the machine's mood."""
+"""The measuring: all servers are up, and take turns in every round to share the machine's mood."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import json
 import runpy
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
 from benchmarks import procfs
-from benchmarks.archives import PEERS, TINY, Subject
+from benchmarks.archives import PEERS, Subject
 from benchmarks.bare import Bare
 from benchmarks.peer import Peer, PeerServer
 from benchmarks.results import BARE, OURS, Cell, Footprint, Results, Sample
@@ -45,7 +46,7 @@ class Plan:
 
     def steps(self, servers: int) -> int:
         """Count starts and runs of so many servers."""
-        return self.rounds * servers * (1 + len(self.connections))
+        return servers * (1 + self.rounds * len(self.connections))
 
     @property
     def compute_steps(self) -> int:
@@ -77,39 +78,44 @@ class Rounds:
         """Return what was found so far."""
         return Results(about, self._samples, self._footprints)
 
-    def measure_ceiling(self, echo: Subject) -> None:
-        """Serve a handler that answers at once, with one worker."""
-        for round in range(self._plan.rounds):
-            with self._ours(echo, 1) as server:
-                self._load(server, echo, OURS, 1, round)
-
-    def measure_overhead(
-        self, tiny: Subject, contenders: Sequence[Peer | None], envs: Path | None
+    def measure_beside(
+        self, subject: Subject, peers: Sequence[Peer], ours: bool, envs: Path | None
     ) -> None:
-        """Serve the tiny network by each server in turns, after seeing that it answers right.
-
-        Args:
-            tiny: what is served.
-            contenders: None is `modelyard serve`.
-            envs: folder of the peers' environments.
-        """
-        workers = self._plan.workers
-        expected = _expected(tiny)
-        for round in range(self._plan.rounds):
-            for peer in _rotated(contenders, round):
-                if peer is None:
-                    with self._ours(tiny, workers) as server:
-                        _check(OURS, json.loads(server.answer), expected)
-                        self._load(server, tiny, OURS, workers, round)
-                    continue
-                self._progress(f"{peer.shown}: start")
-                work = self._folder / "peers" / f"{peer.name}-{peer.batch}-{round}"
+        """Start every server, see that each answers right, and load them in turns."""
+        workers, counts = self._plan.workers, self._plan.connections
+        expected = _expected(subject)
+        with ExitStack() as stack:
+            running: dict[str, Server | PeerServer] = {}
+            if ours:
+                own = stack.enter_context(self._ours(subject, workers))
+                is_text = subject.artifact is None
+                _check(OURS, own.answer if is_text else json.loads(own.answer),
+                       b"ok" if is_text else expected)  # fmt: skip
+                running[OURS] = own
+            for peer in peers:
+                self._progress(f"{subject.name}: start {peer.shown}")
+                work = self._folder / "peers" / f"{subject.name}-{peer.name}-{peer.batch}"
                 try:
-                    with PeerServer(peer, envs or work, tiny, workers, work) as other:
-                        _check(peer.shown, peer.read(json.loads(other.answer)), expected)
-                        self._load(other, tiny, peer.shown, workers, round)
-                except (RuntimeError, WrongAnswer, WrkFailed) as error:
-                    self.problems.append(f"{peer.shown}, round {round + 1}: {error}")
+                    other = PeerServer(peer, envs, subject, workers, work)
+                    stack.enter_context(other)
+                    _check(peer.shown, _read(peer, other.answer), expected)
+                    running[peer.shown] = other
+                except (RuntimeError, WrongAnswer) as error:
+                    self.problems.append(f"{peer.shown}: {error}")
+            for round in range(self._plan.rounds):
+                for connections in counts:
+                    for name in _rotated([*running], round):
+                        cell = Cell(subject.name, name, workers, connections)
+                        self._announce(cell)
+                        server = running[name]
+                        try:
+                            sample = run_served(
+                                cell, server.subject, server, round, self._plan.seconds
+                            )
+                            self._samples.append(sample)
+                        except WrkFailed as error:
+                            self.problems.append(f"{name}, {connections} connections: {error}")
+            self._footprints += (each.footprint(subject.name, 0) for each in running.values())
 
     def measure_compute(self, resnet: Subject) -> None:
         """Serve a large network, in turns with the bare loop of as many processes as can be busy.
@@ -136,17 +142,6 @@ class Rounds:
         state = self._folder / "state" / f"{subject.name}-{time.monotonic_ns()}"
         state.parent.mkdir(exist_ok=True)
         return Server(subject, workers, state)
-
-    def _load(
-        self, server: Server | PeerServer, subject: Subject, name: str, workers: int, round: int
-    ) -> None:
-        """Load a server of a fast model over every number of connections."""
-        for connections in self._plan.connections:
-            cell = Cell(subject.name, name, workers, connections)
-            self._announce(cell)
-            run = run_served(cell, server.subject, server, round, self._plan.seconds)
-            self._samples.append(run)
-        self._footprints.append(server.footprint(subject.name, round))
 
     def _announce(self, cell: Cell) -> None:
         self._progress(f"{cell.subject}: {cell.server}, {cell.connections} connections")
@@ -203,22 +198,36 @@ def _rotated(items: Sequence[T], round: int) -> Iterator[T]:
         yield items[(at + round) % len(items)]
 
 
-def _expected(tiny: Subject) -> list[float]:
-    """Return the probabilities of the first request, from the work that every server calls."""
-    work = runpy.run_path(str(PEERS / "work.py"))["Work"]
-    artifact = tiny.archive.parent.parent / "artifacts" / f"{TINY}.onnx"
-    (answer,) = work(str(artifact))([tiny.requests[0].read_bytes()])
+def _expected(subject: Subject) -> object:
+    """Return the answer to the first request, from the work that every server calls."""
+    if subject.artifact is None:
+        return [1.0]
+    work = runpy.run_path(str(PEERS / "work.py"))["Work"](str(subject.artifact))
+    (answer,) = work([subject.requests[0].read_bytes()])
     return list(answer)
 
 
-def _check(server: str, answer: object, expected: Sequence[float]) -> None:
+def _read(peer: Peer, answer: bytes) -> object:
+    """Return what a peer answered.
+
+    Raises:
+        WrongAnswer: it does not have that peer's form.
+    """
+    try:
+        return peer.read(json.loads(answer))
+    except (ValueError, LookupError, TypeError) as error:
+        raise WrongAnswer(f"{peer.shown} answered {answer[:200]!r}") from error
+
+
+def _check(server: str, answer: object, expected: object) -> None:
     """See that a server does the work.
 
     Raises:
         WrongAnswer: its first answer is another one.
     """
-    right = (
+    right = answer == expected or (
         isinstance(answer, list)
+        and isinstance(expected, list)
         and len(answer) == len(expected)
         and all(abs(one - two) < TOLERANCE for one, two in zip(answer, expected, strict=True))
     )

@@ -21,6 +21,6 @@ class Tiny(MLModel):
         answers = self.work([base64.b64decode(text) for text in texts])
         flat = [value for answer in answers for value in answer]
         output = ResponseOutput(
-            name="probabilities", shape=[len(answers), 10], datatype="FP32", data=flat
+            name="probabilities", shape=[len(answers), len(answers[0])], datatype="FP32", data=flat
         )
         return InferenceResponse(model_name=self.name, outputs=[output])

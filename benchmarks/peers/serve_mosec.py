@@ -1,11 +1,10 @@
 """mosec: `python serve_mosec.py --port PORT`."""
 
-import json
 import os
 import sys
 
 from mosec import Server, Worker
-from work import BATCH_SIZE, PORT, WORKERS, Work
+from work import BATCH_SIZE, PORT, WORKERS, Work, to_json
 
 
 class Tiny(Worker):
@@ -24,7 +23,7 @@ class Tiny(Worker):
 
     def serialize(self, data: list[float]) -> bytes:
         """Write one answer."""
-        return json.dumps(data).encode()
+        return to_json(data)
 
 
 if __name__ == "__main__":

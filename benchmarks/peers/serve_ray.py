@@ -3,7 +3,8 @@
 from ray import serve
 from ray.serve.config import HTTPOptions
 from starlette.requests import Request
-from work import BATCH_SIZE, PORT, WORKERS, Work
+from starlette.responses import Response
+from work import BATCH_SIZE, PORT, WORKERS, Work, to_json
 
 
 @serve.deployment(num_replicas=WORKERS, max_ongoing_requests=128)
@@ -18,9 +19,11 @@ class Tiny:
         """Answer a batch."""
         return self.work(bodies)
 
-    async def __call__(self, request: Request) -> list[float]:
+    async def __call__(self, request: Request) -> Response:
         """Answer one request."""
-        return await self.run(await request.body())
+        body = await request.body()
+        answer = await self.run(body) if BATCH_SIZE > 1 else self.work([body])[0]
+        return Response(to_json(answer), media_type="application/json")
 
 
 if __name__ == "__main__":

@@ -44,22 +44,23 @@ def test_overhead_is_measured_and_peers_that_are_not_there_are_named(tmp_path: P
     printed, found = bench(tmp_path, "--only", "overhead", "--peers", str(envs), "-c", "2", *chosen)
     assert "mosec: skipped" in printed
     assert "ray" not in printed
-    sample, drop_in = found.samples
-    assert drop_in.cell.server == DROP_IN
-    assert drop_in.requests > 0 and drop_in.failures == 0 and drop_in.server_cpu_s > 0
-    assert (sample.cell.subject, sample.cell.server, sample.cell.connections) == (TINY, OURS, 2)
-    assert sample.requests > 0 and sample.failures == 0
-    assert sample.server_cpu_s > 0 and sample.workers_cpu_s > 0
-    footprint, _ = found.footprints
+    servers = [OURS, f"{DROP_IN} b=8", f"{DROP_IN} b=32"]
+    cells = [(each.cell.subject, each.cell.server, each.cell.connections) for each in found.samples]
+    assert cells == [(TINY, name, 2) for name in servers]
+    for sample in found.samples:
+        assert sample.requests > 0 and sample.failures == 0 and sample.server_cpu_s > 0
+    assert found.samples[0].workers_cpu_s > 0
+    assert [each.server for each in found.footprints] == servers
+    footprint = found.footprints[0]
     assert footprint.has_torch is False
     assert footprint.server_pss_mb is not None and footprint.worker_pss_mb is not None
     assert footprint.pss_mb == footprint.server_pss_mb + footprint.worker_pss_mb
-    assert found.about["command"].endswith("--server modelyard --server drop-in --server mosec")
+    assert found.about["command"].endswith("--server drop-in --server mosec")
 
 
 @pytest.mark.slow
 def test_the_other_parts_are_measured(tmp_path: Path) -> None:
-    counts = ["-c", "1", "-c", "3"]
+    counts = ["-c", "1", "-c", "3", "--server", OURS]
     _, found = bench(tmp_path, "--only", "ceiling", "--only", "compute", *counts)
     cells = [(s.cell.subject, s.cell.server, s.cell.connections, s.round) for s in found.samples]
     turns = [(BARE, 0), (OURS, 0), (BARE, 1)]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.archives import TINY, Subject
-from benchmarks.peer import ALL, JSON, Peer, PeerServer, peer_bin, peer_version
+from benchmarks.peer import ALL, JSON, Peer, PeerServer, peer_version
 from benchmarks.server import wait_idle
 from benchmarks.wrk import run_wrk
 
@@ -45,13 +45,13 @@ server.serve_forever()
 @pytest.fixture
 def subject(tmp_path: Path) -> Subject:
     """Return two requests, and an artifact that nobody opens."""
-    (tmp_path / "artifacts").mkdir()
-    (tmp_path / "artifacts" / f"{TINY}.onnx").write_bytes(b"nothing")
+    artifact = tmp_path / "made.onnx"
+    artifact.write_bytes(b"nothing")
     requests = []
     for name in ("one", "two"):
         requests.append(tmp_path / f"{name}.png")
         requests[-1].write_text(name)
-    return Subject(TINY, tmp_path / "store" / "tiny.mar", "image/png", tuple(requests))
+    return Subject(TINY, tmp_path / "store" / "tiny.mar", "image/png", tuple(requests), artifact)
 
 
 def start(subject: Subject, folder: Path, script: str) -> PeerServer:
@@ -73,6 +73,7 @@ def test_a_peer_is_ready_with_its_first_answer_and_ends_with_all_it_started(
         assert json.loads(server.answer) == {"image": "one"}
         assert server.start_s > 0
         assert server.usage().total_s > 0
+        assert (tmp_path / "work" / "tiny.onnx").read_bytes() == b"nothing"
         child = int((tmp_path / "work" / "child.pid").read_text())
         assert server.footprint(TINY, 0).pss_mb > 2  # two interpreters
         handle = os.pidfd_open(child)
@@ -105,13 +106,17 @@ def test_what_is_counted_after_the_first_seconds_is_the_rate(
 
 
 def test_a_peer_that_is_not_installed_has_no_version(tmp_path: Path) -> None:
-    assert [peer_version(peer.name, tmp_path) for peer in ALL] == [None] * len(ALL)
+    versions = {peer.shown: peer_version(peer, tmp_path) for peer in ALL}
+    assert {name for name, version in versions.items() if version is not None} == {
+        peer.shown for peer in ALL if peer.is_ours
+    }
 
 
 def test_a_peer_that_is_installed_has_one(tmp_path: Path) -> None:
-    folder = peer_bin("pytest", tmp_path)
+    peer = Peer("pytest", lambda at: [], "/")
+    folder = peer.bin(tmp_path)
     folder.mkdir(parents=True)
     # Not a link: an interpreter finds its environment beside the name that it was started by.
     (folder / "python").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (folder / "python").chmod(0o755)
-    assert peer_version("pytest", tmp_path) == pytest.__version__
+    assert peer_version(peer, tmp_path) == pytest.__version__

@@ -9,6 +9,7 @@ from benchmarks.results import (
     Results,
     Sample,
     Spread,
+    best,
     neighbours,
     read_results,
     spread,
@@ -47,6 +48,15 @@ def test_the_ratio_is_the_median_of_all_neighbours_and_so_a_drift_does_not_count
     assert row.rate_ratio == Spread((ratios[2] + ratios[3]) / 2, ratios[0], ratios[-1])
     assert row.p50_ratio == Spread(1.5, 1.5, 1.5)
     assert row.rate == Spread(70, 50, 90)
+
+
+def test_of_each_server_the_fastest_setting_of_a_load_stands_for_it() -> None:
+    rates = {OURS: 5, "mosec b=1": 3, "mosec b=8": 4, "ray b=8": 1}
+    samples = [sample(Cell("tiny", name, 1, 8), rate, 0) for name, rate in rates.items()]
+    found = best(summarise(samples))
+    assert {name: row.cell.server for name, row in found.items()} == {
+        OURS: OURS, "mosec": "mosec b=8", "ray": "ray b=8",
+    }  # fmt: skip
 
 
 def test_the_bare_loop_itself_and_a_model_without_one_have_no_ratio() -> None:
