@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import os
 import socket
 import sys
@@ -62,11 +63,6 @@ class ForkServer:
         self._not_before = 0.0
         self._sweeper: asyncio.TimerHandle | None = None
 
-    @property
-    def pid(self) -> int | None:
-        """Its process id while it runs."""
-        return self._process.pid if self._process and self._control else None
-
     async def fork(
         self,
         preload: Preload,
@@ -88,14 +84,15 @@ class ForkServer:
             control = self._control or self._start()
             _send(control, request, descriptors)
         except OSError as error:
-            logger.warning("no worker can be forked: %s", error)
+            logger.info("a worker is started afresh: %s", error)
             return None
         self._waiting.append((reply, niceness))
         try:
             async with asyncio.timeout(REPLY_S):
                 return await reply
         except TimeoutError:
-            self._lose(f"no answer for {REPLY_S:g} s")
+            if self._control is control:  # else it is gone already
+                self._lose(f"no answer for {REPLY_S:g} s")
             return None
 
     async def stop(self) -> None:
@@ -116,7 +113,7 @@ class ForkServer:
         """
         loop = asyncio.get_running_loop()
         if loop.time() < self._not_before:
-            raise OSError("the fork server has ended and is not started again yet")
+            raise OSError("there is no fork server, or not again yet")
         if self._sweeper is None:
             adopt_orphans()
             self._sweep()
@@ -165,6 +162,10 @@ class ForkServer:
             reply.set_result(process)
         elif process is not None:
             process.kill()  # whoever asked has left
+        if message.get("is_final"):
+            self._not_before = math.inf
+            self._lose(None)
+            logger.warning("every worker is started afresh: %s", message["refused"])
 
     def _lose(self, reason: str | None) -> None:
         """Close the connection and kill the process; None if that is not for a fault of its own."""

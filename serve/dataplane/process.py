@@ -55,6 +55,7 @@ class ChildProcess:
         """End the process and whatever it started, at once."""
         if self.exit_code is None:
             self._kill_group()
+            os.kill(self.pid, signal.SIGKILL)  # one that was just forked leads no group yet
 
     async def end(self, grace_s: float) -> None:
         """Wait until the process has ended by itself; kill it when the time is over."""

@@ -38,6 +38,11 @@ MODULES: Mapping[str, tuple[str, ...]] = {
 }
 """What is imported ahead. Not onnxruntime, which takes 30 ms, and starts a thread."""
 
+
+class CannotFork(Exception):
+    """This process is not what workers may be forked from, and will not be."""
+
+
 _POLL_S = 0.0005
 _fresh: frozenset[str] = frozenset()
 """Modules that every worker has imported when its archive's come in reach."""
@@ -62,7 +67,11 @@ def serve(fd: int) -> int:
             _prepare(request)
             worker = _fork(server)
         except Exception as error:
-            control.send(json.dumps({"refused": f"{type(error).__name__}: {error}"}).encode())
+            refusal = {
+                "refused": f"{type(error).__name__}: {error}",
+                "is_final": isinstance(error, CannotFork),
+            }
+            control.send(json.dumps(refusal).encode())
         else:
             if not worker:
                 control.close()
@@ -76,8 +85,9 @@ def _prepare(request: dict[str, Any]) -> None:
     """Import what a worker needs.
 
     Raises:
-        Exception: a worker that is forked now would not be as one that is started afresh.
+        CannotFork, Exception: a worker that is forked now would not be as a fresh one.
     """
+    _check_threads()
     wanted = [name for key in request["modules"] for name in MODULES[key]]
     missing = [name for name in wanted if name not in sys.modules]
     for name in missing:
@@ -85,11 +95,15 @@ def _prepare(request: dict[str, Any]) -> None:
     if missing:
         gc.freeze()  # a collection writes to each object that it looks at, and so copies its page
         ctypes.CDLL(None).malloc_trim(0)
-    if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
-        raise RuntimeError(f"{threads} threads run where there must be one")
+    _check_threads()
     imported = {name for name in sys.modules if name not in _fresh}
     if clashing := imported.intersection(request["own"]):
         raise RuntimeError(f"the archive has modules named {', '.join(sorted(clashing))}")
+
+
+def _check_threads() -> None:
+    if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
+        raise CannotFork(f"{threads} threads run where there must be one")
 
 
 def _fork(server: int) -> int:
