@@ -33,6 +33,9 @@ more from the event loop than the lines cost."""
 AT_ONCE = 256
 """Records that are made into lines in one go, a third of a millisecond during which the event loop
 may have to wait."""
+TOGETHER_MS = 5
+"""Records made of values show the time of the first of so many milliseconds: half of what a line
+costs is what stands around it, made once for each time."""
 MOST_SOURCES = 1000
 CLOSE_TIMEOUT_S = 2.0
 CHUNK_BYTES = 8192
@@ -47,7 +50,9 @@ class Source:
 
     def __init__(self, said: Said, sinks: Sequence[tuple[Layout, Buffer]]) -> None:
         self.messages: list[str] = []
-        """Of the millisecond that is being written."""
+        """Of the time that is being written."""
+        self.together_ms = 1
+        """Milliseconds whose records show the time of the first."""
         self._targets: list[tuple[Around, list[Buffer]]] = []
         by_pattern: dict[str, list[Buffer]] = {}
         for layout, buffer in sinks:
@@ -62,7 +67,7 @@ class Source:
         return bool(self._targets)
 
     def end(self, milliseconds: int) -> None:
-        """Turn the messages of one millisecond into lines, once for all with one layout."""
+        """Turn the messages of one time into lines, once for all with one layout."""
         messages, self.messages = self.messages, []
         for around, buffers in self._targets:
             before, after = around.at(milliseconds)
@@ -169,6 +174,7 @@ class Logs(logging.Handler):
         if self._config.level(name) > logging.INFO:
             return None
         source = self._source(name, logging.INFO, threading.current_thread().name)
+        source.together_ms = TOGETHER_MS
         return Lines(self, source) if source.is_wanted else None
 
     def put(self, item: Item) -> None:
@@ -226,7 +232,7 @@ class Logs(logging.Handler):
         for _ in range(min(AT_ONCE, len(waiting))):
             written_at, source, form, values = waiting.popleft()
             milliseconds = int(written_at * 1000)
-            if milliseconds != at:
+            if not 0 <= milliseconds - at < source.together_ms:
                 for each in dirty:
                     each.end(at)
                 at, dirty = milliseconds, {}
