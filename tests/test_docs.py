@@ -231,7 +231,7 @@ def rows(page: str, heading: str) -> list[list[str]]:
 def test_the_settings_table_names_every_setting_and_its_default() -> None:
     documented = {name: default for name, default, _ in rows("serve.md", "## Settings")}
     defaults = {
-        name: str(int(value) if isinstance(value, float) else value or 0)
+        name: str(int(value) if isinstance(value, float | bool) else value or 0)
         for name, field in Settings.model_fields.items()
         if (value := field.default) is not None
         and name not in ("models", "state_dir", "model_settings")

@@ -7,6 +7,7 @@ server: the server then learns of its end as of any child's.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -91,7 +92,8 @@ def _prepare(request: dict[str, Any]) -> None:
     wanted = [name for key in request["modules"] for name in MODULES[key]]
     missing = [name for name in wanted if name not in sys.modules]
     for name in missing:
-        importlib.import_module(name)
+        with contextlib.suppress(ImportError):  # torch moves its own from version to version
+            importlib.import_module(name)
     if missing:
         gc.freeze()  # a collection writes to each object that it looks at, and so copies its page
         ctypes.CDLL(None).malloc_trim(0)
