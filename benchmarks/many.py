@@ -1,0 +1,180 @@
+"""What many small models cost: start, memory, and the start of one more worker.
+
+    python -m benchmarks.many [--models 20] [--format onnx] [--rounds 1]
+
+Serves the digits model under many names, one worker each, and then under one. It prints
+
+    ready      from the command to the first answer of every model
+    CPU        seconds that all processes had used by then
+    server     PSS of the server process; PSS counts a page that n processes share as 1/n
+    all        PSS of every process
+    further    what each model after the first adds to it
+    again      from a worker's death to the first answer of the one that takes its place
+
+Goals: 20 models ready within 8 s, at most 90 MB for each further one, a worker again within 0.3 s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks import procfs
+from benchmarks.archives import (
+    FORMATS,
+    ROOT,
+    CommandFailed,
+    Subject,
+    build_digits,
+    modelyard,
+    modelyard_json,
+)
+from benchmarks.server import ask
+
+LOCAL_RESULTS = ROOT / "benchmarks" / "results" / "local"
+READY_S, FURTHER_MB, AGAIN_S = 8.0, 90.0, 0.3
+GOALS_FOR = 20
+POLL_S, AGAIN_TIMEOUT_S = 0.005, 60.0
+CLIENTS = 8
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What one server of so many models took; MB are 10^6 bytes."""
+
+    models: int
+    ready_s: float
+    cpu_s: float
+    server_mb: float
+    all_mb: float
+    again_s: float
+
+
+def main() -> None:
+    """Measure, print a table and keep it."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", type=int, default=20)
+    parser.add_argument("--format", choices=FORMATS, default="onnx")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("-o", "--output", type=Path, default=LOCAL_RESULTS)
+    parser.add_argument("--name", default=time.strftime("%Y-%m-%dT%H%M%S-many"))
+    given = parser.parse_args()
+    if given.models < 2:
+        parser.error("--models is below 2; nothing would be compared")
+    with tempfile.TemporaryDirectory(prefix="modelyard-many-") as name:
+        folder = Path(name)
+        (subject,) = build_digits(folder, (given.format,))
+        busy_s, began = procfs.busy_s(), time.perf_counter()
+        taken = [measure(subject, count, folder / f"state-{count}-{round}")
+                 for round in range(given.rounds) for count in (1, given.models)]  # fmt: skip
+        # Busy with these servers or with anything else; nobody can tell them apart afterwards.
+        cores = (procfs.busy_s() - busy_s) / (time.perf_counter() - began)
+    machine = procfs.describe_machine()
+    date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    text = (
+        f"{machine['cpu']}, {machine['cores']} cores, {cores:.1f} of them busy · digits "
+        f"({given.format}), one worker each · medians of {given.rounds} round(s) · {date}\n"
+        f"{tabulate(taken)}\n"
+    )
+    print(text, end="")
+    given.output.mkdir(parents=True, exist_ok=True)
+    content = {"date": date, "machine": machine, "format": given.format,
+               "taken": [asdict(each) for each in taken]}  # fmt: skip
+    (given.output / f"{given.name}.json").write_text(json.dumps(content, indent=1) + "\n")
+    (given.output / f"{given.name}.txt").write_text(text)
+
+
+def measure(subject: Subject, count: int, state_dir: Path) -> Taken:
+    """Start a server of so many models, kill a worker, and stop it."""
+    names = [f"m{number:02d}" for number in range(count)]
+    models = [f"--models={name}={subject.archive.name}" for name in names]
+    began = time.perf_counter()
+    about = modelyard_json(
+        "serve", "start", "--model-store", subject.archive.parent, *models, "--workers", "1",
+        "--state-dir", state_dir, "--device", "cpu", "--port", "0", "--management-port", "0",
+        "--metrics-port", "0",
+    )  # fmt: skip
+    pid = int(about["pid"])
+    try:
+        urls = [f"{about['inference']}/predictions/{name}" for name in names]
+        with ThreadPoolExecutor(CLIENTS) as threads:
+            list(threads.map(lambda url: ask(url, subject), urls))
+        ready_s = time.perf_counter() - began
+        pids = [pid, *procfs.descendants(pid)]
+        cpu_s = sum(map(procfs.cpu_s, pids))
+        memory = [procfs.memory(each).pss_mb for each in pids]
+        again_s = _kill_a_worker(names[-1], urls[-1], subject, state_dir)
+    finally:
+        _stop(pid, state_dir)
+    return Taken(count, ready_s, cpu_s, memory[0], sum(memory), again_s)
+
+
+def _kill_a_worker(name: str, url: str, subject: Subject, state_dir: Path) -> float:
+    """Kill the only worker of a model; return how long its answers were away."""
+    found: Any = modelyard_json("serve", "status", "--state-dir", state_dir)["models"]
+    (worker,) = next(model for model in found if model["modelName"] == name)["workers"]
+    os.kill(int(worker["pid"]), signal.SIGKILL)
+    began = time.perf_counter()
+    while True:
+        try:
+            ask(url, subject)
+            return time.perf_counter() - began
+        except OSError:
+            if time.perf_counter() - began > AGAIN_TIMEOUT_S:
+                raise
+        time.sleep(POLL_S)
+
+
+def _stop(pid: int, state_dir: Path) -> None:
+    try:
+        modelyard("serve", "stop", "--state-dir", state_dir)
+    except CommandFailed:
+        os.kill(pid, signal.SIGKILL)
+        raise
+
+
+def tabulate(taken: Sequence[Taken]) -> str:
+    """Return one line for each number of models, and what became of the goals."""
+    lines = [f"{'MODELS':>6} {'ready s':>8} {'CPU s':>7} {'server MB':>10} {'all MB':>8} "
+             f"{'further MB':>11} {'again s':>8}"]  # fmt: skip
+    medians = {count: _median([each for each in taken if each.models == count])
+               for count in sorted({each.models for each in taken})}  # fmt: skip
+    first = min(medians)
+    for count, found in medians.items():
+        further = (found.all_mb - medians[first].all_mb) / (count - first) if count > first else 0
+        lines.append(
+            f"{count:>6} {found.ready_s:>8.1f} {found.cpu_s:>7.1f} {found.server_mb:>10.0f} "
+            f"{found.all_mb:>8.0f} {further or '':>11{'.0f' if further else ''}} "
+            f"{found.again_s:>8.2f}"
+        )
+        if count >= GOALS_FOR:
+            goals = {
+                f"{count} models ready within {READY_S:g} s": found.ready_s <= READY_S,
+                f"each further one at most {FURTHER_MB:g} MB": further <= FURTHER_MB,
+                f"a worker again within {AGAIN_S:g} s": found.again_s <= AGAIN_S,
+            }
+            for goal, is_met in goals.items():
+                lines.append(f"{goal}: {'met' if is_met else 'not met'}")
+    return "\n".join(lines)
+
+
+def _median(found: Sequence[Taken]) -> Taken:
+    figures = {name: statistics.median(getattr(each, name) for each in found)
+               for name in ("ready_s", "cpu_s", "server_mb", "all_mb", "again_s")}  # fmt: skip
+    return replace(found[0], **figures)
+
+
+if __name__ == "__main__":
+    main()
