@@ -32,6 +32,7 @@ _SETTINGS = {
 _ALIGNMENT = (
     64  # bytes; kernels load a cache line at once, and end the process on any other address
 )
+_PLACE = re.compile(r"\|(\d+);(\d+)")  # of a reordered copy: kernel|offset;length;checksum|…
 _SIZES = (2, 1, 8, 32, 64, 224)  # of free dimensions, where nobody gives an example
 _DTYPES = {"float": "float32", "double": "float64"}  # others are called as numpy calls them
 _PR_SET_PDEATHSIG = 1
@@ -70,6 +71,8 @@ def main(model: Path, folder: Path, examples: Path | None) -> None:
 def align(folder: Path) -> None:
     """Lay each weight of an optimised model, and each reordered copy, where kernels may read it."""
     model = onnx.load(folder / OPTIMIZED, load_external_data=False)
+    if not any(offset % _ALIGNMENT for offset in _offsets(model.graph)):
+        return
     draft = folder / "aligned"
     places: dict[tuple[int, int], int] = {}
     with (folder / _WEIGHTS).open("rb") as source, draft.open("wb") as target:
@@ -89,14 +92,23 @@ def align(folder: Path) -> None:
             length = int(entries["length"].value)
             entries["offset"].value = str(move(int(entries["offset"].value), length))
             for key, entry in entries.items():
-                if key.startswith("prepacked_"):  # kernel|offset;length;checksum|…
-                    entry.value = re.sub(
-                        r"\|(\d+);(\d+)",
+                if key.startswith("prepacked_"):
+                    entry.value = _PLACE.sub(
                         lambda found: f"|{move(int(found[1]), int(found[2]))};{found[2]}",
                         entry.value,
                     )
     draft.replace(folder / _WEIGHTS)
     (folder / OPTIMIZED).write_bytes(model.SerializeToString())
+
+
+def _offsets(graph: Any) -> Iterator[int]:
+    """Yield where each weight, and each reordered copy, begins."""
+    for tensor in _tensors(graph):
+        for entry in tensor.external_data:
+            if entry.key == "offset":
+                yield int(entry.value)
+            elif entry.key.startswith("prepacked_"):
+                yield from (int(offset) for offset, _ in _PLACE.findall(entry.value))
 
 
 def _tensors(graph: Any) -> Iterator[Any]:
