@@ -17,7 +17,13 @@ from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, Target
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.errors import BadRequest, ModelNotFound, Unavailable, http_status
+from modelyard.serve.errors import (
+    BadRequest,
+    DeadlinePassed,
+    ModelNotFound,
+    Unavailable,
+    http_status,
+)
 from modelyard.serve.http.application import Answers, ServerState
 from modelyard.serve.http.connection import Headers, RequestResponseCycle
 
@@ -91,8 +97,9 @@ class Calls:
             timeout_s = read_timeout(cycle.headers)
             must_fit = model.config.refuses_late or timeout_s < math.inf
             timeout_s = min(timeout_s, model.request_timeout_s)
+            waited_s = cycle.connection.waited_s
             if kind == PREDICT:  # before there is a call, or a body: a refusal is to cost little
-                model.batchers[kind].check(timeout_s, must_fit, monotonic())
+                model.batchers[kind].check(timeout_s, must_fit, monotonic(), waited_s)
         except (BadRequest, Unavailable) as error:
             reply.fail(error, 0.0)
             return
@@ -101,7 +108,7 @@ class Calls:
             kind,
             pack_head(cycle, "/".join(path[2:]), id),
             reply,
-            timeout_s - cycle.connection.waited_s,
+            timeout_s - waited_s,
             cycle.is_left,
             flags,
             must_fit,
@@ -173,6 +180,7 @@ class DirectReply:
         kind, path, _ = self._target
         self._model.metrics.kinds[kind].answered(http_status(error)[0], took_s)
         error = self._calls.rephrase(error, path)
+        self._cycle.is_refused = isinstance(error, Unavailable | DeadlinePassed)
         if isinstance(error, Unavailable):
             self._calls.answers.send_refusal(self._cycle, self._id, error)
             return

@@ -27,14 +27,15 @@ class Admission:
         self._most_held = 3 * batch_size
         """Jobs of a replica with its own batch behind them."""
 
-    def excess_s(self, timeout_s: float, queued: int) -> float:
+    def excess_s(self, timeout_s: float, queued: int, waited_s: float = 0.0) -> float:
         """Return by how many seconds an answer is expected too late; negative: in time.
 
         Args:
             timeout_s: of the job that comes.
             queued: how many are before it.
+            waited_s: how much of its time has passed.
         """
-        allowed_s = EXPECTED_SHARE * timeout_s
+        allowed_s = EXPECTED_SHARE * timeout_s - waited_s
         if allowed_s > UNHURRIED_S:
             most_s = (queued + self._most_held) * self._engine.job_s(self._kind)
             if most_s < allowed_s:

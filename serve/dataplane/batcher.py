@@ -96,13 +96,14 @@ class Batcher:
         self.check(job.timeout_s, job.must_fit, job.queued_at)
         self.put(job)
 
-    def check(self, timeout_s: float, must_fit: bool, now: float) -> None:
+    def check(self, timeout_s: float, must_fit: bool, now: float, waited_s: float = 0.0) -> None:
         """Refuse what could not be answered, were it queued now.
 
         Args:
             timeout_s: within which it must be answered.
             must_fit: of a `Call`.
             now: of `time.monotonic()`.
+            waited_s: how much of that time has passed.
 
         Raises:
             QueueFull, TooLate: with the time after which it is likely to be taken.
@@ -119,9 +120,10 @@ class Batcher:
         if self._needs_ticket and self._engine.idle_count <= len(self._queue):
             self._metrics.refused_full.inc()
             raise QueueFull("no worker is idle, and this model lets nobody wait", self._wait_s())
-        if must_fit and (excess_s := self._admission.excess_s(timeout_s, len(self._queue))) > 0:
+        waiting = len(self._queue)
+        if must_fit and (excess_s := self._admission.excess_s(timeout_s, waiting, waited_s)) > 0:
             if self._drop_left(now):
-                excess_s = self._admission.excess_s(timeout_s, len(self._queue))
+                excess_s = self._admission.excess_s(timeout_s, len(self._queue), waited_s)
             if excess_s > 0:
                 raise self._too_late(timeout_s, excess_s)
 

@@ -137,13 +137,14 @@ class ReplySink(Protocol):
 class Queue(Protocol):
     """What takes calls of one kind."""
 
-    def check(self, timeout_s: float, must_fit: bool, now: float) -> None:
+    def check(self, timeout_s: float, must_fit: bool, now: float, waited_s: float = 0.0) -> None:
         """Refuse a call that would come now.
 
         Args:
             timeout_s: its time.
             must_fit: of a `Call`.
             now: of `time.monotonic()`.
+            waited_s: how much of its time has passed.
 
         Raises:
             ServeError: it is refused.

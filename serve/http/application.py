@@ -166,7 +166,6 @@ class Answers:
                 self._prepared.clear()
             prepared = self._prepared[key] = self._prepare(error, len(id), cycle.keeps_alive)
         status, pieces = prepared
-        cycle.is_refused = True
         if not cycle.send_ready(status, id.encode().join(pieces), b""):
             self.send(cycle, id, *self.error(error, id))
         elif self._on_status is not None:

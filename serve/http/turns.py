@@ -16,15 +16,19 @@ from typing import Protocol
 
 SLICE_S = 0.001
 """Clients' work between two looks at the workers; these have been given more than that to do."""
-BUSY = 0.7
-"""Of the time, that this process ran or waited for a processor: above it refusals get fewer, below
+BUSY = 0.8
+"""Of the time, that this thread ran or waited for a processor: above it refusals get fewer, below
 it more. Whoever waits for a processor keeps workers waiting for it."""
-LEAST_RATE, MOST_RATE = 2_000.0, 50_000.0
-"""Refusals a second after which clients are held back: the least takes a twentieth of a
+LEAST_RATE, MOST_RATE = 4_000.0, 50_000.0
+"""Refusals a second after which clients are held back: the least takes less than a tenth of a
 processor, the most is more than one processor can do."""
 GROWTH, DECAY = 1.25, 0.8
 MEASURE_S = 0.01
 """From one measurement of the process's own use to the next."""
+STALE_S = 0.01
+"""Who waits longest for a turn waits longer under a flood only."""
+OLDEST_EVERY = 4
+"""Of so many turns under a flood one is of who waits longest."""
 RELEASE_S = 0.002
 """From one release of clients that are held back to the next."""
 
@@ -67,18 +71,21 @@ class Turns:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[Reading] = deque()
-        """Connections with bytes that this turn had no time for."""
+        self._waiting: deque[tuple[float, Reading]] = deque()
+        """Connections with bytes that no turn had time for yet, and since when."""
         self._is_armed = False
         self._until = 0.0
+        self._taken = 0
+        self._is_refusing = False
+        """Whether this turn has refused a request and may not refuse another one."""
         self._held: deque[Reading] = deque()
         """Connections that were refused a request and are not read, the longest first."""
         self._releasing: asyncio.TimerHandle | None = None
         self._rate = MOST_RATE
         self._allowed = 0.0
-        """Refusals that may be followed by another request of the same client at once."""
-        self._demand = Demand()
+        """Refusals of which the time is there."""
         self._measured_at = 0.0
+        self._demand = Demand()
         self._wanted_s = 0.0
 
     def has_time(self) -> bool:
@@ -86,35 +93,53 @@ class Turns:
         now = monotonic()
         if not self._is_armed:
             self._arm(now)
-        return now < self._until and not self._waiting
+        return now < self._until and not self._waiting and not self._is_refusing
 
     def put_off(self, connection: Reading) -> None:
         """Have a connection take what it holds in a later turn."""
-        self._waiting.append(connection)
+        self._waiting.append((monotonic(), connection))
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether clients wait for their turn, or to be read again."""
+        return bool(self._waiting or self._held)
 
     def _arm(self, now: float) -> None:
         self._is_armed = True
         self._until = now + SLICE_S
-        self._loop.call_soon(self._next)
+        if self._is_refusing:  # there is time for what else this machine does
+            self._loop.call_later(SLICE_S, self._next)
+        else:
+            self._loop.call_soon(self._next)
 
     def _next(self) -> None:
         """Begin a turn with what the last one had no time for."""
-        self._is_armed = False
+        self._is_armed = self._is_refusing = False
         if not self._waiting:
             return
+        self._until = monotonic() + SLICE_S
+        while self._waiting and not self._is_refusing and monotonic() < self._until:
+            self._take().take_held()
         self._arm(monotonic())
-        while self._waiting and monotonic() < self._until:
-            self._waiting.popleft().take_held()
+
+    def _take(self) -> Reading:
+        """Return whose turn it is: who waits longest, or under a flood mostly who came last.
+
+        The last can still be answered in their time, and among the others are those who left.
+        """
+        self._taken += 1
+        is_flood = monotonic() - self._waiting[0][0] > STALE_S
+        is_last = is_flood and self._taken % OLDEST_EVERY
+        return (self._waiting.pop() if is_last else self._waiting.popleft())[1]
 
     # -- refusals --------------------------------------------------------------------------------
 
     def must_hold(self) -> bool:
         """Count a refusal, and return whether its client is to wait before it is read again."""
         self._measure(monotonic())
-        if self._allowed >= 1 and not self._held:
-            self._allowed -= 1
-            return False
-        return True
+        self._allowed -= 1
+        self._is_refusing = self._allowed < 0
+        return self._is_refusing or bool(self._held)
 
     def hold(self, connection: Reading) -> None:
         """Release a connection, which reads nothing until then, when it is its turn."""

@@ -81,6 +81,51 @@ def test_between_two_slices_of_clients_work_others_have_a_turn(clock: FakeClock)
     assert longest == 2  # of 0.6 ms each, in slices of 1 ms
 
 
+def test_under_a_flood_most_turns_are_of_who_came_last_and_some_of_who_waits_longest(
+    clock: FakeClock,
+) -> None:
+    log: list[str] = []
+
+    async def scenario() -> None:
+        these = Turns()
+        assert these.has_time()
+        for name in "abcdefgh":
+            these.put_off(Client(name, clock, log))
+            clock.pass_s(0.005)
+        while len(log) < 8:
+            await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert "".join(log) == "hgfaedcb"
+
+
+def test_without_time_for_refusals_a_turn_ends_with_the_first(clock: FakeClock) -> None:
+    log: list[str] = []
+
+    async def scenario() -> None:
+        loop, these = asyncio.get_running_loop(), Turns()
+        while not these.must_hold():
+            pass
+
+        class Refused(Client):
+            def take_held(self) -> None:
+                log.append(self.name)
+                these.must_hold()
+
+        for name in "abc":
+            these.put_off(Refused(name, clock, log))
+        these._next()
+        assert log == ["a"]
+        assert not these.has_time()
+        began = loop.time()
+        while len(log) < 3:
+            await asyncio.sleep(0)
+        assert loop.time() - began >= 0.0015  # others have the processor in between
+
+    asyncio.run(scenario())
+    assert log == ["a", "b", "c"]
+
+
 def test_what_comes_while_others_wait_does_not_overtake_them(clock: FakeClock) -> None:
     async def scenario() -> None:
         these = Turns()
