@@ -13,9 +13,9 @@ import logging
 import os
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from time import sleep, time
 from typing import IO, Any
 
 from modelyard.serve.torchserve.layout import TORCHSERVE_LEVELS, Around, Layout, Said
@@ -93,7 +93,7 @@ class Lines:
         put, source = self._logs.put, self._source
 
         def write(*values: Any) -> None:
-            put((time(), source, form, values))
+            put((time.time(), source, form, values))
 
         return write
 
@@ -102,7 +102,7 @@ class Lines:
         put, source = self._logs.put, self._source
 
         def count() -> None:
-            put((time(), source, text, ()))
+            put((time.time(), source, text, ()))
 
         return count
 
@@ -219,7 +219,7 @@ class Logs(logging.Handler):
             with contextlib.suppress(queue.Empty):
                 self._signal.get(timeout=1)  # two threads at once may each leave it to the other
             if not self._is_closing:
-                sleep(GATHER_S)
+                time.sleep(GATHER_S)
             while self._waiting:
                 self._write_some()
         while self._waiting:
@@ -228,7 +228,7 @@ class Logs(logging.Handler):
     def _write_some(self) -> None:
         """Write what waits, up to so much that others must not wait for it."""
         waiting = self._waiting
-        at, second, dirty, written_at = -1, 0, dict[Source, None](), time()
+        at, second, dirty, written_at = -1, 0, dict[Source, None](), time.time()
         for _ in range(min(AT_ONCE, len(waiting))):
             written_at, source, form, values = waiting.popleft()
             milliseconds = int(written_at * 1000)
