@@ -184,7 +184,7 @@ def _parse() -> argparse.Namespace:
     add("--seconds", type=float, help="length of each load (3)")
     add("--rounds", type=int, help="(3)")
     add("--most-rate", type=float, default=MOST_RATE, help="requests per second, in an open loop")
-    add("--output", type=Path, default=LOCAL_RESULTS)
+    add("-o", "--output", type=Path, default=LOCAL_RESULTS)
     add("--name", default=time.strftime("%Y-%m-%dT%H%M%S-overload"))
     given = parser.parse_args()
     if given.clients is None and given.times is None:

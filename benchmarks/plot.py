@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 from benchmarks.archives import ECHO, RESNET, TINY
 from benchmarks.results import (
     BARE,
+    BUSY_NEIGHBOUR,
     COMPUTE_GOAL,
     OURS,
     Results,
@@ -74,15 +76,19 @@ def draw(results: Results, file: Path) -> None:
         f"Modelyard on {machine['cores']} cores, wrk -t1 on the same ones",
         fontsize=13, x=0.012, y=1 - 0.1 / height, va="top", ha="left", weight="bold",
     )  # fmt: skip
-    figure.text(0.012, 0.06 / height, _footnote(results), fontsize=8, color=SUBTLE)
+    busy = any(row.other_cores > BUSY_NEIGHBOUR for own in rows.values() for row in own)
+    colour = GOAL_COLOUR if busy else SUBTLE
+    figure.text(0.012, 0.06 / height, _footnote(results), fontsize=8, color=colour)
     figure.savefig(file, dpi=130)
     pyplot.close(figure)
 
 
 def _footnote(results: Results) -> str:
     about, given = results.about, results.about["settings"]
+    others = statistics.median(sample.other_cores for sample in results.samples)
     return (
-        f"{about['machine']['cpu']} · medians over {given['rounds']} round(s), lines from "
+        f"{about['machine']['cpu']} · other work on {others:.1f} cores · medians over "
+        f"{given['rounds']} round(s), lines from "
         f"lowest to highest · each server at its best setting for the load; drop-in: Modelyard's "
         f"torchserve · tiny network: {given['workers']} worker(s), ResNet-50: "
         f"{given['compute_workers']} × 1 thread · {about['date'][:10]}"
