@@ -6,16 +6,15 @@ later read goes through one open file or folder, so an archive that is replaced 
 not mixed in; what is unpacked is what was checked, or is compared with it once more.
 """
 
+import contextlib
 import hashlib
-import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import IO
 
 from modelyard.archiver.digest import Digest
 from modelyard.archiver.errors import ArchiveError, BadManifest, RefusedArchive
@@ -153,9 +152,9 @@ class Archive:
         if name.endswith("/"):
             (staging / name).mkdir(parents=True, exist_ok=True)
             return
-        with _new_file(staging, name) as file:
+        with _new_file(staging, name) as write:
             for chunk in self._checked_chunks(self._files[name]):
-                file.write(chunk)
+                write(chunk)
 
     def _checked_chunks(self, expected: ArchivedFile) -> Iterator[bytes]:
         """Yield a file's content; raise at its end when it is not what was checked."""
@@ -279,11 +278,11 @@ def _hash_files(
     unread = [m for m in reader.members if not m.is_folder and m.name not in files]
     total, done = sum(member.size_bytes for member in unread), 0
     for member in unread:
-        with Digest() as digest, _new_file(staged, member.name) as file:
+        with Digest() as digest, _new_file(staged, member.name) as write:
             try:
                 for chunk in reader.chunks(member):
                     digest.update(chunk)
-                    file.write(chunk)
+                    write(chunk)
                     done += len(chunk)
                     progress(done, total)
             except Damaged as damage:
@@ -292,13 +291,16 @@ def _hash_files(
     return files, damages
 
 
-def _new_file(folder: Path | None, name: str) -> IO[bytes]:
-    """Open a new file of a folder for writing; without a folder, one that takes nothing."""
+@contextlib.contextmanager
+def _new_file(folder: Path | None, name: str) -> Iterator[Callable[[bytes], object]]:
+    """Yield what writes a new file of a folder; without a folder, what writes nothing."""
     if folder is None:
-        return Path(os.devnull).open("wb")
+        yield lambda chunk: None
+        return
     target = folder / name
     target.parent.mkdir(parents=True, exist_ok=True)
-    return target.open("xb")
+    with target.open("xb") as file:
+        yield file.write
 
 
 def _changed_files(digests: Mapping[str, str], files: Mapping[str, ArchivedFile]) -> dict[str, str]:

@@ -447,6 +447,8 @@ class Connection(asyncio.Protocol):
                 self._put_off = []
                 self._turns.put_off(self)
             self._put_off.append((monotonic(), data))
+            if len(data) > SLICE_BYTES:  # of which a loop reads 32 before it looks at others
+                self.pause_reading()
             return
         if self._held_at:  # what comes just after the release may have waited since it was held
             now = monotonic()
@@ -461,11 +463,14 @@ class Connection(asyncio.Protocol):
     def take_held(self) -> None:
         """Parse what was put off."""
         received, self._put_off = self._put_off or (), None
+        if self.transport.is_closing():
+            return
         for at, data in received:
             self.waited_s = monotonic() - min(at, self._held_at or at)
             self._held_at = 0.0
             self._receive(data)
         self.waited_s = 0.0
+        self.resume_reading()
 
     def _receive(self, data: bytes) -> None:
         if len(data) <= SLICE_BYTES and self.reading is None:
