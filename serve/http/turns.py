@@ -75,15 +75,15 @@ class Turns:
         """Connections with bytes that no turn had time for yet, and since when."""
         self._is_armed = False
         self._until = 0.0
-        self._taken = 0
+        self._taken = self._refused = 0
         self._is_refusing = False
         """Whether this turn has refused a request and may not refuse another one."""
         self._held: deque[Reading] = deque()
         """Connections that were refused a request and are not read, the longest first."""
         self._releasing: asyncio.TimerHandle | None = None
         self._rate = MOST_RATE
-        self._allowed = 0.0
-        """Refusals of which the time is there."""
+        self._allowed = self._releasable = 0.0
+        """Refusals of which the time is there, and clients that may come back."""
         self._measured_at = 0.0
         self._demand = Demand()
         self._wanted_s = 0.0
@@ -104,10 +104,10 @@ class Turns:
         """Whether clients wait for their turn, or to be read again."""
         return bool(self._waiting or self._held)
 
-    def _arm(self, now: float) -> None:
+    def _arm(self, now: float, rests: bool = False) -> None:
         self._is_armed = True
         self._until = now + SLICE_S
-        if self._is_refusing:  # there is time for what else this machine does
+        if rests:  # there is time for what else this machine does
             self._loop.call_later(SLICE_S, self._next)
         else:
             self._loop.call_soon(self._next)
@@ -118,9 +118,11 @@ class Turns:
         if not self._waiting:
             return
         self._until = monotonic() + SLICE_S
+        taken, refused = self._taken, self._refused
         while self._waiting and not self._is_refusing and monotonic() < self._until:
             self._take().take_held()
-        self._arm(monotonic())
+        has_accepted = self._taken - taken > self._refused - refused
+        self._arm(monotonic(), rests=self._is_refusing and not has_accepted)
 
     def _take(self) -> Reading:
         """Return whose turn it is: who waits longest, or under a flood mostly who came last.
@@ -137,9 +139,10 @@ class Turns:
     def must_hold(self) -> bool:
         """Count a refusal, and return whether its client is to wait before it is read again."""
         self._measure(monotonic())
+        self._refused += 1
         self._allowed -= 1
         self._is_refusing = self._allowed < 0
-        return self._is_refusing or bool(self._held)
+        return self._is_refusing
 
     def hold(self, connection: Reading) -> None:
         """Release a connection, which reads nothing until then, when it is its turn."""
@@ -149,8 +152,8 @@ class Turns:
 
     def _release(self) -> None:
         self._measure(monotonic())
-        while self._held and self._allowed >= 1:
-            self._allowed -= 1
+        while self._held and self._releasable >= 1:
+            self._releasable -= 1
             self._held.popleft().release()
         self._releasing = None
         if self._held:
@@ -166,5 +169,5 @@ class Turns:
             is_busy = wanted_s - self._wanted_s > BUSY * took_s
             rate = self._rate * (DECAY if is_busy else GROWTH)
             self._rate = min(MOST_RATE, max(LEAST_RATE, rate))
-        self._allowed = self._rate * min(took_s, 2 * MEASURE_S)
+        self._allowed = self._releasable = self._rate * min(took_s, 2 * MEASURE_S)
         self._measured_at, self._wanted_s = now, wanted_s

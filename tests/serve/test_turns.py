@@ -126,6 +126,28 @@ def test_without_time_for_refusals_a_turn_ends_with_the_first(clock: FakeClock) 
     assert log == ["a", "b", "c"]
 
 
+def test_where_a_turn_accepts_the_next_one_comes_at_once(clock: FakeClock) -> None:
+    log: list[str] = []
+
+    async def scenario() -> None:
+        these = Turns()
+        while not these.must_hold():
+            pass
+
+        class Refused(Client):
+            def take_held(self) -> None:
+                log.append(self.name)
+                these.must_hold()
+
+        for name in "aBcD":
+            these.put_off((Client if name.islower() else Refused)(name, clock, log))
+        these._next()
+        await asyncio.sleep(0)
+        assert log == ["a", "B", "c", "D"]
+
+    asyncio.run(scenario())
+
+
 def test_what_comes_while_others_wait_does_not_overtake_them(clock: FakeClock) -> None:
     async def scenario() -> None:
         these = Turns()
