@@ -23,11 +23,10 @@ EXPLAIN_OPTIONS: Mapping[str, Option] = {
         str, "zero, black, white, mean, blur, noise, pad, or `file:NAME` of the archive."
     ),
     "n_steps": Option(int, "Points between baseline and input, used exactly."),
-    "tolerance": Option(
-        float, "Largest |delta| / |f(input) - f(baseline)|; steps are raised until it is met."
-    ),
-    "max_steps": Option(int, "Where raising ends."),
-    "n_samples": Option(int, "Random points."),
+    "tolerance": Option(float, "Largest error; steps or draws are added until it is met."),
+    "max_steps": Option(int, "Where adding steps ends."),
+    "n_samples": Option(int, "Random points, drawn exactly."),
+    "max_samples": Option(int, "Where adding random points ends."),
     "noise": Option(float, "Standard deviation, as a share of the input's range."),
     "window": Option(int, "Side of what is replaced at once."),
     "stride": Option(int, "By which windows move."),
@@ -36,5 +35,6 @@ EXPLAIN_OPTIONS: Mapping[str, Option] = {
     "internal_batch_size": Option(int, "Points that share a pass; by memory without it."),
     "aggregate": Option(str, "`none`, or `sum` over an image's channels or a token's embedding."),
     "format": Option(str, "json, png or html; the Accept header asks for them too."),
+    "errors": Option(bool, "`true` adds how far off each value may be."),
     "quality": Option(bool, "`true` measures infidelity and sensitivity too."),
 }

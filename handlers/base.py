@@ -424,8 +424,11 @@ class BaseHandler:
         return answer | ({"explanations": answers} if has_several else answers[0])
 
     def _aggregated(self, explanation: Explanation) -> Explanation:
-        summed = tuple(self.aggregate(each) for each in explanation.attributions)
-        return replace(explanation, attributions=summed)
+        """Sum up what belongs together; a sum is no further off than the errors of its parts."""
+        summed = tuple(map(self.aggregate, explanation.attributions))
+        errors = explanation.errors
+        bounds = None if errors is None else tuple(map(self.aggregate, errors))
+        return replace(explanation, attributions=summed, errors=bounds)
 
 
 class Classifier(BaseHandler):

@@ -137,6 +137,7 @@ class TextHandler(Classifier):
         return {
             "shape": list(own.shape),
             "attributions": own.tolist(),
+            **self._own_errors(explanation, len(encoding)),
             "tokens": [
                 {
                     "token": token,
@@ -156,6 +157,12 @@ class TextHandler(Classifier):
                 )
             ],
         }
+
+    def _own_errors(self, explanation: Explanation, count: int) -> dict[str, Any]:
+        """Return the errors of the first tokens, where they are asked for and known."""
+        if not explanation.options.errors or explanation.errors is None:
+            return {}
+        return {"errors": explanation.errors[0][:count].tolist()}
 
     def page(self, index: int, explanations: Sequence[Explanation]) -> bytes:
         """Draw the text with a colour behind each token, as an HTML page."""

@@ -11,9 +11,14 @@ from torch import Tensor
 from modelyard.handlers.backends import Output
 from modelyard.handlers.errors import NoGradients
 
-FIRST_STEPS = 10
+FIRST_STEPS = 30
+"""Fewer can agree by chance with a third of them."""
+
 MAX_STEPS = 270
 DEFAULT_TOLERANCE = 0.01
+
+ROUNDING = 8
+"""So many units in the last place of what was added up are taken for rounding."""
 
 Model = Callable[..., Output]
 Tensors = tuple[Tensor, ...]
@@ -105,6 +110,33 @@ class Attribution:
     """(M, *S) per input, in units of the output."""
     n_steps: Tensor
     """(M,) int64: points at which the model was asked."""
+    errors: Tensors | None = None
+    """(M, *S) per input: how far off each value may be; None where a method does not know."""
+    rounding: Tensor | None = None
+    """(M,) float64: what the sum may be off by for rounding alone; None counts as 0."""
+
+    @cached_property
+    def error(self) -> Tensor | None:
+        """(M,) float64: the norm of the errors as a share of the norm of the attributions.
+
+        It is 0 where all of these are rounding.
+        """
+        if self.errors is None:
+            return None
+        errors, size = norms_of(self.errors), norms_of(self.attributions)
+        rounding = torch.zeros_like(size) if self.rounding is None else self.rounding
+        is_nothing = (errors <= rounding) & (size <= rounding)
+        return torch.where((errors == 0) | is_nothing, 0.0, errors / size)
+
+    def part(self, at: int) -> "Attribution":
+        """Return what was found for one of the explanations, as of a request of its own."""
+        row = slice(at, at + 1)
+        return Attribution(
+            tuple(each[row] for each in self.attributions),
+            self.n_steps[row],
+            None if self.errors is None else tuple(each[row] for each in self.errors),
+            None if self.rounding is None else self.rounding[row],
+        )
 
 
 def integrated_gradients(
@@ -116,14 +148,17 @@ def integrated_gradients(
 ) -> Attribution:
     """Attribute the output to each input value, by the midpoint rule.
 
-    Without `n_steps`, rows begin with 10 points and triple them while their delta is above the
-    tolerance; the midpoints of n steps are among those of 3n, so no point is computed twice, and
-    a row that has met the tolerance costs no further passes.
+    Without `n_steps`, rows begin with 30 points and triple them while their error or their delta
+    is above the tolerance; the midpoints of n steps are among those of 3n, so no point is computed
+    twice, and a row that has met the tolerance costs no further passes.
+
+    The error is how far the answer of 3n points is from that of the n among them. Of a number of
+    points that is no multiple of three, one or two count in both.
 
     Args:
         request: inputs are real-valued; values as after preprocess.
-        n_steps: points for every row; None chooses them per row.
-        tolerance: the largest |delta| as a share of |f_input − f_baseline|.
+        n_steps: points for every row; None chooses them per row. The error of 1 or 2 is not known.
+        tolerance: the largest error, and the largest |delta| as a share of |f_input − f_baseline|.
         max_steps: no row gets more points than this.
 
     Raises:
@@ -136,17 +171,16 @@ def integrated_gradients(
         steps = n_steps or min(FIRST_STEPS, max_steps)
         used = torch.full((len(request),), steps, device=request.device)
         rows = torch.arange(len(request), device=request.device)
-        path.add(rows, _midpoints(steps))
+        path.add(rows, _midpoints(steps), _coarse_weights(steps))
         while n_steps is None and 3 * steps <= max_steps:
-            delta = sums_of(path.attributions(used)) - (request.f_input - request.f_baseline)
-            rows = rows[~is_met(request, delta, tolerance)[rows]]
+            rows = rows[~is_met(request, path.found(used), tolerance)[rows]]
             if not len(rows):
                 break
             # All open rows are at the same number of steps: one leaves for good once it is met.
             steps *= 3
             used[rows] = steps
-            path.add(rows, _new_midpoints(steps))
-        return Attribution(path.attributions(used), used)
+            path.refine(rows, steps)
+        return path.found(used)
 
 
 class _Path:
@@ -164,11 +198,22 @@ class _Path:
             torch.zeros_like(delta, dtype=torch.promote_types(delta.dtype, torch.float32))
             for delta in self.deltas
         )
+        self.coarse = tuple(map(torch.zeros_like, self.sums))
+        """The sums as a third of the points makes them, each of which counts three times."""
+        self.sizes = torch.zeros(len(request), dtype=torch.float64, device=request.device)
+        """Of what is added up: rounding is a share of it."""
 
-    def add(self, rows: Tensor, alphas: Tensor) -> None:
-        """Add gradients at baseline + alpha · delta, for `rows` (R,) and each of `alphas` (A,)."""
+    def add(self, rows: Tensor, alphas: Tensor, weights: Tensor | None = None) -> None:
+        """Add gradients at baseline + alpha · delta, for `rows` (R,) and each of `alphas` (A,).
+
+        Args:
+            rows: which explanations.
+            alphas: places between baseline and input.
+            weights: (A,) of each in the coarse sums; none counts there without them.
+        """
         which = rows.repeat_interleave(len(alphas))
         where = alphas.to(rows.device).repeat(len(rows))
+        heights = None if weights is None else weights.to(rows.device).repeat(len(rows))
         for chunk in chunks(len(which), self.request.chunk_rows):
             self.request.between_chunks()
             row = which[chunk]
@@ -178,16 +223,39 @@ class _Path:
                 ).requires_grad_()
                 for baseline, delta in zip(self.baselines, self.deltas, strict=True)
             )
-            for total, gradient in zip(
-                self.sums, gradients(self.request.forward, points, row), strict=True
+            found = gradients(self.request.forward, points, row)
+            for total, coarse, gradient, delta in zip(
+                self.sums, self.coarse, found, self.deltas, strict=True
             ):
-                total.index_add_(0, row, gradient.to(total.dtype))
+                gradient = gradient.to(total.dtype)
+                total.index_add_(0, row, gradient)
+                if heights is not None:
+                    coarse.index_add_(0, row, gradient * _column(heights[chunk].to(total), total))
+                size = (gradient * delta[row]).flatten(1).abs().sum(1, dtype=torch.float64)
+                self.sizes.index_add_(0, row, size)
 
-    def attributions(self, steps: Tensor) -> Tensors:
+    def refine(self, rows: Tensor, steps: int) -> None:
+        """Triple the points of `rows` to `steps`."""
+        for total, coarse in zip(self.sums, self.coarse, strict=True):
+            coarse[rows] = 3 * total[rows]
+        self.add(rows, _new_midpoints(steps))
+
+    def found(self, steps: Tensor) -> Attribution:
         """Return what the points so far amount to, for the steps (M,) that each row has."""
-        return tuple(
-            delta * (total / _column(steps, delta))
-            for delta, total in zip(self.deltas, self.sums, strict=True)
+        attributions, errors = (
+            tuple(
+                delta * (total / _column(steps, delta))
+                for delta, total in zip(self.deltas, totals, strict=True)
+            )
+            for totals in (self.sums, [a - b for a, b in zip(self.sums, self.coarse, strict=True)])
+        )
+        ends = self.request.f_input.abs() + self.request.f_baseline.abs()
+        unit = max(torch.finfo(delta.dtype).eps for delta in self.deltas)
+        return Attribution(
+            attributions,
+            steps,
+            tuple(each.abs() for each in errors) if int(steps.min()) >= 3 else None,
+            ROUNDING * unit * (self.sizes / steps + ends),
         )
 
 
@@ -257,9 +325,23 @@ def sums_of(attributions: Tensors) -> Tensor:
     )
 
 
-def is_met(request: AttributionRequest, delta: Tensor, tolerance: float) -> Tensor:
-    """Return for each row (M,) whether |delta| ≤ tolerance · |f_input − f_baseline|."""
-    return delta.abs() <= tolerance * (request.f_input - request.f_baseline).abs()
+def norms_of(attributions: Tensors) -> Tensor:
+    """Return the Euclidean norm of each row, over all inputs: (M,) float64."""
+    squares = [each.flatten(1).double().square().sum(1) for each in attributions]
+    return torch.stack(squares).sum(0).sqrt()
+
+
+def is_met(request: AttributionRequest, found: Attribution, tolerance: float) -> Tensor:
+    """Return for each row (M,) whether error and delta of integrated gradients are within it.
+
+    A delta is, too, that is no more than rounding.
+    """
+    difference = request.f_input - request.f_baseline
+    delta = (sums_of(found.attributions) - difference).abs()
+    is_whole = delta <= tolerance * difference.abs()
+    if found.rounding is not None:
+        is_whole |= delta <= found.rounding
+    return is_whole if found.error is None else is_whole & (found.error <= tolerance)
 
 
 def chunks(count: int, size: int) -> Iterator[slice]:
@@ -273,6 +355,18 @@ def _column(values: Tensor, like: Tensor) -> Tensor:
 
 def _midpoints(n: int) -> Tensor:
     return (torch.arange(n, dtype=torch.float64) + 0.5) / n
+
+
+def _coarse_weights(n: int) -> Tensor:
+    """Return how often each of n midpoints counts where every third one stands for three.
+
+    What is left over, one or two at the end, stands for itself.
+    """
+    weights = torch.zeros(n, dtype=torch.float64)
+    threes = 3 * (n // 3)
+    weights[1:threes:3] = 3
+    weights[threes:] = 1
+    return weights
 
 
 def _new_midpoints(n: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,20 +77,22 @@ class Explanation:
     f_input: float
     f_baseline: float
     sum_attributions: float
-    convergence_delta: float
+    convergence_delta: float | None
+    """None where the method promises no sum."""
+    relative_delta: float | None
+    """|delta| as a share of |f(input) − f(baseline)|; None where those are equal, too."""
+    error: float | None
+    """How far off the attributions are, as a share of their norm; None where nobody knows."""
     n_steps: int
-    tolerance_met: bool
+    tolerance_met: bool | None
+    """Whether the error is within the tolerance; None where nobody knows."""
     attributions: Tensors
     """(*S) per explained input, on the device that made it."""
+    errors: Tensors | None
+    """(*S) each: how far off each attribution may be."""
     names: tuple[str, ...]
     """Of the explained inputs."""
     quality: Quality | None = None
-
-    @property
-    def relative_delta(self) -> float | None:
-        """|delta| as a share of |f(input) − f(baseline)|; None where those are equal."""
-        difference = abs(self.f_input - self.f_baseline)
-        return abs(self.convergence_delta) / difference if difference else None
 
     @property
     def legend(self) -> str:
@@ -101,22 +103,25 @@ class Explanation:
 
     @property
     def footer(self) -> str:
-        """How it was made and, where the method promises a sum, how far off, in one line."""
+        """How it was made and, where that is known, how far off, in one line."""
         count = self.n_steps
         parts = [self.options.method.replace("_", " "), f"{count} step{'s' * (count > 1)}"]
-        if METHODS[self.options.method].adds_up and self.relative_delta is not None:
-            percent = 100 * self.relative_delta
-            parts.append(f"delta {percent:.2g} %" if percent < 100 else f"delta {percent:.0f} %")
+        if self.error is not None:
+            percent = 100 * self.error
+            parts.append(f"error {percent:.2g} %" if percent < 100 else f"error {percent:.0f} %")
         return " · ".join(parts)
 
     def as_json(self) -> dict[str, Any]:
         """Return the answer's fields; every number is finite."""
-        shapes: Any = [list(each.shape) for each in self.attributions]
-        values: Any = [each.tolist() for each in self.attributions]
-        if len(self.names) > 1:
-            shapes, values = (dict(zip(self.names, each, strict=True)) for each in (shapes, values))
-        else:
-            (shapes,), (values,) = shapes, values
+
+        def named(each: Iterable[Any]) -> Any:
+            by_name = dict(zip(self.names, each, strict=True))
+            return by_name if len(by_name) > 1 else next(iter(by_name.values()))
+
+        def values(tensors: Tensors) -> Any:
+            return named(each.tolist() for each in tensors)
+
+        errors = None if self.errors is None else values(self.errors)
         return {
             "method": self.options.method,
             "target": list(self.target) if isinstance(self.target, tuple) else self.target,
@@ -129,13 +134,15 @@ class Explanation:
             "sum_attributions": self.sum_attributions,
             "convergence_delta": self.convergence_delta,
             "relative_delta": self.relative_delta,
+            "error": self.error,
             "n_steps": self.n_steps,
             "tolerance": self.options.tolerance,
             "tolerance_met": self.tolerance_met,
             **({"layer": self.options.layer} if self.options.layer else {}),
             **({"quality": vars(self.quality)} if self.quality else {}),
-            "shape": shapes,
-            "attributions": values,
+            "shape": named(list(each.shape) for each in self.attributions),
+            "attributions": values(self.attributions),
+            **({"errors": errors} if self.options.errors else {}),
         }
 
 
@@ -222,7 +229,7 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
         settings["shapes"] = tuple(
             _window(version, each.shape[1:], options.window) for each in request.inputs
         )
-    attribution = _run(method, request, settings)
+    attributions = _run(method, request, settings)
     found: list[list[Explanation]] = [[] for _ in batch.options]
     for at, (row, target) in enumerate(owners):
         options = batch.options[row]
@@ -232,18 +239,20 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
                 baseline=options.baseline or version.default_baseline,
                 names=split.names,
                 **_name(version, batch.rows[row], target, batch.outputs[row]),
-                **_numbers(request.part(slice(at, at + 1)), attribution, at, options, settings),
+                **_numbers(request.part(slice(at, at + 1)), attributions[at], options, settings),
             )
         )
     return found
 
 
-def _run(method: Method, request: AttributionRequest, settings: Mapping[str, Any]) -> Attribution:
-    if not method.is_random or len(request) == 1:
-        return method.run(request, **settings)
-    alone = [method.run(request.part(slice(at, at + 1)), **settings) for at in range(len(request))]
-    columns = zip(*(each.attributions for each in alone), strict=True)
-    return Attribution(tuple(map(torch.cat, columns)), torch.cat([each.n_steps for each in alone]))
+def _run(
+    method: Method, request: AttributionRequest, settings: Mapping[str, Any]
+) -> list[Attribution]:
+    """Return what the method finds for each of the explanations."""
+    if not method.is_random:
+        found = method.run(request, **settings)
+        return [found.part(at) for at in range(len(request))]
+    return [method.run(request.part(slice(at, at + 1)), **settings) for at in range(len(request))]
 
 
 def _request(
@@ -318,33 +327,49 @@ def _probabilities(version: ExplainedModel) -> Callable[[Tensor], Tensor]:
 
 def _numbers(
     request: AttributionRequest,
-    attribution: Attribution,
-    at: int,
+    found: Attribution,
     options: ExplainOptions,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return what one explanation says of itself, for the request that it alone answers."""
-    attributions = tuple(each[at : at + 1] for each in attribution.attributions)
-    total = sums_of(attributions)
-    delta = total - (request.f_input - request.f_baseline)
+    method = METHODS[options.method]
+    total = sums_of(found.attributions)
+    difference = request.f_input - request.f_baseline
     numbers = {
         "f_input": float(request.f_input),
         "f_baseline": float(request.f_baseline),
         "sum_attributions": float(total),
-        "convergence_delta": float(delta),
     }
     wrong = ", ".join(f"{k} = {v}" for k, v in numbers.items() if not math.isfinite(v))
     if wrong:
         raise HandlerError(f"{wrong}; an explanation needs finite outputs and gradients")
-    steps = int(attribution.n_steps[at])
-    fixed = (
-        {**settings, "n_steps": steps} if "n_steps" in METHODS[options.method].options else settings
+    delta = float(total - difference) if method.adds_up else None
+    rounding = 0.0 if found.rounding is None else float(found.rounding)
+    is_apart = delta is not None and abs(float(difference)) > rounding
+    error = found.error
+    # Draws do not have to meet the sum: they are scattered around it, or forced to it.
+    is_within = error is not None and bool(
+        error <= options.tolerance
+        if method.is_random
+        else is_met(request, found, options.tolerance)
     )
+    steps = int(found.n_steps)
+    fixed: Mapping[str, Any] = settings
+    if "n_steps" in method.options:
+        fixed = {**settings, "n_steps": steps}
+    elif method.is_random and not method.needs_windows:
+        fixed = {**settings, "n_samples": steps}
     return numbers | {
+        "convergence_delta": delta,
+        "relative_delta": abs(delta / float(difference))
+        if delta is not None and is_apart
+        else None,
+        "error": float(error) if error is not None and bool(error.isfinite()) else None,
         "n_steps": steps,
-        "tolerance_met": bool(is_met(request, delta, options.tolerance)),
-        "attributions": tuple(each[0] for each in attributions),
-        "quality": measure(request, attributions, METHODS[options.method], fixed, options.seed)
+        "tolerance_met": None if error is None else is_within,
+        "attributions": tuple(each[0] for each in found.attributions),
+        "errors": None if found.errors is None else tuple(each[0] for each in found.errors),
+        "quality": measure(request, found.attributions, method, fixed, options.seed)
         if options.quality
         else None,
     }

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribution import (
+    DEFAULT_TOLERANCE,
     Attribution,
     AttributionRequest,
     Tensors,
@@ -23,15 +24,19 @@ from modelyard.handlers.explain.attribution import (
     integrated_gradients,
     recording,
 )
+from modelyard.handlers.explain.sampling import MAX_SAMPLES, enough, mean_gradients
+from modelyard.handlers.explain.shapley import Bools, Floats, Game
 
 MAX_EVALUATIONS = 20_000
 """Points at which a method without gradients may ask the model, per explanation."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
-DEFAULT_SAMPLES = 50
 DEFAULT_NOISE = 0.15
 """Share of an input's range, as in the paper on SmoothGrad."""
+
+LEAST_BUDGET = 1024
+"""Of kernel_shap, where nobody said one: all sets of ten features."""
 
 
 @dataclass(frozen=True)
@@ -79,73 +84,63 @@ def input_x_gradient(request: AttributionRequest) -> Attribution:
 def smoothgrad(
     request: AttributionRequest,
     *,
-    n_samples: int = DEFAULT_SAMPLES,
+    n_samples: int | None = None,
     noise: float = DEFAULT_NOISE,
     seed: int = 0,
+    tolerance: float = DEFAULT_TOLERANCE,
+    max_samples: int = MAX_SAMPLES,
 ) -> Attribution:
     """Return the mean of the gradients at noisy copies of the input.
 
     Args:
         request: of one explanation.
-        n_samples: copies.
+        n_samples: copies; without it as many as `tolerance` needs, `max_samples` at most.
         noise: standard deviation of the normal noise, as a share of the input's range.
         seed: of the noise.
+        tolerance: the largest error.
+        max_samples: where drawing ends.
 
     Source: Smilkov et al. 2017, https://arxiv.org/abs/1706.03825
     """
-    from captum.attr import NoiseTunnel, Saliency
-
-    ranges = tuple(float(each.max() - each.min()) for each in request.inputs)
-    with recording(), seeded(seed):
-        found = NoiseTunnel(Saliency(_forward(request))).attribute(
-            _copies(request.inputs),
-            nt_type="smoothgrad",
-            nt_samples=n_samples,
-            nt_samples_batch_size=min(n_samples, request.chunk_rows),
-            stdevs=tuple(max(noise * each, 1e-12) for each in ranges),
-            abs=False,
-            additional_forward_args=_rows(request),
-        )
-    return _found(request, found, n_samples)
+    noisy = _Noise(request.inputs, noise, seed)
+    ones = tuple(map(torch.ones_like, request.inputs))
+    return mean_gradients(
+        request, lambda: (noisy.copies(), ones), n_samples, tolerance, max_samples
+    )
 
 
 def gradient_shap(
     request: AttributionRequest,
     *,
-    n_samples: int = DEFAULT_SAMPLES,
+    n_samples: int | None = None,
     noise: float = 0.0,
     seed: int = 0,
+    tolerance: float = DEFAULT_TOLERANCE,
+    max_samples: int = MAX_SAMPLES,
 ) -> Attribution:
     """Return expected gradients: random points between input and baselines drawn from the set.
 
     Args:
         request: of one explanation; its baseline set is drawn from.
-        n_samples: points.
+        n_samples: points; without it as many as `tolerance` needs, `max_samples` at most.
         noise: standard deviation of normal noise on the input, as a share of its range.
         seed: of the draws.
+        tolerance: the largest error.
+        max_samples: where drawing ends.
 
     Source: Erion et al. 2019, https://arxiv.org/abs/1906.10670
     """
-    from captum.attr import GradientShap
-
+    noisy = _Noise(request.inputs, noise, seed)
     (baselines,) = request.baseline_sets
-    ranges = tuple(float(each.max() - each.min()) for each in request.inputs)
-    totals = tuple(torch.zeros_like(each) for each in request.inputs)
-    with recording(), seeded(seed):
-        explainer = GradientShap(_forward(request))
-        # It takes all points in one pass, whatever their number; so it is asked for few at a time.
-        for chunk in chunks(n_samples, request.chunk_rows):
-            count = min(chunk.stop, n_samples) - chunk.start
-            found = explainer.attribute(
-                _copies(request.inputs),
-                _copies(baselines),
-                n_samples=count,
-                stdevs=tuple(noise * each for each in ranges),
-                additional_forward_args=_rows(request),
-            )
-            for total, each in zip(totals, found, strict=True):
-                total += each.detach() * (count / n_samples)
-    return _found(request, totals, n_samples)
+
+    def draw() -> tuple[Tensors, Tensors]:
+        at = int(torch.randint(len(baselines[0]), (), generator=noisy.random))
+        share = float(torch.rand((), generator=noisy.random))
+        starts = [each[at : at + 1].detach() for each in baselines]
+        ways = tuple(end - start for end, start in zip(noisy.copies(), starts, strict=True))
+        return tuple(start + share * way for start, way in zip(starts, ways, strict=True)), ways
+
+    return mean_gradients(request, draw, n_samples, tolerance, max_samples)
 
 
 def occlusion(
@@ -190,39 +185,51 @@ def kernel_shap(
     shapes: Shapes,
     n_samples: int | None = None,
     seed: int = 0,
+    tolerance: float = DEFAULT_TOLERANCE,
+    max_samples: int | None = None,
 ) -> Attribution:
-    """Estimate Shapley values by weighted regression on random sets of features.
+    """Return the Shapley values of features, each shared evenly among the values of its feature.
+
+    Features that equal the baseline take no part and get 0. All sets of the others are asked about
+    where they fit into the budget; else sets are drawn, each with its complement.
 
     Args:
         request: of one explanation.
         shapes: as in `feature_ablation`.
-        n_samples: sets; 4 for each feature and 200 more without it.
+        n_samples: sets, or all there are; without it as many as `tolerance` needs.
         seed: of the draws.
+        tolerance: the largest error.
+        max_samples: where drawing ends without `n_samples`; 4 for each feature and 200 more, or
+            1024, without it.
 
     Source: Lundberg and Lee 2017, theorem 2, https://arxiv.org/abs/1705.07874
     """
-    from captum.attr import KernelShap
-
-    masks, features = _features(request.inputs, shapes)
-    count = n_samples or 4 * features + 200
-    if count < features + 2:
+    coalitions = _Coalitions(request, *_features(request.inputs, shapes))
+    players = coalitions.players
+    first = 4 * players + 200
+    budget = n_samples or max_samples or max(first, LEAST_BUDGET)
+    if players < 2:
+        return coalitions.attribution(np.full(players, coalitions.total), np.zeros(players), 0)
+    game = Game(players, coalitions.worth, coalitions.total, seed)
+    if budget < 2 * game.fewest:
         raise BadInput(
-            f"n_samples is {count}; expected at least {features + 2} for {features} features"
+            f"{'max' if n_samples is None else 'n'}_samples is {budget}; expected at least "
+            f"{2 * game.fewest} for {players} features that are not as in the baseline"
         )
-    _check_evaluations(count)
+    budget = min(budget, 2 * game.pairs)
+    _check_evaluations(budget)
+    is_open = n_samples is None and budget < 2 * game.pairs
+    sets = min(first, budget) if is_open else budget
+    while True:
+        found = coalitions.attribution(*game.solve(sets // 2), 2 * len(game.known))
+        error = None if found.error is None else float(found.error)
+        if sets >= budget or (error is not None and error <= tolerance):
+            return found
+        sets = enough(sets, error, tolerance, budget)
 
-    def explainer(forward: Callable[..., Tensor]) -> Any:
-        made = KernelShap(forward)
-        # captum's own regression needs scikit-learn, of which we use nothing else.
-        made.interpretable_model = _LeastSquares()
-        return made
 
-    with seeded(seed):
-        return _without_gradients(request, explainer, count, feature_mask=masks, n_samples=count)
-
-
-_SMOOTH = ("n_samples", "noise", "seed")
-_STEPS = ("n_steps", "tolerance", "max_steps")
+_DRAWS = ("n_samples", "seed", "tolerance", "max_samples", "errors")
+_STEPS = ("n_steps", "tolerance", "max_steps", "errors")
 
 METHODS: Mapping[str, Method] = {
     "integrated_gradients": Method(integrated_gradients, _STEPS, uses_baseline=True, adds_up=True),
@@ -231,9 +238,13 @@ METHODS: Mapping[str, Method] = {
     ),
     "saliency": Method(saliency, multiplies=False, has_signs=False),
     "input_x_gradient": Method(input_x_gradient),
-    "smoothgrad": Method(smoothgrad, _SMOOTH, multiplies=False, is_random=True),
+    "smoothgrad": Method(smoothgrad, (*_DRAWS, "noise"), multiplies=False, is_random=True),
     "gradient_shap": Method(
-        gradient_shap, _SMOOTH, uses_baseline=True, adds_up=True, is_random=True
+        gradient_shap,
+        (*_DRAWS, "noise"),
+        uses_baseline=True,
+        adds_up=True,
+        is_random=True,
     ),
     "occlusion": Method(
         occlusion,
@@ -247,7 +258,7 @@ METHODS: Mapping[str, Method] = {
     ),
     "kernel_shap": Method(
         kernel_shap,
-        ("window", "n_samples", "seed"),
+        ("window", *_DRAWS),
         needs_gradients=False,
         uses_baseline=True,
         adds_up=True,
@@ -255,6 +266,88 @@ METHODS: Mapping[str, Method] = {
         is_random=True,
     ),
 }
+
+
+class _Noise:
+    """Copies of one explanation's inputs with normal noise, and what else follows from its seed."""
+
+    def __init__(self, inputs: Tensors, noise: float, seed: int) -> None:
+        self.inputs = tuple(each.detach() for each in inputs)
+        self.deviations = [noise * float(each.max() - each.min()) for each in inputs]
+        self.random = torch.Generator().manual_seed(seed)
+
+    def copies(self) -> Tensors:
+        """Draw the next."""
+        if not any(self.deviations):
+            return self.inputs
+        return tuple(
+            each + size * torch.randn(each.shape, generator=self.random, dtype=each.dtype).to(each)
+            for each, size in zip(self.inputs, self.deviations, strict=True)
+        )
+
+
+class _Coalitions:
+    """What the model gives where some features are as in the input, the others as in the baseline.
+
+    Of one explanation.
+    """
+
+    def __init__(self, request: AttributionRequest, masks: Tensors, features: int) -> None:
+        self.request = request
+        self.masks = masks
+        self.sizes = torch.zeros(features, dtype=torch.float64, device=request.device)
+        differs = torch.zeros(features, dtype=torch.bool, device=request.device)
+        for end, start, mask in zip(request.inputs, request.baselines, masks, strict=True):
+            self.sizes += torch.bincount(mask.flatten(), minlength=features)
+            differs[mask[end != start]] = True
+        self.playing = differs.nonzero().flatten()
+        """Which features are not as in the baseline, the players."""
+        ends = np.array([[True], [False]]).repeat(self.players, 1)
+        whole, none = self.worth(ends).tolist()
+        self.total = whole - none
+
+    @property
+    def players(self) -> int:
+        """How many there are."""
+        return len(self.playing)
+
+    def worth(self, sets: Bools) -> Floats:
+        """Return the output for each set of players (R, M), true for who is in."""
+        request = self.request
+        found = []
+        for chunk in chunks(len(sets), request.chunk_rows):
+            request.between_chunks()
+            inside = torch.from_numpy(sets[chunk]).to(request.device)
+            kept = inside.new_zeros(len(inside), len(self.sizes))
+            kept[:, self.playing] = inside
+            points = tuple(
+                end.where(kept[:, mask[0]], start)
+                for end, start, mask in zip(
+                    request.inputs, request.baselines, self.masks, strict=True
+                )
+            )
+            rows = torch.zeros(len(inside), dtype=torch.int64, device=request.device)
+            with torch.no_grad():
+                found.append(request.forward(points, rows).double().cpu())
+        return torch.cat(found).numpy()
+
+    def attribution(self, values: Floats, errors: Floats | None, sets: int) -> Attribution:
+        """Give each value its even share of what its feature has."""
+        return Attribution(
+            self._spread(values),
+            torch.tensor([sets], device=self.request.device),
+            None if errors is None else self._spread(errors),
+        )
+
+    def _spread(self, values: Floats) -> Tensors:
+        each = torch.zeros_like(self.sizes)
+        each[self.playing] = torch.from_numpy(values).to(each)
+        each /= self.sizes
+        kinds = [t.dtype if t.is_floating_point() else torch.float32 for t in self.request.inputs]
+        return tuple(
+            each[mask].to(torch.promote_types(kind, torch.float32))
+            for mask, kind in zip(self.masks, kinds, strict=True)
+        )
 
 
 def _at_inputs(request: AttributionRequest, kind: Callable[..., Any]) -> Attribution:
@@ -302,18 +395,13 @@ def _forward(request: AttributionRequest) -> Callable[..., Tensor]:
     def forward(*arguments: Tensor) -> Tensor:
         request.between_chunks()
         *points, rows = arguments
-        # Of one explanation, kernel_shap repeats the row as a number.
-        return request.forward(tuple(points), rows.expand(len(points[0])))
+        return request.forward(tuple(points), rows)
 
     return forward
 
 
 def _rows(request: AttributionRequest) -> Tensor:
     return torch.arange(len(request), device=request.device)
-
-
-def _copies(tensors: Tensors) -> Tensors:
-    return tuple(tensor.detach().clone() for tensor in tensors)
 
 
 def _found(request: AttributionRequest, attributions: Tensors, evaluations: int) -> Attribution:
@@ -375,22 +463,3 @@ def seeded(seed: int) -> Iterator[None]:
             yield
         finally:
             np.random.set_state(state)
-
-
-class _LeastSquares:
-    """The regression that captum's kernel_shap fits; in float64, as its weights differ by 10⁶."""
-
-    def __init__(self) -> None:
-        self.weights = torch.empty(0)
-
-    def fit(self, rows: Any) -> None:
-        # On the CPU, where the driver is that bears features which are never drawn apart.
-        place = rows.dataset.tensors[0].device
-        features, outputs, weights = (tensor.double().cpu() for tensor in next(iter(rows)))
-        root = weights.flatten().sqrt().unsqueeze(1)
-        design = torch.cat([features, torch.ones(len(features), 1).to(features)], 1)
-        solution = torch.linalg.lstsq(root * design, root * outputs.view(-1, 1), driver="gelsd")
-        self.weights = cast(Tensor, solution.solution[:-1].T).to(place)
-
-    def representation(self) -> Tensor:
-        return self.weights.float()

@@ -21,7 +21,8 @@ PART = "explain"
 LIMITS: Mapping[str, tuple[int, int]] = {
     "n_steps": (1, 1000),
     "max_steps": (10, 7290),
-    "n_samples": (1, 5000),
+    "n_samples": (1, 20_000),
+    "max_samples": (2, 20_000),
     "seed": (0, 2**32 - 1),
     "internal_batch_size": (1, 1024),
     "window": (1, 1024),
@@ -45,7 +46,8 @@ _BASELINE = re.compile(r"zero|black|white|mean|blur|noise|pad|file:.+", re.S)
 class ExplainOptions:
     """What one request asks for; `archiver.explain_options` says what each value means.
 
-    None leaves the choice to the method, to the handler or, for `n_steps`, to `tolerance`.
+    None leaves the choice to the method, to the handler or, for `n_steps` and `n_samples`, to
+    `tolerance`.
     """
 
     method: str = "integrated_gradients"
@@ -56,12 +58,14 @@ class ExplainOptions:
     tolerance: float = DEFAULT_TOLERANCE
     max_steps: int = MAX_STEPS
     n_samples: int | None = None
+    max_samples: int | None = None
     noise: float | None = None
     window: int | None = None
     stride: int | None = None
     layer: str | None = None
     seed: int = 0
     internal_batch_size: int | None = None
+    errors: bool = False
     aggregate: Literal["none", "sum"] | None = None
     format: Literal["json", "png", "html"] = "json"
     quality: bool = False
@@ -75,8 +79,8 @@ class ExplainOptions:
         return {name: value for name, value in values.items() if value is not None}
 
 
-_FOR_OTHERS = ("window", "layer")
-"""Options of a method that its function does not take: they decide over the request."""
+_FOR_OTHERS = ("window", "layer", "errors")
+"""Options of a method that its function does not take: they decide over request or answer."""
 
 
 def gather_options(query: Mapping[str, str], row: Row) -> tuple[dict[str, str], Row]:
@@ -139,6 +143,8 @@ def _check_applies(options: ExplainOptions) -> None:
         )
     if "n_steps" in options.given and "max_steps" in options.given:
         raise BadInput("n_steps and max_steps are given; expected one: n_steps are used exactly")
+    if "n_samples" in options.given and "max_samples" in options.given:
+        raise BadInput("n_samples and max_samples are given; expected one: n_samples are drawn")
     is_random = method.is_random or options.baseline == "noise" or options.quality
     if "seed" in options.given and not is_random:
         raise BadInput(
@@ -216,6 +222,7 @@ _READERS: Mapping[str, Callable[[str, str], Any]] = {
     "layer": lambda _name, text: text,
     "aggregate": _choice("none", "sum"),
     "format": _choice(*MEDIA_TYPES),
+    "errors": _flag,
     "quality": _flag,
     **dict.fromkeys(LIMITS, _whole),
     **dict.fromkeys(SHARES, _share),

@@ -68,7 +68,9 @@ def explain(
     """
     from modelyard.serve.control.state import write_file
 
-    query = {**options, "quality": "true" if options["quality"] else None}
+    # A flag that is not given leaves the server its default.
+    query = {name: None if value is False else value for name, value in options.items()}
+    query |= {name: "true" for name, value in options.items() if value is True}
     if picture is not None:
         query["format"] = _PICTURES.get(picture.suffix.lower())
     accept = {"Accept": "application/json"}
@@ -207,6 +209,7 @@ _FIELDS: dict[str, Callable[[Any], str]] = {
     "sum_attributions": "{:.6g}".format,
     "convergence_delta": "{:.3g}".format,
     "relative_delta": "{:.2%}".format,
+    "error": "{:.2%}".format,
     "n_steps": str,
     "tolerance_met": str,
     "shape": str,

@@ -1,3 +1,4 @@
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -5,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from captum.attr import IntegratedGradients
+from PIL import Image
 from torch import Tensor, nn
 
 from modelyard.handlers.backends import open_artifact
@@ -16,8 +18,10 @@ from modelyard.handlers.explain.attribution import (
     evaluate,
     integrated_gradients,
     is_met,
+    norms_of,
     sums_of,
 )
+from tests.conftest import DIGITS
 
 Function = Callable[[Tensor], Tensor]
 
@@ -68,6 +72,11 @@ def attribute(f: Function, x: list[float], baseline: list[float] | None = None) 
     assert abs(float(deltas(request, found))) < 1e-6
     shares: list[float] = found[0][0].tolist()
     return shares
+
+
+def scan(digit: int) -> Tensor:
+    with Image.open(DIGITS / "scans" / f"{digit}.png") as image:
+        return torch.tensor(list(image.tobytes())).view(1, 8, 8) / 255
 
 
 def relu_network(x: Tensor) -> Tensor:
@@ -226,9 +235,9 @@ def test_row_that_met_the_tolerance_costs_no_further_passes() -> None:
     request = ask(model, inputs, inputs[:1] * 0, [0, 1])
     model.rows.clear()
     result = integrated_gradients(request, tolerance=0.001)
-    assert result.n_steps.tolist() == [10, 90]
-    assert is_met(request, deltas(request, result.attributions), 0.001).tolist() == [True, True]
-    assert sum(model.rows) == 10 + 90
+    assert result.n_steps.tolist() == [30, 270]
+    assert is_met(request, result, 0.001).tolist() == [True, True]
+    assert sum(model.rows) == 30 + 270
 
 
 def test_steps_end_at_the_most_that_are_allowed() -> None:
@@ -236,9 +245,113 @@ def test_steps_end_at_the_most_that_are_allowed() -> None:
     request = ask(lambda x: x**3, inputs, inputs * 0, [0])
     result = integrated_gradients(request, tolerance=1e-9, max_steps=100)
     assert result.n_steps.tolist() == [90]
-    delta = deltas(request, result.attributions)
-    assert is_met(request, delta, 1e-9).tolist() == [False]
-    assert abs(float(delta)) > 1e-9
+    assert is_met(request, result, 1e-9).tolist() == [False]
+    assert abs(float(deltas(request, result.attributions))) > 1e-9
+
+
+def test_fewer_steps_than_the_first_may_be_the_most() -> None:
+    inputs = torch.ones(1, 1, dtype=torch.float64)
+    result = integrated_gradients(ask(lambda x: x**3, inputs, inputs * 0, [0]), max_steps=10)
+    assert result.n_steps.tolist() == [10]
+
+
+@pytest.mark.parametrize("n_steps", [3, 4, 5, 30, 50])
+def test_error_is_how_far_a_third_of_the_points_are_off(n_steps: int) -> None:
+    """By hand: of 3 x², the gradient at a point is 6 αx, and its share 6 α x²."""
+    inputs = torch.tensor([[1.0, 2.0]], dtype=torch.float64)
+
+    def f(x: Tensor) -> Tensor:
+        return (x**3).sum(1, keepdim=True)
+
+    request = ask(f, inputs, inputs * 0, [0])
+    result = integrated_gradients(request, n_steps=n_steps)
+    points = (torch.arange(n_steps, dtype=torch.float64) + 0.5) / n_steps
+    thirds = [3 * i + 1 for i in range(n_steps // 3)]
+    rest = list(range(3 * (n_steps // 3), n_steps))
+    fine, coarse = (3 * points**2).mean(), 3 * 3 * (points[thirds] ** 2).sum() / n_steps
+    coarse += 3 * (points[rest] ** 2).sum() / n_steps
+    assert result.errors is not None
+    assert result.error is not None
+    expected = float((fine - coarse).abs()) * inputs**3
+    assert torch.allclose(result.errors[0], expected, rtol=1e-9, atol=1e-15)
+    assert float(result.error) == pytest.approx(float((fine - coarse).abs() / fine))
+
+
+@pytest.mark.parametrize("n_steps", [1, 2])
+def test_error_of_too_few_points_is_not_known(n_steps: int) -> None:
+    inputs = torch.ones(1, 2)
+    request = ask(lambda x: x, inputs, inputs * 0, [0])
+    assert integrated_gradients(request, n_steps=n_steps).error is None
+
+
+def steep_contrast(x: Tensor) -> Tensor:
+    """Errors of the two large values cancel in the sum."""
+    return steep(x[:, 0]) - steep(x[:, 1]) + 0.2 * x[:, 2]
+
+
+def steep(x: Tensor) -> Tensor:
+    return torch.sigmoid(80 * (x - 0.52))
+
+
+def waves(x: Tensor) -> Tensor:
+    """Ten points see nothing but crests."""
+    return (20 * torch.pi * x[:, 0]).sin() - (20 * torch.pi * x[:, 1]).sin() + x[:, 2]
+
+
+@pytest.mark.parametrize(
+    ("f", "truth"),
+    [
+        pytest.param(steep_contrast, [1.0, -1.0, 0.1], id="steep contrast"),
+        pytest.param(waves, [0.0, 0.0, 0.5], id="waves"),
+    ],
+)
+@pytest.mark.parametrize("settings", [{}, {"tolerance": 1e-6}, {"n_steps": 10}, {"n_steps": 30}])
+def test_errors_that_cancel_in_the_sum_are_seen(
+    f: Function, truth: list[float], settings: dict[str, float]
+) -> None:
+    inputs = torch.tensor([[1.0, 1.0, 0.5]], dtype=torch.float64)
+    request = ask(f, inputs, inputs * 0, [0])
+    result = integrated_gradients(request, **settings)  # type: ignore[arg-type]
+    assert result.error is not None
+    assert abs(float(deltas(request, result.attributions))) < 1e-9  # it says nothing
+    off = float((result.attributions[0] - torch.tensor(truth)).norm() / torch.tensor(truth).norm())
+    if settings.get("n_steps") != 10 or f is steep_contrast:
+        assert off <= 1.3 * float(result.error) + 1e-9
+    if not bool(is_met(request, result, settings.get("tolerance", 0.01))):
+        assert "n_steps" in settings or result.n_steps.tolist() == [270]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("waves", [1, 7, 40])
+def test_rounding_alone_is_within_every_tolerance(dtype: torch.dtype, waves: int) -> None:
+    """The function is 0 at both ends, and so are the attributions."""
+    inputs = torch.ones(1, 2, dtype=dtype)
+    request = ask(
+        lambda x: (2 * torch.pi * waves * x).sin().sum(1, keepdim=True), inputs, inputs * 0, [0]
+    )
+    result = integrated_gradients(request, tolerance=1e-6)
+    assert float(result.attributions[0].abs().max()) < 1e-4
+    assert result.error is not None
+    assert result.error.tolist() == [0.0]
+    assert is_met(request, result, 1e-6).tolist() == [True]
+
+
+def test_errors_bound_the_truth_on_scans(digits_net: nn.Module) -> None:
+    """150 of them: `python -m benchmarks.explain --truth`."""
+    scans = torch.stack([scan(digit) for digit in range(10)]).double()
+    net = copy.deepcopy(digits_net).double().requires_grad_(False)
+    requests = [
+        ask(net, scans, scans[:1] * 0, [(digit + more) % 10 for digit in range(10)], 250)
+        for more in (0, 1)
+    ]
+    for request in requests:
+        truth = integrated_gradients(request, n_steps=900).attributions
+        for tolerance in (0.01, 0.001):
+            found = integrated_gradients(request, tolerance=tolerance)
+            off = norms_of((found.attributions[0] - truth[0],)) / norms_of(truth)
+            assert found.error is not None
+            assert int((off <= 1.3 * found.error).sum()) >= 9
+            assert bool((off > 0.1 * found.error).any())  # nor is it idly large
 
 
 def test_attributions_of_several_inputs_add_up_together() -> None:

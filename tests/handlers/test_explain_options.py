@@ -34,7 +34,11 @@ def test_every_parameter_is_read() -> None:
 
 def test_methods_take_their_own_options() -> None:
     query = {"method": "kernel_shap", "n_samples": "30", "seed": "1", "window": "2"}
-    assert parse_options(query).settings() == {"n_samples": 30, "seed": 1}
+    assert parse_options(query).settings() == {
+        "n_samples": 30,
+        "seed": 1,
+        "tolerance": 0.01,
+    }
     query = {"method": "occlusion", "window": "4", "stride": "2"}
     assert parse_options(query).settings() == {"stride": 2}
 
@@ -51,12 +55,17 @@ def test_methods_take_their_own_options() -> None:
         ({"internal_batch_size": "0"}, "expected a whole number from 1 to 1024"),
         ({"method": "occlusion", "window": "0"}, "expected a whole number from 1 to 1024"),
         ({"method": "occlusion", "stride": "0"}, "expected a whole number from 1 to 1024"),
-        ({"method": "smoothgrad", "n_samples": "5001"}, "from 1 to 5000"),
+        ({"method": "smoothgrad", "n_samples": "20001"}, "from 1 to 20000"),
+        ({"method": "smoothgrad", "max_samples": "1"}, "from 2 to 20000"),
         ({"method": "smoothgrad", "noise": "0"}, "expected a number above 0 and at most 1"),
         ({"output": "odds"}, 'output is "odds"; expected one of logit, probability'),
         ({"aggregate": "max"}, 'aggregate is "max"; expected one of none, sum'),
         ({"quality": "1"}, 'quality is "1"; expected one of true, false'),
         ({"n_steps": "9", "max_steps": "90"}, "n_steps and max_steps are given; expected one"),
+        (
+            {"method": "kernel_shap", "n_samples": "90", "max_samples": "90"},
+            "n_samples and max_samples are given; expected one",
+        ),
         ({"seed": "3"}, "seed does not apply: nothing is random in integrated_gradients"),
         ({"n_steps": "0"}, 'n_steps is "0"; expected a whole number from 1 to 1000'),
         ({"n_steps": "1001"}, "from 1 to 1000"),
@@ -108,7 +117,9 @@ def test_format_parameter_decides_over_the_accept_header() -> None:
     [
         ("saliency", "n_steps", "10"),
         ("saliency", "baseline", "black"),
-        ("smoothgrad", "tolerance", "0.1"),
+        ("smoothgrad", "max_steps", "90"),
+        ("saliency", "tolerance", "0.1"),
+        ("occlusion", "errors", "true"),
         ("integrated_gradients", "n_samples", "10"),
         ("integrated_gradients", "layer", "0"),
         ("feature_ablation", "stride", "1"),

@@ -1,3 +1,4 @@
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -12,6 +13,7 @@ from modelyard.handlers.agree import Rule
 from modelyard.handlers.backends import Artifact
 from modelyard.handlers.explain.attribution import ForwardFunction
 from modelyard.handlers.explain.explanation import ExplainedModel, Explanation, explain_batch
+from modelyard.handlers.explain.methods import METHODS
 from modelyard.handlers.explain.options import parse_options
 from modelyard.handlers.explain.passes import MOST_ROWS, free_bytes, gradient_rows
 
@@ -228,12 +230,56 @@ def test_larger_activations_make_smaller_passes() -> None:
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
-        ({"n_steps": "30"}, "integrated gradients · 30 steps · delta 0.028 %"),  # 1 / 4n²
+        ({"n_steps": "30"}, "integrated gradients · 30 steps · error 0.22 %"),  # 8 / 4n²
         ({"method": "saliency"}, "saliency · 1 step"),
-        ({"n_steps": "2", "target": "1"}, "integrated gradients · 2 steps"),
+        ({"n_steps": "2"}, "integrated gradients · 2 steps"),
+        ({"target": "1"}, "integrated gradients · 30 steps · error 0 %"),
     ],
 )
-def test_footer_says_method_steps_and_delta(query: dict[str, str], expected: str) -> None:
+def test_footer_says_method_steps_and_error(query: dict[str, str], expected: str) -> None:
     model = artifact(lambda x: torch.stack([(x**3).sum(1), 0 * x[:, 0]], 1))
     ((found,),) = explain(subject(model), X[:1], query)
     assert found.footer == expected
+
+
+NOTHING_KNOWN = ["saliency", "input_x_gradient", "occlusion", "feature_ablation"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_says_of_itself_what_it_promises(method: str) -> None:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1)).double().requires_grad_(False)
+    model = subject(Artifact("eager", net, (SPEC,), torch.device("cpu"), net))
+    layer = {"layer": "1"} if method.startswith("layer") else {}
+    errors = {} if method in NOTHING_KNOWN else {"errors": "true"}
+    ((found,),) = explain(model, X[:1], {"method": method, **layer, **errors})
+    told = json.loads(json.dumps(found.as_json(), allow_nan=False))
+    is_null = {name for name in ("error", "tolerance_met") if told[name] is None}
+    assert is_null == ({"error", "tolerance_met"} if method in NOTHING_KNOWN else set())
+    assert (told["convergence_delta"] is None) == (not METHODS[method].adds_up)
+    assert (told["relative_delta"] is None) == (not METHODS[method].adds_up)
+    if errors:
+        assert torch.tensor(told["errors"]).shape == torch.tensor(told["attributions"]).shape
+        assert told["tolerance_met"] == (told["error"] <= 0.01)
+    assert ("errors" in told) == bool(errors)
+
+
+def test_errors_of_a_method_that_knows_none_are_refused() -> None:
+    with pytest.raises(BadInput, match="errors does not apply to saliency"):
+        parse_options({"method": "saliency", "errors": "true"})
+
+
+def test_where_nothing_is_to_be_explained_nothing_is_unmet() -> None:
+    model = subject(artifact(lambda x: (2 * torch.pi * x).sin()))
+    ((found,),) = explain(model, X[:1], {"target": "0", "tolerance": "0.00001"})
+    assert abs(found.f_input - found.f_baseline) < 1e-15
+    assert (found.error, found.relative_delta, found.tolerance_met) == (0.0, None, True)
+
+
+def test_error_that_cannot_be_a_share_is_null_and_unmet() -> None:
+    """All gradients are +1 or -1, and their mean is 0; that of a third of them is not."""
+    model = subject(artifact(lambda x: (x[:, :1] - 0.5).abs()))
+    x = torch.tensor([[1.0, 0.0, 0.0]], dtype=torch.float64)
+    ((found,),) = explain(model, x, {"n_steps": "4"})
+    assert found.attributions[0].tolist() == [0.0, 0.0, 0.0]
+    assert (found.error, found.tolerance_met) == (None, False)
