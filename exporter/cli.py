@@ -143,7 +143,11 @@ def export_command(
         typer.Option(help="fp32, bf16 or fp16 for weights and inputs. Default: the model's own."),
     ] = None,
     quantize: Annotated[
-        str | None, typer.Option(help="int8-dynamic, for --format onnx: 8-bit weights.")
+        str | None,
+        typer.Option(
+            help="For --format onnx: int8-dynamic (8-bit weights) or int8-static (activations too, "
+            "in the ranges that the rows of --sample reach)."
+        ),
     ] = None,
     samples: Annotated[
         list[Path] | None,

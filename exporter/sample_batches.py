@@ -5,14 +5,19 @@ put into batches of other sizes.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from modelyard.archiver.signature import Dim, Signature, TensorSpec
+from modelyard.exporter.errors import UsageError
 from modelyard.exporter.samples import Sample
 from modelyard.handlers.probes import batch_sizes
+
+MIN_CALIBRATION = 32
+_HELD_OUT = 4
 
 
 def regroup(samples: Sequence[Sample], signature: Signature) -> tuple[Sample, ...]:
@@ -36,6 +41,64 @@ def take_rows(rows: Sample, batch: Dim, size: int, first: int = 0) -> Sample:
     places = (torch.arange(size) + first) % rows.rows
     inputs = tuple(tensor[places] for tensor in rows.inputs)
     return replace(rows, inputs=inputs, sizes={**rows.sizes, batch.name: size})
+
+
+@dataclass(frozen=True)
+class Split:
+    """Samples in two parts: to calibrate with, and to compare on."""
+
+    calibration: tuple[Sample, ...]
+    held_out: tuple[Sample, ...]
+    rows: int
+    """Of the former; a file is one where inputs are not made of rows."""
+    held_out_rows: int
+
+
+def hold_out(samples: Sequence[Sample], signature: Signature) -> Split:
+    """Split samples for static quantisation: every fourth row is held out.
+
+    Raises:
+        UsageError: there are fewer than 32 rows.
+    """
+    groups = _rows(samples, signature)
+    count = sum(group.rows for group in groups) if groups else len(samples)
+    if count < MIN_CALIBRATION:
+        unit = "rows" if groups else "files (its inputs are not made of rows)"
+        raise UsageError(
+            f"--quantize int8-static: --sample gives {count} {unit}; expected {MIN_CALIBRATION} or "
+            "more, like those that will come: three of four give the ranges of values, and every "
+            "fourth is compared; or use int8-dynamic, which needs none"
+        )
+    is_held = torch.arange(count) % _HELD_OUT == 0
+    held_out_rows = int(is_held.sum())
+    if groups:
+        masks = torch.split(is_held, [group.rows for group in groups])
+        name = samples[0].file if len(samples) == 1 else f"{len(samples)} files"
+        parts = [
+            tuple(
+                replace(batch, file=name)
+                for group, mask in zip(groups, masks, strict=True)
+                for batch in _in_batches(group, signature, mask == wanted)
+            )
+            for wanted in (False, True)
+        ]
+    else:
+        numbered = list(zip(is_held.tolist(), samples, strict=True))
+        parts = [
+            tuple(sample for held, sample in numbered if held == wanted) for wanted in (False, True)
+        ]
+    return Split(parts[0], parts[1], count - held_out_rows, held_out_rows)
+
+
+def _in_batches(rows: Sample, signature: Signature, chosen: Tensor) -> Iterator[Sample]:
+    """Yield some rows in the largest batches; a last one that is too small begins anew."""
+    batch = signature.batch
+    assert isinstance(batch, Dim)
+    left = int(chosen.sum())
+    some = replace(rows, inputs=tuple(tensor[chosen] for tensor in rows.inputs))
+    for first in range(0, left, batch.max):
+        size = min(batch.max, left - first)
+        yield take_rows(some, batch, size if size in batch else batch.max, first)
 
 
 def choose_example(samples: Sequence[Sample], signature: Signature) -> Sample:
@@ -74,7 +137,7 @@ def two_batches(
 def _rows(samples: Sequence[Sample], signature: Signature) -> list[Sample]:
     """Gather the rows of samples whose other sizes are equal; none where inputs have no rows."""
     batch = signature.batch
-    if not isinstance(batch, Dim) or any(why_no_rows(spec, batch) for spec in signature.inputs):
+    if not isinstance(batch, Dim) or not has_rows(signature):
         return []
     alike: defaultdict[tuple[tuple[str, int], ...], list[Sample]] = defaultdict(list)
     for sample in samples:
@@ -86,6 +149,12 @@ def _rows(samples: Sequence[Sample], signature: Signature) -> list[Sample]:
         sizes = {**group[0].sizes, batch.name: inputs[0].shape[0]}
         groups.append(Sample(", ".join(sample.file for sample in group), inputs, sizes))
     return groups
+
+
+def has_rows(signature: Signature) -> bool:
+    """Return whether inputs are made of rows, in batches of several sizes."""
+    batch = signature.batch
+    return isinstance(batch, Dim) and not any(why_no_rows(spec, batch) for spec in signature.inputs)
 
 
 def why_no_rows(spec: TensorSpec, batch: Dim) -> str:

@@ -43,8 +43,13 @@ class Sample:
         return self.inputs[0].shape[0] if self.inputs[0].ndim else 1
 
 
-def read_sample(path: Path, signature: Signature) -> Sample:
+def read_sample(path: Path, signature: Signature, *, is_split: bool = False) -> Sample:
     """Read one file; a row without its batch dimension gets one.
+
+    Args:
+        path: the file.
+        signature: what it holds.
+        is_split: its rows will be put into batches: it may hold more than one has.
 
     Raises:
         UsageError: it cannot be read, or its tensors are not the signature's inputs.
@@ -53,7 +58,7 @@ def read_sample(path: Path, signature: Signature) -> Sample:
     with _readable(path):
         given = _by_input(path, _read(path, signature), signature)
         inputs = tuple(
-            _fit(path, spec, value, signature, sizes)
+            _fit(path, spec, value, signature, sizes, is_split)
             for spec, value in zip(signature.inputs, given, strict=True)
         )
     for spec, tensor in zip(signature.inputs, inputs, strict=True):
@@ -104,7 +109,12 @@ def _by_input(path: Path, found: Any, signature: Signature) -> list[Any]:
 
 
 def _fit(
-    path: Path, spec: TensorSpec, value: Any, signature: Signature, sizes: dict[str, int]
+    path: Path,
+    spec: TensorSpec,
+    value: Any,
+    signature: Signature,
+    sizes: dict[str, int],
+    is_split: bool,
 ) -> Tensor:
     """Return the value as a tensor of the input's dtype and shape; note its dynamic sizes."""
     if spec.view and isinstance(value, Tensor) and value.is_complex():
@@ -118,7 +128,8 @@ def _fit(
         if isinstance(wanted, int):
             fits &= size == wanted
         else:
-            fits &= size in wanted and sizes.setdefault(wanted.name, size) == size
+            in_range = size in wanted or (is_split and wanted == batch and size > 0)
+            fits &= in_range and sizes.setdefault(wanted.name, size) == size
     if not fits:
         raise UsageError(
             f'--sample "{path}": "{spec.name}" has the shape {list(tensor.shape)}; expected '

@@ -2,9 +2,10 @@
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,9 @@ from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError, cause
 from modelyard.exporter.ingest.onnx_file import MAX_BYTES
+from modelyard.exporter.samples import Sample
 from modelyard.exporter.to_exported_program import any_length, quiet
+from modelyard.handlers.backends import torch_dtype
 
 _OPERATOR = re.compile(r"target=torch\.ops\.\w+\.(\w+)")
 
@@ -158,6 +161,94 @@ def quantize(path: Path) -> dict[str, object]:
 
 # What onnxruntime's quantiser puts in the place of an operator with weights.
 _QUANTIZED = ("MatMulInteger", "ConvInteger", "DynamicQuantizeLSTM", "QAttention")
+
+
+def quantize_static(
+    path: Path, signature: Signature, samples: Sequence[Sample]
+) -> dict[str, object]:
+    """Replace weights and activations of a saved model by 8-bit ones, in ranges that samples reach.
+
+    Weights have a scale for each channel and seven bits: products of eight saturate on CPUs without
+    VNNI, which changes the answers.
+
+    Args:
+        path: the model, which is replaced.
+        signature: of its inputs.
+        samples: of sizes that it takes.
+
+    Raises:
+        ConversionError: nothing in the model can be quantised, or onnxruntime fails to.
+    """
+    import onnx
+    from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    prepared = path.with_name("prepared.onnx")
+    root = logging.getLogger()
+    root.addFilter(_is_not_advice)
+    try:
+        model = onnx.load(path)
+        del model.graph.value_info[:]
+        onnx.save(model, prepared)
+        # It folds batch-norm into convolutions, which are then quantised as one.
+        quant_pre_process(prepared, prepared, skip_symbolic_shape=True)
+        quantization.quantize_static(
+            prepared,
+            path,
+            _Calibration(signature, samples),
+            per_channel=True,
+            reduce_range=True,
+            activation_type=quantization.QuantType.QUInt8,
+            weight_type=quantization.QuantType.QInt8,
+            calibrate_method=quantization.CalibrationMethod.MinMax,
+        )
+    # Calibration runs the model; onnxruntime has an error of its own for each way to fail.
+    except Exception as error:
+        raise ConversionError(
+            f"--quantize int8-static: onnxruntime cannot quantise the model: {cause(error)}; "
+            "use int8-dynamic, or export without it"
+        ) from error
+    finally:
+        root.removeFilter(_is_not_advice)
+        prepared.unlink(missing_ok=True)
+    model = onnx.load(path)
+    nodes = model.graph.node
+    # onnxruntime names every set of operators that it knows.
+    used = {node.domain for node in nodes}
+    sets = [each for each in model.opset_import if each.domain in used]
+    del model.opset_import[:]
+    model.opset_import.extend(sets)
+    onnx.save(model, path)
+    eight_bits = {
+        name for node in nodes if node.op_type == "DequantizeLinear" for name in node.output
+    }
+    quantized = sum(
+        node.op_type in _WEIGHTED and eight_bits.issuperset(node.input[:2]) for node in nodes
+    )
+    if not quantized:
+        raise ConversionError(
+            "--quantize int8-static found no matrix product or convolution; export without it"
+        )
+    return {"quantize": "int8-static", "quantized_operators": quantized}
+
+
+_WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+class _Calibration:
+    """Samples as onnxruntime's calibration reads them: one after the other, then None."""
+
+    def __init__(self, signature: Signature, samples: Sequence[Sample]) -> None:
+        self._feeds = (
+            {
+                spec.name: value.to(torch_dtype(spec.dtype)).numpy()
+                for spec, value in zip(signature.inputs, sample.inputs, strict=True)
+            }
+            for sample in samples
+        )
+
+    def get_next(self) -> dict[str, Any] | None:
+        return next(self._feeds, None)
 
 
 def _shapes(signature: Signature) -> tuple[dict[int, str], ...]:

@@ -1,6 +1,7 @@
 """The export trip: load → run → write → check → artifact and report, or no file of that format."""
 
 import functools
+import hashlib
 import inspect
 import json
 import math
@@ -36,11 +37,18 @@ from modelyard.exporter.locate import first_difference
 from modelyard.exporter.parity import ExportReport, Parity, check, publish, report_path, sha256
 from modelyard.exporter.propose import complete, guess_inputs, left_out, propose_inputs
 from modelyard.exporter.reference import Reference, observe
-from modelyard.exporter.samples import is_picture, read_sample, signature_of_samples
+from modelyard.exporter.sample_batches import Split, has_rows, hold_out
+from modelyard.exporter.samples import (
+    Sample,
+    is_picture,
+    read_sample,
+    signature_of_samples,
+)
 
 SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx", "torchscript": ".pt", "aoti": ".aoti.pt2"}
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-QUANTIZATIONS = ("int8-dynamic",)
+STATIC = "int8-static"
+QUANTIZATIONS = ("int8-dynamic", STATIC)
 
 Progress = Callable[[str, int, int], None]
 """Called before each step with its name, its number from 0, and the number of steps."""
@@ -92,7 +100,7 @@ class ExportRequest:
     """Of `PRECISIONS`, what weights and floating-point inputs become; the checkpoint's own when
     absent. Parity compares with the checkpoint in float32."""
     quantize: str | None = None
-    """Of `QUANTIZATIONS`, for onnx."""
+    """Of `QUANTIZATIONS`, for onnx; int8-static needs samples, and is compared on some of them."""
     generate: bool = False
     """Write a decoder with its cache, which takes a prompt and the steps after it; `inputs` then
     give other ranges to what `exporter/decoder.py` says."""
@@ -182,7 +190,15 @@ def export(request: ExportRequest) -> list[ExportReport]:
             request = replace(request, inputs=_settle_inputs(request, module, checkpoint, notes))
             signature = read_inputs(request.inputs)
         _check_output_names(request.output_names, signature)
-        samples = [read_sample(path, signature) for path in request.samples]
+        is_split = request.quantize == STATIC and has_rows(signature)
+        samples: Sequence[Sample] = [
+            read_sample(path, signature, is_split=is_split) for path in request.samples
+        ]
+        calibration: Sequence[Sample] = ()
+        if request.quantize == STATIC:
+            split = hold_out(samples, signature)
+            calibration, samples = split.calibration, split.held_out
+            known["calibration"] = _calibrated(request.samples, split)
         announce_step(_RUN)
         if request.generate:
             module, signature, proof = open_decoder(module, request.inputs)
@@ -195,9 +211,10 @@ def export(request: ExportRequest) -> list[ExportReport]:
             dtype=PRECISIONS[request.dtype] if request.dtype else None,
             samples=samples,
             quick=request.quick,
-            sample_only=request.sample_only,
+            # Values outside of what it is calibrated for are cut off, as made-up ones would be.
+            sample_only=request.sample_only or request.quantize == STATIC,
         )
-        writers = _writers(reference, is_quantized=request.quantize is not None)
+        writers = _writers(reference, request.quantize, calibration)
         with _workspace(request.output_dir) as folder, _exchange(folder) as checker:
             for format in request.chosen_formats():
                 target = request.target(format)
@@ -366,7 +383,7 @@ def _check_precision(request: ExportRequest) -> None:
         return
     if request.quantize not in QUANTIZATIONS:
         known = ", ".join(QUANTIZATIONS)
-        raise UsageError(f'--quantize "{request.quantize}" is unknown; expected {known}')
+        raise UsageError(f'--quantize "{request.quantize}" is unknown; expected one of {known}')
     if others := [format for format in request.chosen_formats() if format != "onnx"]:
         raise UsageError(
             f"--quantize {request.quantize} does not go with --format {others[0]}: torch.export "
@@ -376,6 +393,16 @@ def _check_precision(request: ExportRequest) -> None:
     if request.dtype not in (None, "fp32"):
         raise UsageError(
             f"--quantize {request.quantize} starts from float32; leave --dtype {request.dtype} out"
+        )
+    if request.quantize == STATIC and request.generate:
+        raise UsageError(
+            f"--quantize {STATIC} does not go with --generate, which takes no samples; use "
+            "int8-dynamic"
+        )
+    if request.quantize == STATIC and not request.samples:
+        raise UsageError(
+            f"--quantize {STATIC} takes the ranges of values from real inputs; give --sample FILE "
+            "with some dozens of them, or use int8-dynamic, which needs none"
         )
 
 
@@ -441,7 +468,9 @@ def _step_announcer(request: ExportRequest) -> Callable[[str], None]:
     return announce
 
 
-def _writers(reference: Reference, *, is_quantized: bool) -> dict[str, _Writer]:
+def _writers(
+    reference: Reference, quantization: str | None, calibration: Sequence[Sample]
+) -> dict[str, _Writer]:
     """Return for each format the function that writes it; three of them share one trace."""
     model, signature, example = reference.model, reference.signature, reference.example
     program = _once(lambda: to_exported_program.capture(model, signature, example))
@@ -453,7 +482,11 @@ def _writers(reference: Reference, *, is_quantized: bool) -> dict[str, _Writer]:
             details = file.write(path, signature, reference.keys)
         else:
             details = to_onnx.write(program(), signature, path)
-        return {**details, **to_onnx.quantize(path)} if is_quantized else details
+        if quantization is None:
+            return details
+        if quantization == STATIC:
+            return {**details, **to_onnx.quantize_static(path, signature, calibration)}
+        return {**details, **to_onnx.quantize(path)}
 
     return {
         "pt2": lambda path: to_exported_program.write(program(), path),
@@ -508,6 +541,19 @@ def _exchange(folder: Path) -> Iterator[Checker]:
     """Start the process that checks: it imports its libraries while the first file is written."""
     with tempfile.TemporaryDirectory(dir=folder) as exchange, Checker(Path(exchange)) as checker:
         yield checker
+
+
+def _calibrated(files: Sequence[Path], split: Split) -> dict[str, object]:
+    """State what static quantisation took its ranges from: of the values themselves, a digest."""
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(path.read_bytes())
+    return {
+        "method": "min-max",
+        "rows": split.rows,
+        "held_out_rows": split.held_out_rows,
+        "samples_sha256": digest.hexdigest(),
+    }
 
 
 def _command(request: ExportRequest, formats: Sequence[str]) -> str:

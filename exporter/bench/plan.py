@@ -55,7 +55,8 @@ def read_signature(artifact: Path) -> Signature:
         raise UsageError(
             f'"{artifact.name}" has no report that states its inputs ({path.name}); give --input'
         ) from error
-    if report.parity and report.parity.extent == "none":
+    # Static quantisation is compared on samples too, but takes any values.
+    if report.parity and report.parity.extent == "none" and not report.parity.is_quantized:
         raise UsageError(
             f'"{artifact.name}" was compared on samples alone, since nothing made up may be a '
             "valid input; give --input with the values that it takes"

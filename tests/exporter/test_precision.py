@@ -90,15 +90,20 @@ def test_int8_has_a_verdict_of_its_own(author: Author, tmp_path: Path) -> None:
     assert (output["top1_agreement"] >= 0.99, output["cosine"] >= 0.99) == (True, True)
 
 
-def test_a_model_that_eight_bits_do_not_hold_is_refused(author: Author, tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantize", ["int8-dynamic", "int8-static"])
+def test_a_model_that_eight_bits_do_not_hold_is_refused(
+    quantize: str, author: Author, tmp_path: Path
+) -> None:
     checkpoint, model = author(FINE)
+    torch.save({"x": torch.randn(64, 16)}, tmp_path / "rows.pt")
     with pytest.raises(ParityError, match=r"top-1 agreement .* expected 0\.99 .*--quantize"):
         export(
             checkpoint,
             model,
             ["x:float32[batch,16]"],
             output_dir=tmp_path / "out",
-            quantize="int8-dynamic",
+            quantize=quantize,
+            samples=[tmp_path / "rows.pt"] if quantize == "int8-static" else [],
         )
     assert not (tmp_path / "out").exists()
 
@@ -116,6 +121,10 @@ def test_a_model_that_eight_bits_do_not_hold_is_refused(author: Author, tmp_path
         ),
         pytest.param(
             {"quantize": "int8-dynamic", "dtype": "fp16"}, "leave --dtype fp16 out", id="both"
+        ),
+        pytest.param({"quantize": "int8-static"}, "give --sample FILE", id="no samples"),
+        pytest.param(
+            {"quantize": "int8-static", "generate": True}, "does not go with --generate", id="text"
         ),
     ],
 )

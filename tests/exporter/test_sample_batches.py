@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 from torch import Tensor
 
-from modelyard.archiver.signature import parse_inputs
-from modelyard.exporter.sample_batches import choose_example, regroup, two_batches
+from modelyard.archiver.signature import Signature, parse_inputs
+from modelyard.exporter.errors import UsageError
+from modelyard.exporter.sample_batches import choose_example, hold_out, regroup, two_batches
 from modelyard.exporter.samples import Sample
 
 WORDS = parse_inputs(["ids:int64[batch,length=2..9]", "lengths:int64[batch]=1..length"])
@@ -69,3 +71,42 @@ def test_two_batches_differ_in_every_row_or_there_are_none() -> None:
     assert found is not None
     assert [_first_column(batch.inputs[0]) for batch in found] == [[0, 1, 0], [1, 0, 1]]
     assert two_batches([_words(1, 3)], WORDS, 3) is None
+
+
+def test_every_fourth_row_is_held_out_of_calibration() -> None:
+    split = hold_out([_words(30, 3), _words(6, 4, first=30)], WORDS)
+    assert (split.rows, split.held_out_rows) == (27, 9)
+    assert _shapes(split.held_out) == [(8, 3), (1, 4)]
+    assert _shapes(split.calibration) == [(8, 3), (8, 3), (6, 3), (5, 4)]
+    held, kept = (
+        [row for part in parts for row in _first_column(part.inputs[0])]
+        for parts in (split.held_out, split.calibration)
+    )
+    assert held == list(range(0, 36, 4))
+    assert sorted(held + kept) == list(range(36))
+    assert {sample.file for sample in split.held_out} == {"2 files"}
+
+
+def test_a_file_is_held_out_whole_where_inputs_have_no_rows() -> None:
+    graphs = [
+        Sample(f"{nodes}.npz", (torch.ones(nodes, 2), torch.zeros(2, 3).long()), {"nodes": nodes})
+        for nodes in range(1, 41)
+    ]
+    split = hold_out(graphs, GRAPH)
+    assert (split.rows, split.held_out_rows) == (30, 10)
+    assert [sample.sizes["nodes"] for sample in split.held_out] == list(range(1, 41, 4))
+    assert not {sample.file for sample in split.held_out} & {
+        sample.file for sample in split.calibration
+    }
+
+
+@pytest.mark.parametrize(
+    ("samples", "signature", "seen"),
+    [([_words(20, 3), _words(11, 4)], WORDS, "31 rows"), ([], GRAPH, "0 files")],
+    ids=["rows", "files"],
+)
+def test_too_few_rows_to_calibrate_with_are_refused(
+    samples: list[Sample], signature: Signature, seen: str
+) -> None:
+    with pytest.raises(UsageError, match=f"--sample gives {seen}.*expected 32 or more"):
+        hold_out(samples, signature)
