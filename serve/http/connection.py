@@ -478,8 +478,10 @@ class Connection(asyncio.Protocol):
         else:
             rest = memoryview(data)
             while rest:
-                if (reading := self.reading) is not None and not reading.is_chunked:
-                    size = min(len(rest), reading.length - reading.received)
+                reading = self.reading
+                missing = reading.length - reading.received if reading is not None else 0
+                if reading is not None and missing > 0:
+                    size = min(len(rest), missing)
                     self._put(reading, rest[:size])
                 else:
                     size = SLICE_BYTES
