@@ -111,7 +111,10 @@ class OnnxFile(nn.Module):
         import onnx
 
         own = dict(zip((value.name for value in self.inputs), self.own_names, strict=True))
-        places = [own[spec.name] for spec in signature.inputs]
+        # An input of another name goes by its place.
+        named = {spec.name for spec in signature.inputs}
+        rest = (place for name, place in own.items() if name not in named)
+        places = [own[spec.name] if spec.name in own else next(rest) for spec in signature.inputs]
         by_output = {value.name: value for value in self._model.graph.output}
         model = self._with([by_output[name] for name in kept])
         graph = model.graph
