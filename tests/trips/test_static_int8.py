@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import logging
+from logging.handlers import BufferingHandler
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,8 @@ class Net(nn.Module):
     def __init__(self):
         super().__init__()
         self.layers = nn.Sequential(
-            nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4)
+            nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(128, 4),
+            nn.LayerNorm(4),
         )
 
     def forward(self, image):
@@ -46,6 +49,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor, Te
     # Four kinds of pictures, far apart, as a trained net tells them.
     images = torch.randn(4, 1, 6, 6).repeat(25, 1, 1, 1) + 0.1 * torch.randn(100, 1, 6, 6)
     torch.save({"image": images}, folder / "images.pt")
+    said = BufferingHandler(capacity=1000)
+    logging.getLogger().addHandler(said)
     (report,) = export(
         folder / "net.ckpt",
         f"{folder}/net.py:Net",
@@ -54,6 +59,8 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor, Te
         quantize="int8-static",
         samples=[folder / "images.pt"],
     )
+    logging.getLogger().removeHandler(said)
+    assert not [record.getMessage() for record in said.buffer if record.name == "root"]
     with torch.no_grad():
         return report.artifact, images, net.eval()(images)
 
