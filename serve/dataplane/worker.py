@@ -198,6 +198,7 @@ class Worker(asyncio.BufferedProtocol):
         self.began_at = 0.0
         """When its current batch began, by the pool's clock."""
         self.answered = 0
+        self._replied_at = 0.0
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -382,7 +383,7 @@ class Worker(asyncio.BufferedProtocol):
             raise wire.WireError(f"control message {item.code} that nobody expects")
 
     def _replies(self, frame: list[wire.Item]) -> None:
-        now = monotonic()
+        now = self._replied_at = monotonic()
         read_at = self._pool.clock.read(now)
         kind = count = 0
         before = len(self.flight)
@@ -452,14 +453,16 @@ class Worker(asyncio.BufferedProtocol):
     def capacity(self, kind: int) -> int:
         """Return how many more jobs of this kind it takes.
 
-        Two batches of predictions, or as many as it does while the server looks after clients; one
-        of explanations, which are long.
+        Two batches of predictions, or as many as it does while the server looks after clients, if
+        it has just done some; one of explanations, which are long.
         """
         if kind == EXPLAIN:
             return self._plan.batch_size - self.held[kind]
+        most = 2 * self._plan.batch_size
         job_s = self._pool.job_s(kind)
-        ahead = int(AHEAD_S / job_s) if job_s else 0
-        return max(2 * self._plan.batch_size, min(ahead, MOST_AHEAD)) - self.held[kind]
+        if job_s and monotonic() - self._replied_at < AHEAD_S:
+            most = max(most, min(int(AHEAD_S / job_s), MOST_AHEAD))
+        return most - self.held[kind]
 
     def run(self, jobs: list[Call]) -> None:
         """Send the jobs in one frame; `_replies` answers them, or the pool if it dies."""

@@ -442,6 +442,8 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse, or put it off where this turn of the loop has no more time for clients."""
+        if self.phase == ENDING:
+            return  # it is only read so that the client can read its last answer
         if not self._turns.has_time():
             if self._put_off is None:
                 self._put_off = []

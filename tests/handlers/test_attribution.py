@@ -330,7 +330,7 @@ def test_rounding_alone_is_within_every_tolerance(dtype: torch.dtype, waves: int
         lambda x: (2 * torch.pi * waves * x).sin().sum(1, keepdim=True), inputs, inputs * 0, [0]
     )
     result = integrated_gradients(request, tolerance=1e-6)
-    assert float(result.attributions[0].abs().max()) < 1e-4
+    assert float(result.attributions[0].abs().max()) < 1e-3
     assert result.error is not None
     assert result.error.tolist() == [0.0]
     assert is_met(request, result, 1e-6).tolist() == [True]
