@@ -37,7 +37,7 @@ PORTS = {
     "8081": "MODELYARD_MANAGEMENT_PORT",
     "8082": "MODELYARD_METRICS_PORT",
 }
-DAILY = ("serve", "from-torchserve", "CONTRIBUTING", "breadth")
+DAILY = ("serve", "CONTRIBUTING", "breadth")
 """Pages whose commands run beside the README's in `make test`; the others' in `make nightly`."""
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="the docs' commands use curl")
 

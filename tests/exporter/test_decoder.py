@@ -79,7 +79,7 @@ def reports(gpt2: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ex
     return {report.format: report for report in found}
 
 
-@pytest.mark.parametrize("format", ["pt2", "onnx"])
+@pytest.mark.parametrize("format", [pytest.param("pt2", marks=pytest.mark.nightly), "onnx"])
 def test_prompts_and_steps_write_what_the_checkpoint_writes(
     format: str, reports: dict[str, ExportReport], gpt2: Any
 ) -> None:
