@@ -15,7 +15,8 @@ FIRST_STEPS = 30
 """Fewer can agree by chance with a third of them."""
 
 MAX_STEPS = 270
-DEFAULT_TOLERANCE = 0.01
+DEFAULT_TOLERANCE = 0.05
+"""Of the stated error, which is some three times the true one: 1 % takes five times the points."""
 
 ROUNDING = 8
 """So many units in the last place of what was added up are taken for rounding."""

@@ -317,7 +317,7 @@ def test_errors_that_cancel_in_the_sum_are_seen(
     off = float((result.attributions[0] - torch.tensor(truth)).norm() / torch.tensor(truth).norm())
     if settings.get("n_steps") != 10 or f is steep_contrast:
         assert off <= 1.3 * float(result.error) + 1e-9
-    if not bool(is_met(request, result, settings.get("tolerance", 0.01))):
+    if not bool(is_met(request, result, settings.get("tolerance", 0.05))):
         assert "n_steps" in settings or result.n_steps.tolist() == [270]
 
 

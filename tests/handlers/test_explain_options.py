@@ -37,7 +37,7 @@ def test_methods_take_their_own_options() -> None:
     assert parse_options(query).settings() == {
         "n_samples": 30,
         "seed": 1,
-        "tolerance": 0.01,
+        "tolerance": 0.05,
     }
     query = {"method": "occlusion", "window": "4", "stride": "2"}
     assert parse_options(query).settings() == {"stride": 2}

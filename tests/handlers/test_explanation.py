@@ -260,7 +260,7 @@ def test_a_method_says_of_itself_what_it_promises(method: str) -> None:
     assert (told["relative_delta"] is None) == (not METHODS[method].adds_up)
     if errors:
         assert torch.tensor(told["errors"]).shape == torch.tensor(told["attributions"]).shape
-        assert told["tolerance_met"] == (told["error"] <= 0.01)
+        assert told["tolerance_met"] == (told["error"] <= 0.05)
     assert ("errors" in told) == bool(errors)
 
 
