@@ -423,6 +423,7 @@ class Exact(torch.nn.Module):
         return torch.stack(columns, 1)
 
 
+@pytest.mark.nightly
 def test_exact_integrals_hold_over_http(server: LiveServer, tmp_path: Path) -> None:
     batch = ({0: torch.export.Dim("batch", min=1, max=64)},)
     program = torch.export.export(

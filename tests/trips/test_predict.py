@@ -43,7 +43,10 @@ def files() -> list[bytes]:
     return written
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "format",
+    [pytest.param(each, marks=pytest.mark.nightly if each == "pt2" else ()) for each in FORMATS],
+)
 def test_every_held_out_digit_gets_the_checkpoints_label_and_probabilities(
     server: LiveServer, format: str, probabilities: torch.Tensor, files: list[bytes]
 ) -> None:
