@@ -462,7 +462,7 @@ class Connection(asyncio.Protocol):
         else:
             self._receive(data)
 
-    def take_held(self) -> None:
+    def take_put_off(self) -> None:
         """Parse what was put off."""
         received, self._put_off = self._put_off or (), None
         if self.transport.is_closing():

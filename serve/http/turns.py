@@ -59,7 +59,7 @@ class Demand:
 class Reading(Protocol):
     """A connection, as far as its turn is concerned."""
 
-    def take_held(self) -> None:
+    def take_put_off(self) -> None:
         """Work on what has been received."""
 
     def release(self) -> None:
@@ -120,7 +120,7 @@ class Turns:
         self._until = monotonic() + SLICE_S
         taken, refused = self._taken, self._refused
         while self._waiting and not self._is_refusing and monotonic() < self._until:
-            self._take().take_held()
+            self._take().take_put_off()
         has_accepted = self._taken - taken > self._refused - refused
         self._arm(monotonic(), rests=self._is_refusing and not has_accepted)
 

@@ -49,12 +49,24 @@ class Client:
     def __init__(self, name: str, clock: FakeClock, log: list[str]) -> None:
         self.name, self._clock, self._log = name, clock, log
 
-    def take_held(self) -> None:
+    def take_put_off(self) -> None:
         self._log.append(self.name)
         self._clock.pass_s(0.0006)
 
     def release(self) -> None:
         self._log.append(self.name)
+
+
+class Refused(Client):
+    """One whose request is refused."""
+
+    def __init__(self, name: str, clock: FakeClock, log: list[str], these: Turns) -> None:
+        super().__init__(name, clock, log)
+        self._these = these
+
+    def take_put_off(self) -> None:
+        self._log.append(self.name)
+        self._these.must_hold()
 
 
 # -- slices ------------------------------------------------------------------------------------
@@ -107,13 +119,8 @@ def test_without_time_for_refusals_a_turn_ends_with_the_first(clock: FakeClock) 
         while not these.must_hold():
             pass
 
-        class Refused(Client):
-            def take_held(self) -> None:
-                log.append(self.name)
-                these.must_hold()
-
         for name in "abc":
-            these.put_off(Refused(name, clock, log))
+            these.put_off(Refused(name, clock, log, these))
         these._next()
         assert log == ["a"]
         assert not these.has_time()
@@ -134,13 +141,10 @@ def test_where_a_turn_accepts_the_next_one_comes_at_once(clock: FakeClock) -> No
         while not these.must_hold():
             pass
 
-        class Refused(Client):
-            def take_held(self) -> None:
-                log.append(self.name)
-                these.must_hold()
-
         for name in "aBcD":
-            these.put_off((Client if name.islower() else Refused)(name, clock, log))
+            these.put_off(
+                Client(name, clock, log) if name.islower() else Refused(name, clock, log, these)
+            )
         these._next()
         await asyncio.sleep(0)
         assert log == ["a", "B", "c", "D"]
@@ -299,12 +303,20 @@ def limit() -> Iterator[None]:
     socket.setdefaulttimeout(before)
 
 
+async def connect_refused(
+    listener: Listener, more: bytes = b""
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Connect, send a request that is refused, and what is to follow it; read the refusal."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", listener.address.port)
+    writer.write(request("/full") + more)
+    assert await read_answer(reader) == (503, b"0.0")
+    return reader, writer
+
+
 def test_a_client_that_is_held_is_answered_later_in_order_and_knows_how_long_it_waited() -> None:
     async def scenario() -> None:
         async with listening() as (listener, sluggish):
-            reader, writer = await asyncio.open_connection("127.0.0.1", listener.address.port)
-            writer.write(request("/full"))
-            assert await read_answer(reader) == (503, b"0.0")
+            reader, writer = await connect_refused(listener)
             writer.write(request("/free") + request("/full") + request("/free"))
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(reader.read(1), 0.3)
@@ -325,9 +337,7 @@ def test_a_client_that_is_held_is_answered_later_in_order_and_knows_how_long_it_
 def test_what_comes_long_after_the_release_has_not_waited() -> None:
     async def scenario() -> None:
         async with listening() as (listener, sluggish):
-            reader, writer = await asyncio.open_connection("127.0.0.1", listener.address.port)
-            writer.write(request("/full"))
-            await read_answer(reader)
+            reader, writer = await connect_refused(listener)
             await asyncio.sleep(0.2)
             sluggish.go_on()
             await asyncio.sleep(0.05)
@@ -342,9 +352,7 @@ def test_a_client_that_leaves_while_it_is_held_is_forgotten() -> None:
     async def scenario() -> None:
         async with listening() as (listener, sluggish):
             for ends in (b"", b"not HTTP\r\n\r\n"):
-                reader, writer = await asyncio.open_connection("127.0.0.1", listener.address.port)
-                writer.write(request("/full") + ends)
-                await read_answer(reader)
+                _, writer = await connect_refused(listener, ends)
                 writer.close()
                 await asyncio.sleep(0.05)
                 sluggish.go_on()
