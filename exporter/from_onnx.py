@@ -228,7 +228,7 @@ def _text(value: Value, span: str) -> str:
 
 
 def _rename(values: Sequence[Any], specs: Sequence[TensorSpec]) -> list[tuple[str, str]]:
-    """Give the file's values the names and sizes of a signature; return what changed its name."""
+    """Rename the file's values as in a signature, with its sizes; return the old and new names."""
     renamed = []
     for value, spec in zip(values, specs, strict=True):
         if value.name != spec.name:

@@ -424,7 +424,7 @@ class BaseHandler:
         return answer | ({"explanations": answers} if has_several else answers[0])
 
     def _aggregated(self, explanation: Explanation) -> Explanation:
-        """Sum up what belongs together; a sum is no further off than the errors of its parts."""
+        """Sum up what belongs together; its error is at most the sum of theirs."""
         summed = tuple(map(self.aggregate, explanation.attributions))
         errors = explanation.errors
         bounds = None if errors is None else tuple(map(self.aggregate, errors))

@@ -153,8 +153,8 @@ def integrated_gradients(
     is above the tolerance; the midpoints of n steps are among those of 3n, so no point is computed
     twice, and a row that has met the tolerance costs no further passes.
 
-    The error is how far the answer of 3n points is from that of the n among them. Of a number of
-    points that is no multiple of three, one or two count in both.
+    The error is how far the answer of 3n points is from that of the n among them. Where the number
+    of points is not a multiple of three, one or two count in both.
 
     Args:
         request: inputs are real-valued; values as after preprocess.
