@@ -5,36 +5,64 @@ from typing import NamedTuple
 
 
 class Option(NamedTuple):
-    """What a value is read as on a command line, and what it means."""
+    """What a value is read as on a command line, what it means, and what it may be."""
 
     type: type[str | int | float | bool]
     text: str
+    choices: tuple[str, ...] = ()
+    """All that it may be; empty where that is not a list."""
+    limits: tuple[int, int] | None = None
+    """Of a whole number: the lowest and the highest."""
+    examples: tuple[str, ...] = ()
+    """Some of what it may be, where that is not a list."""
 
 
 EXPLAIN_OPTIONS: Mapping[str, Option] = {
     "method": Option(
         str,
-        "integrated_gradients (default), layer_integrated_gradients, saliency, input_x_gradient, "
-        "smoothgrad, gradient_shap, occlusion, feature_ablation or kernel_shap.",
+        "How it is explained; integrated_gradients without it.",
+        (
+            *("integrated_gradients", "layer_integrated_gradients", "saliency"),
+            *("input_x_gradient", "smoothgrad", "gradient_shap", "occlusion"),
+            *("feature_ablation", "kernel_shap"),
+        ),
     ),
-    "target": Option(str, "Class index, label, `predicted`, `top-3`, or a place such as `3,7`."),
-    "output": Option(str, "What of the target: `logit` (default) or `probability`."),
+    "target": Option(
+        str,
+        "Class index, label, `predicted`, `top-3`, or a place such as `3,7`.",
+        examples=("predicted", "top-2", "top-3", "0"),
+    ),
+    "output": Option(
+        str,
+        "What of the target; logit, the model's own number, without it.",
+        ("logit", "probability"),
+    ),
     "baseline": Option(
-        str, "zero, black, white, mean, blur, noise, pad, or `file:NAME` of the archive."
+        str,
+        "zero, black, white, mean, blur, noise, pad, or `file:NAME` of the archive.",
+        examples=("zero", "black", "white", "mean", "blur", "noise", "pad"),
     ),
-    "n_steps": Option(int, "Points between baseline and input, used exactly."),
+    "n_steps": Option(int, "Points between baseline and input, used exactly.", limits=(1, 1000)),
     "tolerance": Option(float, "Largest error; steps or draws are added until it is met."),
-    "max_steps": Option(int, "Where adding steps ends."),
-    "n_samples": Option(int, "Random points, drawn exactly."),
-    "max_samples": Option(int, "Where adding random points ends."),
+    "max_steps": Option(int, "Where adding steps ends.", limits=(10, 7290)),
+    "n_samples": Option(int, "Random points, drawn exactly.", limits=(1, 20_000)),
+    "max_samples": Option(int, "Where adding random points ends.", limits=(2, 20_000)),
     "noise": Option(float, "Standard deviation, as a share of the input's range."),
-    "window": Option(int, "Side of what is replaced at once."),
-    "stride": Option(int, "By which windows move."),
+    "window": Option(int, "Side of what is replaced at once.", limits=(1, 1024)),
+    "stride": Option(int, "By which windows move.", limits=(1, 1024)),
     "layer": Option(str, "Where layer_integrated_gradients looks, as the checkpoint names it."),
-    "seed": Option(int, "Of everything random."),
-    "internal_batch_size": Option(int, "Points that share a pass; by memory without it."),
-    "aggregate": Option(str, "`none`, or `sum` over an image's channels or a token's embedding."),
-    "format": Option(str, "json, png or html; the Accept header asks for them too."),
+    "seed": Option(int, "Of everything random.", limits=(0, 2**32 - 1)),
+    "internal_batch_size": Option(
+        int, "Points that share a pass; by memory without it.", limits=(1, 1024)
+    ),
+    "aggregate": Option(
+        str, "Whether an image's channels or a token's embedding are summed.", ("none", "sum")
+    ),
+    "format": Option(
+        str,
+        "What is answered: numbers, a picture or a page. The Accept header asks for them too.",
+        ("json", "png", "html"),
+    ),
     "errors": Option(bool, "`true` adds how far off each value may be."),
     "quality": Option(bool, "`true` measures infidelity and sensitivity too."),
 }

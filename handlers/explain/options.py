@@ -18,21 +18,6 @@ MOST_TARGETS = 20
 PART = "explain"
 """A part of a multipart body, or an entry of a JSON body beside `data`."""
 
-LIMITS: Mapping[str, tuple[int, int]] = {
-    "n_steps": (1, 1000),
-    "max_steps": (10, 7290),
-    "n_samples": (1, 20_000),
-    "max_samples": (2, 20_000),
-    "seed": (0, 2**32 - 1),
-    "internal_batch_size": (1, 1024),
-    "window": (1, 1024),
-    "stride": (1, 1024),
-}
-"""Whole numbers: lowest and highest."""
-
-SHARES = ("tolerance", "noise")
-"""Numbers above 0 and at most 1."""
-
 MEDIA_TYPES = {"json": "application/json", "png": "image/png", "html": "text/html"}
 
 _EVERYWHERE = (
@@ -180,12 +165,15 @@ def _one_of(name: str, value: str, allowed: Mapping[str, object] | Sequence[str]
     return value
 
 
-def _choice(*allowed: str) -> Callable[[str, str], str]:
-    return lambda name, text: _one_of(name, text, allowed)
+def _text(name: str, text: str) -> str:
+    choices = EXPLAIN_OPTIONS[name].choices
+    return _one_of(name, text, choices) if choices else text
 
 
 def _whole(name: str, text: str) -> int:
-    low, high = LIMITS[name]
+    limits = EXPLAIN_OPTIONS[name].limits
+    assert limits is not None
+    low, high = limits
     if not (text.isascii() and text.isdigit() and len(text) <= 10 and low <= int(text) <= high):
         raise BadInput(f'{name} is "{text}"; expected a whole number from {low} to {high}')
     return int(text)
@@ -214,18 +202,15 @@ def _flag(name: str, text: str) -> bool:
     return _one_of(name, text, ("true", "false")) == "true"
 
 
+_BY_TYPE: Mapping[type, Callable[[str, str], Any]] = {
+    str: _text,
+    int: _whole,
+    float: _share,
+    bool: _flag,
+}
 _READERS: Mapping[str, Callable[[str, str], Any]] = {
-    "method": lambda name, text: _one_of(name, text, METHODS),
-    "target": lambda _name, text: text,
-    "output": _choice("logit", "probability"),
+    **{name: _BY_TYPE[option.type] for name, option in EXPLAIN_OPTIONS.items()},
     "baseline": _baseline,
-    "layer": lambda _name, text: text,
-    "aggregate": _choice("none", "sum"),
-    "format": _choice(*MEDIA_TYPES),
-    "errors": _flag,
-    "quality": _flag,
-    **dict.fromkeys(LIMITS, _whole),
-    **dict.fromkeys(SHARES, _share),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
 
-from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
+from modelyard.archiver.explain_options import EXPLAIN_OPTIONS, Option
 
 DESCRIPTION = """\
 Predictions and explanations of the models that this server holds.
@@ -39,14 +39,30 @@ BODY: dict[str, Any] = {
         },
     },
 }
+_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+
+
+def _parameter(name: str, option: Option) -> dict[str, Any]:
+    """Describe a query parameter; one that is one of few has them in a list to choose from."""
+    schema: dict[str, Any] = {"type": _JSON_TYPES[option.type]}
+    if option.choices:
+        schema["enum"] = list(option.choices)
+    if option.limits is not None:
+        schema["minimum"], schema["maximum"] = option.limits
+    found = {"name": name, "in": "query", "schema": schema, "description": option.text}
+    if option.examples:
+        # The first one would be filled in, and sent unasked.
+        found["examples"] = {"none": {"value": ""}} | {
+            each: {"value": each} for each in option.examples
+        }
+    return found
+
+
 EXPLAIN_BODY: dict[str, Any] = {
     **BODY,
     "parameters": [
         TIMEOUT_PARAMETER,
-        *(
-            {"name": name, "in": "query", "schema": {"type": "string"}, "description": each.text}
-            for name, each in EXPLAIN_OPTIONS.items()
-        ),
+        *(_parameter(name, option) for name, option in EXPLAIN_OPTIONS.items()),
     ],
 }
 ERROR_SCHEMA = {

@@ -97,11 +97,14 @@ def _explain_parameters() -> Iterator[inspect.Parameter]:
             continue
         flag = "--output-kind" if name == "output" else f"--{name.replace('_', '-')}"
         default = False if option.type is bool else None
+        said = (
+            f"{option.text} One of {', '.join(option.choices)}." if option.choices else option.text
+        )
         yield inspect.Parameter(
             name,
             by_name,
             annotation=option.type if option.type is bool else option.type | None,
-            default=typer.Option(default, flag, help=option.text),
+            default=typer.Option(default, flag, help=said),
         )
 
 

@@ -1,8 +1,14 @@
 import pytest
 
+from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.methods import METHODS
-from modelyard.handlers.explain.options import ExplainOptions, gather_options, parse_options
+from modelyard.handlers.explain.options import (
+    MEDIA_TYPES,
+    ExplainOptions,
+    gather_options,
+    parse_options,
+)
 
 
 def test_no_parameters_ask_for_the_defaults() -> None:
@@ -129,6 +135,11 @@ def test_format_parameter_decides_over_the_accept_header() -> None:
 def test_option_that_a_method_does_not_take_is_refused(method: str, name: str, value: str) -> None:
     with pytest.raises(BadInput, match=f"{name} does not apply to {method}; it takes .*method"):
         parse_options({"method": method, name: value})
+
+
+def test_what_can_be_chosen_is_what_there_is() -> None:
+    assert EXPLAIN_OPTIONS["method"].choices == tuple(METHODS)
+    assert EXPLAIN_OPTIONS["format"].choices == tuple(MEDIA_TYPES)
 
 
 @pytest.mark.parametrize("method", METHODS)
