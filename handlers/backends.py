@@ -81,6 +81,8 @@ class Artifact:
         self.inputs = tuple(inputs)
         self.device = device
         self.module = module
+        self.file = format
+        """The name of its file; the format where it has none."""
         self._run = run
         self._takes = [_takes(spec) for spec in self.inputs]
 
@@ -185,7 +187,9 @@ def open_artifact(
         )
     load = partial(open_onnx, on_tensorrt=True) if on_tensorrt else FORMATS[format]
     try:
-        return load(path, place, share if place.type == "cpu" else False)
+        artifact = load(path, place, share if place.type == "cpu" else False)
+        artifact.file = path.name
+        return artifact
     except LoadError:
         raise
     # The loaders raise whatever their parsers raise on a damaged file (KeyError, RuntimeError,

@@ -275,6 +275,10 @@ class BaseHandler:
         """Return further fields of request `index`'s answer; attributions are aggregated."""
         return {}
 
+    def warnings(self, index: int) -> tuple[str, ...]:
+        """Return what the reader of request `index`'s explanation has to know; a sentence each."""
+        return ()
+
     def heat_map(self, inputs: Tensor, explanation: Explanation) -> bytes:
         """Draw an explanation's attributions over its input (*S), as a PNG file."""
         raise BadInput("format is png; expected json: this model takes no images to draw over")
@@ -404,6 +408,8 @@ class BaseHandler:
     def _present(self, index: int, inputs: Tensors, explanations: Sequence[Explanation]) -> Any:
         """Write the answer of request `index` in the format that it asked for."""
         options = explanations[0].options
+        own = self.warnings(index)
+        explanations = [replace(each, warnings=(*each.warnings, *own)) for each in explanations]
         if options.format == "png":
             self.context.set_response_content_type(index, "image/png")
             return draw.stack([self.heat_map(inputs[0], each) for each in explanations])

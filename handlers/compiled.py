@@ -85,6 +85,7 @@ def compile_artifact(
     try:
         run = torch.compile(artifact.module, dynamic=True, **options)
         compiled = Artifact(artifact.format, run, artifact.inputs, artifact.device)
+        compiled.file = artifact.file
         measured = [_measure(artifact, compiled, inputs) for inputs in examples]
     except LoadError:
         raise

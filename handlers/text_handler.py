@@ -138,6 +138,7 @@ class TextHandler(Classifier):
             "shape": list(own.shape),
             "attributions": own.tolist(),
             **self._own_errors(explanation, len(encoding)),
+            "truncated": self._is_truncated(index),
             "tokens": [
                 {
                     "token": token,
@@ -157,6 +158,26 @@ class TextHandler(Classifier):
                 )
             ],
         }
+
+    def warnings(self, index: int) -> tuple[str, ...]:
+        """Say where a text that is too long was cut off."""
+        if not self._is_truncated(index):
+            return ()
+        encoding = self.encodings[index]
+        ends = {
+            part: end
+            for part, (_, end) in zip(encoding.sequence_ids, encoding.offsets, strict=True)
+            if part is not None
+        }
+        cut = " and ".join(
+            f"{self.parts[part]} after {ends.get(part, 0)} of {len(text)} characters"
+            for part, text in enumerate(self.texts[index])
+            if ends.get(part, 0) < len(text)
+        )
+        return (f"the model takes {len(encoding)} tokens and did not see the rest: {cut}",)
+
+    def _is_truncated(self, index: int) -> bool:
+        return bool(getattr(self.encodings[index], "overflowing", ()))
 
     def _own_errors(self, explanation: Explanation, count: int) -> dict[str, Any]:
         """Return the errors of the first tokens, where they are asked for and known."""

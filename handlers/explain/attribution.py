@@ -326,6 +326,11 @@ def sums_of(attributions: Tensors) -> Tensor:
     )
 
 
+def sizes_of(attributions: Tensors) -> Tensor:
+    """Add the sizes |a| of the attributions of each row up, over all inputs: (M,) float64."""
+    return sums_of(tuple(map(Tensor.abs, attributions)))
+
+
 def norms_of(attributions: Tensors) -> Tensor:
     """Return the Euclidean norm of each row, over all inputs: (M,) float64."""
     squares = [each.flatten(1).double().square().sum(1) for each in attributions]

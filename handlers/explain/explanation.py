@@ -3,7 +3,7 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from modelyard.handlers.explain.attribution import (
     evaluate,
     is_met,
     outputs_of,
+    sizes_of,
     softmax_of,
     sums_of,
 )
@@ -32,6 +33,12 @@ from modelyard.handlers.explain.passes import FORWARD_ROWS, gradient_rows, most_
 from modelyard.handlers.explain.quality import Quality, measure
 
 SHOWN_LABELS = 10
+
+NEARLY_NOTHING = 0.01
+"""Where less of the attributions is left after they cancel, what they explain is next to nothing."""
+
+FAINT = 0.3
+"""Of full colour: how strongly such an explanation is drawn."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +81,21 @@ class Explanation:
     label: str
     probability: float | None
     """What a prediction gives for the target; None where it gives no probabilities."""
+    explained_with: str
+    """The file of the archive that was asked: the artifact that predicts, or its twin."""
     f_input: float
+    """Of what was asked, as `f_baseline`."""
     f_baseline: float
+    f_served: float
+    """The same output of the artifact that predicts."""
     sum_attributions: float
     convergence_delta: float | None
     """None where the method promises no sum."""
     relative_delta: float | None
     """|delta| as a share of |f(input) − f(baseline)|; None where those are equal, too."""
+    net_share: float | None
+    """|f(input) − f(baseline)| as a share of the sum of all |attributions|, the rest of which
+    cancels; None where the method promises no sum, or all are 0."""
     error: float | None
     """How far off the attributions are, as a share of their norm; None where nobody knows."""
     n_steps: int
@@ -93,6 +108,18 @@ class Explanation:
     names: tuple[str, ...]
     """Of the explained inputs."""
     quality: Quality | None = None
+    warnings: tuple[str, ...] = ()
+    """What a reader has to know before believing it; a sentence each."""
+
+    @property
+    def is_next_to_nothing(self) -> bool:
+        """Whether what speaks for the target and what speaks against it cancel."""
+        return self.net_share is not None and self.net_share < NEARLY_NOTHING
+
+    @property
+    def strength(self) -> float:
+        """How strongly it may be drawn: the share of full colour that the largest value gets."""
+        return FAINT if self.is_next_to_nothing else 1.0
 
     @property
     def legend(self) -> str:
@@ -129,17 +156,22 @@ class Explanation:
             "output": self.options.output,
             "probability": self.probability,
             "baseline": self.baseline,
+            "explained_with": self.explained_with,
             "f_input": self.f_input,
             "f_baseline": self.f_baseline,
+            "f_served": self.f_served,
+            "served_delta": self.f_input - self.f_served,
             "sum_attributions": self.sum_attributions,
             "convergence_delta": self.convergence_delta,
             "relative_delta": self.relative_delta,
+            "net_share": self.net_share,
             "error": self.error,
             "n_steps": self.n_steps,
             "tolerance": self.options.tolerance,
             "tolerance_met": self.tolerance_met,
             **({"layer": self.options.layer} if self.options.layer else {}),
             **({"quality": vars(self.quality)} if self.quality else {}),
+            "warnings": list(self.warnings),
             "shape": named(list(each.shape) for each in self.attributions),
             "attributions": values(self.attributions),
             **({"errors": errors} if self.options.errors else {}),
@@ -223,7 +255,7 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
         _baselines(version, split, tuple(tensor[row : row + 1] for tensor in inputs), option)
         for row, option in enumerate(batch.options)
     ]
-    request, owners = _request(version, batch, split, inputs, sets)
+    request, owners, served = _request(version, batch, split, inputs, sets)
     settings: dict[str, Any] = options.settings()
     if method.needs_windows:
         settings["shapes"] = tuple(
@@ -238,8 +270,15 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
                 options=options,
                 baseline=options.baseline or version.default_baseline,
                 names=split.names,
+                explained_with=artifact.file,
                 **_name(version, batch.rows[row], target, batch.outputs[row]),
-                **_numbers(request.part(slice(at, at + 1)), attributions[at], options, settings),
+                **_numbers(
+                    request.part(slice(at, at + 1)),
+                    attributions[at],
+                    float(served[at]),
+                    options,
+                    settings,
+                ),
             )
         )
     return found
@@ -261,8 +300,11 @@ def _request(
     split: _Split,
     inputs: Tensors,
     sets: Sequence[Tensors],
-) -> tuple[AttributionRequest, list[tuple[int, int]]]:
-    """Return what a method is called with, and whose request and target each row of it is."""
+) -> tuple[AttributionRequest, list[tuple[int, int]], Tensor]:
+    """Return what a method is called with, whose request and target each row of it is, and (M,).
+
+    The last is the output at the input of the artifact that predicts.
+    """
     options = batch.options[0]
     outputs = batch.outputs.to(split.artifact.device)
     if split.artifact is not version.artifact:
@@ -280,9 +322,9 @@ def _request(
         version.between_chunks,
     )
     function = _probabilities(version) if options.output == "probability" else None
-    at_inputs, at_baselines = (
+    at_inputs, at_baselines, at_served = (
         (each if function is None else function(each)).flatten(1)
-        for each in (outputs.double(), baseline_outputs.double())
+        for each in (outputs.double(), baseline_outputs.double(), batch.outputs.double())
     )
     start_rows = torch.split(at_baselines, counts)
     owners = [(row, target) for row, each in enumerate(batch.targets) for target in each]
@@ -303,7 +345,8 @@ def _request(
         _chunk_rows(options, split.artifact, forward, explained),
         version.between_chunks,
     )
-    return request, owners
+    served = torch.stack([at_served[row, target] for row, target in owners])
+    return request, owners, served
 
 
 def _probabilities(version: ExplainedModel) -> Callable[[Tensor], Tensor]:
@@ -328,6 +371,7 @@ def _probabilities(version: ExplainedModel) -> Callable[[Tensor], Tensor]:
 def _numbers(
     request: AttributionRequest,
     found: Attribution,
+    f_served: float,
     options: ExplainOptions,
     settings: Mapping[str, Any],
 ) -> dict[str, Any]:
@@ -338,6 +382,7 @@ def _numbers(
     numbers = {
         "f_input": float(request.f_input),
         "f_baseline": float(request.f_baseline),
+        "f_served": f_served,
         "sum_attributions": float(total),
     }
     wrong = ", ".join(f"{k} = {v}" for k, v in numbers.items() if not math.isfinite(v))
@@ -346,6 +391,7 @@ def _numbers(
     delta = float(total - difference) if method.adds_up else None
     rounding = 0.0 if found.rounding is None else float(found.rounding)
     is_apart = delta is not None and abs(float(difference)) > rounding
+    found, net_share, warnings = _apart(found, method, numbers, rounding)
     error = found.error
     # Draws do not have to meet the sum: they are scattered around it, or forced to it.
     is_within = error is not None and bool(
@@ -364,6 +410,7 @@ def _numbers(
         "relative_delta": abs(delta / float(difference))
         if delta is not None and is_apart
         else None,
+        "net_share": net_share,
         "error": float(error) if error is not None and bool(error.isfinite()) else None,
         "n_steps": steps,
         "tolerance_met": None if error is None else is_within,
@@ -372,7 +419,41 @@ def _numbers(
         "quality": measure(request, found.attributions, method, fixed, options.seed)
         if options.quality
         else None,
+        "warnings": warnings,
     }
+
+
+def _apart(
+    found: Attribution, method: Method, numbers: Mapping[str, float], rounding: float
+) -> tuple[Attribution, float | None, tuple[str, ...]]:
+    """Add to the errors how far a twin is from what it stands for, and see what is left.
+
+    The gap between the two at the input is shared among the values by their sizes: so much the
+    attributions would have to move at least, for the sum to be that of what was served.
+
+    Returns:
+        The attribution with its errors, the net share, and sentences about the two.
+    """
+    size = float(sizes_of(found.attributions))
+    gap = abs(numbers["f_input"] - numbers["f_served"])
+    difference = numbers["f_input"] - numbers["f_baseline"]
+    warnings = []
+    if gap and size > rounding and found.errors is not None:
+        errors = tuple(
+            error + each.abs() * (gap / size)
+            for error, each in zip(found.errors, found.attributions, strict=True)
+        )
+        found = replace(found, errors=errors)
+    if not (method.adds_up and size > rounding):
+        return found, None, ()
+    share = abs(difference) / size
+    if share < NEARLY_NOTHING:
+        warnings.append(
+            f"f(input) − f(baseline) is {difference:.2g}, next to nothing beside the sizes of the "
+            f"attributions, which add up to {size:.2g}: what speaks for the target and what speaks "
+            "against it cancel; choose another baseline or target"
+        )
+    return found, share, tuple(warnings)
 
 
 def _choose(version: ExplainedModel, name: str) -> Artifact:

@@ -283,3 +283,48 @@ def test_error_that_cannot_be_a_share_is_null_and_unmet() -> None:
     ((found,),) = explain(model, x, {"n_steps": "4"})
     assert found.attributions[0].tolist() == [0.0, 0.0, 0.0]
     assert (found.error, found.tolerance_met) == (None, False)
+
+
+def test_answer_says_what_was_asked_and_how_far_it_is_from_what_was_served() -> None:
+    served = artifact(lambda x: x**2 + 0.25, differentiable=False)
+    twin = artifact(lambda x: x**2)
+    served.file, twin.file = "net.onnx", "net.pt2"
+    model = subject(served, twin=twin)
+    ((found,),) = explain(model, X[:1], {"target": "2", "errors": "true"})
+    told = found.as_json()
+    assert (told["explained_with"], told["f_input"], told["f_served"]) == ("net.pt2", 9.0, 9.25)
+    assert told["served_delta"] == -0.25
+    ((alone,),) = explain(subject(twin), X[:1], {"target": "2", "errors": "true"})
+    assert (alone.f_served, alone.as_json()["served_delta"]) == (9.0, 0.0)
+    assert alone.error is not None and found.error is not None
+    # All of the gap lies on the one value that has all of the sum.
+    assert found.error == pytest.approx(alone.error + 0.25 / 9, rel=1e-4)
+    assert told["errors"] == pytest.approx([0, 0, alone.as_json()["errors"][2] + 0.25], rel=1e-4)
+    assert (found.tolerance_met, alone.tolerance_met) == (True, True)
+    ((strict,),) = explain(model, X[:1], {"target": "2", "tolerance": "0.02"})
+    assert strict.tolerance_met is False
+    ((direct,),) = explain(model, X[:1], {"target": "2", "method": "occlusion"})
+    assert (direct.explained_with, direct.f_input, direct.f_served) == ("net.onnx", 9.25, 9.25)
+
+
+def test_gap_of_a_probability_is_one_of_probabilities() -> None:
+    model = subject(artifact(lambda x: x + 1, differentiable=False), twin=artifact(lambda x: x))
+    ((found,),) = explain(model, X[:1], {"output": "probability"})
+    assert found.f_served == pytest.approx(found.f_input, abs=1e-12)
+    ((found,),) = explain(model, X[:1], {})
+    assert found.f_served == found.f_input + 1
+
+
+def test_what_cancels_is_said_and_drawn_pale() -> None:
+    model = subject(artifact(lambda x: torch.stack([x[:, 0] - x[:, 1], x[:, 0] + x[:, 1]], 1)))
+    x = torch.tensor([[30.0, 29.9, 0.0]], dtype=torch.float64)
+    ((noise,), (much,)) = explain(
+        model, x.expand(2, 3), {"target": "0"}, {"target": "1"}
+    )
+    assert noise.net_share == pytest.approx(0.1 / 59.9)
+    assert (noise.is_next_to_nothing, noise.strength < 0.5, noise.tolerance_met) == (True,) * 3
+    assert "next to nothing beside the sizes of the attributions" in noise.warnings[0]
+    assert noise.as_json()["warnings"] == list(noise.warnings)
+    assert (much.net_share, much.strength, much.warnings) == (1.0, 1.0, ())
+    ((slope,),) = explain(model, x, {"target": "0", "method": "input_x_gradient"})
+    assert (slope.net_share, slope.strength, slope.warnings) == (None, 1.0, ())

@@ -280,6 +280,17 @@ def test_long_text_is_cut_off(initialized: Initialized) -> None:
     assert ids.tolist() == [[2, 5, 5, 3]]
 
 
+def test_explanation_says_that_a_long_text_was_cut_off(initialized: Initialized) -> None:
+    handler, context = initialized(config={"text": {"max_length": 4}})
+    (cut,) = handler.explain([{"body": "good good good good good"}], context)
+    assert cut["truncated"] is True
+    assert cut["warnings"] == [
+        "the model takes 4 tokens and did not see the rest: text after 9 of 24 characters"
+    ]
+    (whole,) = handler.explain([{"body": "good good"}], context)
+    assert (whole["truncated"], whole["warnings"]) == (False, [])
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
