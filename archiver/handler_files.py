@@ -16,3 +16,6 @@ MAX_JSON_BYTES = 16 * 1024 * 1024
 
 TOKEN_IDS = ("input_ids", "ids", "tokens", "token_ids")
 """Names that a model's input of token ids has."""
+MASKS = ("attention_mask", "mask")
+TYPES = ("token_type_ids", "segment_ids")
+"""Names of inputs beside it, which say how it is to be read."""

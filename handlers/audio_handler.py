@@ -18,6 +18,7 @@ from modelyard.handlers.base import BaseHandler, Classifier, Inputs
 from modelyard.handlers.body import body_of, decode_base64
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
+from modelyard.handlers.explain.attribution import ranges_of
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.folder import read_json_file, read_processor
 from modelyard.handlers.rows import (
@@ -128,6 +129,10 @@ class AudioHandler(BaseHandler):
     def window(self, sizes: torch.Size, side: int | None) -> tuple[int, ...]:
         """Return a frame of all channels."""
         return (*sizes[:-1], side or self._frame)
+
+    def scales(self, inputs: Tensor) -> Tensor:
+        """Return the range of all samples of a sound."""
+        return ranges_of(inputs)
 
     def aggregate(self, attributions: Tensor) -> Tensor:
         """Sum attributions (T) or (1, T) over frames of a fiftieth of a second."""

@@ -14,6 +14,7 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.handler_files import MASKS, TYPES
 from modelyard.archiver.report import Report
 from modelyard.archiver.signature import TensorSpec, fits
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
@@ -30,10 +32,12 @@ from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError, NoGradients
 from modelyard.handlers.explain import draw
-from modelyard.handlers.explain.attribution import Tensors, outputs_of, softmax_of
+from modelyard.handlers.explain.attribution import Tensors, outputs_of, ranges_of, softmax_of
 from modelyard.handlers.explain.explanation import ExplainedModel, Explanation, explain_batch
+from modelyard.handlers.explain.methods import METHODS
 from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
 from modelyard.handlers.folder import load_label_mapping, read_config
+from modelyard.handlers.limits import refused_values
 from modelyard.handlers.packed import open_packed
 from modelyard.handlers.rows import TopLabels, check_stated, read_numbers, stack, whole
 
@@ -65,7 +69,7 @@ class BaseHandler:
 
     formats: ClassVar[tuple[str, ...]] = ("json",)
     """What explanations can be answered in; the first where the request has no wish."""
-    default_baseline: ClassVar[str] = "zero"
+    default_baseline: str = "zero"
     default_aggregate: ClassVar[str] = "none"
     embedded: int | None = None
     """Place among the inputs of the token ids, for models that embed them."""
@@ -125,6 +129,8 @@ class BaseHandler:
         self._check_batch_size(context.system_properties["batch_size"])
         self.mapping = load_label_mapping(folder)
         self.config = read_config(folder)
+        if self.inputs and self._pad_id is not None and not any(s.is_float for s in self.inputs):
+            self.default_baseline = "pad"
         self.initialized = True
 
     def handle(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
@@ -213,6 +219,7 @@ class BaseHandler:
             self.probabilities,
             self.find_target,
             self.name_place,
+            self.scales,
             self.default_baseline,
             self.embedded,
             self.context.check_cancelled,
@@ -244,18 +251,38 @@ class BaseHandler:
         """Return what stands for "no information", for one request's inputs (1, …): (B, …) each.
 
         `file:NAME` names a file of the archive: JSON with a list of request bodies, or one body
-        of another type, or a folder of such files. Every other name is given to `baseline`.
+        of another type, or a folder of such files. Every other name is given to `baseline`, for
+        whole numbers where there are no others.
+
+        Raises:
+            BadInput: there is no such baseline, or an input does not take its values.
         """
         if name.startswith("file:"):
             return self._read_baselines(name.removeprefix("file:"))
-        return tuple(
-            self.baseline(name, each, seed) if each.is_floating_point() else each for each in inputs
+        is_whole = not any(map(Tensor.is_floating_point, inputs))
+        found = tuple(
+            self.baseline(name, each, seed) if is_whole or each.is_floating_point() else each
+            for each in inputs
         )
+        for spec, each in zip(self.inputs, found, strict=False) if is_whole else ():
+            if spec.name not in (*MASKS, *TYPES) and (wrong := refused_values(spec, each, {})):
+                raise BadInput(
+                    f'baseline is "{name}", which input "{spec.name}" does not take: it {wrong}; '
+                    "choose file:NAME, with a request that stands for nothing"
+                )
+        return found
 
     def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
-        """Return the input (1, *S) that stands for "no information", for one request's (1, *S)."""
+        """Return the input (1, *S) that stands for "no information", for one request's (1, *S).
+
+        Whole numbers may be token ids: `pad` is `pad_token_id` of `config.json`.
+        """
+        pad = None if inputs.is_floating_point() else self._pad_id
+        if name == "pad" and pad is not None:
+            return torch.full_like(inputs, pad)
         if name != "zero":
-            raise BadInput(f'baseline is "{name}"; expected zero or file:NAME for this model')
+            known = "zero, pad" if pad is not None else "zero"
+            raise BadInput(f'baseline is "{name}"; expected {known} or file:NAME for this model')
         return torch.zeros_like(inputs)
 
     def window(self, sizes: torch.Size, side: int | None) -> tuple[int, ...]:
@@ -266,6 +293,24 @@ class BaseHandler:
             side: as asked for; one value without it.
         """
         return (*[1] * (len(sizes) - 1), side or 1) if sizes else ()
+
+    def scales(self, inputs: Tensor) -> Tensor:
+        """Return by how much the values of inputs (N, *S) vary: (N, …). Noise is a share of it.
+
+        Each value of a row (N, F) is a quantity of its own, of which no more is known than its
+        size. The values of other inputs are of one kind.
+        """
+        return inputs.abs() if inputs.dim() == 2 else ranges_of(inputs)
+
+    def aggregated(self, explanation: Explanation, values: Tensor) -> Tensor:
+        """Return attributions (*S), or their errors, with what belongs together as one.
+
+        That is the sum, or the mean where each value has what belongs to its whole window.
+        """
+        whole = self.aggregate(values)
+        if not METHODS[explanation.options.method].repeats:
+            return whole
+        return whole / self.aggregate(torch.ones_like(values))
 
     def aggregate(self, attributions: Tensor) -> Tensor:
         """Sum attributions (*S) over what belongs together."""
@@ -286,6 +331,11 @@ class BaseHandler:
     def page(self, index: int, explanations: Sequence[Explanation]) -> bytes:
         """Draw explanations of request `index` as an HTML page."""
         raise BadInput("format is html; expected json: this model takes no text")
+
+    @property
+    def _pad_id(self) -> int | None:
+        id = self.config.get("pad_token_id")
+        return id if type(id) is int else None
 
     @property
     def handler_settings(self) -> Mapping[str, Any]:
@@ -431,9 +481,10 @@ class BaseHandler:
 
     def _aggregated(self, explanation: Explanation) -> Explanation:
         """Sum up what belongs together; its error is at most the sum of theirs."""
-        summed = tuple(map(self.aggregate, explanation.attributions))
+        together = partial(self.aggregated, explanation)
+        summed = tuple(map(together, explanation.attributions))
         errors = explanation.errors
-        bounds = None if errors is None else tuple(map(self.aggregate, errors))
+        bounds = None if errors is None else tuple(map(together, errors))
         return replace(explanation, attributions=summed, errors=bounds)
 
 

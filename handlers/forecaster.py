@@ -92,6 +92,10 @@ class Forecaster(BaseHandler):
         scores = super().score(outputs)
         return scores.unsqueeze(2) if scores.dim() == 2 else scores
 
+    def scales(self, inputs: Tensor) -> Tensor:
+        """Return the range of each series over its time."""
+        return inputs.amax(1, keepdim=True) - inputs.amin(1, keepdim=True)
+
     def name_place(self, index: int, place: tuple[int, ...]) -> str:
         """Return which step ahead it is, and the rest of the place where there is one."""
         rest = ",".join(map(str, place[1:]))

@@ -35,6 +35,12 @@ class Feature:
     values: Mapping[str, float] = field(default_factory=dict)
     """Text → number, for a feature of texts."""
 
+    @property
+    def scale(self) -> float:
+        """By how much the model sees it vary: by 1 where `std` is said, texts by their range."""
+        numbers = self.values.values()
+        return (max(numbers) - min(numbers)) / self.std if numbers else 1.0
+
 
 class TabularHandler(Classifier):
     """Serve a model of one float input (N, F); `features.json` in the archive names the F features.
@@ -84,6 +90,11 @@ class TabularHandler(Classifier):
                 "zero are one: the mean is subtracted)"
             )
         return torch.zeros_like(inputs)
+
+    def scales(self, inputs: Tensor) -> Tensor:
+        """Return the standard deviation of each feature, as the model sees it (N, F)."""
+        scales = torch.tensor([feature.scale for feature in self.features])
+        return scales.to(inputs).expand_as(inputs)
 
     def describe(self, index: int, explanation: Explanation) -> dict[str, Any]:
         """Return the attribution of each feature by its name."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelyard.archiver.handler_files import TOKEN_IDS, TOKENIZER_FILE
+from modelyard.archiver.handler_files import MASKS, TOKEN_IDS, TOKENIZER_FILE, TYPES
 from modelyard.archiver.signature import UNLIMITED, Dim
 from modelyard.handlers.base import Classifier, Inputs
 from modelyard.handlers.body import body_of, decode_text, parse_json
@@ -24,10 +24,6 @@ MAX_LENGTH = 512
 """Tokens of a request, where neither the settings nor the artifact say less."""
 MAX_CHARACTERS = 1_000_000
 
-MASKS = ("attention_mask", "mask")
-TYPES = ("token_type_ids", "segment_ids")
-"""Names that a model's inputs have beside `TOKEN_IDS`; of one input, its name does not matter."""
-
 PAD_TOKENS = ("[PAD]", "<pad>", "<|endoftext|>")
 
 
@@ -41,7 +37,7 @@ class TextHandler(Classifier):
     """
 
     formats: ClassVar[tuple[str, ...]] = ("json", "html")
-    default_baseline: ClassVar[str] = "pad"
+    default_baseline: str = "pad"
     default_aggregate: ClassVar[str] = "sum"
     section_keys: ClassVar[tuple[str, ...]] = ("tokenizer", "max_length", "pad")
     """Keys of `handler.text`."""
@@ -297,7 +293,10 @@ class TextHandler(Classifier):
 
 
 def role_of(name: str) -> str | None:
-    """Return what an input of this name is: ids, mask or types."""
+    """Return what an input of this name is: ids, mask or types.
+
+    Of a model of one input, its name does not matter.
+    """
     roles = {"ids": TOKEN_IDS, "mask": MASKS, "types": TYPES}
     return next((role for role, names in roles.items() if name in names), None)
 

@@ -117,12 +117,12 @@ class VisionHandler(BaseHandler):
                 f"format is png; expected json: layer {explanation.options.layer} has the shape "
                 f"{list(attributions.shape)}, which is none of pictures"
             )
-        if attributions.shape[1:] != inputs.shape[1:]:
-            shares = attributions.sum(0, keepdim=True)[None].float()
-            attributions = torch.nn.functional.interpolate(shares, tuple(inputs.shape[1:]))[0]
+        shares = self.aggregated(explanation, attributions)[None].float()
+        if shares.shape[1:] != inputs.shape[1:]:
+            shares = torch.nn.functional.interpolate(shares[None], tuple(inputs.shape[1:]))[0]
         return draw.render(
             self.picture(inputs),
-            attributions.float().cpu().numpy(),
+            shares.cpu().numpy(),
             label=explanation.label,
             probability=explanation.probability,
             legend=explanation.legend,

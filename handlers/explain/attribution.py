@@ -71,6 +71,8 @@ class AttributionRequest:
     """Points that share one forward and backward pass; bounds the memory."""
     between_chunks: Callable[[], None] = field(default=lambda: None)
     """Called before each pass; what it raises ends the work."""
+    known_scales: Tensors | None = None
+    """(M, …) per input: `scales`, where something is known of the values."""
 
     def __len__(self) -> int:
         return len(self.f_input)
@@ -80,6 +82,16 @@ class AttributionRequest:
         """The first baseline of each explanation, (M, *S) per input."""
         columns = zip(*self.baseline_sets, strict=True)
         return tuple(torch.stack([rows[0] for rows in column]) for column in columns)
+
+    @cached_property
+    def scales(self) -> Tensors:
+        """By how much the values vary, which noise is a share of: (M, …) per input.
+
+        Where nothing is known of them, all values of an input count together.
+        """
+        return (
+            tuple(map(ranges_of, self.inputs)) if self.known_scales is None else (self.known_scales)
+        )
 
     @property
     def device(self) -> torch.device:
@@ -100,6 +112,9 @@ class AttributionRequest:
             baseline_sets=self.baseline_sets[chunk],
             f_input=self.f_input[chunk],
             f_baseline=self.f_baseline[chunk],
+            known_scales=None
+            if self.known_scales is None
+            else tuple(each[chunk] for each in self.known_scales),
         )
 
 
@@ -115,6 +130,8 @@ class Attribution:
     """(M, *S) per input: how far off each value may be; None where a method does not know."""
     rounding: Tensor | None = None
     """(M,) float64: what the sum may be off by for rounding alone; None counts as 0."""
+    total: Tensor | None = None
+    """(M,) float64: the sum, where it is not that of all values."""
 
     @cached_property
     def error(self) -> Tensor | None:
@@ -137,6 +154,7 @@ class Attribution:
             self.n_steps[row],
             None if self.errors is None else tuple(each[row] for each in self.errors),
             None if self.rounding is None else self.rounding[row],
+            None if self.total is None else self.total[row],
         )
 
 
@@ -317,6 +335,16 @@ def outputs_of(output: Output) -> Tensor:
 def softmax_of(outputs: Tensor) -> Tensor | None:
     """Return the softmax of two or more classes (N, K); None of other outputs."""
     return outputs.softmax(1) if outputs.dim() == 2 and outputs.shape[1] > 1 else None
+
+
+def ranges_of(inputs: Tensor) -> Tensor:
+    """Return the largest less the smallest value of each row (N, *S): (N, 1, …)."""
+    dims = tuple(range(1, inputs.dim()))
+    return (
+        inputs.amax(dims, keepdim=True) - inputs.amin(dims, keepdim=True)
+        if dims
+        else (torch.zeros_like(inputs))
+    )
 
 
 def sums_of(attributions: Tensors) -> Tensor:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelyard.archiver.handler_files import MASKS, TYPES
 from modelyard.handlers.agree import MIN_COSINE, Rule, compare
 from modelyard.handlers.backends import Artifact
 from modelyard.handlers.errors import BadInput, HandlerError, NoGradients, TwinDiffers
@@ -22,6 +23,7 @@ from modelyard.handlers.explain.attribution import (
     evaluate,
     is_met,
     outputs_of,
+    ranges_of,
     sizes_of,
     softmax_of,
     sums_of,
@@ -35,7 +37,7 @@ from modelyard.handlers.explain.quality import Quality, measure
 SHOWN_LABELS = 10
 
 NEARLY_NOTHING = 0.01
-"""Where less of the attributions is left after they cancel, what they explain is next to nothing."""
+"""The share of the attributions below which what is left after they cancel is not worth colour."""
 
 FAINT = 0.3
 """Of full colour: how strongly such an explanation is drawn."""
@@ -65,6 +67,8 @@ class ExplainedModel:
     """Row, `target`, scores (…) → places in these flattened; None leaves it to the common rule."""
     name_place: Callable[[int, tuple[int, ...]], str] | None = None
     """Row and place among scores of more than one dimension → its name."""
+    scales: Callable[[Tensor], Tensor] = ranges_of
+    """Values of an input (N, *S) → by how much they vary (N, …), which noise is a share of."""
     default_baseline: str = "zero"
     embedded: int | None = None
     """Place of the token ids, which are explained where they have become embeddings."""
@@ -193,6 +197,8 @@ class _Split:
     """Of the explained tensors."""
     select: Callable[[Tensors], Tensors]
     """Inputs of the model (B, …) → what of them, or of what follows from them, is explained."""
+    is_cut: bool = False
+    """Whether what is explained follows from the inputs."""
 
     def scored(self, score: Callable[[Any], Tensor]) -> Model:
         """Return the model as a function to the numbers that targets are places in."""
@@ -336,6 +342,7 @@ def _request(
         function,
     )
     explained = tuple(tensor[rows] for tensor in split.explained)
+    is_real = all(map(Tensor.is_floating_point, explained))
     request = AttributionRequest(
         forward,
         explained,
@@ -344,6 +351,7 @@ def _request(
         torch.stack([start_rows[row][:, target].mean() for row, target in owners]),
         _chunk_rows(options, split.artifact, forward, explained),
         version.between_chunks,
+        None if split.is_cut or not is_real else tuple(map(version.scales, explained)),
     )
     served = torch.stack([at_served[row, target] for row, target in owners])
     return request, owners, served
@@ -377,7 +385,7 @@ def _numbers(
 ) -> dict[str, Any]:
     """Return what one explanation says of itself, for the request that it alone answers."""
     method = METHODS[options.method]
-    total = sums_of(found.attributions)
+    total = sums_of(found.attributions) if found.total is None else found.total
     difference = request.f_input - request.f_baseline
     numbers = {
         "f_input": float(request.f_input),
@@ -484,7 +492,7 @@ def _split(
                 return (front(*whole).detach(),)
 
         name = options.layer or names[version.embedded or 0]
-        return _Split(artifact, cut.back, select(inputs), inputs, (name,), select)
+        return _Split(artifact, cut.back, select(inputs), inputs, (name,), select, is_cut=True)
     places = [at for at, each in enumerate(inputs) if each.is_floating_point()]
     if version.embedded is not None:
         places = [version.embedded]
@@ -494,7 +502,9 @@ def _split(
             f"{options.method} needs real-valued inputs, this model takes {takes}; choose a method "
             "without gradients, as occlusion"
         )
-    places = places or list(range(len(inputs)))
+    # Masks and types say how the other inputs are to be read.
+    own = [at for at, name in enumerate(names) if name not in (*MASKS, *TYPES)]
+    places = places or own or list(range(len(inputs)))
     order = [*places, *(at for at in range(len(inputs)) if at not in places)]
     back = [order.index(at) for at in range(len(inputs))]
 
@@ -527,6 +537,11 @@ def _baselines(
     """Return the baselines (B, *S) of one request, whose inputs are (1, …)."""
     name = options.baseline or version.default_baseline
     if name == "zero" and version.embedded is not None:
+        if not split.is_cut:
+            raise BadInput(
+                f'baseline is "zero", the embedding 0; {options.method} replaces tokens: expected '
+                "pad"
+            )
         return tuple(torch.zeros_like(each[:1]) for each in split.explained)
     found = version.baselines(name, inputs, options.seed)
     count = len(found[0])

@@ -4,8 +4,9 @@ Those that captum has are captum's, https://captum.ai; its rules of quadrature a
 its trapezoid's weights sum to 1 − 1/n.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +34,7 @@ MAX_EVALUATIONS = 20_000
 Shapes = tuple[tuple[int, ...], ...]
 
 DEFAULT_NOISE = 0.15
-"""Share of an input's range, as in the paper on SmoothGrad."""
+"""Share of a picture's range, as in the paper on SmoothGrad."""
 
 LEAST_BUDGET = 1024
 """Of kernel_shap, where nobody said one: all sets of ten features."""
@@ -57,6 +58,8 @@ class Method:
     """Promises that attributions sum to f(input) − f(baseline), as far as steps or draws allow."""
     needs_windows: bool = False
     """Replaces windows of the input: it is given their `shapes`, one per input."""
+    repeats: bool = False
+    """Every value of a window has what belongs to the window as a whole."""
     is_random: bool = False
     """Runs for each request by itself, so that its seed alone decides over the answer."""
 
@@ -95,14 +98,14 @@ def smoothgrad(
     Args:
         request: of one explanation.
         n_samples: copies; without it as many as `tolerance` needs, `max_samples` at most.
-        noise: standard deviation of the normal noise, as a share of the input's range.
+        noise: standard deviation of the normal noise, as a share of the request's scales.
         seed: of the noise.
         tolerance: the largest error.
         max_samples: where drawing ends.
 
     Source: Smilkov et al. 2017, https://arxiv.org/abs/1706.03825
     """
-    noisy = _Noise(request.inputs, noise, seed)
+    noisy = _Noise(request, noise, seed)
     ones = tuple(map(torch.ones_like, request.inputs))
     return mean_gradients(
         request, lambda: (noisy.copies(), ones), n_samples, tolerance, max_samples
@@ -123,14 +126,14 @@ def gradient_shap(
     Args:
         request: of one explanation; its baseline set is drawn from.
         n_samples: points; without it as many as `tolerance` needs, `max_samples` at most.
-        noise: standard deviation of normal noise on the input, as a share of its range.
+        noise: standard deviation of normal noise on the input, as a share of its scales.
         seed: of the draws.
         tolerance: the largest error.
         max_samples: where drawing ends.
 
     Source: Erion et al. 2019, https://arxiv.org/abs/1906.10670
     """
-    noisy = _Noise(request.inputs, noise, seed)
+    noisy = _Noise(request, noise, seed)
     (baselines,) = request.baseline_sets
 
     def draw() -> tuple[Tensors, Tensors]:
@@ -155,15 +158,9 @@ def occlusion(
 
     Source: Zeiler and Fergus 2013, section 4.2, https://arxiv.org/abs/1311.2901
     """
-    from captum.attr import Occlusion
-
     sizes = tuple(each.shape[1:] for each in request.inputs)
     strides = tuple(_strides(*pair, stride) for pair in zip(shapes, sizes, strict=True))
-    count = sum(map(_places, sizes, shapes, strides))
-    _check_evaluations(count)
-    return _without_gradients(
-        request, Occlusion, count, sliding_window_shapes=shapes, strides=strides
-    )
+    return _falls(request, shapes, strides)
 
 
 def feature_ablation(request: AttributionRequest, *, shapes: Shapes) -> Attribution:
@@ -173,10 +170,7 @@ def feature_ablation(request: AttributionRequest, *, shapes: Shapes) -> Attribut
         shapes: of the windows whose values together are a feature, as in `occlusion`; they lie
             side by side.
     """
-    from captum.attr import FeatureAblation
-
-    masks, count = _features(request.inputs, shapes)
-    return _without_gradients(request, FeatureAblation, count, feature_mask=masks)
+    return _falls(request, shapes, shapes)
 
 
 def kernel_shap(
@@ -252,9 +246,15 @@ METHODS: Mapping[str, Method] = {
         needs_gradients=False,
         uses_baseline=True,
         needs_windows=True,
+        repeats=True,
     ),
     "feature_ablation": Method(
-        feature_ablation, ("window",), needs_gradients=False, uses_baseline=True, needs_windows=True
+        feature_ablation,
+        ("window",),
+        needs_gradients=False,
+        uses_baseline=True,
+        needs_windows=True,
+        repeats=True,
     ),
     "kernel_shap": Method(
         kernel_shap,
@@ -271,14 +271,15 @@ METHODS: Mapping[str, Method] = {
 class _Noise:
     """Copies of one explanation's inputs with normal noise, and what else follows from its seed."""
 
-    def __init__(self, inputs: Tensors, noise: float, seed: int) -> None:
-        self.inputs = tuple(each.detach() for each in inputs)
-        self.deviations = [noise * float(each.max() - each.min()) for each in inputs]
+    def __init__(self, request: AttributionRequest, noise: float, seed: int) -> None:
+        self.inputs = tuple(each.detach() for each in request.inputs)
+        self.deviations = [noise * scale for scale in request.scales]
+        self.is_silent = not any(bool(each.any()) for each in self.deviations)
         self.random = torch.Generator().manual_seed(seed)
 
     def copies(self) -> Tensors:
         """Draw the next."""
-        if not any(self.deviations):
+        if self.is_silent:
             return self.inputs
         return tuple(
             each + size * torch.randn(each.shape, generator=self.random, dtype=each.dtype).to(each)
@@ -343,10 +344,9 @@ class _Coalitions:
         each = torch.zeros_like(self.sizes)
         each[self.playing] = torch.from_numpy(values).to(each)
         each /= self.sizes
-        kinds = [t.dtype if t.is_floating_point() else torch.float32 for t in self.request.inputs]
         return tuple(
-            each[mask].to(torch.promote_types(kind, torch.float32))
-            for mask, kind in zip(self.masks, kinds, strict=True)
+            each[mask].to(_real(values))
+            for mask, values in zip(self.masks, self.request.inputs, strict=True)
         )
 
 
@@ -364,29 +364,93 @@ def _at_inputs(request: AttributionRequest, kind: Callable[..., Any]) -> Attribu
     return _found(request, found, 1)
 
 
-def _without_gradients(
-    request: AttributionRequest,
-    kind: Callable[..., Any],
-    evaluations: int,
-    **arguments: Any,
-) -> Attribution:
-    """Run a method on a few explanations at a time, so that no pass is larger than a chunk."""
-    parts = []
-    size = request.chunk_rows
-    with torch.no_grad():
-        for chunk in chunks(len(request), size):
-            part = request.part(chunk)
-            parts.append(
-                kind(_forward(part)).attribute(
-                    part.inputs,
-                    baselines=part.baselines,
-                    additional_forward_args=_rows(part),
-                    perturbations_per_eval=max(1, size // len(part)),
-                    **arguments,
-                )
-            )
-    found = tuple(torch.cat(column) for column in zip(*parts, strict=True))
-    return _found(request, found, evaluations)
+def _falls(request: AttributionRequest, shapes: Shapes, strides: Shapes) -> Attribution:
+    """Return how far the output falls without each value: the mean over the windows that hold it.
+
+    A window that is as in the baseline changes nothing, and is not asked about. The total counts
+    each window once, shared among its values: where windows overlap, as often as they do.
+    """
+    sizes = tuple(tuple(each.shape[1:]) for each in request.inputs)
+    _check_evaluations(sum(map(_places, sizes, shapes, strides)))
+    windows = [
+        (which, place)
+        for which, each in enumerate(zip(sizes, shapes, strides, strict=True))
+        for place in _windows(*each)
+    ]
+    asked = [
+        (row, window)
+        for window in windows
+        for row in range(len(request))
+        if not _is_baseline(request, row, window)
+    ]
+    whole = _outputs_without(request, [(row, None) for row in range(len(request))])
+    falls = [
+        whole[row] - each
+        for (row, _), each in zip(asked, _outputs_without(request, asked), strict=True)
+    ]
+    device = request.device
+    holding = [torch.zeros(size, dtype=torch.float64, device=device) for size in sizes]
+    for which, place in windows:
+        holding[which][place] += 1
+    sums = [torch.zeros(each.shape, dtype=torch.float64, device=device) for each in request.inputs]
+    totals, steps = [0.0] * len(request), [0] * len(request)
+    for (row, (which, place)), fall in zip(asked, falls, strict=True):
+        sums[which][row][place] += fall
+        totals[row] += fall * float((1 / holding[which][place]).mean())
+        steps[row] += 1
+    return Attribution(
+        tuple(
+            (total / count).to(_real(each))
+            for total, count, each in zip(sums, holding, request.inputs, strict=True)
+        ),
+        torch.tensor(steps, device=device),
+        total=torch.tensor(totals, dtype=torch.float64, device=device),
+    )
+
+
+Window = tuple[int, tuple[slice, ...]]
+"""Which input, and which of its values (*S)."""
+
+
+def _outputs_without(
+    request: AttributionRequest, points: Sequence[tuple[int, Window | None]]
+) -> list[float]:
+    """Return the output of explanations, each with one window as in its baseline, or none."""
+    found: list[float] = []
+    for chunk in chunks(len(points), request.chunk_rows):
+        request.between_chunks()
+        rows = torch.tensor([row for row, _ in points[chunk]], device=request.device)
+        inputs = tuple(each[rows] for each in request.inputs)
+        for at, (row, window) in enumerate(points[chunk]):
+            if window is not None:
+                which, place = window
+                inputs[which][at][place] = request.baselines[which][row][place]
+        with torch.no_grad():
+            found += request.forward(inputs, rows).double().tolist()
+    return found
+
+
+def _is_baseline(request: AttributionRequest, row: int, window: Window) -> bool:
+    which, place = window
+    return torch.equal(request.inputs[which][row][place], request.baselines[which][row][place])
+
+
+def _windows(
+    sizes: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, ...]
+) -> Iterator[tuple[slice, ...]]:
+    """Yield the places of a window, as many as `_places` counts."""
+    begins = (
+        range(0, (-(-(size - side) // step) + 1) * step, step)
+        for size, side, step in zip(sizes, shape, strides, strict=True)
+    )
+    for corner in itertools.product(*begins):
+        yield tuple(slice(begin, begin + side) for begin, side in zip(corner, shape, strict=True))
+
+
+def _real(tensor: Tensor) -> torch.dtype:
+    """Return the dtype of attributions to a tensor's values."""
+    kind = tensor.dtype if tensor.is_floating_point() else torch.float32
+    return torch.promote_types(kind, torch.float32)
 
 
 def _forward(request: AttributionRequest) -> Callable[..., Tensor]:

@@ -54,7 +54,7 @@ def measure(
 
     if not all(each.is_floating_point() for each in request.inputs):
         raise BadInput("quality does not apply: the explained inputs are not real numbers")
-    ranges = tuple(float(each.max() - each.min()) or 1.0 for each in request.inputs)
+    ranges = tuple(each if each.any() else torch.ones_like(each) for each in request.scales)
 
     @infidelity_perturb_func_decorator(method.multiplies)  # type: ignore[untyped-decorator]
     def near(inputs: Tensor | Tensors, baselines: object = None) -> Tensors:

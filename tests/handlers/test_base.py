@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import parse_inputs
 from modelyard.handlers import BadInput, BaseHandler, Context, LoadError, NoGradients
 from modelyard.handlers.folder import load_label_mapping
+from tests.handlers.folders import ask, explain, load, save_program
 
 MakeContext = Callable[..., Context]
 
@@ -503,3 +504,61 @@ def test_outputs_without_rows_are_answered_whole(tmp_path: Path, make_context: M
     assert handler.handle([{"body": [1, 3]}], context) == [
         {"logits": [2, 6], "boxes": [[1, 3], [1, 3], [1, 3]], "total": 4}
     ]
+
+
+class Words(nn.Module):
+    """Logits of token ids, of those that the mask lets through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(20, 3)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        found: Tensor = self.words(input_ids) * attention_mask.unsqueeze(2)
+        return found.sum(1)
+
+
+@pytest.fixture
+def words(tmp_path: Path) -> Callable[..., BaseHandler]:
+    def make(values: str = "", **config: Any) -> BaseHandler:
+        inputs = [f"input_ids:int64[batch=1..8,3]{values}", "attention_mask:int64[batch,3]=1..1"]
+        save_program(Words(), inputs, tmp_path / "model.pt2")
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return load(BaseHandler, tmp_path)
+
+    return make
+
+
+WITHOUT_GRADIENTS = ["occlusion", "feature_ablation", "kernel_shap"]
+
+
+@pytest.mark.parametrize("method", WITHOUT_GRADIENTS)
+def test_whole_numbers_are_explained_against_zeros_or_padding(
+    words: Callable[..., BaseHandler], method: str
+) -> None:
+    body = {"input_ids": [1, 5, 9], "attention_mask": [1, 1, 1]}
+    for handler, start, name in ((words(), 0, "zero"), (words(pad_token_id=4), 4, "pad")):
+        table = Words().words.weight.detach()
+        answer = explain(handler, body, method=method, target="2")
+        expected = (table[[1, 5, 9], 2] - table[start, 2]).tolist()
+        assert answer["attributions"] == pytest.approx(expected, abs=1e-6)
+        assert answer["baseline"] == name
+        empty = {**body, "input_ids": [start] * 3}
+        assert answer["f_baseline"] == pytest.approx(ask(handler, empty)[0][2], abs=1e-6)
+        assert answer["f_input"] == pytest.approx(ask(handler, body)[0][2], abs=1e-6)
+
+
+def test_whole_numbers_without_a_baseline_are_refused(words: Callable[..., BaseHandler]) -> None:
+    handler = words("=1..19")
+    body = {"input_ids": [1, 5, 9], "attention_mask": [1, 1, 1]}
+    message = 'baseline is "zero", which input "input_ids" does not take: it holds 0; expected'
+    with pytest.raises(BadInput, match=message):
+        explain(handler, body, method="occlusion")
+    (Path(handler.context.system_properties["model_dir"]) / "none.json").write_text(
+        json.dumps([{**body, "input_ids": [2, 2, 2]}])
+    )
+    answer = explain(handler, body, method="occlusion", baseline="file:none.json")
+    assert answer["f_baseline"] != answer["f_input"]
+    with pytest.raises(BadInput, match='baseline is "pad"; expected zero or file:NAME'):
+        explain(handler, body, method="occlusion", baseline="pad")

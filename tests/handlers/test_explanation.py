@@ -318,9 +318,7 @@ def test_gap_of_a_probability_is_one_of_probabilities() -> None:
 def test_what_cancels_is_said_and_drawn_pale() -> None:
     model = subject(artifact(lambda x: torch.stack([x[:, 0] - x[:, 1], x[:, 0] + x[:, 1]], 1)))
     x = torch.tensor([[30.0, 29.9, 0.0]], dtype=torch.float64)
-    ((noise,), (much,)) = explain(
-        model, x.expand(2, 3), {"target": "0"}, {"target": "1"}
-    )
+    ((noise,), (much,)) = explain(model, x.expand(2, 3), {"target": "0"}, {"target": "1"})
     assert noise.net_share == pytest.approx(0.1 / 59.9)
     assert (noise.is_next_to_nothing, noise.strength < 0.5, noise.tolerance_met) == (True,) * 3
     assert "next to nothing beside the sizes of the attributions" in noise.warnings[0]

@@ -321,3 +321,95 @@ def test_sensitivity_is_by_how_much_the_explanation_moves() -> None:
     # The gradient 2x moves by at most 2 · 0.02 (the range of equal values counts as 1) of 2.
     quality = measure(request, (request.inputs[0] * 2,), METHODS["saliency"], {}, 0)
     assert 0.01 < quality.sensitivity <= 0.02
+
+
+def test_falls_are_captums_where_windows_reach_over_the_end() -> None:
+    from captum.attr import FeatureAblation, Occlusion
+
+    torch.manual_seed(1)
+    picture, row = torch.rand(2, 3, 5, 4).double(), torch.rand(2, 3).double()
+    starts = torch.rand(2, 3, 5, 4).double(), torch.rand(2, 3).double()
+    weight = torch.rand(63, 1).double()
+
+    def f(picture: Tensor, row: Tensor) -> Tensor:
+        flat = torch.cat([picture.flatten(1), row], 1)
+        return (flat @ weight).sin()[:, 0] * flat[:, 7].exp()
+
+    request = AttributionRequest(
+        ForwardFunction(f, torch.tensor([0, 0])),
+        (picture, row),
+        tuple((starts[0][at : at + 1], starts[1][at : at + 1]) for at in range(2)),
+        f(picture, row),
+        f(*starts),
+        chunk_rows=7,
+    )
+    shapes, strides = ((3, 2, 3), (2,)), ((3, 1, 2), (1,))
+    for stride, steps in ((None, 4 * 2 + 2), (2, 3 * 2 + 2)):
+        found = run(request, "occlusion", shapes=shapes, stride=stride)
+        expected = Occlusion(f).attribute(
+            (picture, row),
+            shapes,
+            strides if stride is None else ((3, 2, 2), (2,)),
+            baselines=starts,
+        )
+        assert found.n_steps.tolist() == [steps, steps]
+        for one, other in zip(found.attributions, expected, strict=True):
+            assert torch.allclose(one, other.double(), rtol=0, atol=1e-5)  # captum's are float32
+    blocks = torch.tensor([0, 0, 1, 1, 2]).view(1, 5, 1) * 2 + torch.tensor([0, 0, 0, 1])
+    masks = blocks.expand(3, 5, 4)[None], torch.tensor([[6, 6, 7]])
+    found = run(request, "feature_ablation", shapes=shapes)
+    expected = FeatureAblation(f).attribute((picture, row), starts, feature_mask=masks)
+    for one, other in zip(found.attributions, expected, strict=True):
+        assert torch.allclose(one, other.double(), rtol=0, atol=1e-5)
+    # Each window counts once in the sum, however many values it has.
+    falls = [0.0, 0.0]
+    for each, mask in zip(found.attributions, masks, strict=True):
+        for feature in range(int(mask.min()), int(mask.max()) + 1):
+            holds = mask[0].expand(each.shape[1:]) == feature
+            falls = [sum_ + float(row[holds][0]) for sum_, row in zip(falls, each, strict=True)]
+    assert found.total is not None
+    assert found.total.tolist() == pytest.approx(falls)
+
+
+def test_total_of_overlapping_windows_is_that_of_a_linear_function() -> None:
+    request = ask(lambda x: x.sum(1), [1.0] * 8, [[0.0] * 8])
+    found = run(request, "occlusion", shapes=((4,),), stride=2)
+    assert found.attributions[0].tolist() == [[4.0] * 8]
+    assert found.total is not None
+    assert found.total.tolist() == pytest.approx([8.0])
+
+
+@pytest.mark.parametrize("method", ["occlusion", "feature_ablation"])
+def test_window_as_in_the_baseline_is_not_asked_about(method: str) -> None:
+    asked: list[int] = []
+
+    def counting(x: Tensor) -> Tensor:
+        asked.append(len(x))
+        return x.exp().sum(1)
+
+    request = ask(counting, [1.0, 0.5, 0.5, 2.0], [[0.0, 0.5, 0.5, 2.0]])
+    asked.clear()
+    found = run(request, method)
+    assert found.attributions[0][0].tolist() == pytest.approx([math.e - 1, 0, 0, 0])
+    assert (sum(asked), found.n_steps.tolist()) == (2, [1])  # the input, and the one
+
+
+def test_noise_is_a_share_of_what_each_value_varies_by() -> None:
+    def f(x: Tensor) -> Tensor:
+        return x[:, 0] ** 2 * x[:, 1] + x[:, 2] ** 3
+
+    found = {}
+    for d in (0.0, 30.0):
+        request = ask(f, [0.5, 0.5, 0.0, d], [[0.0] * 4])
+        request = replace(request, known_scales=(torch.ones(1, 4).double(),))
+        for method in ("smoothgrad", "gradient_shap"):
+            at = run(request, method, n_samples=2000, noise=0.1).attributions[0][0]
+            found[method, d] = at.tolist()
+        quality = measure(request, (request.inputs[0] * 0,), METHODS["saliency"], {}, 0)
+        found["quality", d] = [quality.sensitivity]
+    for name in ("smoothgrad", "gradient_shap", "quality"):
+        assert found[name, 0.0] == pytest.approx(found[name, 30.0])
+    # E[2ab], E[a²] and 3 E[c²] of a, b and c with a deviation of 0.1.
+    assert found["smoothgrad", 30.0] == pytest.approx([0.5, 0.26, 0.03, 0], abs=0.01)
+    wild = run(ask(f, [0.5, 0.5, 0.0, 30.0], [[0.0] * 4]), "smoothgrad", n_samples=2000, noise=0.1)
+    assert float(wild.attributions[0][0, 2]) > 20

@@ -110,6 +110,14 @@ def test_numbers_without_labels_have_no_probability(initialized: Initialized) ->
         handler.explain([{"body": ROW}], context)
 
 
+def test_noise_follows_each_feature_not_the_largest(initialized: Initialized) -> None:
+    handler, _ = initialized(
+        [*FEATURES[:2], {"name": "smoker", "std": 0.5, "values": {"no": 0, "yes": 3}}]
+    )
+    rows = torch.tensor([[1.0, 2.0, 300.0]])
+    assert handler.scales(rows).tolist() == [[1.0, 1.0, 6.0]]
+
+
 @pytest.mark.parametrize("method", ["integrated_gradients", "kernel_shap", "feature_ablation"])
 def test_each_feature_gets_its_share(initialized: Initialized, method: str) -> None:
     handler, context = initialized(labels={"0": "buys", "1": "leaves"})

@@ -291,3 +291,47 @@ def test_limit_on_pixels_can_be_lifted(
     handler.initialize(context)
     assert handler.max_pixels is None
     assert Image.MAX_IMAGE_PIXELS is None
+
+
+@pytest.mark.parametrize("method", ["occlusion", "feature_ablation", "kernel_shap"])
+def test_a_window_counts_once_whatever_its_channels(
+    make_context: MakeContext, photo_folder: Path, method: str
+) -> None:
+    handler = VisionHandler()
+    config = {"handler": {"image": {"size": [20, 30]}}}
+    context = make_context("mean.pt2", None, folder=photo_folder, signature=None, config=config)
+    handler.initialize(context)
+    pixels = noise(20, 30, 3)
+    body = file_of(Image.fromarray(pixels))
+    query = {"method": method, "window": "10", "target": "1", "aggregate": "sum"}
+    query |= {"stride": "10"} if method == "occlusion" else {}
+    context.reset(["a"], queries=[query])
+    (answer,) = handler.explain([{"body": body}], context)
+    found = np.array(answer["attributions"])
+    # The model is the mean of green: a window's share is what it has of it.
+    falls = pixels[:, :, 1].reshape(2, 10, 3, 10).sum((1, 3)) / 255 / 600
+    values = 1 if method != "kernel_shap" else 100  # which shares the fall among the values
+    assert found == pytest.approx(np.kron(falls, np.ones((10, 10))) / values, abs=1e-6)
+    assert answer["sum_attributions"] == pytest.approx(falls.sum(), abs=1e-5)
+    assert answer["sum_attributions"] == pytest.approx(answer["f_input"], abs=1e-5)
+    if method == "kernel_shap":
+        assert answer["relative_delta"] < 1e-5
+
+
+def test_each_channel_has_the_fall_of_its_window(
+    make_context: MakeContext, photo_folder: Path
+) -> None:
+    handler = VisionHandler()
+    config = {"handler": {"image": {"size": [20, 30]}}}
+    handler.initialize(
+        make_context("mean.pt2", None, folder=photo_folder, signature=None, config=config)
+    )
+    body = {"body": file_of(Image.fromarray(noise(20, 30, 3)))}
+    pictures = []
+    for aggregate in ("sum", "none"):
+        query = {"method": "feature_ablation", "window": "10", "aggregate": aggregate}
+        handler.context.reset(["a"], queries=[query])
+        (answer,) = handler.explain([body], handler.context)
+        pictures.append(np.array(answer["attributions"]))
+    summed, whole = pictures
+    assert np.array_equal(whole, np.stack([summed] * 3))
