@@ -22,6 +22,7 @@ from modelyard.serve.http.application import Answers, Application, ServerState
 from modelyard.serve.http.auth import TokenCheck
 from modelyard.serve.http.connection import Accepts, Access, Limits
 from modelyard.serve.http.listener import Listener
+from modelyard.serve.http.site import SiteCheck
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import Address, Settings
 
@@ -89,8 +90,16 @@ def listen(
     settings: Settings,
     tls: ssl.SSLContext | None = None,
     access: Access | None = None,
+    allowed_origins: Iterable[str] = (),
 ) -> list[Listener]:
     """Bind every address, or none.
+
+    Args:
+        apis: what answers where.
+        settings: of every server.
+        tls: for addresses that ask for it.
+        access: called with each answer, for an access log.
+        allowed_origins: web pages of elsewhere that may call, as CORS writes them.
 
     Raises:
         StartError: an address cannot be bound.
@@ -107,7 +116,8 @@ def listen(
     try:
         for api, address in apis:
             is_first = not listeners
-            listeners.append(Listener(api, address, limits, tls, access, is_first))
+            site = SiteCheck(address, settings.allowed_hosts, tuple(allowed_origins))
+            listeners.append(Listener(api, address, limits, tls, access, site, is_first))
     except BaseException:
         for listener in listeners:
             listener.abandon()

@@ -74,6 +74,10 @@ def start(
     auth: Annotated[
         str | None, typer.Option(help="Tokens: auto (off on loopback), always, never.")
     ] = None,
+    insecure: Annotated[
+        bool | None,
+        typer.Option("--insecure", help="Allow --auth never on an address that others reach."),
+    ] = None,
     trusted_keys: Annotated[
         Path | None, typer.Option(help="File of public keys whose signatures are accepted.")
     ] = None,
@@ -118,6 +122,7 @@ def start(
                 "device": device,
                 "workers": workers,
                 "auth": auth,
+                "insecure": insecure,
                 "trusted_keys": trusted_keys,
                 "require_signature": require_signature,
                 "install_requirements": install_requirements,
@@ -156,8 +161,8 @@ def _print_plan(settings: Settings, json_output: bool) -> None:
         return
     for line in plan_table(plan):
         out.print(line)
-    if plan.warning:
-        err.print(f"[yellow]warning:[/yellow] {escape(plan.warning)}")
+    for warning in plan.warnings:
+        err.print(f"[yellow]warning:[/yellow] {escape(warning)}")
 
 
 def _run_attached(settings: Settings) -> int:

@@ -20,6 +20,7 @@
     │   └── HeadTooLarge
     ├── RequestTooSlow        its head or body did not come in time
     ├── Unauthorized
+    ├── Forbidden             by a foreign name, or from a foreign web page
     ├── Unavailable           no worker can take the request now
     │   ├── QueueFull
     │   ├── TooLate           an answer is not to be expected within the request's time
@@ -181,6 +182,10 @@ class Unauthorized(ServeError):
     """The bearer token is missing or wrong."""
 
 
+class Forbidden(ServeError):
+    """A request by a name that is not this server's, or from a web page of elsewhere."""
+
+
 class Unavailable(ServeError):
     """No worker can take the request now.
 
@@ -265,6 +270,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     HeadTooLarge: (431, "RequestHeaderTooLargeException"),
     RequestTooSlow: (408, "RequestTimeoutException"),
     Unauthorized: (401, "InvalidKeyException"),
+    Forbidden: (403, "ForbiddenException"),
     Unavailable: (503, "ServiceUnavailableException"),
     DeadlinePassed: (504, "RequestTimeoutException"),
     WorkerDied: (500, "InternalServerException"),

@@ -85,6 +85,9 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         else:
             warnings = await _load(server, stop, report)
             await open_ports()
+        for warning in settings.warnings:
+            logger.warning("%s", warning)
+        warnings = [*settings.warnings, *warnings]
         server.state.is_starting = False
         gc.collect()
         gc.freeze()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ from pydantic import (
 from modelyard.serve.errors import StartError
 
 ENV_PREFIX = "MODELYARD_"
+_HOST = re.compile(r"\*|[\w.-]+|\[[0-9A-Fa-f:.]+\]")
 
 
 def default_state_dir() -> Path:
@@ -74,12 +76,16 @@ class Settings(BaseModel):
     """Folder of pid file, keys, logs and saved state; one server each."""
     host: str = "127.0.0.1"
     """Address of all three APIs."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Further names by which requests may call the server, and whose web pages may; * for any."""
     port: int = Field(default=8080, ge=0, le=65535)
     """Port of the inference API; 0 lets the system choose, for the other two as well."""
     management_port: int = Field(default=8081, ge=0, le=65535)
     metrics_port: int = Field(default=8082, ge=0, le=65535)
     auth: Literal["auto", "always", "never"] = "auto"
     """Bearer tokens. auto: management always, inference unless the address is loopback."""
+    insecure: bool = False
+    """Allow auth: never where other machines reach the server."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Where models run; auto takes CUDA where there is one."""
     workers: int = Field(default=0, ge=0, le=1024)
@@ -120,7 +126,7 @@ class Settings(BaseModel):
     """Model name → keys of model-config.yaml that go before the archive's own. Handlers do not see
     them."""
 
-    @field_validator("models", mode="before")
+    @field_validator("models", "allowed_hosts", mode="before")
     @classmethod
     def _split(cls, value: Any) -> Any:
         """Take a comma or space separated list where a list is expected."""
@@ -140,6 +146,25 @@ class Settings(BaseModel):
     def _absolute(cls, value: Path | None) -> Path | None:
         return value.expanduser().absolute() if value else None
 
+    @field_validator("allowed_hosts")
+    @classmethod
+    def _are_names(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if not _HOST.fullmatch(name):
+                raise ValueError(f"{name!r} is not the name of a host; leave out scheme and port")
+        return tuple(name.lower().strip("[]") for name in value)
+
+    @field_validator("insecure")
+    @classmethod
+    def _is_meant(cls, value: bool, info: ValidationInfo) -> bool:
+        host = info.data.get("host", "")
+        if info.data.get("auth") == "never" and not value and not Address(host).is_loopback:
+            raise ValueError(
+                f"auth: never lets everybody who reaches {host} replace the models; give "
+                "--insecure to mean that"
+            )
+        return value
+
     @field_validator("require_signature")
     @classmethod
     def _has_keys(cls, value: bool, info: ValidationInfo) -> bool:
@@ -158,6 +183,14 @@ class Settings(BaseModel):
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the inference API."""
         return self.addresses[0].is_loopback
+
+    @property
+    def warnings(self) -> list[str]:
+        """What whoever starts the server should know of these settings."""
+        if self.auth != "never":
+            return []
+        who = "every user of this machine" if self.is_loopback else "everybody who reaches it"
+        return [f"auth is never: {who} can use, replace and remove the models"]
 
 
 def load_settings(

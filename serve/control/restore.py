@@ -98,7 +98,7 @@ class StartPlan:
 
     machine: Machine
     models: Sequence[PlannedModel]
-    warning: str | None
+    warnings: Sequence[str]
 
 
 def plan_start(settings: Settings) -> StartPlan:
@@ -120,4 +120,5 @@ def plan_start(settings: Settings) -> StartPlan:
         PlannedModel(name, archive.manifest.model_version, archive.path.name, config, allocation)
         for (name, archive, config), allocation in zip(read, allocations, strict=True)
     ]
-    return StartPlan(machine, models, describe_excess(machine, allocations))
+    excess = describe_excess(machine, allocations)
+    return StartPlan(machine, models, [*settings.warnings, *([excess] if excess else [])])

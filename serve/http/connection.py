@@ -28,6 +28,7 @@ from modelyard.serve.errors import (
     ServeError,
     TargetTooLong,
 )
+from modelyard.serve.http.site import SiteCheck
 from modelyard.serve.http.turns import Turns
 
 try:
@@ -98,6 +99,7 @@ class Limits:
 IDLE, HEAD, BODY, ENDING = range(4)
 """What a connection reads: nothing, a request's head, its body; or it only waits for its end."""
 
+_FETCH_SITE = b"sec-fetch-site"
 _BAD_NAME = re.compile(rb'[\x00-\x20\x7f()<>@,;:\[\]={}\\"]')
 _BAD_VALUE = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
 
@@ -359,6 +361,7 @@ class Connection(asyncio.Protocol):
     Args:
         app: what answers.
         limits: what is refused.
+        site: whose requests are refused.
         access: called with each answer, for an access log.
         turns: of all connections of the listener.
         connections: where it enters itself while it is open.
@@ -399,6 +402,7 @@ class Connection(asyncio.Protocol):
         self,
         app: Accepts,
         limits: Limits,
+        site: SiteCheck,
         access: Access | None,
         turns: Turns,
         connections: set[Connection],
@@ -408,6 +412,7 @@ class Connection(asyncio.Protocol):
         self.access = access
         self._turns = turns
         self.limits = limits
+        self._site = site
         self._connections = connections
         self._closed = closed
         self.loop = asyncio.get_running_loop()
@@ -578,7 +583,7 @@ class Connection(asyncio.Protocol):
         """Check the head; `data_received` hands the request to the application.
 
         Raises:
-            BadMessage, BodyTooLarge: it is refused.
+            BadMessage, BodyTooLarge, Forbidden: it is refused.
         """
         parser = self.parser
         headers = self._headers
@@ -620,6 +625,9 @@ class Connection(asyncio.Protocol):
         cycle.length = int(fields.get(b"content-length", 0))
         if cycle.length > limit:
             raise BodyTooLarge(limit)
+        site = self._site
+        if fields.get(b"host") not in site.known or b"origin" in fields or _FETCH_SITE in fields:
+            site(method, fields)
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of a body."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from modelyard.serve.errors import StartError
 from modelyard.serve.http.connection import HAS_PARSER, Accepts, Access, Connection, Limits
+from modelyard.serve.http.site import SiteCheck
 from modelyard.serve.http.turns import Turns
 from modelyard.serve.settings import Address
 
@@ -70,6 +71,7 @@ class Listener:
         limits: of its connections.
         tls: certificate and key, for an address that asks for TLS.
         access: called with each answer, for an access log.
+        site: whose requests are refused; None decides by the address.
         spares_descriptors: whether it leaves the last file descriptors to the others.
         listening: a socket that is bound already, or what accepts like one.
 
@@ -84,6 +86,7 @@ class Listener:
         limits: Limits = Limits(),  # noqa: B008 - frozen
         tls: ssl.SSLContext | None = None,
         access: Access | None = None,
+        site: SiteCheck | None = None,
         spares_descriptors: bool = False,
         listening: Listening | None = None,
     ) -> None:
@@ -101,6 +104,7 @@ class Listener:
         self._limits = limits
         self._tls = tls if address.is_tls else None
         self._access = access
+        self._site = site or SiteCheck(self.address)
         self._spares_descriptors = spares_descriptors
         self._connections: set[Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
@@ -202,7 +206,13 @@ class Listener:
 
     def _connect(self) -> Connection:
         return Connection(
-            self._app, self._limits, self._access, self.turns, self._connections, self._resume
+            self._app,
+            self._limits,
+            self._site,
+            self._access,
+            self.turns,
+            self._connections,
+            self._resume,
         )
 
     # -- the end ---------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ def explain(plan: StartPlan) -> dict[str, Any]:
             for model in plan.models
         ],
         "threads": _threads(plan),
-        "warnings": [plan.warning] if plan.warning else [],
+        "warnings": list(plan.warnings),
     }
 
 

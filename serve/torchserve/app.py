@@ -82,6 +82,8 @@ def _listen(
             dialect.keystore,
             dialect.keystore_pass,
         )
-    listeners = dict(zip(groups, listen(ports, settings, tls, access), strict=True))
+    origins = [dialect.cors_allowed_origin] if dialect.cors_allowed_origin else []
+    bound = listen(ports, settings, tls, access, origins)
+    listeners = dict(zip(groups, bound, strict=True))
     inference, management, *scraped = (listeners[address] for address in addresses)
     return inference, management, scraped[0] if scraped else None

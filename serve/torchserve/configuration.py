@@ -141,6 +141,7 @@ PLACES = {"config_file", "directory", "log_dir", "metrics_dir", "properties", "s
 TEXTS = (
     (
         {
+            "allowed_hosts",
             "keystore_type",
             "load_models",
             "model_server_home",
@@ -231,6 +232,7 @@ def load_configuration(
     common = {
         "model_store": directory / typed.get("model_store", ""),
         "models": _split(typed.get("load_models", "")),
+        "allowed_hosts": _split(typed.get("allowed_hosts", "")),
         "state_dir": state_dir(environment),
         "device": "cpu" if typed.get("number_of_gpu") == 0 else None,
         "queue_size": typed.get("job_queue_size"),

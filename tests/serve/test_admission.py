@@ -53,7 +53,7 @@ def send(
 ) -> socket.socket:
     """Send a request over a connection of its own."""
     client = socket.create_connection(server.address, 20)
-    lines = [f"POST /{route}/{model} HTTP/1.1", "Host: x", f"Content-Length: {len(body)}"]
+    lines = [f"POST /{route}/{model} HTTP/1.1", "Host: localhost", f"Content-Length: {len(body)}"]
     client.sendall("\r\n".join([*lines, *([header] if header else []), "", body]).encode())
     return client
 

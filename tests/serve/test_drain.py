@@ -38,7 +38,7 @@ def options() -> tuple[str, ...]:
 def request(body: bytes, *, keep_alive: bool) -> bytes:
     connection = b"keep-alive" if keep_alive else b"close"
     return (
-        b"POST /predictions/mortal HTTP/1.1\r\nHost: x\r\nConnection: %s\r\n"
+        b"POST /predictions/mortal HTTP/1.1\r\nHost: localhost\r\nConnection: %s\r\n"
         b"Content-Length: %d\r\n\r\n%s" % (connection, len(body), body)
     )
 

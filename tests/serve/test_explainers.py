@@ -39,7 +39,7 @@ def start(server: LiveServer, model: str, body: Path) -> socket.socket:
     client = socket.create_connection(server.address, 20)
     content = str(body).encode()
     client.sendall(
-        b"POST /explanations/%s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
+        b"POST /explanations/%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
         % (model.encode(), len(content), content)
     )
     poll(lambda: body.exists() and body.read_text(), "the explanation begins")
@@ -90,7 +90,7 @@ def test_what_waits_behind_and_whose_client_left_is_not_run(
         two = socket.create_connection(server.address, 20)
         body = str(second).encode()
         two.sendall(
-            b"POST /explanations/apart HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
+            b"POST /explanations/apart HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
             % (len(body), body)
         )
         two.close()

@@ -257,7 +257,7 @@ def test_what_a_client_no_longer_waits_for_is_not_run(
     before = server.restarts("narrow")
     first, second = hold(server, threads, "narrow", f"until {gate}", "second")
     with socket.create_connection(server.address, 10) as client:
-        head = b"POST /predictions/narrow HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\n"
+        head = b"POST /predictions/narrow HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\n"
         client.sendall(head + b"die")
         poll(lambda: server.waiting("narrow") == 1, "the request waits")
     poll(lambda: server.waiting("narrow") == 0, "it is gone")

@@ -199,7 +199,12 @@ def talk(server: LiveServer, *pieces: bytes) -> bytes:
 
 
 def head(path: str, length: int, *more: str) -> bytes:
-    lines = [f"POST {path} HTTP/1.1", "Host: x", "X-Request-Id: one", f"Content-Length: {length}"]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "X-Request-Id: one",
+        f"Content-Length: {length}",
+    ]
     return "\r\n".join((*lines, *more, "", "")).encode()
 
 

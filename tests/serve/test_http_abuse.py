@@ -36,8 +36,8 @@ max_request_bytes: {LIMIT}
 SWEEP_S = 1.0
 SLACK_S = 3.0
 """For a machine under load."""
-SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: x\r\n\r\n"
-POST = b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\n"
+SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
+POST = b"POST /predictions/echo HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n"
 
 
@@ -64,7 +64,7 @@ def nothing_is_left(server: LiveServer) -> Iterator[None]:
     before = poll(lambda: settled(server), "the connections of the test before are gone")
     yield
     poll(lambda: descriptors(server) <= before, "every descriptor is given back", 10)
-    assert request(server, b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")[0] == 200
+    assert request(server, b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n")[0] == 200
     assert predict(server, "mortal", b"well")["body"] == "well"
     assert descendants(server.pid) == children
 
@@ -138,7 +138,7 @@ def request(server: LiveServer, data: bytes) -> tuple[int, dict[bytes, bytes], b
 
 def predict(server: LiveServer, model: str, body: bytes, *headers: bytes) -> dict[str, Any]:
     fields = b"".join(header + b"\r\n" for header in headers)
-    head = b"POST /predictions/%s HTTP/1.1\r\nHost: x\r\n%s" % (model.encode(), fields)
+    head = b"POST /predictions/%s HTTP/1.1\r\nHost: localhost\r\n%s" % (model.encode(), fields)
     status, _, content = request(
         server, b"%sContent-Length: %d\r\n\r\n%s" % (head, len(body), body)
     )
@@ -170,7 +170,8 @@ class Load:
         with connect(self._server) as client:
             while not self._is_over.is_set():
                 client.sendall(
-                    b"POST /predictions/mortal HTTP/1.1\r\nHost: x\r\nContent-Length: 4\r\n\r\nwell"
+                    b"POST /predictions/mortal HTTP/1.1\r\nHost: localhost\r\n"
+                    b"Content-Length: 4\r\n\r\nwell"
                 )
                 data = client.recv(1 << 16)
                 self.outcomes[data[:12].decode()] += 1
@@ -230,7 +231,7 @@ BROKEN = {
     "space in a name": POST + b"A b: c\r\n\r\n",
     "no name": POST + b": c\r\n\r\n",
     "no colon": POST + b"Abc\r\n\r\n",
-    "space after the first line": b"POST / HTTP/1.1\r\n Host: x\r\n\r\n",
+    "space after the first line": b"POST / HTTP/1.1\r\n Host: localhost\r\n\r\n",
     "bad end of a chunk": CHUNKED + b"\r\n2\r\nabX\r\n0\r\n\r\n",
     "chunk ends with LF": CHUNKED + b"\r\n2\r\nab\n0\r\n\r\n",
     "chunk size ends with LF": CHUNKED + b"\r\n2\nab\r\n0\r\n\r\n",
@@ -243,14 +244,14 @@ BROKEN = {
     "no Host": b"GET / HTTP/1.1\r\n\r\n",
     "two Hosts": b"GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n",
     "HTTP/0.9": b"GET /\r\n",
-    "HTTP/1.2": b"GET / HTTP/1.2\r\nHost: x\r\n\r\n",
+    "HTTP/1.2": b"GET / HTTP/1.2\r\nHost: localhost\r\n\r\n",
     "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
-    "CONNECT": b"CONNECT a:80 HTTP/1.1\r\nHost: x\r\n\r\n",
-    "lower-case method": b"post / HTTP/1.1\r\nHost: x\r\n\r\n",
-    "space in the target": b"GET /a b HTTP/1.1\r\nHost: x\r\n\r\n",
-    "target is not ASCII": b"GET /\xc3\xa9 HTTP/1.1\r\nHost: x\r\n\r\n",
-    "target is not a path": b"GET a:80 HTTP/1.1\r\nHost: x\r\n\r\n",
+    "CONNECT": b"CONNECT a:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "lower-case method": b"post / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "space in the target": b"GET /a b HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "target is not ASCII": b"GET /\xc3\xa9 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "target is not a path": b"GET a:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
 }
 
 
@@ -310,10 +311,10 @@ def test_an_offer_to_change_the_protocol_is_passed_over(
 @pytest.mark.parametrize(
     ("data", "status"),
     [
-        (b"GET http://other.host/ping?a=b HTTP/1.1\r\nHost: x\r\n\r\n", 200),
-        (b"GET http://other.host HTTP/1.1\r\nHost: x\r\n\r\n", 404),
-        (b"POST * HTTP/1.1\r\nHost: x\r\n\r\n", 404),
-        (b"GET /ping#part HTTP/1.1\r\nHost: x\r\n\r\n", 200),
+        (b"GET http://other.host/ping?a=b HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
+        (b"GET http://other.host HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"POST * HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"GET /ping#part HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
         (b"GET /ping HTTP/1.0\r\n\r\n", 200),
         (b"\r\n\r\nGET /ping HTTP/1.0\r\n\r\n", 200),
         (b"HEAD /predictions/echo HTTP/1.0\r\n\r\n", 405),
@@ -326,7 +327,7 @@ def test_what_looks_odd_and_is_http_is_answered(
     with connect(server) as client:
         client.sendall(data)
         if b"HTTP/1.1" in data:
-            client.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            client.sendall(b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
         assert read_all(client).startswith(b"HTTP/1.1 %d " % status)
 
 
@@ -377,14 +378,14 @@ def chunked(count: int, extension: bytes = b"") -> bytes:
         (POST + b"".join(b"A%d: a\r\n" % at for at in range(10_000)) + b"\r\n", 431),
         (POST + b"".join(b"A%d: a\r\n" % at for at in range(1000)) + b"\r\n", 431),
         (POST + b"A: a\r\n" * 1000 + b"\r\n", 431),
-        (b"GET /" + b"a" * 17_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
-        (b"GET /?" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 414),
+        (b"GET /" + b"a" * 17_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 414),
+        (b"GET /?" + b"a" * 200_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 414),
         (CHUNKED + b"\r\n" + chunked(1, b";" + b"a" * 100_000), 400),
         (CHUNKED + b"\r\n" + chunked(1000, b";" + b"a" * 100), 400),
         (CHUNKED + b"\r\n" + chunked(3_000_000), 400),
         (CHUNKED + b"\r\n0\r\n" + b"A: a\r\n" * 20_000 + b"\r\n", 400),
         (CHUNKED + b"\r\n0\r\nA: " + b"a" * 100_000 + b"\r\n\r\n", 400),
-        (b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n" * 5000, 200),
+        (b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n" * 5000, 200),
     ],
     ids=[
         "a header of 100 KB", "a name of 100 KB", "10,000 headers", "1,001 headers",
@@ -410,7 +411,7 @@ def test_what_costs_more_than_it_brings_is_refused(
     "data",
     [
         POST + b"A: " + b"a" * 60_000 + b"\r\nContent-Length: 4\r\n\r\nwell",
-        b"POST /predictions/echo?" + b"a" * 15_000 + b" HTTP/1.1\r\nHost: x\r\n"
+        b"POST /predictions/echo?" + b"a" * 15_000 + b" HTTP/1.1\r\nHost: localhost\r\n"
         b"Content-Length: 4\r\n\r\nwell",
         CHUNKED + b"\r\n4;" + b"a" * 8192 + b"\r\nwell\r\n0\r\n\r\n",
         CHUNKED + b"\r\n" + b"c\r\nwell known..\r\n" * 50_000 + b"0\r\n\r\n",
@@ -433,7 +434,7 @@ def test_heads_that_do_not_end_are_closed_and_nobody_notices(
     began = time.monotonic()
     clients = [connect(server) for _ in range(200)]
     for client in clients:
-        client.sendall(b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nX-")
+        client.sendall(b"POST /predictions/echo HTTP/1.1\r\nHost: localhost\r\nX-")
     for client in clients:
         with client:
             error = refusal(read_all(client), 408)
@@ -444,7 +445,7 @@ def test_heads_that_do_not_end_are_closed_and_nobody_notices(
 
 def test_a_head_that_comes_byte_by_byte_has_no_more_time(server: LiveServer) -> None:
     with connect(server) as client:
-        client.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\nA: ")
+        client.sendall(b"GET /ping HTTP/1.1\r\nHost: localhost\r\nA: ")
         client.settimeout(0.1)
         received = b""
         deadline = time.monotonic() + HEAD_TIMEOUT_S + SWEEP_S + SLACK_S
@@ -629,7 +630,7 @@ def test_2000_idle_connections_keep_nobody_out(small: LiveServer) -> None:
 def test_while_all_connections_are_busy_new_ones_wait(small: LiveServer, tmp_path: Path) -> None:
     gate = tmp_path / "gate"
     body = f"until {gate}".encode()
-    data = b"POST /predictions/mortal HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n%s"
+    data = b"POST /predictions/mortal HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(connect(small)) for _ in range(90)]
         for client in clients:

@@ -259,7 +259,7 @@ def test_a_body_of_the_limit_is_taken(server: LiveServer) -> None:
 def test_a_body_that_is_declared_too_long_is_refused_before_it_is_sent(server: LiveServer) -> None:
     with socket.create_connection(server.address, 10) as client:
         client.sendall(
-            b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\n"
+            b"POST /predictions/echo HTTP/1.1\r\nHost: localhost\r\nExpect: 100-continue\r\n"
             b"Content-Length: %d\r\n\r\n" % (LIMIT + 1)
         )
         head = client.recv(65536)
@@ -302,7 +302,7 @@ def test_a_chunked_body_within_the_limit_is_taken(server: LiveServer) -> None:
 def test_a_client_that_leaves_while_it_sends_harms_nobody(server: LiveServer) -> None:
     with socket.create_connection(server.address, 10) as client:
         client.sendall(
-            b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\nhalf"
+            b"POST /predictions/echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: 99\r\n\r\nhalf"
         )
     assert is_well(server)
 
@@ -371,6 +371,31 @@ def test_on_loopback_no_token_is_needed(server: LiveServer) -> None:
     assert "authorization" not in server.client.headers
     assert server.client.get("/health/ready").json() == {"ready": True}
     assert server.client.get("/health/live").json() == {"live": True}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Host": "evil.example", "Origin": "http://evil.example"},
+        {"Host": "evil.example:8080"},
+        {"Origin": "http://evil.example"},
+        {"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"},
+    ],
+    ids=["rebound", "name", "origin", "site"],
+)
+def test_no_api_takes_a_foreign_name_or_page(server: LiveServer, headers: dict[str, str]) -> None:
+    asked = (
+        (server.client, "POST", "/predictions/echo"),
+        (server.client, "GET", "/openapi.json"),
+        (server.management, "POST", "/models?url=picky.mar&model_name=evil"),
+        (server.metrics, "GET", "/metrics"),
+    )
+    for client, method, path in asked:
+        error = error_of(client.request(method, path, headers=headers))
+        assert (error["code"], error["type"]) == (403, "ForbiddenException")
+    assert server.management.get("/models/evil").status_code == 404
+    own = {"Origin": str(server.client.base_url), "Sec-Fetch-Site": "same-origin"}
+    assert server.predict("echo", "x", headers=own).status_code == 200
 
 
 # -- the Open Inference Protocol -----------------------------------------------------------------
@@ -466,7 +491,8 @@ def test_the_documentations_files_are_all_that_is_served(server: LiveServer, pat
 def test_a_body_without_an_end_is_refused_when_it_crosses_the_limit(server: LiveServer) -> None:
     with socket.create_connection(server.address, 10) as client:
         client.sendall(
-            b"POST /predictions/echo HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"POST /predictions/echo HTTP/1.1\r\nHost: localhost\r\n"
+            b"Transfer-Encoding: chunked\r\n\r\n"
             b"%x\r\n%s\r\n" % (LIMIT + 1, b"x" * (LIMIT + 1))
         )
         assert client.recv(65536).startswith(b"HTTP/1.1 413 ")

@@ -388,7 +388,7 @@ def test_a_request_that_arrives_while_its_model_goes_is_answered(server: LiveSer
         socket.create_connection(server.address, 20) as client,
     ):
         client.sendall(
-            b"POST /predictions/slow_to_end HTTP/1.1\r\nHost: x\r\nConnection: close\r\n"
+            b"POST /predictions/slow_to_end HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n"
             b"Expect: 100-continue\r\nContent-Length: 4\r\n\r\n"
         )
         assert client.recv(100).startswith(b"HTTP/1.1 100 ")  # the server waits for the body

@@ -284,7 +284,7 @@ async def listening() -> AsyncIterator[tuple[Listener, Sluggish]]:
 
 
 def request(path: str, body: bytes = b"it") -> bytes:
-    return b"POST %s HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n%s" % (
+    return b"POST %s HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n%s" % (
         path.encode(), len(body), body,
     )  # fmt: skip
 

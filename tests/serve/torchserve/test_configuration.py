@@ -182,6 +182,7 @@ def test_a_boolean_is_true_for_true_alone(tmp_path: Path, key: str) -> None:
 
 def test_every_key_is_honoured_or_said_to_have_no_effect() -> None:
     elsewhere = {
+        "allowed_hosts",
         "debug",
         "default_response_timeout",
         "default_startup_timeout",

@@ -183,6 +183,19 @@ def test_every_route_predicts_in_every_method(
     assert not {"server", "date"} & set(answer.headers)
 
 
+def test_only_pages_that_cors_allows_may_call(
+    client: httpx.Client, management: httpx.Client
+) -> None:
+    page = {"Origin": "https://app.example", "Sec-Fetch-Site": "cross-site"}
+    evil = {**page, "Origin": "https://evil.example"}
+    for api, path in ((client, "/predictions/echo"), (management, "/models/echo")):
+        method = "POST" if api is client else "GET"
+        assert api.request(method, path, headers=page).status_code == 200
+        for headers in (evil, {"Host": "evil.example"}):
+            answer = api.request(method, path, headers=headers)
+            assert (answer.status_code, answer.json()["type"]) == (403, "ForbiddenException")
+
+
 @pytest.mark.parametrize(
     "form",
     [
@@ -257,7 +270,7 @@ def test_a_body_over_the_limit_is_413_and_says_nothing(home: Home, api: str) -> 
     [
         b"nonsense\r\n\r\n",
         b"GET / HTTP/1.1\r\n\r\n",
-        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     ],
     ids=["nonsense", "no Host", "long line"],
 )
