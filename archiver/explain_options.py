@@ -27,10 +27,23 @@ EXPLAIN_OPTIONS: Mapping[str, Option] = {
             *("feature_ablation", "kernel_shap"),
         ),
     ),
+    "output_name": Option(
+        str, "Which output of the model; several with commas between. That of predictions without."
+    ),
     "target": Option(
         str,
-        "Class index, label, `predicted`, `top-3`, or a place such as `3,7`.",
-        examples=("predicted", "top-2", "top-3", "0"),
+        "Class index, label, `predicted`, `top-3`, a place such as `3,7`, or `sum:LABEL`, all "
+        "numbers of a class in the region.",
+        examples=("predicted", "top-2", "top-3", "0", "sum:0"),
+    ),
+    "against": Option(
+        str, "Another target: why the one and not the other is explained.", examples=("1",)
+    ),
+    "region": Option(
+        str,
+        "Where in the output: `START,END`, `LEFT,TOP,RIGHT,BOTTOM`, `predicted`, or a mask as a "
+        "segmentation answers.",
+        examples=("predicted", "0,5", "0,0,32,32"),
     ),
     "output": Option(
         str,

@@ -45,7 +45,8 @@ from modelyard.handlers.explain.attribution import (
     norms_of,
     sums_of,
 )
-from modelyard.handlers.explain.explanation import ExplainedModel, explain_batch
+from modelyard.handlers.explain.explanation import explain_batch
+from modelyard.handlers.explain.model import ExplainedModel
 from modelyard.handlers.explain.options import parse_options
 
 DIGITS = Path(__file__).parent.parent / "examples" / "digits"

@@ -20,6 +20,7 @@ from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.attribution import ranges_of
 from modelyard.handlers.explain.explanation import Explanation
+from modelyard.handlers.explain.model import Target, at_place
 from modelyard.handlers.folder import read_json_file, read_processor
 from modelyard.handlers.rows import (
     first_output,
@@ -202,6 +203,7 @@ class SpeechRecognizer(AudioHandler):
     """
 
     section_keys: ClassVar[tuple[str, ...]] = (*AudioHandler.section_keys, "blank", "delimiter")
+    class_dim: ClassVar[int] = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,15 +224,20 @@ class SpeechRecognizer(AudioHandler):
             self._text(row, length, longest) for row, length in zip(best, self.lengths, strict=True)
         ]
 
-    def find_target(self, index: int, target: str, scores: Tensor) -> list[int] | None:
+    def find_target(
+        self, index: int, target: str, scores: Tensor, inside: Tensor | None
+    ) -> Sequence[Target] | None:
         """Find the frame (T, V) that is surest of a token; `predicted` is the surest of all."""
         names = {token: at for at, token in self.alphabet.tokens.items()}
         chances = scores.softmax(1)
+        if inside is not None:
+            chances[~inside] = 0
         if target == "predicted":
             chances[:, self.alphabet.blank] = 0
-            return [int(chances.argmax())]
+            return [at_place(int(chances.argmax()))]
         if target in names:
-            return [int(chances[:, names[target]].argmax()) * scores.shape[1] + names[target]]
+            frame = int(chances[:, names[target]].argmax())
+            return [at_place(frame * scores.shape[1] + names[target])]
         return None
 
     def name_place(self, index: int, place: tuple[int, ...]) -> str:

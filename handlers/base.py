@@ -33,9 +33,11 @@ from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError, NoGradients
 from modelyard.handlers.explain import draw
 from modelyard.handlers.explain.attribution import Tensors, outputs_of, ranges_of, softmax_of
-from modelyard.handlers.explain.explanation import ExplainedModel, Explanation, explain_batch
+from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.methods import METHODS
+from modelyard.handlers.explain.model import ExplainedModel, Target
 from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
+from modelyard.handlers.explain.region import Region
 from modelyard.handlers.folder import load_label_mapping, read_config
 from modelyard.handlers.limits import refused_values
 from modelyard.handlers.packed import open_packed
@@ -71,6 +73,8 @@ class BaseHandler:
     """What explanations can be answered in; the first where the request has no wish."""
     default_baseline: str = "zero"
     default_aggregate: ClassVar[str] = "none"
+    class_dim: ClassVar[int] = 0
+    """Which dimension of scores (…) of more than one is that of the classes."""
     embedded: int | None = None
     """Place among the inputs of the token ids, for models that embed them."""
 
@@ -223,6 +227,10 @@ class BaseHandler:
             self.default_baseline,
             self.embedded,
             self.context.check_cancelled,
+            self.find_region,
+            self.class_dim,
+            self.output_names,
+            self.output_names[0] if self.output_names else None,
         )
 
     def score(self, outputs: Output) -> Tensor:
@@ -236,12 +244,25 @@ class BaseHandler:
         """
         return softmax_of(scores)
 
-    def find_target(self, index: int, target: str, scores: Tensor) -> list[int] | None:
-        """Return the places in the flattened scores (…) of request `index` that `target` means.
+    def find_target(
+        self, index: int, target: str, scores: Tensor, inside: Tensor | None
+    ) -> Sequence[Target] | None:
+        """Return what of the scores (…) of request `index` is meant by `target`.
 
         None leaves it to the common rule: `predicted`, `top-N`, a label or a place.
+
+        Args:
+            index: of the request.
+            target: as it was asked for.
+            scores: as `score` has them, without the batch.
+            inside: which places are in the region that the request names, bool of all dimensions
+                but that of the classes; None where it names none.
         """
         return None
+
+    def find_region(self, index: int, region: Region, sizes: tuple[int, ...]) -> Tensor:
+        """Return which places of the scores are in a region: bool of `sizes`, without classes."""
+        return region.inside(sizes)
 
     def name_place(self, index: int, place: tuple[int, ...]) -> str:
         """Return the name of a place among scores of more than one dimension."""
@@ -476,7 +497,7 @@ class BaseHandler:
             "archive_digest": self.digest,
         }
         answers = [each.as_json() | self.describe(index, each) for each in explanations]
-        has_several = options.target.startswith("top-")
+        has_several = options.target.startswith("top-") or len(options.output_names) > 1
         return answer | ({"explanations": answers} if has_several else answers[0])
 
     def _aggregated(self, explanation: Explanation) -> Explanation:

@@ -8,6 +8,7 @@ from torch import Tensor
 from modelyard.handlers.backends import Output
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
+from modelyard.handlers.explain.model import Target, at_place
 from modelyard.handlers.rows import DEFAULT_TOP_K, first_output
 from modelyard.handlers.text_handler import TextHandler
 
@@ -68,13 +69,19 @@ class FillMask(TextHandler):
             answers.append(filled[0] if len(gaps) == 1 else filled)
         return answers
 
-    def find_target(self, index: int, target: str, scores: Tensor) -> list[int] | None:
+    def find_target(
+        self, index: int, target: str, scores: Tensor, inside: Tensor | None
+    ) -> Sequence[Target] | None:
         """Find a token of the vocabulary at the first gap; `predicted` is the likeliest."""
-        gap = self._gaps(self.encodings[index])[0]
-        if target == "predicted":
-            return [gap * scores.shape[1] + int(scores[gap].argmax())]
+        gaps = self._gaps(self.encodings[index])
+        if inside is not None:
+            gaps = [gap for gap in gaps if inside[gap]]
+            if not gaps:
+                raise BadInput("the region holds no gap; expected one that does")
         token = self.tokenizer.token_to_id(target)
-        return None if token is None else [gap * scores.shape[1] + int(token)]
+        if target == "predicted":
+            token = int(scores[gaps[0]].argmax())
+        return None if token is None else [at_place(gaps[0] * scores.shape[1] + int(token))]
 
     def name_place(self, index: int, place: tuple[int, ...]) -> str:
         """Return the token that is put there."""

@@ -1,5 +1,6 @@
 """Pictures in, a class for every pixel out: as run lengths, or as a PNG mask."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -12,6 +13,9 @@ from modelyard.handlers.backends import Output
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.draw import colour_of_class
+from modelyard.handlers.explain.model import Target, sum_over
+from modelyard.handlers.explain.region import Region
+from modelyard.handlers.explain.targets import class_index, first_of, known_classes
 from modelyard.handlers.object_detector import refuse_crop
 from modelyard.handlers.rows import first_output
 from modelyard.handlers.vision_handler import VisionHandler
@@ -49,11 +53,50 @@ class ImageSegmenter(VisionHandler):
         return answers
 
     def score(self, outputs: Output) -> Tensor:
-        """Return the mean logit (N, C) of each class over the picture."""
-        return _logits(outputs).mean((2, 3))
+        """Return the logits (N, C, h, w)."""
+        return _logits(outputs)
 
     def probabilities(self, scores: Tensor) -> None:
         """Return nothing: a class has a place in the picture, and no probability."""
+
+    def find_target(
+        self, index: int, target: str, scores: Tensor, inside: Tensor | None
+    ) -> Sequence[Target] | None:
+        """Find the mean logit of a class (C, h, w) over the region, or over the whole picture.
+
+        `predicted` and `top-N` are the classes whose mean is largest.
+        """
+        count = len(scores)
+        if inside is None:
+            inside = torch.ones_like(scores[0], dtype=torch.bool)
+        means = scores[:, inside].mean(1)
+        number = 1 if target == "predicted" else first_of(target, count)
+        if number is not None:
+            classes = means.topk(number).indices.tolist()
+        elif (found := class_index(target, count, self.label)) is not None:
+            classes = [found]
+        elif "," in target:
+            return None
+        else:
+            raise BadInput(
+                f'target is "{target}"; expected predicted, top-N, sum:CLASS, a place as 0,5,3, '
+                f"{known_classes(count, self.label)}"
+            )
+        targets = []
+        for each in classes:
+            numbers = torch.zeros_like(scores, dtype=torch.bool)
+            numbers[each] = inside
+            targets.append(sum_over(numbers, each, self.label(each), is_mean=True))
+        return targets
+
+    def find_region(self, index: int, region: Region, sizes: tuple[int, ...]) -> Tensor:
+        """Return which of the logits (h, w) are in a region of the picture as it came."""
+        width, height = self.pictures[index].size
+        return region.inside(sizes, (height, width))
+
+    def name_place(self, index: int, place: tuple[int, ...]) -> str:
+        """Return a class and a place of its logits."""
+        return f"{self.label(place[0])} at row {place[1]}, column {place[2]}"
 
     def _segments(self, classes: np.ndarray) -> dict[str, Any]:
         columns = classes.T.ravel()

@@ -13,6 +13,7 @@ from modelyard.handlers.base import Inputs
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, HandlerError, LoadError, NoGradients
 from modelyard.handlers.explain.draw import colour_of_class, font_of
+from modelyard.handlers.explain.model import Target, at_place
 from modelyard.handlers.rows import read_section, read_share
 from modelyard.handlers.vision_handler import VisionHandler
 
@@ -61,6 +62,7 @@ class ObjectDetector(VisionHandler):
     """
 
     keeps_pictures: ClassVar[bool] = True
+    class_dim: ClassVar[int] = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -110,19 +112,23 @@ class ObjectDetector(VisionHandler):
             )
         return _logits_and_boxes(outputs)[0]
 
-    def find_target(self, index: int, target: str, scores: Tensor) -> list[int] | None:
+    def find_target(
+        self, index: int, target: str, scores: Tensor, inside: Tensor | None
+    ) -> Sequence[Target] | None:
         """Find the box (Q, C) that is surest of a label; `predicted` is the surest of all."""
         classes = scores.shape[1] - (self.function == "softmax")
         labels = [self.label(at) for at in range(classes)]
         if target != "predicted" and target not in labels:
             return None
         chances = self._chances(scores)[:, :classes]
+        if inside is not None:
+            chances[~inside] = 0
         if target == "predicted":
             box, label = divmod(int(chances.argmax()), classes)
         else:
             label = labels.index(target)
             box = int(chances[:, label].argmax())
-        return [box * scores.shape[1] + label]
+        return [at_place(box * scores.shape[1] + label)]
 
     def name_place(self, index: int, place: tuple[int, ...]) -> str:
         """Return a label and the number of its box."""

@@ -14,6 +14,7 @@ from modelyard.handlers.base import Inputs
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, HandlerError, LoadError
 from modelyard.handlers.explain.attribution import chunks
+from modelyard.handlers.explain.model import Target, at_place, sum_over
 from modelyard.handlers.explain.options import ExplainOptions, Row
 from modelyard.handlers.explain.passes import most_rows
 from modelyard.handlers.rows import first_output, read_whole, softmax
@@ -42,6 +43,7 @@ class TokenClassifier(TextHandler):
 
     section_keys: ClassVar[tuple[str, ...]] = (*TextHandler.section_keys, "aggregation")
     parts: ClassVar[tuple[str, ...]] = ("text",)
+    class_dim: ClassVar[int] = 1
 
     def __init__(self) -> None:
         super().__init__()
@@ -63,9 +65,11 @@ class TokenClassifier(TextHandler):
         rows = softmax(logits.float().cpu().numpy())
         return [self._entities(at, row) for at, row in enumerate(rows)]
 
-    def find_target(self, index: int, target: str, scores: Tensor) -> list[int] | None:
+    def find_target(
+        self, index: int, target: str, scores: Tensor, inside: Tensor | None
+    ) -> Sequence[Target] | None:
         """Find the token (L, K) that speaks most for a label; `predicted` is the surest entity."""
-        own = self._own_tokens(index)
+        own = [at for at in self._own_tokens(index) if inside is None or inside[at]]
         labels = [self.label(at) for at in range(scores.shape[1])]
         allowed = torch.full_like(scores, -torch.inf)
         if target == "predicted":
@@ -76,7 +80,7 @@ class TokenClassifier(TextHandler):
             return None
         grid = torch.meshgrid(torch.tensor(own), torch.tensor(columns), indexing="ij")
         allowed[grid] = scores[grid]
-        return [int(allowed.argmax())]
+        return [at_place(int(allowed.argmax()))]
 
     def name_place(self, index: int, place: tuple[int, ...]) -> str:
         """Return a label and the word that has it."""
@@ -222,16 +226,31 @@ class QuestionAnswering(TextHandler):
         """Return the logits of starts and ends as (N, 2, L)."""
         return torch.stack(_two(outputs), 1)
 
-    def find_target(self, index: int, target: str, scores: Tensor) -> list[int] | None:
-        """Find the `start` or `end` (2, L) of the answer; `predicted` is its start."""
-        if target not in ("predicted", "start", "end"):
+    def find_target(
+        self, index: int, target: str, scores: Tensor, inside: Tensor | None
+    ) -> Sequence[Target] | None:
+        """Find the `start` or `end` (2, L) of the answer, or both added up as `answer`.
+
+        `predicted` is its start. With a region the answer is looked for in there.
+        """
+        if target not in ("predicted", *_ENDS, "answer"):
             return None
-        _, first, last = self._best(index, *scores.float().cpu().numpy())
-        return [scores.shape[1] + last if target == "end" else first]
+        start, end = scores.float().cpu().numpy()
+        _, first, last = self._best(index, start, end, inside)
+        length = scores.shape[1]
+        if target == "answer":
+            numbers = torch.zeros_like(scores, dtype=torch.bool)
+            numbers[0, first] = numbers[1, last] = True
+            begin, stop = self._place(index, first, last)
+            label = f'answer "{self.texts[index][1][begin:stop]}"'
+            return [sum_over(numbers, target, label, ",".join(self.output_names[:2]) or None)]
+        is_end = target == "end"
+        output = self.output_names[is_end] if len(self.output_names) > is_end else None
+        return [at_place(length + last if is_end else first, output)]
 
     def name_place(self, index: int, place: tuple[int, ...]) -> str:
         """Return which end of the answer it is, and its word."""
-        return f'{("start", "end")[place[0]]} at "{self.word_at(index, place[1])}"'
+        return f'{_ENDS[place[0]]} at "{self.word_at(index, place[1])}"'
 
     def _read_options(self, index: int, row: Row) -> tuple[ExplainOptions, Row]:
         options, rest = super()._read_options(index, row)
@@ -272,10 +291,25 @@ class QuestionAnswering(TextHandler):
             for tokens in places
         ]
 
-    def _best(self, window: int, start: np.ndarray, end: np.ndarray) -> tuple[float, int, int]:
-        """Return the probability, first and last token of a window's best answer."""
+    def _best(
+        self, window: int, start: np.ndarray, end: np.ndarray, inside: Tensor | None = None
+    ) -> tuple[float, int, int]:
+        """Return the probability, first and last token of a window's best answer.
+
+        Args:
+            window: which.
+            start: (L,) logits of its tokens.
+            end: as `start`.
+            inside: (L,) the tokens that may be in the answer; all of the context without it.
+
+        Raises:
+            BadInput: none of these is of the context.
+        """
         parts = self.encodings[window].sequence_ids
-        own = np.array([at for at, part in enumerate(parts) if part == 1])
+        own = np.array([at for at, part in enumerate(parts)
+                        if part == 1 and (inside is None or inside[at])])  # fmt: skip
+        if not len(own):
+            raise BadInput("the region holds no token of the context; expected one that does")
         pairs = np.outer(softmax(start[own]), softmax(end[own]))
         pairs = np.tril(np.triu(pairs), self.longest - 1)
         first, last = divmod(int(pairs.argmax()), len(own))
@@ -293,6 +327,7 @@ class QuestionAnswering(TextHandler):
         return min(start for start, _ in spans), max(end for _, end in spans)
 
 
+_ENDS = ("start", "end")
 _WINDOW_FIELDS = tuple(Window.__dataclass_fields__)
 
 

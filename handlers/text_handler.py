@@ -18,6 +18,7 @@ from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import token_page
 from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.explanation import Explanation
+from modelyard.handlers.explain.region import Region
 from modelyard.handlers.rows import read_section
 
 MAX_LENGTH = 512
@@ -196,6 +197,31 @@ class TextHandler(Classifier):
                 for each in explanations
             ]
         )
+
+    def find_region(self, index: int, region: Region, sizes: tuple[int, ...]) -> Tensor:
+        """Return which tokens (L,) are of a span of characters in the text.
+
+        In a request of several texts, those of the last are meant: the context of a question.
+
+        Raises:
+            BadInput: there are none.
+        """
+        if len(sizes) != 1 or len(region.box) != 2:
+            return super().find_region(index, region, sizes)
+        encoding = self.encodings[index]
+        begin, end = region.box
+        last = len(self.texts[index]) - 1
+        spans = zip(encoding.offsets, encoding.sequence_ids, strict=True)
+        own = [at for at, ((start, stop), part) in enumerate(spans)
+               if part == last and start < end and stop > begin]  # fmt: skip
+        if not own:
+            raise BadInput(
+                f"region is {region.text}; no token of {self.parts[last]} is there, which has "
+                f"{len(self.texts[index][last])} characters"
+            )
+        inside = torch.zeros(sizes, dtype=torch.bool)
+        inside[own] = True
+        return inside
 
     def word_at(self, index: int, token: int) -> str:
         """Return what a token of request `index` stands for in its text."""

@@ -35,11 +35,13 @@ class ForwardFunction:
     model: Model
     """Called with the explained inputs, then the fixed ones; the first output counts."""
     targets: Tensor
-    """(M,) int64: place in the flattened output of a row."""
+    """(M,) or (M, K) int64: places in the flattened output of a row."""
     fixed: Tensors = ()
     """(M, …) each: inputs that are not explained, as token ids or masks."""
     function: Callable[[Tensor], Tensor] | None = None
     """Outputs (R, …) → what takes their place, as probabilities."""
+    weights: Tensor | None = None
+    """As `targets`: what each of these numbers counts in the sum; 1 without it."""
 
     def __call__(self, points: Tensors, rows: Tensor) -> Tensor:
         """Return (R,) numbers for R points.
@@ -51,7 +53,11 @@ class ForwardFunction:
         output = outputs_of(self.model(*points, *(tensor[rows] for tensor in self.fixed)))
         if self.function is not None:
             output = self.function(output)
-        return output.flatten(1).gather(1, self.targets[rows].unsqueeze(1)).squeeze(1)
+        count = len(rows)
+        picked = output.flatten(1).gather(1, self.targets[rows].view(count, -1))
+        if self.weights is not None:
+            picked = picked * self.weights[rows].view(count, -1).to(picked)
+        return picked.sum(1)
 
 
 @dataclass(frozen=True)
@@ -103,6 +109,7 @@ class AttributionRequest:
         forward = replace(
             self.forward,
             targets=self.forward.targets[chunk],
+            weights=None if self.forward.weights is None else self.forward.weights[chunk],
             fixed=tuple(tensor[chunk] for tensor in self.forward.fixed),
         )
         return replace(

@@ -1,12 +1,10 @@
 """A batch and what each of its requests asks for → the explanations of each."""
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,19 +20,16 @@ from modelyard.handlers.explain.attribution import (
     Tensors,
     evaluate,
     is_met,
-    outputs_of,
-    ranges_of,
     sizes_of,
-    softmax_of,
     sums_of,
 )
 from modelyard.handlers.explain.cut import Cut, cut_at_embedding, cut_at_layer
 from modelyard.handlers.explain.methods import METHODS, Method
-from modelyard.handlers.explain.options import MOST_TARGETS, ExplainOptions
+from modelyard.handlers.explain.model import ExplainedModel
+from modelyard.handlers.explain.options import ExplainOptions
 from modelyard.handlers.explain.passes import FORWARD_ROWS, gradient_rows, most_rows
 from modelyard.handlers.explain.quality import Quality, measure
-
-SHOWN_LABELS = 10
+from modelyard.handlers.explain.targets import NamedTarget, Place, find_targets, stacked
 
 NEARLY_NOTHING = 0.01
 """The share of the attributions below which what is left after they cancel is not worth colour."""
@@ -42,37 +37,8 @@ NEARLY_NOTHING = 0.01
 FAINT = 0.3
 """Of full colour: how strongly such an explanation is drawn."""
 
-
-@dataclass(frozen=True)
-class ExplainedModel:
-    """A model version as its handler knows it."""
-
-    artifact: Artifact
-    """What predictions come from."""
-    twin: Artifact | None
-    """What gradients come from: the artifact itself, another one, or nothing."""
-    agreement: Rule | None
-    """How far the two may be apart; None where they are one, or the reports state nothing."""
-    label: Callable[[int], str]
-    """Output index → its name."""
-    baselines: Callable[[str, Tensors, int], Tensors]
-    """Name, one request's inputs (1, …) and seed → as many tensors (B, …)."""
-    window: Callable[[torch.Size, int | None], tuple[int, ...]]
-    """Shape of a row and side → shape of a window."""
-    score: Callable[[Any], Tensor] = outputs_of
-    """Outputs of a call → the numbers (N, …) of which one per row is explained."""
-    probabilities: Callable[[Tensor], Tensor | None] = softmax_of
-    """These numbers → the probabilities that predictions give for them; None where they do not."""
-    find_target: Callable[[int, str, Tensor], list[int] | None] = lambda row, target, scores: None
-    """Row, `target`, scores (…) → places in these flattened; None leaves it to the common rule."""
-    name_place: Callable[[int, tuple[int, ...]], str] | None = None
-    """Row and place among scores of more than one dimension → its name."""
-    scales: Callable[[Tensor], Tensor] = ranges_of
-    """Values of an input (N, *S) → by how much they vary (N, …), which noise is a share of."""
-    default_baseline: str = "zero"
-    embedded: int | None = None
-    """Place of the token ids, which are explained where they have become embeddings."""
-    between_chunks: Callable[[], None] = field(default=lambda: None)
+CONFIDENT = 0.9
+"""A baseline that is a class with this probability does not stand for nothing."""
 
 
 @dataclass(frozen=True)
@@ -81,8 +47,12 @@ class Explanation:
 
     options: ExplainOptions
     baseline: str
-    target: int | tuple[int, ...]
+    target: Place
     label: str
+    output_name: str | None
+    """Of the output that it is of; None where nobody knows."""
+    against: Place | None
+    """The target that it is compared with."""
     probability: float | None
     """What a prediction gives for the target; None where it gives no probabilities."""
     explained_with: str
@@ -111,6 +81,9 @@ class Explanation:
     """(*S) each: how far off each attribution may be."""
     names: tuple[str, ...]
     """Of the explained inputs."""
+    baseline_label: str | None = None
+    """What a prediction says of the baseline."""
+    baseline_probability: float | None = None
     quality: Quality | None = None
     warnings: tuple[str, ...] = ()
     """What a reader has to know before believing it; a sentence each."""
@@ -155,11 +128,15 @@ class Explanation:
         errors = None if self.errors is None else values(self.errors)
         return {
             "method": self.options.method,
-            "target": list(self.target) if isinstance(self.target, tuple) else self.target,
+            "output_name": self.output_name,
+            "target": _listed(self.target),
             "label": self.label,
+            **({} if self.against is None else {"against": _listed(self.against)}),
             "output": self.options.output,
             "probability": self.probability,
             "baseline": self.baseline,
+            "baseline_label": self.baseline_label,
+            "baseline_probability": self.baseline_probability,
             "explained_with": self.explained_with,
             "f_input": self.f_input,
             "f_baseline": self.f_baseline,
@@ -173,9 +150,9 @@ class Explanation:
             "n_steps": self.n_steps,
             "tolerance": self.options.tolerance,
             "tolerance_met": self.tolerance_met,
+            "warnings": list(self.warnings),
             **({"layer": self.options.layer} if self.options.layer else {}),
             **({"quality": vars(self.quality)} if self.quality else {}),
-            "warnings": list(self.warnings),
             "shape": named(list(each.shape) for each in self.attributions),
             "attributions": values(self.attributions),
             **({"errors": errors} if self.options.errors else {}),
@@ -211,30 +188,46 @@ def explain_batch(
     """Explain inputs, (N, *S) each; requests that ask for the same share passes.
 
     Returns:
-        For each request one explanation per target that it asks for.
+        For each request one explanation per output and target that it asks for.
 
     Raises:
-        BadInput: a target, baseline or layer that this model does not have.
+        BadInput: an output, target, baseline or layer that this model does not have.
         NoGradients: see `modelyard.handlers.explain.attribution`.
         TwinDiffers: artifact and twin give different outputs for these inputs.
     """
-    outputs = _evaluate(version, version.artifact, inputs)
-    targets = [
-        version.find_target(at, options[at].target, row)
-        or _resolve(options[at].target, row, version.label)
-        for at, row in enumerate(outputs)
+    found: dict[tuple[str, int], list[Explanation]] = {}
+    for name in dict.fromkeys(name for option in options for name in option.output_names):
+        rows = [row for row, option in enumerate(options) if name in option.output_names]
+        part = version.at_output(name) if name else version
+        each = _explain_output(part, tuple(tensor[rows] for tensor in inputs), options, rows)
+        found |= zip([(name, row) for row in rows], each, strict=True)
+    return [
+        [each for name in option.output_names for each in found[name, row]]
+        for row, option in enumerate(options)
     ]
+
+
+def _explain_output(
+    version: ExplainedModel,
+    inputs: Tensors,
+    every_option: Sequence[ExplainOptions],
+    rows: Sequence[int],
+) -> list[list[Explanation]]:
+    """Explain one output, for some rows of the batch; inputs are theirs alone."""
+    options = [every_option[row] for row in rows]
+    outputs = _evaluate(version, version.artifact, inputs)
+    targets = [find_targets(version, *each) for each in zip(rows, options, outputs, strict=True)]
     found: dict[int, list[Explanation]] = {}
-    for rows in _groups(options):
+    for group in _groups(options):
         batch = _Batch(
-            tuple(tensor[rows] for tensor in inputs),
-            outputs[rows],
-            [options[row] for row in rows],
-            [targets[row] for row in rows],
-            rows,
+            tuple(tensor[group] for tensor in inputs),
+            outputs[group],
+            [options[at] for at in group],
+            [targets[at] for at in group],
+            [rows[at] for at in group],
         )
-        found |= zip(rows, _explain_alike(version, batch), strict=True)
-    return [found[row] for row in range(len(options))]
+        found |= zip(group, _explain_alike(version, batch), strict=True)
+    return [found[at] for at in range(len(rows))]
 
 
 @dataclass(frozen=True)
@@ -245,8 +238,8 @@ class _Batch:
     outputs: Tensor
     """(N, …), of the artifact that predicts."""
     options: Sequence[ExplainOptions]
-    targets: Sequence[Sequence[int]]
-    """Places in a row's flattened output."""
+    targets: Sequence[Sequence[NamedTarget]]
+    """Of each request."""
     rows: Sequence[int]
     """Which requests of the whole batch these are."""
 
@@ -261,7 +254,9 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
         _baselines(version, split, tuple(tensor[row : row + 1] for tensor in inputs), option)
         for row, option in enumerate(batch.options)
     ]
-    request, owners, served = _request(version, batch, split, inputs, sets)
+    asked = _request(version, batch, split, inputs, sets)
+    request = asked.request
+    starts = [_class_of(version, each) for each in asked.starts]
     settings: dict[str, Any] = options.settings()
     if method.needs_windows:
         settings["shapes"] = tuple(
@@ -269,22 +264,31 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
         )
     attributions = _run(method, request, settings)
     found: list[list[Explanation]] = [[] for _ in batch.options]
-    for at, (row, target) in enumerate(owners):
+    for at, (row, target) in enumerate(asked.owners):
         options = batch.options[row]
+        baseline = options.baseline or version.default_baseline
+        numbers = _numbers(
+            request.part(slice(at, at + 1)),
+            attributions[at],
+            float(asked.served[at]),
+            options,
+            settings,
+        )
+        numbers["warnings"] += _about_baseline(baseline, *starts[row])
         found[row].append(
             Explanation(
                 options=options,
-                baseline=options.baseline or version.default_baseline,
+                baseline=baseline,
                 names=split.names,
                 explained_with=artifact.file,
-                **_name(version, batch.rows[row], target, batch.outputs[row]),
-                **_numbers(
-                    request.part(slice(at, at + 1)),
-                    attributions[at],
-                    float(served[at]),
-                    options,
-                    settings,
-                ),
+                target=target.name,
+                label=target.label,
+                probability=target.probability,
+                output_name=target.output,
+                against=target.against,
+                baseline_label=starts[row][0],
+                baseline_probability=starts[row][1],
+                **numbers,
             )
         )
     return found
@@ -300,17 +304,27 @@ def _run(
     return [method.run(request.part(slice(at, at + 1)), **settings) for at in range(len(request))]
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """What a method is called with, of M explanations, and what it need not know."""
+
+    request: AttributionRequest
+    owners: Sequence[tuple[int, NamedTarget]]
+    """Whose request and target each of the M is."""
+    served: Tensor
+    """(M,) the output at the input of the artifact that predicts."""
+    starts: Sequence[Tensor]
+    """(B, …) of each request: the outputs at its baselines."""
+
+
 def _request(
     version: ExplainedModel,
     batch: _Batch,
     split: _Split,
     inputs: Tensors,
     sets: Sequence[Tensors],
-) -> tuple[AttributionRequest, list[tuple[int, int]], Tensor]:
-    """Return what a method is called with, whose request and target each row of it is, and (M,).
-
-    The last is the output at the input of the artifact that predicts.
-    """
+) -> _Asked:
+    """Ask the model about inputs and baselines, and prepare what a method is called with."""
     options = batch.options[0]
     outputs = batch.outputs.to(split.artifact.device)
     if split.artifact is not version.artifact:
@@ -329,17 +343,19 @@ def _request(
     )
     function = _probabilities(version) if options.output == "probability" else None
     at_inputs, at_baselines, at_served = (
-        (each if function is None else function(each)).flatten(1)
+        each if function is None else function(each)
         for each in (outputs.double(), baseline_outputs.double(), batch.outputs.double())
     )
     start_rows = torch.split(at_baselines, counts)
     owners = [(row, target) for row, each in enumerate(batch.targets) for target in each]
     rows = torch.tensor([row for row, _ in owners], device=outputs.device)
+    places, weights = (each.to(outputs.device) for each in stacked([each for _, each in owners]))
     forward = ForwardFunction(
         split.scored(version.score),
-        torch.tensor([target for _, target in owners], device=outputs.device),
+        places,
         tuple(tensor[rows] for tensor in split.fixed),
         function,
+        None if places.shape[1] == 1 and bool((weights == 1).all()) else weights,
     )
     explained = tuple(tensor[rows] for tensor in split.explained)
     is_real = all(map(Tensor.is_floating_point, explained))
@@ -347,14 +363,38 @@ def _request(
         forward,
         explained,
         tuple(sets[row] for row, _ in owners),
-        torch.stack([at_inputs[row, target] for row, target in owners]),
-        torch.stack([start_rows[row][:, target].mean() for row, target in owners]),
+        torch.cat([target.of(at_inputs[row : row + 1]) for row, target in owners]),
+        torch.stack([target.of(start_rows[row]).mean() for row, target in owners]),
         _chunk_rows(options, split.artifact, forward, explained),
         version.between_chunks,
         None if split.is_cut or not is_real else tuple(map(version.scales, explained)),
     )
-    served = torch.stack([at_served[row, target] for row, target in owners])
-    return request, owners, served
+    served = torch.cat([target.of(at_served[row : row + 1]) for row, target in owners])
+    return _Asked(request, owners, served, torch.split(baseline_outputs, counts))
+
+
+def _class_of(version: ExplainedModel, outputs: Tensor) -> tuple[str | None, float | None]:
+    """Return the label and probability of outputs (B, …) in the mean; None where there is none."""
+    chances = version.probabilities(outputs.double()) if outputs.dim() == 2 else None
+    if chances is None:
+        return None, None
+    mean = chances.mean(0)
+    index = int(mean.argmax())
+    return version.label(index), float(mean[index])
+
+
+def _about_baseline(baseline: str, label: str | None, probability: float | None) -> tuple[str, ...]:
+    if probability is None or probability < CONFIDENT:
+        return ()
+    return (
+        f'the baseline "{baseline}" is itself "{label}" with probability {probability:.3f}: '
+        "attributions say what the input does compared with that, and may add up to little; "
+        "compare with another baseline",
+    )
+
+
+def _listed(place: Place | None) -> Any:
+    return list(place) if isinstance(place, tuple) else place
 
 
 def _probabilities(version: ExplainedModel) -> Callable[[Tensor], Tensor]:
@@ -626,49 +666,3 @@ def _groups(options: Sequence[ExplainOptions]) -> list[list[int]]:
         rest = (option.output, option.window, option.layer, option.internal_batch_size)
         groups.setdefault((alone, option.method, settings, rest), []).append(row)
     return list(groups.values())
-
-
-def _name(version: ExplainedModel, row: int, target: int, outputs: Tensor) -> dict[str, Any]:
-    """Return the target's place, name and probability, of one request's outputs (…)."""
-    chances = version.probabilities(outputs.double().unsqueeze(0))
-    probability = None if chances is None else float(chances.flatten()[target])
-    if outputs.dim() > 1:
-        place = tuple(map(int, np.unravel_index(target, tuple(outputs.shape))))
-        name = version.name_place
-        label = name(row, place) if name else ",".join(map(str, place))
-        return {"target": place, "label": label, "probability": probability}
-    return {"target": target, "label": version.label(target), "probability": probability}
-
-
-def _resolve(target: str, outputs: Tensor, label: Callable[[int], str]) -> list[int]:
-    """Find the places in the flattened outputs that a request means."""
-    flat = outputs.flatten()
-    if target == "predicted":
-        return [int(flat.argmax())]
-    head, _, tail = target.partition("-")
-    if head == "top" and _is_number(tail):
-        most = min(MOST_TARGETS, len(flat))
-        if not 1 <= int(tail) <= most:
-            raise BadInput(f'target is "{target}"; expected top-1 to top-{most}')
-        return flat.topk(int(tail)).indices.tolist()
-    parts = target.split(",")
-    if all(map(_is_number, parts)) and len(parts) == outputs.dim():
-        with contextlib.suppress(ValueError):  # a place outside
-            place = tuple(map(int, parts))
-            return [int(np.ravel_multi_index(place, tuple(outputs.shape)))]
-    if outputs.dim() > 1:
-        ends = ",".join(str(size - 1) for size in outputs.shape)
-        raise BadInput(f'target is "{target}"; expected predicted, top-N, or a place up to {ends}')
-    count = len(flat)
-    names = [label(index) for index in range(count)]
-    if target in names:
-        return [names.index(target)]
-    shown = ", ".join(names[:SHOWN_LABELS]) + (", …" if count > SHOWN_LABELS else "")
-    raise BadInput(
-        f'target is "{target}"; expected predicted, top-N, an index from 0 to {count - 1}, '
-        f"or a label: {shown}"
-    )
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdigit() and len(text) <= 9

@@ -11,18 +11,20 @@ from modelyard.handlers.body import parse_strictly
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribution import DEFAULT_TOLERANCE, MAX_STEPS
 from modelyard.handlers.explain.methods import METHODS
+from modelyard.handlers.explain.region import Region, parse_region
 
 Row = Mapping[str, Any]
 
 MOST_TARGETS = 20
+MOST_OUTPUTS = 20
 PART = "explain"
 """A part of a multipart body, or an entry of a JSON body beside `data`."""
 
 MEDIA_TYPES = {"json": "application/json", "png": "image/png", "html": "text/html"}
 
 _EVERYWHERE = (
-    *("method", "target", "output", "seed", "internal_batch_size", "aggregate", "format"),
-    "quality",
+    *("method", "output_name", "target", "against", "region", "output", "seed"),
+    *("internal_batch_size", "aggregate", "format", "quality"),
 )
 _BASELINE = re.compile(r"zero|black|white|mean|blur|noise|pad|file:.+", re.S)
 
@@ -36,7 +38,11 @@ class ExplainOptions:
     """
 
     method: str = "integrated_gradients"
+    output_names: tuple[str, ...] = ("",)
+    """Given as `output_name`; an empty one is the output that predictions are made of."""
     target: str = "predicted"
+    against: str | None = None
+    region: Region | None = None
     output: Literal["logit", "probability"] = "logit"
     baseline: str | None = None
     n_steps: int | None = None
@@ -111,7 +117,10 @@ def parse_options(
         if name not in EXPLAIN_OPTIONS:
             known = ", ".join(EXPLAIN_OPTIONS)
             raise BadInput(f'unknown parameter "{name}"; expected some of {known}')
-    values = {name: _READERS[name](name, text) for name, text in given.items()}
+    values = {
+        "output_names" if name == "output_name" else name: _READERS[name](name, text)
+        for name, text in given.items()
+    }
     values.setdefault("format", preferred_format(accept or "", formats))
     _one_of("format", values["format"], formats)
     options = ExplainOptions(**values, given=frozenset(given))
@@ -156,6 +165,10 @@ def _as_text(name: str, value: Any) -> str:
         return ",".join(map(str, value))
     if isinstance(value, str | int | float):
         return str(value)
+    if isinstance(value, list) and all(isinstance(each, str) for each in value):
+        return ",".join(value)
+    if isinstance(value, dict):
+        return json.dumps(value)
     raise BadInput(f"{name} is {json.dumps(value)}; expected a text, a number or true or false")
 
 
@@ -198,6 +211,16 @@ def _baseline(name: str, text: str) -> str:
     return text
 
 
+def _names(name: str, text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if not all(names) or len(set(names)) < len(names) or len(names) > MOST_OUTPUTS:
+        raise BadInput(
+            f'{name} is "{text}"; expected the name of an output, or up to {MOST_OUTPUTS} '
+            "different ones with commas between"
+        )
+    return names
+
+
 def _flag(name: str, text: str) -> bool:
     return _one_of(name, text, ("true", "false")) == "true"
 
@@ -210,6 +233,8 @@ _BY_TYPE: Mapping[type, Callable[[str, str], Any]] = {
 }
 _READERS: Mapping[str, Callable[[str, str], Any]] = {
     **{name: _BY_TYPE[option.type] for name, option in EXPLAIN_OPTIONS.items()},
+    "output_name": _names,
+    "region": parse_region,
     "baseline": _baseline,
 }
 

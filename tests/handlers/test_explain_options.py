@@ -1,3 +1,5 @@
+import json
+
 import pytest
 
 from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
@@ -19,6 +21,7 @@ def test_every_parameter_is_read() -> None:
     query = {
         "method": "integrated_gradients",
         "target": "cat",
+        "against": "dog",
         "output": "probability",
         "baseline": "noise",
         "tolerance": "0.5",
@@ -52,7 +55,7 @@ def test_methods_take_their_own_options() -> None:
 @pytest.mark.parametrize(
     ("query", "message"),
     [
-        ({"steps": "3"}, 'unknown parameter "steps"; expected some of method, target'),
+        ({"steps": "3"}, 'unknown parameter "steps"; expected some of method, output_name, target'),
         ({"method": "magic"}, 'method is "magic"; expected one of integrated_gradients'),
         ({"baseline": "grey"}, 'baseline is "grey"; expected one of zero, black, white, mean'),
         ({"baseline": "file:"}, "expected one of zero, black"),
@@ -73,6 +76,16 @@ def test_methods_take_their_own_options() -> None:
             "n_samples and max_samples are given; expected one",
         ),
         ({"seed": "3"}, "seed does not apply: nothing is random in integrated_gradients"),
+        ({"output_name": "a,,b"}, 'output_name is "a,,b"; expected the name of an output'),
+        ({"output_name": "a,a"}, "different ones with commas between"),
+        ({"region": "1,2,3"}, 'region is "1,2,3"; expected predicted, a span START,END, a box'),
+        ({"region": "4,4"}, "expected each end after its start"),
+        ({"region": "0,5,9,5"}, "expected each end after its start"),
+        ({"region": "-1,5"}, "expected predicted, a span"),
+        ({"region": '{"size": [2, 2], "counts": [3]}'}, "counts add up to 3; expected 2 × 2"),
+        ({"region": '{"size": [2, 2]}'}, "or a mask"),
+        ({"region": '{"size": [99999, 99999], "counts": [9999800001]}'}, "at most"),
+        ({"region": "{"}, "region is not JSON"),
         ({"n_steps": "0"}, 'n_steps is "0"; expected a whole number from 1 to 1000'),
         ({"n_steps": "1001"}, "from 1 to 1000"),
         ({"n_steps": "ten"}, "from 1 to 1000"),
@@ -175,6 +188,17 @@ def test_options_come_in_the_body_too(row: dict[str, object]) -> None:
 def test_position_may_be_a_list() -> None:
     given, _ = gather_options({}, {"body": b"x", "explain": b'{"target": [3, 7]}'})
     assert given == {"target": "3,7"}
+
+
+def test_mask_and_names_come_in_the_body_as_json() -> None:
+    mask = {"size": [2, 3], "counts": [2, 3, 1]}
+    body = json.dumps({"region": mask, "output_name": ["boxes", "scores"]}).encode()
+    given, _ = gather_options({}, {"body": b"x", "explain": body})
+    options = parse_options(given)
+    assert options.output_names == ("boxes", "scores")
+    assert options.region is not None
+    # Column by column: two outside, three inside, one outside.
+    assert options.region.inside((2, 3)).tolist() == [[False, True, True], [False, True, False]]
 
 
 def test_body_without_options_is_left_alone() -> None:

@@ -12,8 +12,9 @@ from modelyard.handlers import BadInput, NoGradients, TwinDiffers
 from modelyard.handlers.agree import Rule
 from modelyard.handlers.backends import Artifact
 from modelyard.handlers.explain.attribution import ForwardFunction
-from modelyard.handlers.explain.explanation import ExplainedModel, Explanation, explain_batch
+from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.methods import METHODS
+from modelyard.handlers.explain.model import ExplainedModel
 from modelyard.handlers.explain.options import parse_options
 from modelyard.handlers.explain.passes import MOST_ROWS, free_bytes, gradient_rows
 
@@ -73,7 +74,9 @@ def test_place_in_an_output_of_more_dims_is_a_target() -> None:
 
 @pytest.mark.parametrize("target", ["2,0", "0,3", "1", "0,0,0", "class 1", "0,-1"])
 def test_place_that_the_output_does_not_have_is_refused(target: str) -> None:
-    with pytest.raises(BadInput, match="expected predicted, top-N, or a place up to 1,2"):
+    with pytest.raises(
+        BadInput, match="expected predicted, top-N, sum:CLASS, or a place up to 1,2"
+    ):
         explain(subject(artifact(grid)), X[:1], {"target": target})
 
 

@@ -327,6 +327,33 @@ def test_a_class_of_a_map_is_explained(drawn: Path) -> None:
         explain(handler, (drawn / "shapes.png").read_bytes(), target="star")
 
 
+def test_a_region_of_a_map_is_explained(drawn: Path) -> None:
+    handler = load(ImageSegmenter, drawn / "segmenter", config=IMAGE)
+    picture = (drawn / "shapes.png").read_bytes()
+    width, height = Image.open(io.BytesIO(picture)).size
+    logits = handler.score(handler.inference(handler.preprocess([{"body": picture}])))[0]
+    circle = handler.label(1)
+    left = explain(handler, picture, target="sum:1", n_steps="5",
+                   region=f"0,0,{width // 2},{height}")  # fmt: skip
+    assert left["f_input"] == pytest.approx(float(logits[1, :, : logits.shape[2] // 2].sum()))
+    mean = explain(handler, picture, target=circle, region=f"0,0,{width // 2},{height}")
+    assert mean["f_input"] == pytest.approx(left["f_input"] / (logits[0].numel() // 2), rel=1e-5)
+    # A segment that was answered is a region as it came.
+    (answer,) = ask(handler, picture)
+    segment = next(each for each in answer["segments"] if each["index"] == 1)
+    mask = json.dumps({"size": answer["size"], "counts": segment["counts"]})
+    found = explain(handler, picture, target="sum:1", region=mask, n_steps="5")
+    inside = int(found["label"].split()[-2])
+    share = segment["area"] / (width * height)
+    assert inside == pytest.approx(share * logits[0].numel(), abs=3)
+    assert found["f_input"] > 0
+    assert explain(handler, picture, target="1,2,3", n_steps="2")["label"] == (
+        f"{circle} at row 2, column 3"
+    )
+    with pytest.raises(BadInput, match="region is 900,0,901,5; no place of the output"):
+        explain(handler, picture, target=circle, region="900,0,901,5")
+
+
 # -- encoders -------------------------------------------------------------------------------------
 
 

@@ -189,6 +189,23 @@ def test_an_entity_is_explained_by_its_tokens(folders: dict[str, Path]) -> None:
     assert explain(handler, text, n_steps="2")["label"].startswith("B-")
 
 
+def test_an_entity_is_explained_in_a_span_of_the_text(folders: dict[str, Path]) -> None:
+    handler = load(TokenClassifier, folders["entities"])
+    text = "Elif went to Rome and Oslo"
+    place = example.TAGS.index("B-LOC")
+    first, second = (
+        explain(handler, text, target="B-LOC", n_steps="2", region=span)
+        for span in ("13,17", "22,26")
+    )
+    assert (first["label"], second["label"]) == ('B-LOC at "Rome"', 'B-LOC at "Oslo"')
+    both = explain(handler, text, target="sum:B-LOC", n_steps="2", region="13,26")
+    logits = handler.score(handler.inference(handler.preprocess([{"body": text}])))[0]
+    assert both["f_input"] == pytest.approx(float(logits[4:8, place].sum()), rel=1e-4)
+    assert both["label"] == "sum of B-LOC over 4 places"  # "and" is two
+    with pytest.raises(BadInput, match="region is 40,45; no token of text is there, which has 26"):
+        explain(handler, text, target="B-LOC", region="40,45")
+
+
 # -- answers --------------------------------------------------------------------------------------
 
 
@@ -285,6 +302,23 @@ def test_either_end_of_an_answer_is_explained(folders: dict[str, Path], end: str
     assert found["tokens"][token]["part"] == "context"
     place = found["tokens"][token]
     assert answer["start"] <= place["start"] < place["end"] <= answer["end"]
+
+
+def test_an_answer_is_explained_as_a_whole(folders: dict[str, Path]) -> None:
+    handler = load(QuestionAnswering, folders["answers"])
+    asked = {"question": "where does Anna live", "context": SENTENCE}
+    whole, start, end = (
+        explain(handler, asked, target=target, n_steps="2") for target in ("answer", "start", "end")
+    )
+    assert whole["f_input"] == pytest.approx(start["f_input"] + end["f_input"], rel=1e-5)
+    summed = torch.tensor(start["attributions"]) + torch.tensor(end["attributions"])
+    assert torch.allclose(torch.tensor(whole["attributions"]), summed, atol=1e-4)
+    assert whole["output_name"].split(",") == [start["output_name"], end["output_name"]]
+    at = SENTENCE.index("Dmitri")
+    other = explain(handler, asked, target="answer", n_steps="2", region=f"{at},{at + 6}")
+    assert other["label"] == 'answer "Dmitri"'
+    alone = explain(handler, asked, output_name=end["output_name"], target="3", n_steps="2")
+    assert (alone["output_name"], alone["target"]) == (end["output_name"], 3)
 
 
 # -- gaps -----------------------------------------------------------------------------------------
