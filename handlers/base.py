@@ -497,7 +497,7 @@ class BaseHandler:
             "archive_digest": self.digest,
         }
         answers = [each.as_json() | self.describe(index, each) for each in explanations]
-        has_several = options.target.startswith("top-") or len(options.output_names) > 1
+        has_several = options.target.startswith("top-") or len(options.output_name) > 1
         return answer | ({"explanations": answers} if has_several else answers[0])
 
     def _aggregated(self, explanation: Explanation) -> Explanation:

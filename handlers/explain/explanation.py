@@ -196,13 +196,13 @@ def explain_batch(
         TwinDiffers: artifact and twin give different outputs for these inputs.
     """
     found: dict[tuple[str, int], list[Explanation]] = {}
-    for name in dict.fromkeys(name for option in options for name in option.output_names):
-        rows = [row for row, option in enumerate(options) if name in option.output_names]
+    for name in dict.fromkeys(name for option in options for name in option.output_name):
+        rows = [row for row, option in enumerate(options) if name in option.output_name]
         part = version.at_output(name) if name else version
         each = _explain_output(part, tuple(tensor[rows] for tensor in inputs), options, rows)
         found |= zip([(name, row) for row in rows], each, strict=True)
     return [
-        [each for name in option.output_names for each in found[name, row]]
+        [each for name in option.output_name for each in found[name, row]]
         for row, option in enumerate(options)
     ]
 

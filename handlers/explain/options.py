@@ -38,8 +38,8 @@ class ExplainOptions:
     """
 
     method: str = "integrated_gradients"
-    output_names: tuple[str, ...] = ("",)
-    """Given as `output_name`; an empty one is the output that predictions are made of."""
+    output_name: tuple[str, ...] = ("",)
+    """One or several; an empty one is the output that predictions are made of."""
     target: str = "predicted"
     against: str | None = None
     region: Region | None = None
@@ -117,10 +117,7 @@ def parse_options(
         if name not in EXPLAIN_OPTIONS:
             known = ", ".join(EXPLAIN_OPTIONS)
             raise BadInput(f'unknown parameter "{name}"; expected some of {known}')
-    values = {
-        "output_names" if name == "output_name" else name: _READERS[name](name, text)
-        for name, text in given.items()
-    }
+    values = {name: _READERS[name](name, text) for name, text in given.items()}
     values.setdefault("format", preferred_format(accept or "", formats))
     _one_of("format", values["format"], formats)
     options = ExplainOptions(**values, given=frozenset(given))

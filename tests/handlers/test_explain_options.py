@@ -195,7 +195,7 @@ def test_mask_and_names_come_in_the_body_as_json() -> None:
     body = json.dumps({"region": mask, "output_name": ["boxes", "scores"]}).encode()
     given, _ = gather_options({}, {"body": b"x", "explain": body})
     options = parse_options(given)
-    assert options.output_names == ("boxes", "scores")
+    assert options.output_name == ("boxes", "scores")
     assert options.region is not None
     # Column by column: two outside, three inside, one outside.
     assert options.region.inside((2, 3)).tolist() == [[False, True, True], [False, True, False]]
