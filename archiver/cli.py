@@ -105,6 +105,14 @@ def archive(
             "for a built-in handler. Default for `auto`: where the export found it.",
         ),
     ] = None,
+    reference: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON list of requests, or a folder of them, whose explanations are what those of "
+            "live predictions are compared with.",
+        ),
+    ] = None,
     archive_format: Annotated[
         Format,
         typer.Option(help="A zip without compression, NAME.tar.gz, or a folder NAME."),
@@ -146,6 +154,7 @@ def archive(
             requirements_file=requirements,
             wheels_dir=wheels,
             source_folder=source_folder,
+            reference=reference,
         )
         for warning in plan.warnings:
             print(f"warning: {warning}", file=sys.stderr)

@@ -21,6 +21,7 @@ from modelyard.archiver.untrusted.container import MAX_ENTRIES
 from modelyard.archiver.untrusted.names import (
     LOCK_NAME,
     MANIFEST_NAME,
+    REFERENCE_NAME,
     SBOM_NAME,
     WHEELS_FOLDER,
     check_name,
@@ -92,6 +93,8 @@ class Plan:
     """How the handler and the files of the checkpoint's folder were chosen, where they were."""
     unanswered: tuple[Golden, ...] = ()
     """Golden requests whose expected answer the dry run records; its part is still missing."""
+    reference: Path | None = None
+    """Requests whose reasons the dry run averages; that part is still missing too."""
 
     def rehearsed(
         self,
@@ -102,7 +105,7 @@ class Plan:
         """Return the plan with what the dry run answered; its files must stay what they were.
 
         Args:
-            answers: files of golden answers, by name.
+            answers: files of golden answers and of the reference, by name.
             digests: SHA-256 of every file that the dry run saw, by name.
             identities: of the same files, from before they were read.
         """
@@ -115,8 +118,11 @@ class Plan:
             )
             for part in self.parts
         ]
-        parts += [Part(name, data, "golden answer") for name, data in answers.items()]
-        return replace(self, parts=_sorted(parts), unanswered=())
+        parts += [
+            Part(name, data, "reference" if name == REFERENCE_NAME else "golden answer")
+            for name, data in answers.items()
+        ]
+        return replace(self, parts=_sorted(parts), unanswered=(), reference=None)
 
 
 def plan_archive(
@@ -132,6 +138,7 @@ def plan_archive(
     requirements_file: Path | None = None,
     wheels_dir: Path | None = None,
     source_folder: Path | None = None,
+    reference: Path | None = None,
 ) -> Plan:
     """Find, name and check the files; see `write_archive` for the arguments.
 
@@ -157,6 +164,7 @@ def plan_archive(
     if config_file is not None:
         collector.add_file(config_file, "configuration")
     golden = collector.add_examples(examples)
+    collector.set_reference(reference)
     resolved = collector.add_requirements(requirements_file, wheels_dir)
     created = collector.attempt(created_on)
     parts = collector.checked_parts()
@@ -183,7 +191,7 @@ def plan_archive(
     names = [part.name for part in parts]
     sources = source_warnings(names, _python_sources(parts), resolved.pins)
     warnings = (*collector.warnings, *sources)
-    return Plan(manifest, parts, warnings, choice, tuple(collector.unanswered))
+    return Plan(manifest, parts, warnings, choice, tuple(collector.unanswered), reference)
 
 
 class _Collector:
@@ -194,6 +202,7 @@ class _Collector:
         self.problems: list[str] = []
         self.warnings: list[str] = []
         self.unanswered: list[Golden] = []
+        self.reference: Path | None = None
 
     def attempt(self, step: Callable[[], _T]) -> _T | None:
         """Run a step and keep its problems instead of stopping at them."""
@@ -278,6 +287,12 @@ class _Collector:
                 self.parts.append(Part(expected, example.expected, "golden answer"))
         return tuple(golden)
 
+    def set_reference(self, reference: Path | None) -> None:
+        """Note the requests whose reasons the dry run averages; they are not packed."""
+        if reference is not None and not reference.exists():
+            self.problems.append(f"reference {reference}: there is no such file or folder")
+        self.reference = reference
+
     def add_requirements(self, file: Path | None, wheels_dir: Path | None) -> Resolved:
         """Pin the handler's requirements; pack them as given, as pinned, and their wheels."""
         nothing = Resolved((), ())
@@ -301,6 +316,7 @@ class _Collector:
             if problem := file_name_problem(part.name):
                 self.problems.append(f"{part.role} {quoted(part.name)}: {problem}")
         later = [golden.expected for golden in self.unanswered] + [SBOM_NAME, MANIFEST_NAME]
+        later += [REFERENCE_NAME] if self.reference else []
         for problem in collisions([*(part.name for part in self.parts), *later]):
             self.problems.append(f"{problem}: all files lie in one folder; rename one")
         most = MAX_ENTRIES - len(later) - 1  # and a signature

@@ -7,13 +7,15 @@ from modelyard.archiver.collect import Plan
 from modelyard.archiver.errors import CannotArchive, DoesNotRun
 from modelyard.archiver.replay import GoldenResult, replay
 from modelyard.archiver.untrusted.json import format_json
+from modelyard.archiver.untrusted.names import REFERENCE_NAME
 
 
 def rehearse(plan: Plan, folder: Path) -> Mapping[str, bytes]:
     """Load the plan's files, which lie in `folder`, as a worker does, and replay the examples.
 
     Returns:
-        For examples without an expected answer: the golden answer's file → what was answered.
+        For examples without an expected answer: the golden answer's file → what was answered; and
+        the file of the reference, where requests for it were given.
 
     Raises:
         CannotArchive: the archive does not load, or answers something else than expected; the
@@ -21,17 +23,18 @@ def rehearse(plan: Plan, folder: Path) -> Mapping[str, bytes]:
     """
     summary = f"cannot archive {plan.manifest.model_name}, its dry run failed"
     try:
-        outcome = replay(folder, plan.manifest, record=plan.unanswered)
+        outcome = replay(folder, plan.manifest, record=plan.unanswered, reference=plan.reference)
     except DoesNotRun as error:
         raise CannotArchive(summary, error.problems) from error
     problems = [_problem(plan, result) for result in outcome.golden if result.difference]
     if problems:
         raise CannotArchive(summary, problems)
-    return {
+    answers = {
         result.golden.expected: format_json({"answer": result.answer})
         for result in outcome.golden
         if result.golden in plan.unanswered
     }
+    return answers | ({REFERENCE_NAME: outcome.reference} if outcome.reference else {})
 
 
 def _problem(plan: Plan, result: GoldenResult) -> str:

@@ -67,6 +67,8 @@ class Replay:
     device: str
     golden: tuple[GoldenResult, ...]
     parity: ParityResult | None
+    reference: bytes | None = None
+    """The file of `archiver.reference`, where requests for it were given."""
 
 
 def replay(
@@ -75,6 +77,7 @@ def replay(
     *,
     record: Sequence[Golden] = (),
     pair: Pair | None = None,
+    reference: Path | None = None,
     device: str = "auto",
 ) -> Replay:
     """Load the archive that is unpacked in `folder`, and answer its golden requests.
@@ -86,6 +89,7 @@ def replay(
         manifest: that manifest.
         record: golden requests without an expected answer yet; their results hold the answer.
         pair: two artifacts to compare on seeded inputs.
+        reference: requests whose reasons are averaged.
         device: auto, cpu, cuda or cuda:N.
 
     Raises:
@@ -100,6 +104,7 @@ def replay(
             asdict(each) | ({"expected": None} if each in record else {}) for each in golden
         ],
         "parity": asdict(pair) if pair else None,
+        "reference": str(reference.absolute()) if reference else None,
     }
     result = _run_child(task)
     if "error" in result:
@@ -111,6 +116,7 @@ def replay(
             for each, found in zip(golden, result["golden"], strict=True)
         ),
         parity=ParityResult(pair, **result["parity"]) if pair else None,
+        reference=result["reference"].encode() if reference else None,
     )
 
 

@@ -63,6 +63,7 @@ def write_archive(
     requirements_file: Path | None = None,
     wheels_dir: Path | None = None,
     source_folder: Path | None = None,
+    reference: Path | None = None,
     archive_format: str = "zip-store",
     dry_run: bool = False,
     key: "PrivateKey | None" = None,
@@ -87,6 +88,8 @@ def write_archive(
         wheels_dir: where its wheels are, to travel inside; nothing is downloaded then.
         source_folder: the checkpoint's folder, from which a built-in handler's files are packed
             (tokenizer, processor, labels); `auto` finds it where the report names it.
+        reference: requests whose explanations are what live ones are compared with: a JSON list of
+            bodies, or a folder of files; needs the dry run.
         archive_format: `zip-store`, `tgz` (`<name>.tar.gz`) or `no-archive` (a folder `<name>`).
         dry_run: load the archive in a worker's process and replay the examples before it is
             written; this runs the handler's code and needs the other packages.
@@ -111,6 +114,7 @@ def write_archive(
         requirements_file=requirements_file,
         wheels_dir=wheels_dir,
         source_folder=source_folder,
+        reference=reference,
     )
     for warning in plan.warnings:
         logger.warning("archive %s: %s", name, warning)
@@ -135,6 +139,11 @@ def write_plan(
         raise CannotArchive(
             f"cannot archive {plan.manifest.model_name}: an example without an expected answer "
             "is answered in the dry run; write FILE=EXPECTED, or leave out --no-dry-run"
+        )
+    if plan.reference and not dry_run:
+        raise CannotArchive(
+            f"cannot archive {plan.manifest.model_name}: --reference is explained in the dry run; "
+            "leave out --no-dry-run"
         )
     runs = 2 if dry_run else 1
     meter = _Meter(progress, runs * sum(part.size_bytes for part in plan.parts))

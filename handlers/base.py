@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.handler_files import MASKS, TYPES
+from modelyard.archiver.reference import Reference
 from modelyard.archiver.report import Report
 from modelyard.archiver.signature import TensorSpec, fits
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
@@ -38,7 +39,8 @@ from modelyard.handlers.explain.methods import METHODS
 from modelyard.handlers.explain.model import ExplainedModel, Target
 from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
 from modelyard.handlers.explain.region import Region
-from modelyard.handlers.folder import load_label_mapping, read_config
+from modelyard.handlers.explain.shares import options_of_shares, shares_of
+from modelyard.handlers.folder import load_label_mapping, read_config, read_reference
 from modelyard.handlers.limits import refused_values
 from modelyard.handlers.packed import open_packed
 from modelyard.handlers.rows import TopLabels, check_stated, read_numbers, stack, whole
@@ -46,6 +48,9 @@ from modelyard.handlers.rows import TopLabels, check_stated, read_numbers, stack
 _log = logging.getLogger(__name__)
 
 Inputs = Tensor | tuple[Tensor, ...]
+
+MOST_NUMBERED = 256
+"""Values of a row whose places may mean something; the samples of a sound do not."""
 
 
 class BaseHandler:
@@ -67,6 +72,7 @@ class BaseHandler:
         report: of the artifact's export, None in archives without one.
         agreement: how far `model` and `explainer` may be apart, where both have a certificate.
         digest: SHA-256 of the archive's manifest, which lists the digests of all other files.
+        reference: the shares that live ones are compared with, None where the archive has none.
     """
 
     formats: ClassVar[tuple[str, ...]] = ("json",)
@@ -98,6 +104,7 @@ class BaseHandler:
         self.config: Mapping[str, Any] = {}
         self.agreement: Rule | None = None
         self.digest: str | None = None
+        self.reference: Reference | None = None
         self.made_by = ""
         """What makes inputs of requests that hold something else; for messages."""
         self._module: Artifact | None = None
@@ -135,6 +142,7 @@ class BaseHandler:
         self.config = read_config(folder)
         if self.inputs and self._pad_id is not None and not any(s.is_float for s in self.inputs):
             self.default_baseline = "pad"
+        self.reference = read_reference(folder)
         self.initialized = True
 
     def handle(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
@@ -192,11 +200,7 @@ class BaseHandler:
             TwinDiffers: what would be explained is not what is predicted.
         """
         self.context = context
-        if self.is_whole:
-            raise BadInput(
-                "this model's inputs are not made of rows, and explanations are of one row; "
-                "expected a prediction"
-            )
+        self._refuse_whole()
         read = [self._each(index, self._read_options, index, row) for index, row in enumerate(data)]
         inputs = self.preprocess([row for _, row in read])
         tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
@@ -207,6 +211,54 @@ class BaseHandler:
             self._present(index, tuple(tensor[index] for tensor in tensors), found)
             for index, found in enumerate(explanations)
         ]
+
+    def shares(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[dict[str, float]]:
+        """Return for each request what share its parts have in the sum of all |attributions|.
+
+        Parts are those of `name_parts`, as far as the archive's reference tells them apart. A
+        request without any attribution, as the baseline itself, has none.
+
+        Raises:
+            BadInput, NoGradients, TwinDiffers: as `explain`; or the input has no parts.
+        """
+        self.context = context
+        self._refuse_whole()
+        inputs = self.preprocess(data)
+        tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
+        version = self.explained_model()
+        options = options_of_shares(version)
+        found = explain_batch(version, tensors, [options] * len(data))
+        shares = [
+            shares_of(self.name_parts(index, explanation))
+            for index, (explanation,) in enumerate(found)
+        ]
+        if self.reference is None:
+            return shares
+        return [self.reference.fold(each) if each else {} for each in shares]
+
+    def name_parts(self, index: int, explanation: Explanation) -> Mapping[str, float]:
+        """Return what of request `index`'s explanation belongs to each named part of its input.
+
+        A value of a short row is a part, numbered from 0; else each input is one.
+
+        Raises:
+            BadInput: it is all one part.
+        """
+        parts: dict[str, float] = {}
+        for name, each in zip(explanation.names, explanation.attributions, strict=True):
+            label = name if len(explanation.names) > 1 else ""
+            if each.dim() == 1 and len(each) <= MOST_NUMBERED:
+                values = each.tolist()
+                parts |= {f"{label}[{at}]" if label else str(at): v for at, v in enumerate(values)}
+            else:
+                parts[name] = float(each.abs().sum(dtype=torch.float64))
+        if len(parts) < 2:
+            raise BadInput(
+                "this model's input has no parts whose shares could be told apart; expected named "
+                "features (the handler tabular), a picture, several inputs, or a row of 2 to "
+                f"{MOST_NUMBERED} numbers"
+            )
+        return parts
 
     def explained_model(self) -> ExplainedModel:
         """Return what explanations need to know of the model version."""
@@ -436,6 +488,13 @@ class BaseHandler:
         return tuple(map(whole, self.inputs)) if self.is_whole else self.inputs
 
     # --- explain --------------------------------------------------------------------------------
+
+    def _refuse_whole(self) -> None:
+        if self.is_whole:
+            raise BadInput(
+                "this model's inputs are not made of rows, and explanations are of one row; "
+                "expected a prediction"
+            )
 
     def _served(self) -> Artifact:
         """Return the model as an artifact, also where an author put a module of their own there."""

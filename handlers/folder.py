@@ -16,7 +16,9 @@ from modelyard.archiver.handler_files import (
     MAX_JSON_BYTES,
     PROCESSOR_FILES,
 )
+from modelyard.archiver.reference import Reference, parse_reference
 from modelyard.archiver.untrusted.json import parse_json
+from modelyard.archiver.untrusted.names import REFERENCE_NAME
 from modelyard.handlers.errors import LoadError
 
 PROCESSOR_PARTS = ("image_processor", "feature_extractor")
@@ -35,6 +37,21 @@ def read_json_file(path: Path) -> Any:
         return parse_json(path.read_bytes(), MAX_JSON_BYTES)
     except ValueError as error:
         raise LoadError(f"{path.name} is not JSON: {error}") from error
+
+
+def read_reference(folder: Path) -> Reference | None:
+    """Return the shares that live ones are compared with; None where the archive has none.
+
+    Raises:
+        LoadError: it is none.
+    """
+    file = folder / REFERENCE_NAME
+    if not file.is_file():
+        return None
+    try:
+        return parse_reference(file.read_bytes())
+    except ValueError as error:
+        raise LoadError(f"{REFERENCE_NAME} is wrong: {error}; build the archive again") from error
 
 
 def read_config(folder: Path) -> Mapping[str, Any]:

@@ -104,6 +104,11 @@ class TabularHandler(Classifier):
         names = (feature.name for feature in self.features)
         return {"features": dict(zip(names, attributions.tolist(), strict=True))}
 
+    def name_parts(self, index: int, explanation: Explanation) -> Mapping[str, float]:
+        """Return the attribution of each feature by its name."""
+        features: Mapping[str, float] = self.describe(index, explanation)["features"]
+        return features
+
     def _read_row(self, row: Mapping[str, Any]) -> list[np.ndarray]:
         """Return one request's features (F,), scaled as `features.json` says."""
         value = parse_json(body_of(row))

@@ -31,3 +31,5 @@ class Vectors:
         raise BadInput(
             "this model gives a vector, whose numbers mean nothing one by one; explain a classifier"
         )
+
+    shares = explain

@@ -18,6 +18,7 @@ from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import draw
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.explain.options import preferred_format
+from modelyard.handlers.explain.shares import regions
 from modelyard.handlers.pictures import (
     CHANNELS,
     MAX_PIXELS,
@@ -128,6 +129,10 @@ class VisionHandler(BaseHandler):
             legend=explanation.legend,
             footer=explanation.footer,
         )
+
+    def name_parts(self, index: int, explanation: Explanation) -> Mapping[str, float]:
+        """Return what falls into each ninth of the picture as the model sees it."""
+        return regions(explanation.attributions[0])
 
     def picture(self, inputs: Tensor) -> Image.Image:
         """Turn a model input (C, H, W) back into the picture that it was made of."""

@@ -78,6 +78,10 @@ def start(
         bool | None,
         typer.Option("--insecure", help="Allow --auth never on an address that others reach."),
     ] = None,
+    explain_share: Annotated[
+        float | None,
+        typer.Option(help="Of the predictions, those explained in the background; default 0."),
+    ] = None,
     trusted_keys: Annotated[
         Path | None, typer.Option(help="File of public keys whose signatures are accepted.")
     ] = None,
@@ -123,6 +127,7 @@ def start(
                 "workers": workers,
                 "auth": auth,
                 "insecure": insecure,
+                "explain_share": explain_share,
                 "trusted_keys": trusted_keys,
                 "require_signature": require_signature,
                 "install_requirements": install_requirements,

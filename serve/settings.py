@@ -116,6 +116,8 @@ class Settings(BaseModel):
     """A body that comes, or an answer that is taken, at under 500 bytes/s for so long is ended."""
     keep_alive_s: float = Field(default=75, gt=0)
     """A connection without a request for this long is closed; more than a balancer's own time."""
+    explain_share: float = Field(default=0, ge=0, le=1)
+    """Of the predictions of archives with a reference, those that are explained unasked."""
     trusted_keys: Path | None = None
     """File of public keys (PEM), whose signatures are accepted."""
     require_signature: bool = False

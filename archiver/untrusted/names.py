@@ -9,6 +9,7 @@ from modelyard.archiver.errors import BadName
 MANIFEST_NAME = "MAR-INF/MANIFEST.json"
 SIGNING_NAME = "MAR-INF/MANIFEST.sig.json"
 SBOM_NAME = "MAR-INF/sbom.cdx.json"
+REFERENCE_NAME = "MAR-INF/reference.json"
 LOCK_NAME = "MAR-INF/requirements.lock"
 WHEELS_FOLDER = "MAR-INF/wheels"
 

@@ -16,19 +16,21 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver import Archive
+from modelyard.archiver.reference import Reference, parse_reference
 from modelyard.archiver.signing import find_signer, read_trusted_keys
-from modelyard.archiver.untrusted.names import MANIFEST_NAME, check_version
+from modelyard.archiver.untrusted.names import MANIFEST_NAME, REFERENCE_NAME, check_version
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.sizing import is_on_gpu, this_machine
 from modelyard.serve.control.store import file_stem
 from modelyard.serve.dataplane.batcher import Batcher
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
+from modelyard.serve.dataplane.drift import Drift
 from modelyard.serve.dataplane.fork_server import ForkServer, Preload
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.dataplane.worker import WorkerPlan, worker_environment
-from modelyard.serve.errors import BadRequest
+from modelyard.serve.errors import BadModelConfig, BadRequest
 from modelyard.serve.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -136,7 +138,7 @@ class Builder:
         else:
             pool.feed((predictions,))
             explainers.feed((explanations,))
-        return ModelVersion(
+        model = ModelVersion(
             name=name,
             version=manifest.model_version,
             file=file,
@@ -154,6 +156,18 @@ class Builder:
             at_start=spec.at_start,
             is_downloaded=is_fetched,
         )
+        if config.explain_share and explainers is not None:
+            reference = read_reference(archive)
+            pool.on_answer = Drift(
+                plan.label,
+                config.explain_share,
+                reference,
+                metrics.watch_drift(reference.shares),
+                explainers,
+                model.start_explainers,
+                lambda: bool(predictions.waiting or explanations.waiting),
+            ).offer
+        return model
 
     def _plan(
         self,
@@ -202,6 +216,18 @@ class Builder:
             variables=policy.worker_variables,
             retry_window_s=config.retry_s,
         )
+
+
+def read_reference(archive: Archive) -> Reference:
+    """Return what the archive's explanations usually say.
+
+    Raises:
+        BadModelConfig: its file is wrong.
+    """
+    try:
+        return parse_reference(archive.read(REFERENCE_NAME))
+    except ValueError as error:
+        raise BadModelConfig(f"{archive.path.name}: {REFERENCE_NAME} is wrong: {error}") from error
 
 
 def choose_preload(archive: Archive, handler: str | None) -> Preload | None:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from modelyard.archiver import Archive
+from modelyard.archiver.untrusted.names import REFERENCE_NAME
 from modelyard.serve.control.sizing import count_gpus
 from modelyard.serve.dataplane.lengths import CALL_BYTES
 from modelyard.serve.errors import BadModelConfig
@@ -84,6 +85,8 @@ class ModelConfig:
     explain_workers: int = 0
     """Workers that only explain, started with the first explanation; 0 leaves explanations to the
     workers of predictions [explainWorkers]."""
+    explain_share: float = 0.0
+    """Of the answered predictions, those that are explained unasked [explainShare]."""
     device_ids: tuple[int, ...] = ()
     """Worker i takes the i-th of these, in turn [deviceIds]."""
     by_length: bool = False
@@ -154,19 +157,38 @@ def load_model_config(
         retry=values.boolean("retry", True),
         origins=values.origins,
         proven_batch=proven,
-        **extensions(values, archive, options),
+        **extensions(values, archive, options, settings.explain_share),
     )
     values.refuse_unknown()
     return config
 
 
-def extensions(values: Values, archive: Archive, options: Options) -> dict[str, Any]:
-    """Return the fields of a configuration whose keys are ours, in every dialect."""
+def extensions(
+    values: Values, archive: Archive, options: Options, explain_share: float = 0.0
+) -> dict[str, Any]:
+    """Return the fields of a configuration whose keys are ours, in every dialect.
+
+    Args:
+        explain_share: of archives that say nothing and can be explained unasked.
+
+    Raises:
+        BadModelConfig: the archive, or its settings, ask for what it lacks.
+    """
     is_sealed = archive.manifest.modelyard is not None
     fills_rows = is_sealed and (options.handler or archive.manifest.handler) in FILLS_ROWS
+    # An archive without our seal may keep state that predictions and explanations share.
+    explain_workers = values.integer("explainWorkers", int(is_sealed), least=0)
+    can_explain = bool(explain_workers) and REFERENCE_NAME in archive.names
+    share = values.share("explainShare", explain_share if can_explain else 0.0)
+    if share and not can_explain:
+        lacks = "a reference: archive it again with --reference FILE"
+        raise BadModelConfig(
+            f"{values.file}: explainShare is {share:g}, which needs "
+            + (lacks if explain_workers else "explainWorkers of 1 or more")
+        )
     return {
-        # An archive without our seal may keep state that predictions and explanations share.
-        "explain_workers": values.integer("explainWorkers", int(is_sealed), least=0),
+        "explain_workers": explain_workers,
+        "explain_share": share,
         "by_length": values.choice("batchBy", {"arrival": False, "length": True}, fills_rows),
         "threads": values.integer("workerThreads", 0, least=0),
     }
@@ -266,6 +288,14 @@ class Values:
         """Return a time limit."""
         value = self.integer(key, 1, least=1)
         return value if key in self.values else default
+
+    def share(self, key: str, default: float) -> float:
+        """Return a number from 0 to 1."""
+        value = self._get(key, default)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and 0 <= value <= 1):
+            return self._wrong(key, "a number from 0 to 1", default)
+        return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:
         """Return true or false."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from prometheus_client import (
@@ -25,6 +25,9 @@ REFUSED = ("full", "deadline")
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
+SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
+OUTCOMES = ("explained", "busy", "interrupted", "failed")
+"""Label values: what became of a prediction that was drawn to be explained."""
 
 
 class Recorder(Protocol):
@@ -103,6 +106,27 @@ class Metrics:
             "worker_restarts", "Workers that ended unasked and were replaced.", model
         )
         self.ready_workers = gauge("ready_workers", "Workers that can take work.", model)
+        part = (*model, "part")
+        self.explained = count(
+            "explained_predictions",
+            "Predictions drawn to be explained unasked, by what became of them.",
+            (*model, "outcome"),
+        )
+        self.attribution_share = Histograms(
+            "modelyard_attribution_share",
+            "Share of a part of the input in the sum of an explanation's absolute attributions.",
+            part,
+            SHARES,
+            registry,
+        )
+        self.attribution_reference = gauge(
+            "attribution_reference", "Mean share of a part in the archive's reference.", part
+        )
+        self.attribution_drift = gauge(
+            "attribution_drift",
+            "Total variation distance of the latest shares' means to the archive's reference.",
+            model,
+        )
         self.unrouted = count(
             "unrouted_requests",
             "Requests for no registered model, or without the right to it, by HTTP status.",
@@ -126,10 +150,16 @@ class VersionMetrics:
         self._labels = (model, version)
         self.kinds = tuple(KindMetrics(metrics, model, version, kind) for kind in KINDS)
         self.restarts = metrics.restarts.labels(model, version)
+        self._drift: DriftMetrics | None = None
 
     def watch_workers(self, ready: Callable[[], float]) -> None:
         """Read the number of ready workers from `ready` at each scrape."""
         self._metrics.ready_workers.labels(*self._labels).set_function(ready)
+
+    def watch_drift(self, reference: Mapping[str, float]) -> DriftMetrics:
+        """Return the series of the parts whose mean shares a reference holds."""
+        self._drift = DriftMetrics(self._metrics, self._labels, reference)
+        return self._drift
 
     def reported(self, records: object, seconds: float) -> None:
         """Take what a handler measured in one batch, which its worker had for `seconds`."""
@@ -143,6 +173,38 @@ class VersionMetrics:
         metrics.ready_workers.remove(*self._labels)
         for kind in self.kinds:
             kind.remove()
+        if self._drift is not None:
+            self._drift.remove()
+
+
+class DriftMetrics:
+    """What explanations that nobody asked for say of one model version.
+
+    Its labels are the parts of the archive's reference, of which there are few.
+    """
+
+    def __init__(
+        self, metrics: Metrics, labels: tuple[str, str], reference: Mapping[str, float]
+    ) -> None:
+        self._metrics = metrics
+        self._labels = labels
+        self.shares = {part: metrics.attribution_share.labels(*labels, part) for part in reference}
+        for part, mean in reference.items():
+            metrics.attribution_reference.labels(*labels, part).set(mean)
+        self.distance = metrics.attribution_drift.labels(*labels)
+        self.explained, self.busy, self.interrupted, self.failed = (
+            metrics.explained.labels(*labels, outcome) for outcome in OUTCOMES
+        )
+
+    def remove(self) -> None:
+        """Forget the series."""
+        metrics, labels = self._metrics, self._labels
+        for part in self.shares:
+            metrics.attribution_share.remove(*labels, part)
+            metrics.attribution_reference.remove(*labels, part)
+        metrics.attribution_drift.remove(*labels)
+        for outcome in OUTCOMES:
+            metrics.explained.remove(*labels, outcome)
 
 
 class KindMetrics:

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from time import monotonic
@@ -68,6 +68,8 @@ class Pool:
         self._sweeper: asyncio.TimerHandle | None = None
         self.clock = Clock()
         """What workers are judged by."""
+        self.on_answer: Callable[[Call], None] | None = None
+        """Told of each job that was answered with 200."""
         self._is_stopping = False
         self._closing: set[asyncio.Task[None]] = set()
         self.slots: list[ReplicaSlot] = []
@@ -376,6 +378,10 @@ class Pool:
                 logger.error("%s worker %d: no answer for %g s; ending it",
                              self.plan.label, worker.number, limit)  # fmt: skip
                 next(iter(worker.flight.values())).fail(self.policy.silence(limit))
+                worker.condemn()
+            elif worker.is_ready and worker.hangs_aside(worked):
+                logger.error("%s worker %d: what it explains unasked takes over %g s; ending it",
+                             self.plan.label, worker.number, limit)  # fmt: skip
                 worker.condemn()
         for job in self._retries:
             if job.deadline <= now:

@@ -60,6 +60,8 @@ LEGACY = 8
 headers `explain` and `url_path` are not made."""
 KSERVE = 16
 """From a route of KServe's: the header `url_path` is not made."""
+SHARES = 32
+"""Nobody asked: the job is a prediction that was answered, and whose reasons are to be counted."""
 
 # Flags of a reply.
 MORE = 1

@@ -16,7 +16,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from modelyard.archiver.threads import thread_environment
 from modelyard.serve.dataplane import wire
-from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, Stream
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, ReplySink, Stream
 from modelyard.serve.dataplane.fork_server import ForkServer, Preload
 from modelyard.serve.dataplane.process import ChildProcess, spawn
+from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import (
     DeadlinePassed,
     LoadFailed,
@@ -199,6 +200,8 @@ class Worker(asyncio.BufferedProtocol):
         """When its current batch began, by the pool's clock."""
         self.answered = 0
         self._replied_at = 0.0
+        self._aside: tuple[int, ReplySink] | None = None
+        self._aside_since = 0.0
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -306,6 +309,9 @@ class Worker(asyncio.BufferedProtocol):
     def _finish(self) -> None:
         """Give back what it held, once both process and connection have ended."""
         self._pool.lost(self)
+        if self._aside is not None:
+            (_, sink), self._aside = self._aside, None
+            sink.set_exception(self.death)
         if not self.loaded.done():
             assert self._process is not None
             self.loaded.set_exception(
@@ -394,7 +400,8 @@ class Worker(asyncio.BufferedProtocol):
                 continue
             job = self.flight.get(id)
             if job is None:
-                raise wire.WireError(f"a reply to job {id}, which it does not hold")
+                self._end_aside(item)
+                continue
             if not 200 <= status <= 599 or (headers and headers.count(0) % 2 == 0):
                 raise wire.WireError(f"a reply with status {status} and headers {headers[:200]!r}")
             if flags & wire.MORE:
@@ -413,6 +420,8 @@ class Worker(asyncio.BufferedProtocol):
                     job.stream.put(body, is_last=True)
             elif not job.sink.done():
                 job.sink.set_result(Reply(status, headers, body, queue_us, handler_us))
+                if self._pool.on_answer is not None and status == 200:
+                    self._pool.on_answer(job)
         if len(self.flight) < before:
             if count:
                 self.answered += count
@@ -441,6 +450,50 @@ class Worker(asyncio.BufferedProtocol):
         if id in self.flight and self._transport is not None:
             self._transport.write(wire.encode_control(wire.CANCEL, {"ids": [id]}))
 
+    # -- what nobody waits for -----------------------------------------------------------------
+
+    def run_aside(self, head: bytes, parts: Sequence[Buffer], flags: int, sink: ReplySink) -> None:
+        """Send a job that nobody waits for, and that gives way to every other.
+
+        It is no part of what the worker holds, so that nothing is refused or expected later for it.
+        The sink is cancelled where it gave way.
+        """
+        assert self._transport is not None and self._aside is None
+        self._next_id = self._next_id % 0xFFFFFFFF + 1
+        self._aside = self._next_id, sink
+        self._aside_since = self._pool.clock.read(monotonic())
+        frame = wire.Frame()
+        frame.add(self._next_id, 0, flags, head, parts, wire.now_us())
+        self._transport.writelines(frame.buffers())
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing at all runs in it."""
+        return self.takes_work and not self.flight and self._aside is None
+
+    def hangs_aside(self, worked: float) -> bool:
+        """Return whether what it runs aside has taken longer than a batch may."""
+        return (
+            self._aside is not None
+            and not self.flight
+            and worked - max(self._aside_since, self.busy_since) > self._plan.response_timeout_s
+        )
+
+    def _give_way(self) -> None:
+        """Ask the worker to end what it runs aside, which it does between two passes."""
+        assert self._transport is not None and self._aside is not None
+        self._transport.write(wire.encode_control(wire.CANCEL, {"ids": [self._aside[0]]}))
+
+    def _end_aside(self, item: wire.Item) -> None:
+        """Pass on the reply to what ran aside."""
+        if self._aside is None or item.id != self._aside[0] or item.flags & wire.MORE:
+            raise wire.WireError(f"a reply to job {item.id}, which it does not hold")
+        (_, sink), self._aside = self._aside, None
+        if item.flags & wire.UNREAD:
+            sink.cancel()
+        else:
+            sink.set_result(Reply(item.code, item.meta, item.body))
+
     @property
     def death(self) -> WorkerDied:
         """What its end means to the requests that it held."""
@@ -467,6 +520,8 @@ class Worker(asyncio.BufferedProtocol):
     def run(self, jobs: list[Call]) -> None:
         """Send the jobs in one frame; `_replies` answers them, or the pool if it dies."""
         assert self._transport is not None
+        if self._aside is not None:
+            self._give_way()
         if not self.flight:
             self.busy_since = self.began_at = self._pool.clock.read(monotonic())
             self.running = len(jobs)

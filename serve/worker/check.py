@@ -7,18 +7,24 @@ archive is written and to verify one that is. Both sides meet in files of FOLDER
                   "proven_batch": largest batch that the report proved, or null,
                   "golden": the manifest's; an entry whose "expected" is null is recorded,
                   "parity": {"artifact": file, "twin": file, "report": file, "twin_report": file}
-                            or null}
+                            or null,
+                  "reference": path of the requests whose reasons are averaged, or null}
     result.json  {"device": …, "golden": [{"answer": …, "difference": text or null}, …],
-                  "parity": {"cases": count, "summary": text, "differences": [text, …]} or null}
+                  "parity": {"cases": count, "summary": text, "differences": [text, …]} or null,
+                  "reference": the content of `archiver.reference`'s file, where there is a path}
                  or {"error": why the archive does not load}
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from modelyard.archiver.reference import format_reference, make_reference
+from modelyard.archiver.untrusted.json import parse_json
+from modelyard.handlers.errors import HandlerError, LoadError
 from modelyard.serve.worker import load
 from modelyard.serve.worker.golden import answer_golden, compare_golden, value_of
 
@@ -37,11 +43,51 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     service = load.load_service(message)
     golden = [_replay(service, example, i) for i, example in enumerate(task["golden"])]
     result: dict[str, Any] = {"device": service.device, "golden": golden, "parity": None}
+    if task.get("reference"):
+        result["reference"] = _explain_reference(service, Path(task["reference"]))
     if task["parity"]:
         from modelyard.serve.worker.parity import compare  # and torch, which it needs
 
         result["parity"] = compare(Path(message["folder"]), task["parity"], service.device)
     return result
+
+
+def _explain_reference(service: load.Service, place: Path) -> str:
+    """Return the file of the mean shares of requests: a JSON list of bodies, or a folder of files.
+
+    Raises:
+        LoadError: a request cannot be used; it is named.
+    """
+    rows: list[dict[str, float]] = []
+    for name, body in _read_requests(place):
+        service.context.reset([name])
+        try:
+            rows += service.shares([{"body": body}], service.context)
+        except HandlerError as error:
+            raise LoadError(f"--reference: {name} cannot be explained: {error}") from error
+    try:
+        return format_reference(make_reference(rows)).decode()
+    except ValueError as error:
+        raise LoadError(f"--reference: {place.name}: {error}") from error
+
+
+def _read_requests(place: Path) -> Iterator[tuple[str, Any]]:
+    """Yield a name and a body for each request."""
+    files = sorted(each for each in place.rglob("*") if each.is_file()) or [place]
+    for file in files:
+        content = bytearray(file.read_bytes())
+        if file.suffix != ".json":
+            yield file.name, content
+            continue
+        try:
+            rows = parse_json(content)
+        except ValueError as error:
+            raise LoadError(f"--reference: {file.name} is not JSON: {error}") from error
+        if not isinstance(rows, list) or not rows:
+            raise LoadError(
+                f"--reference: {file.name} holds no list; expected request bodies in one"
+            )
+        yield from ((f"{file.name}[{at}]", row) for at, row in enumerate(rows))
 
 
 def _batch_size(task: dict[str, Any]) -> int:

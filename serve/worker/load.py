@@ -8,20 +8,25 @@ import functools
 import importlib
 import sys
 import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
 from modelyard.handlers import BUILT_IN, Context
 from modelyard.handlers.entry_point import Entry, FoundHandler, find_handler
-from modelyard.handlers.errors import LoadError
+from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.steps import Steps
 from modelyard.serve.worker import torchserve
 from modelyard.serve.worker.codec import OURS, Rules
 
 SHIM = Path(__file__).parent / "shim"
+
+
+def _refuse_shares(data: Sequence[Any], context: Context) -> NoReturn:
+    raise BadInput("this handler does not say what its answers come from; it has no `shares`")
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ class Service:
     """Whether a batch is made of requests of like length."""
     steps: Steps | None = None
     """The handler, where requests join and leave between its steps."""
+    shares: Entry = _refuse_shares
+    """What says which parts of an input the handler's answer comes from."""
 
 
 @functools.cache
@@ -97,6 +104,7 @@ def load_service(message: dict[str, Any]) -> Service:
         torchserve.choose_rules(message),
         message.get("by_length", False),
         steps,
+        getattr(handler.target, "shares", _refuse_shares) if sealed else _refuse_shares,
     )
 
 

@@ -43,7 +43,7 @@ MOST_BUFFERS = 512
 MAX_BODY = 0xFFFFFFFF
 
 _PACKED = {name: wire.pack_meta([b"content-type", name.encode()]) for name in (JSON, TEXT, BYTES)}
-KIND = wire.EXPLAIN | wire.ALONE | wire.DESCRIBE
+KIND = wire.EXPLAIN | wire.ALONE | wire.DESCRIBE | wire.SHARES
 """Flags that jobs of one batch share."""
 
 STREAMED = {"ts_stream_next": "true"}
@@ -336,11 +336,16 @@ def answer_batch(
         else:
             requests.append(request)
     if requests:
-        entry = service.explain if batch[0].flags & wire.EXPLAIN else service.predict
-        answered = _call(service, entry, requests, sender)
+        answered = _call(service, _choose_entry(service, batch[0].flags), requests, sender)
         for request, answer in zip(requests, answered, strict=True):
             answers[request.id] = answer
     return [answers[item.id] for item in batch]
+
+
+def _choose_entry(service: Service, flags: int) -> Entry:
+    if flags & wire.SHARES:
+        return service.shares
+    return service.explain if flags & wire.EXPLAIN else service.predict
 
 
 def _call(

@@ -294,3 +294,22 @@ def test_json_numbers_of_a_picture_are_held_to_the_stated_values(
     picture[0, 3, 3] = 255
     with pytest.raises(BadInput, match=r'input "image" holds 255; expected values =0\.\.1'):
         handler.handle([{"body": picture.tolist()}], context)
+
+
+@pytest.mark.parametrize("artifact", ["digits.pt2", "digits.onnx"])
+def test_shares_are_of_the_ninths_of_a_picture(
+    make_context: MakeContext, scans: list[bytes], artifact: str
+) -> None:
+    """With gradients from the attributions of 30 steps; without, from those of feature_ablation."""
+    context = make_context(artifact, "digits.pt2" if artifact == "digits.pt2" else None)
+    handler = classifier(context)
+    (shares,) = handler.shares([{"body": bytearray(scans[4])}], context)
+    has_gradients = artifact == "digits.pt2"
+    asking(context, {"n_steps": "30"} if has_gradients else {"method": "feature_ablation"})
+    (answer,) = handler.explain([{"body": bytearray(scans[4])}], context)
+    sizes = np.abs(np.asarray(answer["attributions"])[0])
+    assert list(shares)[:4] == ["top left", "top centre", "top right", "middle left"]
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["top left"] == pytest.approx(sizes[:3, :3].sum() / sizes.sum(), abs=1e-6)
+    assert shares["bottom right"] == pytest.approx(sizes[6:, 6:].sum() / sizes.sum(), abs=1e-6)
+    assert shares["middle centre"] > shares["bottom left"]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.reference import Reference
 from modelyard.handlers import BadInput, Context, LoadError, TabularHandler
 
 Initialized = Callable[..., tuple[TabularHandler, Context]]
@@ -188,3 +189,16 @@ def test_unusable_features_are_refused(
 ) -> None:
     with pytest.raises(LoadError, match=message):
         initialized(features)
+
+
+def test_shares_are_of_all_that_any_feature_did(initialized: Initialized) -> None:
+    """Of 1, 4 and −1 each feature has its size's share; a row of means has no reasons."""
+    handler, context = initialized(labels={"0": "buys", "1": "leaves"})
+    context.reset(["a", "b"])
+    mean = {"age": 40, "income": 3000, "smoker": "no"}
+    first, second = handler.shares([{"body": ROW}, {"body": mean}], context)
+    assert first == pytest.approx({"age": 1 / 6, "income": 4 / 6, "smoker": 1 / 6}, abs=1e-6)
+    assert second == {}
+    handler.reference = Reference(1, {"income": 0.5, "other": 0.5})
+    (folded, _) = handler.shares([{"body": ROW}, {"body": mean}], context)
+    assert folded == pytest.approx({"income": 4 / 6, "other": 2 / 6}, abs=1e-6)

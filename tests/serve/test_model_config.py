@@ -127,6 +127,16 @@ def test_what_is_not_said_comes_from_the_settings(
     assert config.retry is True
 
 
+def test_only_what_has_a_reference_is_explained_unasked(load: Load) -> None:
+    assert load("{}", explain_share=0.5).explain_share == 0
+    with pytest.raises(
+        BadModelConfig, match=r"explainShare is 0\.1, .* explainWorkers of 1 or more"
+    ):
+        load("explainShare: 0.1")
+    with pytest.raises(BadModelConfig, match="needs a reference: archive it again with --referenc"):
+        load("explainShare: 0.1\nexplainWorkers: 1")
+
+
 def test_a_time_of_the_settings_may_be_a_fraction_of_a_second(load: Load) -> None:
     config = load("{}", response_timeout_s=0.5, startup_timeout_s=1.5)
     assert (config.response_timeout_s, config.startup_timeout_s) == (0.5, 1.5)
@@ -151,6 +161,8 @@ def test_a_time_of_the_settings_may_be_a_fraction_of_a_second(load: Load) -> Non
         ("retry: maybe", "retry"),
         ("retry: 1", "retry"),
         ("workerThreads: -1", "workerThreads"),
+        ("explainShare: 1.5", "explainShare"),
+        ("explainShare: true", "explainShare"),
     ],
 )
 def test_a_wrong_value_is_named(load: Load, text: str, key: str) -> None:
