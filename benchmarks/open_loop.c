@@ -2,8 +2,9 @@
  *
  *   open_loop IP PORT AHEAD MOST GRACE CLOSED SECONDS FRESH  < plan  > records
  *
- * AHEAD connections are opened before the first request and more as they are needed, up to MOST.
- * GRACE seconds after the last request was due, what has no answer is given up. CLOSED is 0, or the
+ * There are MOST clients, who ask nothing more while they wait for an answer. AHEAD of them connect
+ * before the first request; of the others each connects for its first one. What is due while every
+ * client waits is not sent: its status is -1. GRACE seconds after the last request was due, what has no answer is given up. CLOSED is 0, or the
  * number of clients that each ask again once they are answered, for SECONDS. With FRESH = 1 each
  * request has a connection of its own.
  *
@@ -27,14 +28,15 @@
 #include <unistd.h>
 
 enum { HEAD = 4096, EVENTS = 64, SENDS_IN_A_ROW = 16 };
+#define NONE SIZE_MAX
 enum state { OPENING, FREE, ASKED };
 
 /* Times in seconds from the start. */
 struct record {
     double due;
-    double noticed; /* sent, or left waiting for a connection: later than due is our own fault */
+    double noticed; /* given to a client: later than due is our own fault */
     double answered;
-    int32_t status; /* 0: no answer, or none that could be read */
+    int32_t status; /* 0: no answer, or none that could be read; -1: not sent */
     int32_t retry_after; /* seconds; -1 without the header or with another value */
 };
 
@@ -47,7 +49,7 @@ struct summary {
 struct connection {
     int fd; /* -1: this place is not in use */
     enum state state;
-    size_t request;   /* its record, while ASKED */
+    size_t request;   /* its record, while ASKED or OPENING; NONE: it connects ahead */
     size_t written;   /* bytes of the request */
     int waits_to_write;
     size_t length;    /* bytes in head */
@@ -61,7 +63,7 @@ static struct sockaddr_in server;
 static char *request;
 static size_t request_length;
 static struct record *records;
-static size_t count, room, next, noticed; /* next: to be sent; noticed: due by now */
+static size_t count, room, noticed; /* noticed: given to clients by now */
 static size_t done;
 static struct connection *places;
 static int *free_places, *unused; /* stacks: connections to use again, places to open another in */
@@ -123,7 +125,7 @@ static void drop(struct connection *it) {
                 free_places[at] = free_places[--free_count];
                 break;
             }
-    if (it->state == ASKED) finish(it->request, now(), 0, -1);
+    if (it->state != FREE && it->request != NONE) finish(it->request, now(), 0, -1);
     /* With a reset, so that thousands of connections a second leave no port waiting. */
     struct linger at_once = {1, 0};
     setsockopt(it->fd, SOL_SOCKET, SO_LINGER, &at_once, sizeof at_once);
@@ -150,20 +152,16 @@ static void ask(struct connection *it, size_t which) {
     write_more(it);
 }
 
-/* A connection can be used: give it the next request that is due, or keep it. */
+/* A connection can be used. */
 static void make_free(struct connection *it) {
-    if (next < noticed) {
-        ask(it, next++);
-        return;
-    }
     it->state = FREE;
     free_places[free_count++] = it - places;
 }
 
-/* Open a connection; return -1 where the server cannot be reached. */
-static int open_one(void) {
+/* Open a connection for a request; return -1 where the server cannot be reached. */
+static int open_one(size_t which) {
     struct connection *it = &places[unused[unused_count - 1]];
-    *it = (struct connection){.state = OPENING};
+    *it = (struct connection){.state = OPENING, .request = which};
     it->fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK, 0);
     if (it->fd < 0) fail("socket");
     int one = 1;
@@ -180,15 +178,16 @@ static int open_one(void) {
     return 0;
 }
 
-/* Send what is due, as far as there are connections, and open more where there are not. */
+/* Give what is due to clients who do not wait for an answer. */
 static void send_due(void) {
     double at = now();
     for (int row = 0; row < SENDS_IN_A_ROW && noticed < count && records[noticed].due <= at; row++) {
-        records[noticed++].noticed = at;
-        while (next < noticed && free_count) ask(&places[free_places[--free_count]], next++);
+        size_t which = noticed++;
+        records[which].noticed = at;
+        if (free_count) ask(&places[free_places[--free_count]], which);
+        else if (!unused_count) finish(which, at, -1, -1);
+        else if (open_one(which)) finish(which, at, 0, -1);
     }
-    for (int row = 0; row < SENDS_IN_A_ROW && opening < noticed - next && unused_count; row++)
-        if (open_one()) finish(next++, at, 0, -1);
 }
 
 static void opened(struct connection *it) {
@@ -197,12 +196,12 @@ static void opened(struct connection *it) {
     getsockopt(it->fd, SOL_SOCKET, SO_ERROR, &error, &size);
     if (error) {
         drop(it);
-        if (next < noticed) finish(next++, now(), 0, -1);
         return;
     }
     opening--;
     watch(it, EPOLL_CTL_MOD, EPOLLIN);
-    make_free(it);
+    if (it->request == NONE) make_free(it);
+    else ask(it, it->request);
 }
 
 static const char *find(const char *head, const char *name) {
@@ -352,7 +351,7 @@ int main(int argc, char **argv) {
     start = now();
     if (!is_fresh) {
         for (size_t at = 0; at < ahead; at++)
-            if (open_one()) fail("cannot connect");
+            if (open_one(NONE)) fail("cannot connect");
         while (opening && now() < grace) handle_events(0.1);
         if (ahead && !free_count) {
             fprintf(stderr, "cannot connect: no connection was opened\n");
@@ -369,16 +368,15 @@ int main(int argc, char **argv) {
     double last = is_closed ? end : count ? records[count - 1].due : 0;
     while (done < count && now() < last + grace) {
         double wait = noticed < count ? records[noticed].due - now() : 0.1;
-        if (opening < noticed - next && unused_count) wait = 0;
         handle_events(wait < 0 ? 0 : wait > 0.1 ? 0.1 : wait);
     }
     double ended = now();
     is_closed = 0;
     for (size_t at = 0; at < most; at++)
         if (places[at].fd >= 0) drop(&places[at]);
-    while (next < count) {
-        if (next >= noticed) records[next].noticed = ended;
-        finish(next++, ended, 0, -1);
+    for (; noticed < count; noticed++) {
+        records[noticed].noticed = ended;
+        finish(noticed, ended, 0, -1);
     }
     struct summary all = {count, peak, cpu_s() - before, ended};
     put(&all, sizeof all);

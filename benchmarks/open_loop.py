@@ -3,9 +3,11 @@
     python -m benchmarks.open_loop URL --deadline 0.2 --phase 1200:5 [--phase 600:3] [--seed 1]
     python -m benchmarks.open_loop URL --closed 64 --phase 0:3
 
-A closed loop slows down with the server and so never shows an overload. Every request is accounted
-for, and its time counts from when it was due, not from when it was sent: a generator that falls
-behind must not flatter the server. Prints one JSON object with the figures of each phase.
+A closed loop slows down with the server and so never shows an overload. There are as many clients
+as are needed, up to a limit, and each waits for its answer before it asks again: where all of them
+wait, what is due is not sent. Every request is accounted for, and its time counts from when it was
+due, not from when it was sent: a generator that falls behind must not flatter the server. Prints
+one JSON object with the figures of each phase.
 
 This file plans and counts; `open_loop.c` sends, because a fast server refuses more requests per
 second than Python can send. It is compiled when it is needed first, and kept in
@@ -40,9 +42,11 @@ COMPILER, FLAGS = "cc", ("-O2",)
 CONNECTIONS = 256
 """Opened before the first request; more follow as they are needed."""
 MOST_CONNECTIONS = 8192
+"""Clients that there are. None of them has a queue of its own: what waited in one would come too
+late to any server."""
 GRACE_S = 5.0
 """After the last request, for its answer; what has none then has failed."""
-OK, REFUSED, EXPIRED = 200, 503, 504
+OK, REFUSED, EXPIRED, UNSENT = 200, 503, 504, -1
 SUMMARY = struct.Struct("=QQdd")
 RECORD = struct.Struct("=dddii")
 """As in the source: due, noticed, answered, status, Retry-After."""
@@ -97,6 +101,8 @@ class Figures:
     """Answered 504."""
     failed: int
     """Answered anything else, or not at all."""
+    unsent: int
+    """All clients waited for an answer."""
     refused_without_retry_after: int
     """Or with one that is not a number of seconds above 0."""
     good_after: int
@@ -110,7 +116,7 @@ class Figures:
     last_not_good_s: float
     """When the last request was due that was not answered well in time, from the phase's start."""
     lateness_ms: Percentiles
-    """From due to sent, or to when it was left waiting for a connection: the generator's own."""
+    """From due to when a client had it: the generator's own."""
     statuses: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -124,10 +130,10 @@ class Outcome(NamedTuple):
 
     due: float
     sent: float
-    """Or left waiting for a connection."""
+    """Or given to a client that had to connect first."""
     answered: float
     status: int
-    """0 where the connection ended without an answer, or with one that cannot be read."""
+    """0 where the connection ended without an answer, or with one that cannot be read; UNSENT."""
     retry_after: int
     """Seconds; -1 where the answer names none."""
 
@@ -178,7 +184,7 @@ def count_outcomes(
         ended: what is answered later has no part in the rate.
     """
     took = {status: [o.answered - o.due for o in outcomes if o.status == status]
-            for status in (OK, REFUSED, EXPIRED)}  # fmt: skip
+            for status in (OK, REFUSED, EXPIRED, UNSENT)}  # fmt: skip
     good = [o for o in outcomes if o.status == OK and o.answered - o.due <= deadline_s]
     not_good = [o.due - began for o in outcomes
                 if o.status != OK or o.answered - o.due > deadline_s]  # fmt: skip
@@ -192,12 +198,15 @@ def count_outcomes(
         refused=len(took[REFUSED]),
         expired=len(took[EXPIRED]),
         failed=len(outcomes) - sum(map(len, took.values())),
+        unsent=len(took[UNSENT]),
         refused_without_retry_after=sum(
             o.status == REFUSED and o.retry_after < 1 for o in outcomes
         ),
         good_after=sum(o.answered > ended for o in good),
         answered_ms=Percentiles.of(took[OK]),
-        accepted_ms=Percentiles.of([o.answered - o.due for o in outcomes if o.status != REFUSED]),
+        accepted_ms=Percentiles.of(
+            [o.answered - o.due for o in outcomes if o.status not in (REFUSED, UNSENT)]
+        ),
         refused_ms=Percentiles.of(took[REFUSED]),
         last_not_good_s=round(max(not_good, default=0.0), 3),
         lateness_ms=Percentiles.of([o.sent - o.due for o in outcomes]),

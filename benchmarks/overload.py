@@ -69,7 +69,7 @@ GOODPUT, REFUSED_MS, RECOVERED_S = 0.9, 5.0, 2.0
 """The goals: of the capacity, p99, and after the load."""
 REFUSALS_UP_TO = 3.0
 """Times the capacity, for the goal of refusals."""
-WIDTH = 210
+WIDTH = 220
 
 DEEP = "jobQueueSize: 10000\n"
 SLEEP_MS = 1.25
@@ -348,7 +348,7 @@ def tabulate(runs: Sequence[Run]) -> Table:
         table.add_column(name, no_wrap=True)
     names = (
         "capacity\n/s", "offered\n/s", "good\n/s", "of\ncap.", "p50\nms", "p99\nms", "refused\n/s",
-        "p50\nms", "p99\nms", "late", "504", "failed", "well\nafter s", "server\ncores",
+        "p50\nms", "p99\nms", "late", "504", "failed", "unsent", "well\nafter s", "server\ncores",
         "worker\ncores", "gener.\ncores", "conn.", "due→\nsent ms", "goals",
     )  # fmt: skip
     for name in names:
@@ -379,6 +379,7 @@ def tabulate(runs: Sequence[Run]) -> Table:
             sum_of("late"),
             sum_of("expired"),
             sum_of("failed"),
+            sum_of("unsent"),
             "" if line.recovered_s is None else f"{line.recovered_s:.2f}",
             f"{middle(lambda run: run.server_cores):.2f}",
             f"{middle(lambda run: run.worker_cores):.2f}",

@@ -35,6 +35,9 @@ ANNOUNCE_S = 0.2
 """After SIGTERM connections are still taken for this long, and close with their answer."""
 FLUSH_S = 2.0
 """For the last error answers to reach their clients."""
+GARBAGE = 50_000
+"""Objects that have become more before Python looks for cycles among them: requests leave none, and
+thousands of connections that are opened would have all of them looked at again and again."""
 
 
 def run(settings: Settings, report: Report, create: Create = create_server) -> int:
@@ -91,6 +94,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         server.state.is_starting = False
         gc.collect()
         gc.freeze()
+        gc.set_threshold(GARBAGE)
         logger.info("ready: %s", about)
         report({"event": "ready", **about, "warnings": warnings})
         memory = Memory()

@@ -97,6 +97,7 @@ class Calls:
             timeout_s = read_timeout(cycle.headers)
             must_fit = model.config.refuses_late or timeout_s < math.inf
             timeout_s = min(timeout_s, model.request_timeout_s)
+            cycle.connection.turns.expect(timeout_s)
             waited_s = cycle.connection.waited_s
             if kind == PREDICT:  # before there is a call, or a body: a refusal is to cost little
                 model.batchers[kind].check(timeout_s, must_fit, monotonic(), waited_s)

@@ -11,6 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import socket
+import sys
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -57,8 +59,8 @@ PIPELINED = 64
 """Requests that may wait on one connection for the answer before theirs."""
 MIN_RATE = 500
 """Bytes per second, over `transfer_timeout_s`, below which a client is too slow; Apache's value."""
-JUST_RELEASED_S = 0.005
-"""What comes that soon after a connection is read again had been sent before."""
+_LAST_RECEIVED = slice(52, 56)
+"""Of the kernel's `struct tcp_info`: milliseconds since the last bytes came, a u32."""
 LINGER_S = 2.0
 """How long a client may go on sending after the last answer, so that it can read that answer: a
 socket that is closed with bytes unread resets the connection."""
@@ -363,6 +365,7 @@ class Connection(asyncio.Protocol):
         limits: what is refused.
         site: whose requests are refused.
         access: called with each answer, for an access log.
+        accepted: the client's socket.
         turns: of all connections of the listener.
         connections: where it enters itself while it is open.
         closed: called when it has ended.
@@ -391,7 +394,8 @@ class Connection(asyncio.Protocol):
     _is_reading_paused = False
     _is_held = False
     """It reads nothing, and begins nothing, until `release`."""
-    _held_at = _released_at = 0.0
+    _was_unread = True
+    """What comes next may have waited in the kernel: to be accepted, or to be read again."""
     _put_off: list[tuple[float, bytes]] | None = None
     """What was received and is to be parsed in a later turn, each with its time."""
     _refusal: tuple[Exception, RequestResponseCycle | None] | None = None
@@ -404,13 +408,15 @@ class Connection(asyncio.Protocol):
         limits: Limits,
         site: SiteCheck,
         access: Access | None,
+        accepted: socket.socket,
         turns: Turns,
         connections: set[Connection],
         closed: Callable[[], None],
     ) -> None:
         self.app = app
         self.access = access
-        self._turns = turns
+        self._socket = accepted
+        self.turns = turns
         self.limits = limits
         self._site = site
         self._connections = connections
@@ -449,32 +455,29 @@ class Connection(asyncio.Protocol):
         """Parse, or put it off where this turn of the loop has no more time for clients."""
         if self.phase == ENDING:
             return  # it is only read so that the client can read its last answer
-        if not self._turns.has_time():
+        waited_s = 0.0
+        if self._was_unread or self.turns.is_behind:
+            self._was_unread = False
+            waited_s = unread_s(self._socket)
+        if not self.turns.has_time():
             if self._put_off is None:
                 self._put_off = []
-                self._turns.put_off(self)
-            self._put_off.append((monotonic(), data))
+                self.turns.put_off(self)
+            self._put_off.append((monotonic() - waited_s, data))
             if len(data) > SLICE_BYTES:  # of which a loop reads 32 before it looks at others
                 self.pause_reading()
             return
-        if self._held_at:  # what comes just after the release may have waited since it was held
-            now = monotonic()
-            if now - self._released_at < JUST_RELEASED_S:
-                self.waited_s = now - self._held_at
-            self._held_at = 0.0
-            self._receive(data)
-            self.waited_s = 0.0
-        else:
-            self._receive(data)
+        self.waited_s = waited_s
+        self._receive(data)
+        self.waited_s = 0.0
 
     def take_put_off(self) -> None:
         """Parse what was put off."""
         received, self._put_off = self._put_off or (), None
         if self.transport.is_closing():
             return
-        for at, data in received:
-            self.waited_s = monotonic() - min(at, self._held_at or at)
-            self._held_at = 0.0
+        for came_at, data in received:
+            self.waited_s = monotonic() - came_at
             self._receive(data)
         self.waited_s = 0.0
         self.resume_reading()
@@ -696,7 +699,7 @@ class Connection(asyncio.Protocol):
         self.since = self._time()
         if not cycle.keeps_alive:
             self._end()
-        elif cycle.is_refused and cycle.is_received and self._turns.must_hold():
+        elif cycle.is_refused and cycle.is_received and self.turns.must_hold():
             self._hold()
         elif self._queue:
             self.answering = self._queue.popleft()
@@ -708,17 +711,15 @@ class Connection(asyncio.Protocol):
 
     def _hold(self) -> None:
         """Take nothing more from a client that asks for more than can be done."""
-        self._is_held = True
-        self._held_at = monotonic()
+        self._is_held = self._was_unread = True
         self.pause_reading()
-        self._turns.hold(self)
+        self.turns.hold(self)
 
     def release(self) -> None:
         """Go on with a client that was held back."""
         if self.transport.is_closing():
             return
         self._is_held = False
-        self._released_at = monotonic()
         if self._queue:
             self.answering = self._queue.popleft()
             self._begin(self.answering)
@@ -855,6 +856,15 @@ class Connection(asyncio.Protocol):
         """Wait until the client has taken enough."""
         while self.writable is not None:
             await self.writable.wait()
+
+
+def unread_s(connection: socket.socket) -> float:
+    """Return how long ago the last bytes came; 0 where the kernel does not tell, as of no TCP."""
+    try:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_RECEIVED.stop)
+    except OSError:
+        return 0.0
+    return int.from_bytes(info[_LAST_RECEIVED], sys.byteorder) / 1000
 
 
 def _endpoint(transport: asyncio.Transport, name: str) -> tuple[str, int] | None:

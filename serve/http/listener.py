@@ -14,6 +14,7 @@ import resource
 import socket
 import ssl
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -197,19 +198,23 @@ class Listener:
         timeout_s = self._limits.head_timeout_s if self._tls else None
         try:
             await self._loop.connect_accepted_socket(
-                self._connect, accepted, ssl=self._tls, ssl_handshake_timeout=timeout_s
+                partial(self._connect, accepted),
+                accepted,
+                ssl=self._tls,
+                ssl_handshake_timeout=timeout_s,
             )
         except OSError as error:
             logger.info("%s: a connection failed: %s", self.url, error)
             accepted.close()
             self._resume()
 
-    def _connect(self) -> Connection:
+    def _connect(self, accepted: socket.socket) -> Connection:
         return Connection(
             self._app,
             self._limits,
             self._site,
             self._access,
+            accepted,
             self.turns,
             self._connections,
             self._resume,

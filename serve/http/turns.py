@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 from collections import deque
 from time import monotonic, thread_time
@@ -19,15 +20,17 @@ SLICE_S = 0.001
 BUSY = 0.8
 """Of the time, that this thread ran or waited for a processor: above it refusals get fewer, below
 it more. Whoever waits for a processor keeps workers waiting for it."""
-LEAST_RATE, MOST_RATE = 4_000.0, 50_000.0
+LEAST_RATE, MOST_RATE = 2_000.0, 50_000.0
 """Refusals a second after which clients are held back: the least takes less than a tenth of a
 processor, the most is more than one processor can do."""
 GROWTH, DECAY = 1.25, 0.8
 MEASURE_S = 0.01
 """From one measurement of the process's own use to the next."""
-STALE_S = 0.01
-"""Who waits longest for a turn waits longer under a flood only."""
-OLDEST_EVERY = 4
+PATIENT_SHARE = 0.5
+"""Of the time that a request has: where somebody waits longer for a turn, it is a flood."""
+FORGETS = 1.001
+"""By how much each request lets the shortest time grow that was asked for of late."""
+OLDEST_EVERY = 16
 """Of so many turns under a flood one is of who waits longest."""
 RELEASE_S = 0.002
 """From one release of clients that are held back to the next."""
@@ -75,6 +78,8 @@ class Turns:
         """Connections with bytes that no turn had time for yet, and since when."""
         self._is_armed = False
         self._until = 0.0
+        self._patience_s = math.inf
+        """The shortest time of late within which a client wants its answer."""
         self._taken = self._refused = 0
         self._is_refusing = False
         """Whether this turn has refused a request and may not refuse another one."""
@@ -98,6 +103,10 @@ class Turns:
     def put_off(self, connection: Reading) -> None:
         """Have a connection take what it holds in a later turn."""
         self._waiting.append((monotonic(), connection))
+
+    def expect(self, timeout_s: float) -> None:
+        """Take note of the time within which a client wants its answer."""
+        self._patience_s = min(timeout_s, FORGETS * self._patience_s)
 
     @property
     def is_behind(self) -> bool:
@@ -127,10 +136,11 @@ class Turns:
     def _take(self) -> Reading:
         """Return whose turn it is: who waits longest, or under a flood mostly who came last.
 
-        The last can still be answered in their time, and among the others are those who left.
+        It is a flood where in the order of arrival all would come too late. The last can still be
+        answered in their time, and among the others are those who left.
         """
         self._taken += 1
-        is_flood = monotonic() - self._waiting[0][0] > STALE_S
+        is_flood = monotonic() - self._waiting[0][0] > PATIENT_SHARE * self._patience_s
         is_last = is_flood and self._taken % OLDEST_EVERY
         return (self._waiting.pop() if is_last else self._waiting.popleft())[1]
 

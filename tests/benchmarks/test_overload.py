@@ -24,7 +24,7 @@ NO_TIME, SHORT = Percentiles(0, 0, 0), Percentiles(1, 4, 6)
 def figures(good: int = 1000, accepted: float = 40, refused: float = 4) -> Figures:
     return Figures(
         offered=3000, seconds=1, good=good, late=0, refused=3000 - good, expired=0, failed=0,
-        refused_without_retry_after=0, good_after=0, answered_ms=SHORT,
+        unsent=0, refused_without_retry_after=0, good_after=0, answered_ms=SHORT,
         accepted_ms=Percentiles(20, accepted, accepted), last_not_good_s=1,
         refused_ms=Percentiles(1, refused, refused), lateness_ms=NO_TIME,
     )  # fmt: skip
@@ -98,6 +98,7 @@ def test_a_short_run_measures_what_it_says(tmp_path: Path) -> None:
     assert opened["cell"]["times"] == 2
     assert opened["recovered_s"] is not None and closed["recovered_s"] is None
     for run in found["runs"]:
-        counts = [run["figures"][name] for name in ("good", "late", "refused", "expired", "failed")]
+        names = ("good", "late", "refused", "expired", "failed", "unsent")
+        counts = [run["figures"][name] for name in names]
         assert sum(counts) == run["figures"]["offered"] > 0
         assert run["capacity"] > 0 and run["server_cores"] > 0 and run["generator_cores"] > 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 import pytest
@@ -93,13 +93,25 @@ def test_between_two_slices_of_clients_work_others_have_a_turn(clock: FakeClock)
     assert longest == 2  # of 0.6 ms each, in slices of 1 ms
 
 
+@pytest.mark.parametrize(
+    ("times", "order"),
+    [
+        pytest.param((), "abcdefgh", id="nobody says when"),
+        pytest.param((60.0, 0.09), "abcdefgh", id="there is time for all"),
+        pytest.param((60.0, 0.02, 60.0), "hgfaedcb", id="a flood"),
+        pytest.param((0.02, *8000 * [60.0]), "abcdefgh", id="one was in haste, long ago"),
+    ],
+)
 def test_under_a_flood_most_turns_are_of_who_came_last_and_some_of_who_waits_longest(
-    clock: FakeClock,
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch, times: Sequence[float], order: str
 ) -> None:
     log: list[str] = []
+    monkeypatch.setattr(turns, "OLDEST_EVERY", 4)
 
     async def scenario() -> None:
         these = Turns()
+        for time_s in times:
+            these.expect(time_s)
         assert these.has_time()
         for name in "abcdefgh":
             these.put_off(Client(name, clock, log))
@@ -108,7 +120,7 @@ def test_under_a_flood_most_turns_are_of_who_came_last_and_some_of_who_waits_lon
             await asyncio.sleep(0)
 
     asyncio.run(scenario())
-    assert "".join(log) == "hgfaedcb"
+    assert "".join(log) == order
 
 
 def test_without_time_for_refusals_a_turn_ends_with_the_first(clock: FakeClock) -> None:
@@ -359,5 +371,21 @@ def test_a_client_that_leaves_while_it_is_held_is_forgotten() -> None:
                 await asyncio.sleep(0.05)
             assert listener.busy_count == 0
             assert listener.close_idle(0) == 0
+
+    uvloop.run(scenario())
+
+
+def test_how_long_a_request_waited_before_its_client_was_accepted_is_known() -> None:
+    async def scenario() -> None:
+        listener = Listener(Full(), Address("127.0.0.1", 0))
+        with socket.create_connection(("127.0.0.1", listener.address.port)) as client:
+            client.sendall(request("/free"))
+            await asyncio.sleep(0.3)
+            await listener.start()
+            client.setblocking(False)
+            answer = await asyncio.get_running_loop().sock_recv(client, 1000)
+            assert 0.2 <= float(answer.rpartition(b"\r\n\r\n")[2]) <= 5
+        await listener.stop_accepting()
+        listener.close_idle(0)
 
     uvloop.run(scenario())
