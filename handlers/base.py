@@ -33,7 +33,7 @@ from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError, NoGradients
 from modelyard.handlers.explain import draw
-from modelyard.handlers.explain.attribution import Tensors, outputs_of, ranges_of, softmax_of
+from modelyard.handlers.explain.attribution import Tensors, outputs_of, ranges_of
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.methods import METHODS
 from modelyard.handlers.explain.model import ExplainedModel, Target
@@ -43,7 +43,16 @@ from modelyard.handlers.explain.shares import options_of_shares, shares_of
 from modelyard.handlers.folder import load_label_mapping, read_config, read_reference
 from modelyard.handlers.limits import refused_values
 from modelyard.handlers.packed import open_packed
-from modelyard.handlers.rows import TopLabels, check_stated, read_numbers, stack, whole
+from modelyard.handlers.rows import (
+    TopLabels,
+    check_stated,
+    probabilities_of,
+    read_numbers,
+    read_output_kind,
+    stack,
+    whole,
+    wrong_kind,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -102,6 +111,10 @@ class BaseHandler:
         self._whole_outputs: tuple[bool, ...] = ()
         self.mapping: dict[str, str] | None = None
         self.config: Mapping[str, Any] = {}
+        self.output_kind = "values"
+        """What the numbers of the output are, one of `rows.OUTPUT_KINDS`."""
+        self.stated_kind: str | None = None
+        """The same where the archive says it."""
         self.agreement: Rule | None = None
         self.digest: str | None = None
         self.reference: Reference | None = None
@@ -140,6 +153,8 @@ class BaseHandler:
         self._check_batch_size(context.system_properties["batch_size"])
         self.mapping = load_label_mapping(folder)
         self.config = read_config(folder)
+        self.stated_kind = read_output_kind(self.handler_settings)
+        self.output_kind = self.stated_kind or self.output_kind
         if self.inputs and self._pad_id is not None and not any(s.is_float for s in self.inputs):
             self.default_baseline = "pad"
         self.reference = read_reference(folder)
@@ -292,9 +307,19 @@ class BaseHandler:
     def probabilities(self, scores: Tensor) -> Tensor | None:
         """Return the probabilities that predictions give, as `score` has its numbers (N, …).
 
-        None where predictions give none. Without anything else said, classes exclude each other.
+        None where predictions give none, as where nothing says that the outputs are of classes.
         """
-        return softmax_of(scores)
+        return probabilities_of(self.output_kind, scores)
+
+    def wrong_kind(self, outputs: Output) -> str | None:
+        """Return why a model's outputs cannot be of `output_kind`, and what to say instead.
+
+        `modelyard archive` asks for each of its examples.
+        """
+        first = outputs if isinstance(outputs, Tensor) else outputs[0]
+        if not (first.is_floating_point() and first.numel()):
+            return None
+        return wrong_kind(self.output_kind, self.stated_kind is not None, first)
 
     def find_target(
         self, index: int, target: str, scores: Tensor, inside: Tensor | None
@@ -554,6 +579,7 @@ class BaseHandler:
             "model": self.context.model_name,
             "version": str(version),
             "archive_digest": self.digest,
+            "output_kind": self.output_kind,
         }
         answers = [each.as_json() | self.describe(index, each) for each in explanations]
         has_several = options.target.startswith("top-") or len(options.output_name) > 1
@@ -582,14 +608,11 @@ class Classifier(BaseHandler):
         """Load the archive, and how its logits become answers."""
         super().initialize(context)
         self.top_labels = TopLabels(self.handler_settings, self.label, self.config)
+        self.output_kind = self.top_labels.kind
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Turn logits (N, K) into one dict per request: labels and probabilities, descending."""
         return self.top_labels(outputs)
-
-    def probabilities(self, scores: Tensor) -> Tensor | None:
-        """Return what `top_labels` gives."""
-        return self.top_labels.probabilities(scores)
 
 
 def _have_rows(specs: Sequence[TensorSpec]) -> bool:

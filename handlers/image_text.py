@@ -64,6 +64,7 @@ class ImageText(VisionHandler):
         known = map(self.tokenizer.token_to_id, PAD_TOKENS)
         self.pad_id = next((id for id in known if id is not None), 0)
         self.is_sigmoid = str(self.config.get("model_type", "")).startswith("siglip")
+        self.output_kind = "multilabel" if self.is_sigmoid else "logits"
 
     def handle(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
         """Answer each request by a call of its own."""

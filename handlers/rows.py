@@ -16,6 +16,16 @@ from modelyard.handlers.limits import refused_values
 
 DEFAULT_TOP_K = 5
 
+OUTPUT_KINDS = ("logits", "probabilities", "multilabel", "values")
+"""What the numbers of an output are; multilabel ones are logits that do not exclude each other."""
+
+KINDS = {
+    "softmax": ("logits",),
+    "sigmoid": ("multilabel",),
+    "none": ("values", "probabilities"),
+}
+"""What the numbers may be by `handler.function`; the first where nothing else says it."""
+
 PROBLEMS = {"regression": "none", "multi_label_classification": "sigmoid"}
 """`problem_type` of a Hugging Face model → what its logits become."""
 
@@ -115,12 +125,64 @@ FUNCTIONS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "sigmoid": sigmoid,
     "none": lambda logits: logits,
 }
-DIFFERENTIABLE: Mapping[str, Callable[[Tensor], Tensor]] = {
-    "softmax": lambda logits: logits.softmax(-1),
-    "sigmoid": Tensor.sigmoid,
-    "none": lambda logits: logits,
-}
-"""The same of tensors, for explanations."""
+
+
+def read_output_kind(section: Mapping[str, Any]) -> str | None:
+    """Return `output_kind` of `handler` in model-config.yaml, None where it is not said.
+
+    Raises:
+        LoadError: it is unknown, or `function` says something else.
+    """
+    kind, function = section.get("output_kind"), section.get("function")
+    if kind not in (None, *OUTPUT_KINDS):
+        known = ", ".join(OUTPUT_KINDS)
+        raise LoadError(f"handler.output_kind is {kind!r}; expected one of {known}")
+    if kind and function and kind not in KINDS.get(function, ()):
+        raise LoadError(
+            f"handler.output_kind is {kind!r} and handler.function {function!r}; expected one of "
+            "them: output_kind says what function is to be"
+        )
+    return kind
+
+
+def probabilities_of(kind: str, scores: Tensor) -> Tensor | None:
+    """Return the probabilities that outputs (N, K) of a kind stand for; None where they do not."""
+    if kind == "values" or scores.dim() != 2:
+        return None
+    if kind == "probabilities":
+        return scores
+    is_one_by_one = kind == "multilabel" or scores.shape[1] == 1
+    return scores.sigmoid() if is_one_by_one else scores.softmax(1)
+
+
+def wrong_kind(kind: str, is_stated: bool, outputs: Tensor) -> str | None:
+    """Return why outputs (N, …, K) cannot be of a kind, and what to say instead.
+
+    Args:
+        kind: one of `OUTPUT_KINDS`, which the handler takes them for.
+        is_stated: whether the archive says so itself.
+        outputs: of a model, real numbers.
+    """
+    values = outputs.double()
+    low, high = float(values.min()), float(values.max())
+    if kind == "probabilities" and not -SUM_SLACK <= low <= high <= 1 + SUM_SLACK:
+        return (
+            f"handler.output_kind is probabilities, and the model gives {low:.4g} to {high:.4g}; "
+            "say logits, multilabel or values in model-config.yaml"
+        )
+    if kind != "logits" or is_stated or values.shape[-1] < 2 or low < 0:
+        return None
+    if not float((values.sum(-1) - 1).abs().max()) <= SUM_SLACK:
+        return None
+    return (
+        "the model's numbers are not negative and add up to 1 already, and the handler would take "
+        "a softmax of them: say `handler: {output_kind: probabilities}` in model-config.yaml, or "
+        "output_kind: logits if they are no probabilities"
+    )
+
+
+SUM_SLACK = 1e-3
+"""How far probabilities may be from adding up to 1: float16's rounding."""
 
 
 def read_whole(name: str, value: Any, low: int = 1) -> int:
@@ -190,11 +252,11 @@ def first_output(outputs: Output, dims: int, expected: str) -> Tensor:
 class TopLabels:
     """Return {"label": probability, …} for each row of logits, the likeliest first.
 
-    `handler.function` of model-config.yaml says what makes probabilities of logits: `softmax`,
-    `sigmoid` where labels do not exclude each other, or `none`. Without it `problem_type` of
-    `config.json` decides as in transformers' pipelines, and without that there is a softmax over
-    several labels and a sigmoid of one. A single output without a function is a number: a model
-    that measures.
+    `handler.output_kind` of model-config.yaml says what the outputs are, and so what becomes of
+    them; `handler.function` says the same by what is to be done: `softmax`, `sigmoid` where labels
+    do not exclude each other, or `none`. Without either, `problem_type` of `config.json` decides as
+    in transformers' pipelines, and without that there is a softmax over several labels and a
+    sigmoid of one. A single value is a number: a model that measures.
 
     Args:
         section: `handler` of model-config.yaml, whose `top_k` says how many.
@@ -202,7 +264,7 @@ class TopLabels:
         config: `config.json`.
 
     Raises:
-        LoadError: `top_k` is not a whole number from 1, or `function` unknown.
+        LoadError: `top_k` is not a whole number from 1, `output_kind` or `function` unknown.
     """
 
     def __init__(
@@ -214,10 +276,11 @@ class TopLabels:
         self.top_k = read_whole("handler.top_k", section.get("top_k", DEFAULT_TOP_K))
         problem = config.get("problem_type")
         by_problem = PROBLEMS.get(problem) if isinstance(problem, str) else None
-        self.function = section.get("function", by_problem)
-        if self.function not in (None, *FUNCTIONS):
+        function = section.get("function")
+        if function not in (None, *FUNCTIONS):
             known = ", ".join(FUNCTIONS)
-            raise LoadError(f"handler.function is {self.function!r}; expected one of {known}")
+            raise LoadError(f"handler.function is {function!r}; expected one of {known}")
+        self.kind = read_output_kind(section) or KINDS[function or by_problem or "softmax"][0]
         self._label = label
         self._names: list[str] = []
 
@@ -234,16 +297,11 @@ class TopLabels:
         order = (-weights).argsort(axis=1, kind="stable")[:, : self.top_k]
         return list(map(self._name, order.tolist(), weights.tolist()))
 
-    def probabilities(self, scores: Tensor) -> Tensor | None:
-        """Return what answers give for logits (N, K); None for numbers and for other shapes."""
-        function = self._function_of(scores.shape[1]) if scores.dim() == 2 else None
-        return None if function is None else DIFFERENTIABLE[function](scores)
-
     def _function_of(self, count: int) -> str | None:
-        """Return what makes probabilities of so many logits; None where one is a number."""
-        if count == 1:
-            return None if self.function == "none" else self.function or "sigmoid"
-        return self.function or "softmax"
+        """Return what makes probabilities of so many outputs; None where one is a number."""
+        if self.kind in ("probabilities", "values"):
+            return None if count == 1 and self.kind == "values" else "none"
+        return "sigmoid" if count == 1 or self.kind == "multilabel" else "softmax"
 
     def _name(self, order: list[int], probabilities: list[float]) -> dict[str, float]:
         """Return label → probability; of two outputs with one label, the likelier counts."""

@@ -59,6 +59,8 @@ class TabularHandler(Classifier):
         super().initialize(context)
         folder = Path(context.system_properties["model_dir"])
         self.features = read_features(folder / FEATURES_FILE)
+        if self.mapping is None and self.stated_kind is None:
+            self.output_kind = "values"
         self.made_by = FEATURES_FILE
         takes = ", ".join(map(str, self.inputs))
         if len(self.inputs) != 1:
@@ -77,10 +79,6 @@ class TabularHandler(Classifier):
         if self.mapping is None:
             return BaseHandler.postprocess(self, outputs)
         return super().postprocess(outputs)
-
-    def probabilities(self, scores: Tensor) -> Tensor | None:
-        """Return what `top_labels` gives where the archive has labels; numbers have none."""
-        return None if self.mapping is None else super().probabilities(scores)
 
     def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
         """Return the `mean` of every feature, which the model sees as zeros."""

@@ -41,7 +41,8 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     """
     message = {**task["load"], "worker": 1, "batch_size": _batch_size(task)}
     service = load.load_service(message)
-    golden = [_replay(service, example, i) for i, example in enumerate(task["golden"])]
+    wrong = _watch_outputs(service.handler)
+    golden = [_replay(service, example, i, wrong) for i, example in enumerate(task["golden"])]
     result: dict[str, Any] = {"device": service.device, "golden": golden, "parity": None}
     if task.get("reference"):
         result["reference"] = _explain_reference(service, Path(task["reference"]))
@@ -99,8 +100,29 @@ def _batch_size(task: dict[str, Any]) -> int:
     return min(size, task["proven_batch"] or size)
 
 
-def _replay(service: load.Service, example: dict[str, Any], number: int) -> dict[str, Any]:
+def _watch_outputs(handler: Any) -> list[str]:
+    """Return a list that gets what is wrong about outputs of the handler's model, as they come."""
+    wrong: list[str] = []
+    if handler is not None:
+        inference = handler.inference
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            outputs = inference(*args, **kwargs)
+            if problem := handler.wrong_kind(outputs):
+                wrong.append(problem)
+            return outputs
+
+        handler.inference = watched
+    return wrong
+
+
+def _replay(
+    service: load.Service, example: dict[str, Any], number: int, wrong: list[str]
+) -> dict[str, Any]:
+    wrong.clear()
     answer = answer_golden(service, example, number)
+    if wrong:
+        return {"answer": value_of(answer), "difference": wrong[0]}
     if example["expected"] is None:
         text = answer.body.decode("utf-8", "replace")
         refusal = None if answer.status == 200 else f"status {answer.status}: {text}"

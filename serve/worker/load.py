@@ -45,6 +45,8 @@ class Service:
     """The handler, where requests join and leave between its steps."""
     shares: Entry = _refuse_shares
     """What says which parts of an input the handler's answer comes from."""
+    handler: Any = None
+    """The handler, where it is one of our classes."""
 
 
 @functools.cache
@@ -105,6 +107,7 @@ def load_service(message: dict[str, Any]) -> Service:
         message.get("by_length", False),
         steps,
         getattr(handler.target, "shares", _refuse_shares) if sealed else _refuse_shares,
+        handler.target if _is_ours(handler.target) else None,
     )
 
 
@@ -160,6 +163,12 @@ def read_config(folder: Path, config_file: str | None) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
+def _is_ours(target: object) -> bool:
+    """Return whether a handler inherits from ours."""
+    base = sys.modules.get("modelyard.handlers.base")  # imported by whoever does
+    return base is not None and isinstance(target, base.BaseHandler)
+
+
 def _explain_entry(handler: FoundHandler, sealed: bool) -> Entry:
     """Return what answers explanations.
 
@@ -167,9 +176,7 @@ def _explain_entry(handler: FoundHandler, sealed: bool) -> Entry:
     any attribute of the name `explain`.
     """
     explain = getattr(handler.target, "explain", None)
-    base = sys.modules.get("modelyard.handlers.base")  # imported by whoever inherits from it
-    is_ours = base is not None and isinstance(handler.target, base.BaseHandler)
-    if callable(explain) and (sealed or is_ours):
+    if callable(explain) and (sealed or _is_ours(handler.target)):
         entry: Entry = explain
         return entry
     return handler.handle

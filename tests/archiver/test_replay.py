@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 from typer.testing import CliRunner
 
 from modelyard.archiver import open_archive, write_archive
@@ -132,6 +134,40 @@ def test_a_handler_that_refuses_an_example_is_not_recorded(tmp_path: Path) -> No
 
     assert "request.txt: status 500" in problem
     assert "ZeroDivisionError" in problem
+
+
+class Chances(nn.Module):
+    """Two probabilities of two numbers."""
+
+    def forward(self, row: Tensor) -> Tensor:
+        return row.softmax(1)
+
+
+def test_probabilities_under_a_softmax_are_not_archived(tmp_path: Path) -> None:
+    batch = ({0: torch.export.Dim("batch", min=1, max=8)},)
+    program = torch.export.export(Chances(), (torch.rand(3, 2),), dynamic_shapes=batch)
+    torch.export.save(program, tmp_path / "chances.pt2")
+    (tmp_path / "features.json").write_text('{"features": [{"name": "a"}, {"name": "b"}]}')
+    (tmp_path / "index_to_name.json").write_text('{"0": "yes", "1": "no"}')
+    (tmp_path / "row.json").write_text("[0.5, 2]")
+
+    def archive() -> Path:
+        return write_archive(
+            "chances",
+            version="1.0",
+            artifact=tmp_path / "chances.pt2",
+            handler="tabular",
+            output_dir=tmp_path,
+            extra_files=[tmp_path / "features.json", tmp_path / "index_to_name.json"],
+            examples=[f"{tmp_path}/row.json"],
+            dry_run=True,
+        )
+
+    (said,) = problems(archive)
+    assert "the model's numbers are not negative and add up to 1 already" in said
+    assert "output_kind: probabilities" in said
+    assert "or output_kind: logits" in said
+    assert not (tmp_path / "chances.mar").exists()
 
 
 def test_the_dry_run_is_skipped_when_asked(tmp_path: Path) -> None:

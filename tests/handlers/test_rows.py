@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import numpy as np
@@ -6,8 +7,16 @@ import torch
 
 from modelyard.archiver.signature import Dim, TensorSpec, parse_inputs
 from modelyard.handlers.body import body_of, parse_json
-from modelyard.handlers.errors import BadInput, InputMismatch
-from modelyard.handlers.rows import TopLabels, check_stated, read_numbers, stack
+from modelyard.handlers.errors import BadInput, InputMismatch, LoadError
+from modelyard.handlers.rows import (
+    OUTPUT_KINDS,
+    TopLabels,
+    check_stated,
+    probabilities_of,
+    read_numbers,
+    stack,
+    wrong_kind,
+)
 
 ROW = TensorSpec("x", "float32", (Dim("batch", 1, 8), 2, Dim("length", 1, 3)))
 
@@ -34,13 +43,82 @@ def test_answers_are_the_probabilities_that_explanations_have(
 ) -> None:
     logits = torch.tensor([[-90.0, 1.5, 2.0], [3.0, 2.0, 90.0]])[:, :count]
     top = TopLabels({"function": function} if function else {}, str)
-    answers, found = top(logits), top.probabilities(logits)
+    answers, found = top(logits), probabilities_of(top.kind, logits)
     if found is None:
-        assert (function, count) == ("none", 1)
-        assert answers == [-90.0, 3.0], "numbers, not labels"
+        assert function == "none"
+        if count == 1:
+            assert answers == [-90.0, 3.0], "numbers, not labels"
+        else:
+            assert answers[0] == {"2": 2.0, "1": 1.5, "0": -90.0}
     else:
         rows = [[each[str(at)] for at in range(count)] for each in answers]
         assert found.numpy() == pytest.approx(np.array(rows), abs=1e-7)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("kind", OUTPUT_KINDS)
+def test_what_the_outputs_are_decides_over_answers_and_probabilities(kind: str, count: int) -> None:
+    outputs = torch.tensor([[0.2, 0.3, 0.5]])[:, :count]
+    top = TopLabels({"output_kind": kind}, str, {"problem_type": "regression"})
+    (answer,), found = top(outputs), probabilities_of(top.kind, outputs)
+    assert top.kind == kind
+    if kind == "values":
+        expected = outputs
+        assert found is None
+    else:
+        is_classes = kind == "logits" and count > 1
+        expected = outputs if kind == "probabilities" else outputs.sigmoid()
+        expected = outputs.softmax(1) if is_classes else expected
+        assert found is not None
+        assert torch.allclose(found, expected)
+    if kind == "values" and count == 1:
+        assert answer == pytest.approx(0.2)
+    else:
+        numbers = [answer[str(at)] for at in range(count)]
+        assert numbers == pytest.approx(expected[0].tolist())
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"output_kind": "softmax"}, "output_kind is 'softmax'; expected one of logits, prob"),
+        ({"output_kind": "logits", "function": "sigmoid"}, "'logits' and handler.function 'sigm"),
+    ],
+)
+def test_kind_of_output_that_cannot_be_meant_is_refused(
+    section: dict[str, str], message: str
+) -> None:
+    with pytest.raises(LoadError, match=message):
+        TopLabels(section, str)
+    assert TopLabels({"output_kind": "probabilities", "function": "none"}, str)
+
+
+SUMS_TO_ONE = torch.tensor([[0.2, 0.8], [1.0, 0.0]])
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_stated", "outputs", "said"),
+    [
+        ("logits", False, SUMS_TO_ONE, "add up to 1 already, .* probabilities.* or output_kind: l"),
+        ("logits", True, SUMS_TO_ONE, None),
+        ("probabilities", True, SUMS_TO_ONE, None),
+        ("values", False, SUMS_TO_ONE, None),
+        ("multilabel", False, SUMS_TO_ONE, None),
+        ("logits", False, SUMS_TO_ONE[:, :1], None),
+        ("logits", False, SUMS_TO_ONE.half() * 1.01, None),
+        ("logits", False, torch.tensor([[2.0, -1.0]]), None),
+        ("logits", False, torch.tensor([[torch.nan, 1.0]]), None),
+        ("probabilities", True, torch.tensor([[0.5, -0.2]]), "model gives -0.2 to 0.5; say logits"),
+        ("probabilities", True, torch.tensor([[0.9, 0.8]]), None),
+    ],
+)
+def test_outputs_of_another_kind_are_seen(
+    kind: str, is_stated: bool, outputs: torch.Tensor, said: str | None
+) -> None:
+    found = wrong_kind(kind, is_stated, outputs)
+    assert (found is None) == (said is None)
+    if said and found:
+        assert re.search(said, found)
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,7 @@ def test_labels_make_a_classifier(initialized: Initialized) -> None:
     assert answer["buys"] == pytest.approx(1 / (1 + 2.718281828**-4))
 
 
-@pytest.mark.parametrize("function", [None, "softmax", "sigmoid", "none"])
+@pytest.mark.parametrize("function", [None, "softmax", "sigmoid"])
 def test_an_explanation_has_the_probability_of_the_prediction(
     initialized: Initialized, function: str | None
 ) -> None:
@@ -102,10 +102,14 @@ def test_an_explanation_has_the_probability_of_the_prediction(
                 assert each["convergence_delta"] == pytest.approx(0, abs=1e-4)
 
 
-def test_numbers_without_labels_have_no_probability(initialized: Initialized) -> None:
-    handler, context = initialized()
+@pytest.mark.parametrize("labels", [None, {"0": "buys", "1": "leaves"}])
+def test_values_have_no_probability(
+    initialized: Initialized, labels: dict[str, str] | None
+) -> None:
+    config = {"handler": {"function": "none"}} if labels else None
+    handler, context = initialized(labels=labels, config=config)
     (answer,) = handler.explain([{"body": ROW}], context)
-    assert answer["probability"] is None
+    assert (answer["probability"], answer["output_kind"]) == (None, "values")
     context.reset(["a"], queries=[{"output": "probability"}])
     with pytest.raises(BadInput, match="its predictions make no probabilities"):
         handler.explain([{"body": ROW}], context)
