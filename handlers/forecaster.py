@@ -16,7 +16,7 @@ from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, HandlerError, LoadError
 from modelyard.handlers.folder import read_json_file
-from modelyard.handlers.rows import read_numbers, read_section
+from modelyard.handlers.rows import as_dtype, read_numbers, read_section
 
 
 class Forecaster(BaseHandler):
@@ -120,8 +120,7 @@ class Forecaster(BaseHandler):
             raise BadInput(f"the body holds {seen}; expected at least {least}, the latest last")
         rest = (spec.shape[0], Dim("length", least, UNLIMITED), *spec.shape[2:])
         values = read_numbers(TensorSpec(spec.name, spec.dtype, rest), body[-most:])
-        scaled: np.ndarray = (values - self.mean) / self.std
-        return [scaled.astype(values.dtype)]
+        return [as_dtype(spec, (values - self.mean) / self.std)]
 
     def _unscaled(self, values: np.ndarray, dims: int) -> np.ndarray:
         """Return (N, H) or (N, H, C) in the units of the request."""

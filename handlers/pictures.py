@@ -3,16 +3,17 @@
 import io
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.folder import read_processor
+from modelyard.handlers.rows import read_flag
 
 MAX_PIXELS = 89_478_485
 """Largest image decoded: Pillow's own limit, a quarter of a gigabyte as 24 bits a pixel."""
@@ -80,6 +81,8 @@ class ImageSettings:
     pads: bool = False
     """Whether a picture smaller than `crop` gets a black frame, as in transformers; else it is
     refused."""
+    upright: bool = True
+    """Whether a photo is turned as its file says that the camera was held."""
 
     @property
     def shape(self) -> tuple[int, int | None, int | None]:
@@ -101,7 +104,7 @@ def read_settings(section: Any) -> ImageSettings:
     """
     if section is None:
         return TORCHSERVE_SETTINGS
-    known = ("mode", "resize", "longest", "crop", "size", "resample", "mean", "std")
+    known = ("mode", "resize", "longest", "crop", "size", "resample", "mean", "std", "upright")
     if not isinstance(section, Mapping):
         raise LoadError(f"handler.image is {section!r}; expected entries of {', '.join(known)}")
     for key in section:
@@ -131,7 +134,8 @@ def read_settings(section: Any) -> ImageSettings:
     mean, std = _read_colours(section, "mean", mode), _read_colours(section, "std", mode)
     if 0.0 in std:
         raise LoadError(f"handler.image.std is {list(std)}; expected no zero, it divides")
-    return ImageSettings(mode, resize, crop, size, mean, std, longest, resample)
+    upright = read_flag("handler.image.upright", section.get("upright", True))
+    return ImageSettings(mode, resize, crop, size, mean, std, longest, resample, upright=upright)
 
 
 def find_settings(section: Any, folder: Path) -> ImageSettings:
@@ -222,15 +226,29 @@ def decode(body: bytes | bytearray, settings: ImageSettings, max_pixels: int | N
     Raises:
         BadInput: not an image of `IMAGE_FORMATS`, damaged, too small, or over the limit.
     """
-    return np.asarray(to_size(open_picture(body, settings.mode, max_pixels), settings))
+    return np.asarray(to_size(open_picture(body, settings, max_pixels), settings))
 
 
-def open_picture(body: bytes | bytearray, mode: str, max_pixels: int | None) -> Image.Image:
+def open_picture(
+    body: bytes | bytearray,
+    settings: ImageSettings,
+    max_pixels: int | None,
+    check: Callable[[int, int], None] = lambda width, height: None,
+) -> Image.Image:
     """Decode an image file into a picture of its own size, of mode L or RGB.
+
+    Transparency is left out: what is seen is the colour below it, as in torchvision.
+
+    Args:
+        body: the file.
+        settings: of which mode, and whether it is turned upright.
+        max_pixels: its limit.
+        check: called with the picture's size before it is decoded, to refuse it.
 
     Raises:
         BadInput: not an image of `IMAGE_FORMATS`, damaged, or over the limit.
     """
+    mode = settings.mode
     try:
         image: Image.Image = Image.open(io.BytesIO(body), formats=IMAGE_FORMATS)
         width, height = image.size
@@ -238,6 +256,10 @@ def open_picture(body: bytes | bytearray, mode: str, max_pixels: int | None) -> 
             raise BadInput(
                 f"the image is {width} × {height} pixels; the limit is {max_pixels} in all"
             )
+        turn = _orientation(image) if settings.upright else UPRIGHT
+        check(*((height, width) if turn in LYING else (width, height)))
+        if turn != UPRIGHT:
+            image = ImageOps.exif_transpose(image)
         if image.mode.startswith("I;16"):
             # Pillow clips 16 bits to 255 instead of scaling them.
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
@@ -253,9 +275,27 @@ def open_picture(body: bytes | bytearray, mode: str, max_pixels: int | None) -> 
         ) from error
 
 
-def to_size(image: Image.Image, settings: ImageSettings) -> Image.Image:
-    """Resize and crop as torchvision's Resize and CenterCrop, or transformers, do on a picture."""
-    width, height = image.size
+UPRIGHT = 1
+LYING = (5, 6, 7, 8)
+"""Of EXIF's orientations, those that exchange width and height."""
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return how the file says that the picture lies, of EXIF's numbers; TIFF files lie right."""
+    # Asking a PNG file without EXIF would decode it.
+    if "exif" not in image.info or image.format == "TIFF":
+        return UPRIGHT
+    found = image.getexif().get(ExifTags.Base.Orientation, UPRIGHT)
+    return found if found in range(1, 9) else UPRIGHT
+
+
+def resized(width: int, height: int, settings: ImageSettings) -> tuple[int, int]:
+    """Return (width, height) of a picture after resizing, before it is cropped.
+
+    Raises:
+        BadInput: it would be too large.
+    """
+    size = width, height
     if settings.size is not None:
         height, width = settings.size
     elif settings.resize is not None:
@@ -270,9 +310,15 @@ def to_size(image: Image.Image, settings: ImageSettings) -> Image.Image:
         )
         if not (width > 0 and height > 0 and width * height <= MAX_PIXELS):
             raise BadInput(
-                f"the image is {image.width} × {image.height} pixels, of which {width} × {height} "
+                f"the image is {size[0]} × {size[1]} pixels, of which {width} × {height} "
                 "would be made; send one of a more usual shape"
             )
+    return width, height
+
+
+def to_size(image: Image.Image, settings: ImageSettings) -> Image.Image:
+    """Resize and crop as torchvision's Resize and CenterCrop, or transformers, do on a picture."""
+    width, height = resized(*image.size, settings)
     if (width, height) != image.size:
         image = image.resize((width, height), RESAMPLINGS[settings.resample])
     if settings.crop is None or settings.crop == (height, width):

@@ -51,9 +51,25 @@ def read_numbers(spec: TensorSpec, value: Any) -> np.ndarray:
     dims = spec.shape[1:]
     if spec.dtype and not (found.ndim == len(dims) and all(map(fits, found.shape, dims))):
         _refuse(spec, f"numbers of shape {list(found.shape)}")
-    numbers = found.astype(wanted)
-    if wanted.kind in "iu" and found.dtype != wanted and not np.array_equal(numbers, found):
-        _refuse(spec, f"numbers beyond {spec.dtype}")
+    return as_dtype(spec, found)
+
+
+def as_dtype(spec: TensorSpec, values: np.ndarray) -> np.ndarray:
+    """Return finite numbers in the dtype of an input.
+
+    Raises:
+        BadInput: it does not hold them.
+    """
+    wanted = _numpy_dtype(spec)
+    with np.errstate(over="ignore"):  # said below
+        numbers = values.astype(wanted)
+    is_held = (
+        np.isfinite(numbers).all()
+        if wanted.kind == "f"
+        else (wanted.kind == "b" or values.dtype == wanted or np.array_equal(numbers, values))
+    )
+    if not is_held:
+        _refuse(spec, f"numbers beyond {spec.dtype or wanted}")
     return numbers
 
 

@@ -19,6 +19,7 @@ from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.explanation import Explanation
+from modelyard.handlers.rows import as_dtype
 
 _KEYS = ("name", "mean", "std", "values")
 
@@ -125,7 +126,8 @@ class TabularHandler(Classifier):
         wrong += [f"{each} is unknown" for each in value if each not in names]
         if wrong:
             raise BadInput(f"{', '.join(wrong)}; expected exactly {', '.join(names)}")
-        return [np.array([_scaled(each, value[each.name]) for each in self.features])]
+        numbers = np.array([_scaled(each, value[each.name]) for each in self.features])
+        return [as_dtype(self.inputs[0], numbers)]
 
 
 def read_features(path: Path) -> tuple[Feature, ...]:

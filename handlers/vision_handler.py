@@ -27,6 +27,7 @@ from modelyard.handlers.pictures import (
     colour_table,
     find_settings,
     open_picture,
+    resized,
     to_size,
 )
 from modelyard.handlers.rows import read_numbers
@@ -52,6 +53,8 @@ class VisionHandler(BaseHandler):
         self.max_pixels: int | None = MAX_PIXELS
         self.image_spec = TensorSpec("")
         self.pictures: list[Image.Image] = []
+        self._is_any_size = False
+        """Whether the size of a picture decides over that of the model's input."""
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its `handler.image`; refuse settings that the model cannot take."""
@@ -64,6 +67,7 @@ class VisionHandler(BaseHandler):
             self.max_pixels = Image.MAX_IMAGE_PIXELS = None
         self.image_spec = self._find_image()
         _check_shape(self.image, self.image_spec)
+        self._is_any_size = self.image.shape[1] is None and len(self.image_spec.shape) == 4
 
     def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
         """Turn pictures into the model's input (N, C, H, W)."""
@@ -155,10 +159,22 @@ class VisionHandler(BaseHandler):
 
     def read_picture(self, body: bytes | bytearray) -> np.ndarray:
         """Return the model input (C, H, W) of an image file; see `keeps_pictures`."""
-        picture = open_picture(body, self.image.mode, self.max_pixels)
+        picture = open_picture(body, self.image, self.max_pixels, self._check_size)
         if self.keeps_pictures:
             self.pictures.append(picture)
         return self._normalise(np.asarray(to_size(picture, self.image)))
+
+    def _check_size(self, width: int, height: int) -> None:
+        """Refuse a picture that becomes one of a size that the model was not exported for."""
+        if self._is_any_size:
+            made = resized(width, height, self.image)
+            dims = self.image_spec.shape[2:]
+            if not all(map(fits, reversed(made), dims)):
+                made_of = "" if made == (width, height) else f", {made[0]} × {made[1]} as resized"
+                expected = " and ".join(map(str, dims))
+                raise BadInput(
+                    f"the image is {width} × {height} pixels{made_of}; the model takes {expected}"
+                )
 
     def wants_png(self, index: int) -> bool:
         """Return whether request `index` asks for a picture, by `format` or its Accept header.

@@ -225,5 +225,7 @@ def _the_one(found: Sequence[Any]) -> Any:
 
 def _unknown_layer(name: str, layers: Sequence[str]) -> str:
     names = [each for each in dict.fromkeys(layers) if each and not each.startswith("_")]
+    if not names:
+        return f'layer is "{name}", and the model has none: all of it is one forward()'
     shown = ", ".join(names[:_SHOWN_LAYERS]) + (", …" if len(names) > _SHOWN_LAYERS else "")
     return f'layer is "{name}"; expected one of {shown}'

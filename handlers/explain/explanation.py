@@ -11,7 +11,7 @@ from torch import Tensor
 from modelyard.archiver.handler_files import MASKS, TYPES
 from modelyard.handlers.agree import MIN_COSINE, Rule, compare
 from modelyard.handlers.backends import Artifact
-from modelyard.handlers.errors import BadInput, HandlerError, NoGradients, TwinDiffers
+from modelyard.handlers.errors import BadInput, NoGradients, TwinDiffers
 from modelyard.handlers.explain.attribution import (
     Attribution,
     AttributionRequest,
@@ -435,7 +435,10 @@ def _numbers(
     }
     wrong = ", ".join(f"{k} = {v}" for k, v in numbers.items() if not math.isfinite(v))
     if wrong:
-        raise HandlerError(f"{wrong}; an explanation needs finite outputs and gradients")
+        raise BadInput(
+            f"{wrong}; an explanation needs finite outputs and gradients: send smaller numbers, or "
+            "choose another baseline"
+        )
     delta = float(total - difference) if method.adds_up else None
     rounding = 0.0 if found.rounding is None else float(found.rounding)
     is_apart = delta is not None and abs(float(difference)) > rounding

@@ -22,9 +22,10 @@ RADIUS = 0.02
 class Quality:
     """Two numbers, smaller is better."""
 
-    infidelity: float
+    infidelity: float | None
     """Mean square of how far the attributions miss the output's change under noise, in squared
-    units of the output."""
+    units of the output. None where they are no shares of a change: without signs, or where each
+    value has what belongs to a whole window."""
     sensitivity: float
     """Largest change of the attributions in the neighbourhood, as a share of their norm."""
 
@@ -74,16 +75,21 @@ def measure(
         pairs = zip(_as_tuple(inputs), ranges, strict=True)
         return tuple(each + radius * size * (2 * torch.rand_like(each) - 1) for each, size in pairs)
 
+    is_of_values = not method.repeats or all(
+        side == 1 for shape in settings["shapes"] for side in shape
+    )
+    first = None
     with seeded(seed), torch.no_grad():
-        first = infidelity(
-            forward,
-            near,
-            request.inputs,
-            attributions,
-            baselines=request.baselines if method.multiplies else None,
-            n_perturb_samples=SAMPLES,
-            max_examples_per_batch=min(request.chunk_rows, SAMPLES),
-        )
+        if method.has_signs and is_of_values:
+            first = infidelity(
+                forward,
+                near,
+                request.inputs,
+                attributions,
+                baselines=request.baselines if method.multiplies else None,
+                n_perturb_samples=SAMPLES,
+                max_examples_per_batch=min(request.chunk_rows, SAMPLES),
+            )
         second = sensitivity_max(
             explain,
             request.inputs,
@@ -92,7 +98,7 @@ def measure(
             n_perturb_samples=SAMPLES,
             max_examples_per_batch=1,
         )
-    return Quality(float(first), float(second))
+    return Quality(None if first is None else float(first), float(second))
 
 
 def _as_tuple(inputs: Tensor | Tensors) -> Tensors:

@@ -184,7 +184,8 @@ def _print_explanation(answer: Answer) -> bool:
             if each.get(name) is not None:
                 grid.add_row(name, escape(show(each[name])))
         for name, value in each.get("quality", {}).items():
-            grid.add_row(name, f"{value:.3g}")
+            if value is not None:
+                grid.add_row(name, f"{value:.3g}")
         out.print(grid)
         shares = each.get("features") or {}
         pairs = [*shares.items(), *((t["token"], t["attribution"]) for t in each.get("tokens", ()))]

@@ -229,6 +229,10 @@ class WrongAnswer(Exception):
         self.code = code
 
 
+class NotFinite(WrongAnswer):
+    """An answer holds infinity or NaN, which JSON does not have."""
+
+
 def check_outputs(outputs: object, count: int) -> list[Any]:
     """Return the answers as a plain list: an author's class may lie about its length.
 
@@ -278,7 +282,8 @@ def encode_value(output: object, rules: Rules) -> tuple[bytes, dict[str, str]]:
     try:
         body, content_type = rules.encode(output)
     except (TypeError, ValueError, RecursionError) as error:
-        raise WrongAnswer(
+        kind = NotFinite if "Out of range float" in str(error) else WrongAnswer
+        raise kind(
             f"the handler's answer cannot be sent as JSON: {error}",
             "Unsupported model output data type.",
         ) from error

@@ -46,7 +46,12 @@ class Service:
     shares: Entry = _refuse_shares
     """What says which parts of an input the handler's answer comes from."""
     handler: Any = None
-    """The handler, where it is one of our classes."""
+    """The handler, where it inherits from ours."""
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether the handler is ours as it stands: what fails is not an author's code."""
+        return type(self.handler).__module__.startswith("modelyard.handlers.")
 
 
 @functools.cache

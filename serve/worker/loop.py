@@ -20,6 +20,7 @@ from typing import Any
 
 from modelyard.handlers.context import Context
 from modelyard.handlers.entry_point import Entry
+from modelyard.handlers.errors import BadInput
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.lengths import CALL_BYTES, choose_alike
 from modelyard.serve.worker.codec import (
@@ -28,6 +29,7 @@ from modelyard.serve.worker.codec import (
     TEXT,
     UNREAD,
     Answer,
+    NotFinite,
     Request,
     Rules,
     answer_output,
@@ -413,7 +415,13 @@ def _answer_outputs(
     for index, output in enumerate(outputs):
         try:
             answers.append(answer_output(service.context, index, output, rules))
-        except Exception as error:  # an answer is an author's object: each of its methods may fail
+        except Exception as failure:  # an answer is an author's object: its methods may fail
+            error: Exception = failure
+            if isinstance(failure, NotFinite) and service.is_built_in:
+                error = BadInput(
+                    "the model gives infinity or NaN for this input, which JSON does not have; "
+                    "send smaller numbers"
+                )
             if sender is not None and sender.has_sent:
                 answers += _broken(rules, error, [requests[index]])
             else:

@@ -200,6 +200,21 @@ def test_layers_of_a_module_are_found_by_name() -> None:
         explain(model, X[:1], {**query, "layer": "3"})
 
 
+def test_layers_of_a_model_without_any_are_not_listed() -> None:
+    net = nn.Tanh()
+    model = subject(Artifact("eager", net, (SPEC,), torch.device("cpu"), net))
+    query = {"method": "layer_integrated_gradients", "layer": "nope"}
+    with pytest.raises(BadInput, match='layer is "nope", and the model has none'):
+        explain(model, X[:1], query)
+
+
+@pytest.mark.parametrize("method", ["integrated_gradients", "occlusion"])
+def test_numbers_that_overflow_are_the_requests_fault(method: str) -> None:
+    model = subject(artifact(lambda x: x * 1e10))
+    with pytest.raises(BadInput, match=r"f_input = inf.*; an explanation needs finite outputs"):
+        explain(model, X[:1] * 1e300, {"method": method})
+
+
 def test_no_pass_is_larger_than_what_the_artifact_takes() -> None:
     rows: list[int] = []
 

@@ -154,6 +154,15 @@ def test_nothing_in_json_is_guessed_at(body: object, why: str) -> None:
         parse_json(body)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float32", 1e308), ("float16", 65520.0), ("", 1e39), ("int8", 200)]
+)
+def test_numbers_that_the_inputs_dtype_does_not_hold_are_refused(dtype: str, value: float) -> None:
+    spec = TensorSpec("x", dtype, (Dim("batch", 1, 8), 1) if dtype else ())
+    with pytest.raises(BadInput, match=f"numbers beyond {dtype or 'float32'}"):
+        read_numbers(spec, [value])
+
+
 def test_numbers_take_the_inputs_dtype() -> None:
     numbers = read_numbers(ROW, [[1, 2.5, 3], [4, 5, True]])
     assert numbers.dtype == np.float32

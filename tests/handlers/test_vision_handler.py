@@ -1,13 +1,14 @@
 import base64
 import io
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torch import Tensor, nn
 
 from modelyard.handlers import BadInput, Context, LoadError, VisionHandler
@@ -16,6 +17,7 @@ from modelyard.handlers.pictures import (
     ImageSettings,
     colour_table,
     decode,
+    open_picture,
     read_settings,
     to_size,
 )
@@ -224,6 +226,53 @@ def test_sizes_follow_the_settings(
     assert to_size(Image.new("RGB", size), settings).size == expected
 
 
+def any_size(make_context: MakeContext, folder: Path, **image: Any) -> VisionHandler:
+    """Return a handler of pictures of 2 to 512 pixels a side, whatever they are."""
+    handler = VisionHandler()
+    config = {"handler": {"image": {"mean": [0.0] * 3, **image}}}
+    handler.initialize(make_context("mean.pt2", None, folder=folder, signature=None, config=config))
+    return handler
+
+
+def test_picture_of_a_size_that_was_not_exported_is_refused_undecoded(
+    make_context: MakeContext, photo_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handler = any_size(make_context, photo_folder)
+    assert handler.handle([{"body": file_of(Image.new("RGB", (512, 100)))}], handler.context)
+    body = file_of(Image.new("RGB", (2000, 100)))
+    monkeypatch.setattr(Image.Image, "convert", None)
+    monkeypatch.setattr(Image.Image, "load", None)
+    message = r"the image is 2000 × 100 pixels; the model takes .*512 and .*512"
+    for explains in (handler.handle, handler.explain):
+        with pytest.raises(BadInput, match=message):
+            explains([{"body": body}], handler.context)
+    shorter = any_size(make_context, photo_folder, resize=40)
+    with pytest.raises(BadInput, match="2000 × 100 pixels, 800 × 40 as resized; the model takes"):
+        shorter.handle([{"body": body}], shorter.context)
+
+
+@pytest.mark.parametrize("format", ["JPEG", "PNG", "WEBP", "TIFF"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_photo_is_turned_as_the_camera_was_held(format: str, orientation: int) -> None:
+    blocks = np.kron(np.array([[0, 255, 128], [255, 255, 0]], np.uint8), np.ones((16, 16)))
+    stored = Image.fromarray(blocks.astype(np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    file = io.BytesIO()
+    stored.save(file, format, exif=exif)
+    shown = ImageOps.exif_transpose(Image.open(file))
+    assert (shown.size == (32, 48)) == (orientation >= 5)
+    sizes: list[tuple[int, int]] = []
+    upright = open_picture(
+        file.getvalue(), TINY_L, None, lambda width, height: sizes.append((width, height))
+    )
+    assert upright.tobytes() == shown.convert("L").tobytes()
+    as_stored = open_picture(file.getvalue(), replace(TINY_L, upright=False), None)
+    if format != "TIFF":  # which Pillow turns itself
+        assert sizes == [upright.size]
+        assert as_stored.size == (48, 32)
+
+
 def test_image_smaller_than_the_crop_is_refused() -> None:
     with pytest.raises(BadInput, match="40 × 30 pixels after resizing; expected at least 41 × 30"):
         to_size(Image.new("RGB", (40, 30)), ImageSettings(crop=(30, 41)))
@@ -255,6 +304,7 @@ def test_settings_are_read_from_model_config() -> None:
         ({"mean": [0.5]}, r"handler\.image\.mean is \[0\.5\]; mode RGB expects 3 numbers"),
         ({"mode": "L", "std": ["1"]}, r"handler\.image\.std is \['1'\]; mode L expects 1"),
         ({"mode": "L", "std": [0]}, r"handler\.image\.std is \[0\.0\]; expected no zero"),
+        ({"upright": 1}, r"handler\.image\.upright is 1; expected true or false"),
     ],
     ids=lambda value: str(value) if not isinstance(value, str) else "",
 )

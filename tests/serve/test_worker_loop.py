@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from modelyard.handlers import BadInput, Context, PredictionException
+from modelyard.handlers import BadInput, BaseHandler, Context, PredictionException
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker import loop
 from modelyard.serve.worker.codec import OURS, Answer, Rules
@@ -156,6 +156,21 @@ def test_an_answer_that_cannot_be_sent_fails_alone(output: Any) -> None:
     assert [answer.status for answer in answers] == [200, 500, 200]
     assert "cannot be sent as JSON" in error_of(answers[1])["message"]
     assert error_of(answers[1])["request_id"] == "request-2"
+
+
+class Own(BaseHandler):
+    """An author's."""
+
+
+@pytest.mark.parametrize(("handler", "status"), [(BaseHandler(), 400), (Own(), 500), (None, 500)])
+def test_numbers_that_overflow_in_a_built_in_handler_are_the_clients(
+    handler: BaseHandler | None, status: int
+) -> None:
+    given = replace(service(lambda data, context: [[math.inf]]), handler=handler)
+    (answer,) = answer_batch(given, [item(1)])
+    assert answer.status == status
+    if status == 400:
+        assert "the model gives infinity or NaN" in error_of(answer)["message"]
 
 
 @pytest.mark.parametrize(
