@@ -95,6 +95,7 @@ class Context:
         gpu: CUDA device index, None on a CPU.
         mms_version: the version that handlers written for TorchServe look for.
         limit_max_image_pixels: False lifts the limit on the size of images.
+        max_image_pixels: that limit; None leaves it to the handler.
         metrics: where handlers add their own metrics.
         model_yaml_config: the archive's model-config.yaml, parsed.
 
@@ -112,6 +113,7 @@ class Context:
         limit_max_image_pixels: bool = True,
         metrics: Any = None,
         model_yaml_config: dict[str, Any] | None = None,
+        max_image_pixels: int | None = None,
     ) -> None:
         self.model_name = model_name
         self.manifest = manifest
@@ -124,6 +126,8 @@ class Context:
             "server_version": mms_version,
             "limit_max_image_pixels": limit_max_image_pixels,
         }
+        if max_image_pixels is not None:
+            self.system_properties["max_image_pixels"] = max_image_pixels
         self.model_yaml_config: dict[str, Any] = model_yaml_config or {}
         self.metrics = metrics
         self.stopping_criteria: Any = None

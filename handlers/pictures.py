@@ -254,7 +254,8 @@ def open_picture(
         width, height = image.size
         if max_pixels is not None and width * height > max_pixels:
             raise BadInput(
-                f"the image is {width} × {height} pixels; the limit is {max_pixels} in all"
+                f"the image is {width} × {height} pixels; the limit is {max_pixels} in all "
+                "(max_image_pixels)"
             )
         turn = _orientation(image) if settings.upright else UPRIGHT
         check(*((height, width) if turn in LYING else (width, height)))

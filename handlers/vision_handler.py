@@ -62,6 +62,7 @@ class VisionHandler(BaseHandler):
         folder = Path(context.system_properties["model_dir"])
         self.image = find_settings(self.handler_settings.get("image"), folder)
         self.table = colour_table(self.image)
+        self.max_pixels = context.system_properties.get("max_image_pixels") or MAX_PIXELS
         if not context.system_properties.get("limit_max_image_pixels", True):
             # Only TorchServe's explicit limit_max_image_pixels=false lifts Pillow's guard.
             self.max_pixels = Image.MAX_IMAGE_PIXELS = None

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from modelyard.handlers import BadInput, Context, LoadError, VisionHandler
 from modelyard.handlers.pictures import (
+    MAX_PIXELS,
     TORCHSERVE_SETTINGS,
     ImageSettings,
     colour_table,
@@ -341,6 +342,17 @@ def test_limit_on_pixels_can_be_lifted(
     handler.initialize(context)
     assert handler.max_pixels is None
     assert Image.MAX_IMAGE_PIXELS is None
+
+
+def test_limit_on_pixels_is_the_servers(make_context: MakeContext) -> None:
+    context = make_context()
+    handler = VisionHandler()
+    handler.initialize(context)
+    assert handler.max_pixels == MAX_PIXELS
+    context.system_properties["max_image_pixels"] = 500
+    handler.initialize(context)
+    with pytest.raises(BadInput, match=r"30 × 20 pixels; the limit is 500 .*max_image_pixels"):
+        handler.preprocess([{"body": file_of(Image.fromarray(noise(20, 30)))}])
 
 
 @pytest.mark.parametrize("method", ["occlusion", "feature_ablation", "kernel_shap"])
