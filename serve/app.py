@@ -17,7 +17,9 @@ from modelyard.serve.api.routes import Routes
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.state import make_keys
+from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.dataplane.worker import frame_bytes
 from modelyard.serve.http.application import Answers, Application, ServerState
 from modelyard.serve.http.auth import TokenCheck
 from modelyard.serve.http.connection import Accepts, Access, Limits
@@ -52,7 +54,8 @@ def create_server(settings: Settings) -> Server:
         StartError: an address cannot be bound, or the keys cannot be written.
     """
     policy, metrics, registry, state = Policy(settings), Metrics(), Registry(), ServerState()
-    lifecycle = Lifecycle(policy, registry, metrics)
+    budget = answer_budget(settings, policy)
+    lifecycle = Lifecycle(policy, registry, metrics, budget)
     keys = make_keys(policy.state.key_file)
     is_open = settings.auth == "never" or (settings.auth == "auto" and settings.is_loopback)
     client_key = None if is_open else keys["inference"]
@@ -79,15 +82,22 @@ def create_server(settings: Settings) -> Server:
         Application(TokenCheck(operator_key), answers, operators),
         Application(TokenCheck(client_key), answers, scraper),
     )
-    inference, management, scraped = listen(zip(apis, settings.addresses, strict=True), settings)
+    served = zip(apis, settings.addresses, strict=True)
+    inference, management, scraped = listen(served, settings, budget)
     others = {management.url: operators.fastapi, scraped.url: scraper.fastapi}
     add_docs(clients.fastapi, others, inference.url)
     return Server(lifecycle, state, inference, management, scraped)
 
 
+def answer_budget(settings: Settings, policy: Policy) -> AnswerBudget:
+    """Return the memory for answers; the longest that a worker may send has room in it."""
+    return AnswerBudget(max(settings.response_memory_bytes, frame_bytes(policy.max_answer_bytes)))
+
+
 def listen(
     apis: Iterable[tuple[Accepts, Address]],
     settings: Settings,
+    budget: AnswerBudget,
     tls: ssl.SSLContext | None = None,
     access: Access | None = None,
     allowed_origins: Iterable[str] = (),
@@ -97,6 +107,7 @@ def listen(
     Args:
         apis: what answers where.
         settings: of every server.
+        budget: of answers.
         tls: for addresses that ask for it.
         access: called with each answer, for an access log.
         allowed_origins: web pages of elsewhere that may call, as CORS writes them.
@@ -117,7 +128,7 @@ def listen(
         for api, address in apis:
             is_first = not listeners
             site = SiteCheck(address, settings.allowed_hosts, tuple(allowed_origins))
-            listeners.append(Listener(api, address, limits, tls, access, site, is_first))
+            listeners.append(Listener(api, address, limits, tls, access, site, budget, is_first))
     except BaseException:
         for listener in listeners:
             listener.abandon()

@@ -43,13 +43,18 @@ class Policy:
     """Regular expression; variables whose whole name it matches are kept from workers."""
     worker_variables: Mapping[str, str] = {}
     """Of the workers' environment, beside the server's."""
-    worker_keys: Mapping[str, Any] = {"dialect": "modelyard"}
-    """Of the message with which workers load."""
 
     def __init__(self, settings: Settings, workers: WorkerPolicy | None = None) -> None:
         self.settings = settings
         self.state = StateDir(settings.state_dir)
+        self.max_answer_bytes = settings.max_response_bytes
+        """Of one answer, or one chunk of it."""
         self.workers = workers or WorkerPolicy()
+        self.worker_keys: dict[str, Any] = {
+            "dialect": "modelyard",
+            "max_image_pixels": settings.max_image_pixels,
+        }
+        """Of the message with which workers load."""
 
     def models_at_start(self, is_trial: bool = False) -> list[ModelSpec]:
         """Return what the settings name, or what was served last when they name nothing.

@@ -106,6 +106,12 @@ class Settings(BaseModel):
     """After SIGTERM, for requests that were accepted."""
     max_request_bytes: int = Field(default=6_553_500, ge=1)
     """Size of a request body; a larger one is answered 413."""
+    max_response_bytes: int = Field(default=128 << 20, ge=1)
+    """Size of an answer, or of a chunk of it; a larger one is answered 500."""
+    response_memory_bytes: int = Field(default=256 << 20, ge=1)
+    """Of all answers that the server process holds; beyond it workers wait for clients."""
+    max_image_pixels: int = Field(default=25_000_000, ge=1)
+    """Of a picture in a request; built-in handlers answer a larger one 400."""
     max_header_bytes: int = Field(default=65_536, ge=8192)
     """Size of a request's line and headers; a larger head is answered 431."""
     max_connections: int = Field(default=4096, ge=8)

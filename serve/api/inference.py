@@ -232,6 +232,10 @@ def parse_timeout(value: bytes) -> float:
 
 @lru_cache(maxsize=64)
 def unpack_headers(packed: bytes) -> Headers:
-    """Return the headers of a worker's answer; most answers of a model have the same. Read only."""
+    """Return the headers of a worker's answer; most answers of a model have the same. Read only.
+
+    What says how long an answer is, and whether the connection stays, is the server's own.
+    """
     fields = wire.unpack_meta(packed)
-    return list(zip(fields[::2], fields[1::2], strict=True))
+    pairs = zip(fields[::2], fields[1::2], strict=True)
+    return [(name, value) for name, value in pairs if name.lower() not in wire.FRAMING]

@@ -24,6 +24,7 @@ from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.sizing import is_on_gpu, this_machine
 from modelyard.serve.control.store import file_stem
 from modelyard.serve.dataplane.batcher import Batcher
+from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
 from modelyard.serve.dataplane.drift import Drift
 from modelyard.serve.dataplane.fork_server import ForkServer, Preload
@@ -39,8 +40,6 @@ MAX_SOURCE_BYTES = 1 << 20
 """Of an author's files that are searched for what they need."""
 _NEEDS_TORCH = re.compile(rb"torch|transformers|modelyard.*Handler")
 _SETS_VARIABLES = re.compile(rb"environ|putenv|setenv")
-MAX_REPLY_BYTES = 1 << 30
-"""Largest answer accepted from a worker."""
 EXPLAINERS_NICENESS = 10
 """An explanation takes seconds of a core; predictions on the same core go first."""
 
@@ -65,8 +64,11 @@ def admit(archive: Archive, spec: ModelSpec, policy: Policy) -> tuple[str, Model
 class Builder:
     """Builds the model versions of one server."""
 
-    def __init__(self, policy: Policy, metrics: Metrics) -> None:
+    def __init__(
+        self, policy: Policy, metrics: Metrics, budget: AnswerBudget | None = None
+    ) -> None:
         self._policy = policy
+        self._budget = budget
         self._metrics = metrics
         self.fork_server: ForkServer | None = None
         if policy.settings.fork_workers:
@@ -113,12 +115,12 @@ class Builder:
         if interpreter == sys.executable and not is_on_gpu(this_machine(), config.device):
             plan = replace(plan, fork_server=self.fork_server, preload=preload)
         metrics = VersionMetrics(self._metrics, name, manifest.model_version)
-        pool = Pool(plan, metrics, self._policy.workers)
+        pool = Pool(plan, metrics, self._policy.workers, self._budget)
         metrics.watch_workers(lambda: pool.ready_count)
         explainers = None
         if config.explain_workers:
             apart = replace(plan, log_stem="explainer", niceness=EXPLAINERS_NICENESS)
-            explainers = Pool(apart, metrics, self._policy.workers)
+            explainers = Pool(apart, metrics, self._policy.workers, self._budget)
         predictions, explanations = (
             Batcher(
                 explainers if explainers and kind == EXPLAIN else pool,
@@ -201,6 +203,7 @@ class Builder:
                 "batch_size": config.batch_size,
                 "by_length": config.by_length,
                 "poll_us": 0 if has_quota else policy.settings.worker_poll_us,
+                "max_response_bytes": policy.max_answer_bytes,
                 "golden": [asdict(golden) for golden in seal.golden] if seal else [],
                 **policy.worker_keys,
             },
@@ -210,7 +213,7 @@ class Builder:
             startup_timeout_s=config.startup_timeout_s,
             response_timeout_s=config.response_timeout_s,
             retry=config.retry,
-            max_reply_bytes=MAX_REPLY_BYTES,
+            max_answer_bytes=policy.max_answer_bytes,
             interpreter=interpreter,
             hidden_variables=policy.hidden_variables,
             variables=policy.worker_variables,

@@ -23,6 +23,7 @@ from modelyard.serve.control.sizing import (
     describe_excess,
     this_machine,
 )
+from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.errors import CleanupTimedOut, LoadFailed
@@ -34,11 +35,17 @@ logger = logging.getLogger(__name__)
 class Lifecycle:
     """Changes to what is served. Each change of one model waits for the one before it."""
 
-    def __init__(self, policy: Policy, registry: Registry, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        registry: Registry,
+        metrics: Metrics,
+        budget: AnswerBudget | None = None,
+    ) -> None:
         self.policy = policy
         self.registry = registry
         self._settings = policy.settings
-        self._builder = Builder(policy, metrics)
+        self._builder = Builder(policy, metrics, budget)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._unlisted: set[Pool] = set()
         """Of versions that are coming or going: not in the registry, and to be stopped like it."""

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic
 from typing import NamedTuple, Protocol
 
+from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.errors import StreamBroken
 
@@ -48,9 +49,13 @@ class Stream:
     Args:
         has_left: tells whether the client has left.
         cancel: called once when nobody reads the rest.
+        budget: counts what is unread.
     """
 
-    def __init__(self, has_left: HasLeft | None, cancel: Callable[[], None]) -> None:
+    def __init__(
+        self, has_left: HasLeft | None, cancel: Callable[[], None], budget: AnswerBudget
+    ) -> None:
+        self._budget = budget
         self._has_left = has_left
         self._cancel = cancel
         self._chunks: deque[Payload] = deque()
@@ -66,9 +71,10 @@ class Stream:
         if not self._is_closed:
             self._chunks.append(chunk)
             self._size += len(chunk)
+            self._budget.add(len(chunk))
             if self._size > MOST_UNREAD_BYTES:
-                self._chunks.clear()
                 self.fail(StreamBroken(f"the client leaves {self._size} bytes unread"))
+                self._drop()
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
@@ -81,9 +87,14 @@ class Stream:
         """Drop what is left, and tell the worker when it still sends."""
         if not self._is_closed:
             self._is_closed = True
-            self._chunks.clear()
+            self._drop()
             if not self._is_complete:
                 self._cancel()
+
+    def _drop(self) -> None:
+        self._chunks.clear()
+        size, self._size = self._size, 0
+        self._budget.give_back(size)
 
     async def read(self) -> AsyncIterator[Payload]:
         """Yield the chunks as they come, until the last one or until the client has left.
@@ -97,6 +108,7 @@ class Stream:
                     return
                 chunk = self._chunks.popleft()
                 self._size -= len(chunk)
+                self._budget.give_back(len(chunk))
                 yield chunk
             if self._error is not None:
                 raise self._error

@@ -13,6 +13,8 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from modelyard.serve.dataplane.wire import MAX_RECORDS
+
 logger = logging.getLogger(__name__)
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
@@ -119,8 +121,13 @@ class Record(NamedTuple):
 
 
 def read_records(records: object) -> Iterator[Record]:
-    """Yield a worker's records, and leave out what is not one: authors' code runs there."""
-    for record in records if isinstance(records, list) else ():
+    """Yield a worker's records, and leave out what is not one: authors' code runs there.
+
+    What is left out of one message is logged in one line.
+    """
+    given = records if isinstance(records, list) else []
+    refused, first = max(0, len(given) - MAX_RECORDS), f"more than {MAX_RECORDS}"
+    for record in given[:MAX_RECORDS]:
         try:
             yield Record(
                 str(record["name"]),
@@ -131,7 +138,11 @@ def read_records(records: object) -> Iterator[Record]:
                 str(record.get("request_id") or ""),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            logger.warning("a record of a worker cannot be read (%r): %.200r", error, record)
+            refused += 1
+            if len(given) <= MAX_RECORDS and refused == 1:
+                first = f"{error!r}: {record!a:.200}"
+    if refused:
+        logger.warning("%d of %d records of a worker are left out (%s)", refused, len(given), first)
 
 
 class HandlerMetrics:

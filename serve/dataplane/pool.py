@@ -12,6 +12,7 @@ from functools import partial
 from time import monotonic
 
 from modelyard.serve.dataplane.batcher import Batcher
+from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.call import EXPLAIN, Call
 from modelyard.serve.dataplane.clock import Clock
 from modelyard.serve.dataplane.metrics import VersionMetrics
@@ -54,7 +55,14 @@ class ReplicaSlot:
 class Pool:
     """The workers of one model version; the engine that `batcher.py` speaks of."""
 
-    def __init__(self, plan: WorkerPlan, metrics: VersionMetrics, policy: WorkerPolicy) -> None:
+    def __init__(
+        self,
+        plan: WorkerPlan,
+        metrics: VersionMetrics,
+        policy: WorkerPolicy,
+        budget: AnswerBudget | None = None,
+    ) -> None:
+        self.budget = budget or AnswerBudget()
         self.plan = plan
         self.metrics = metrics
         self.policy = policy
@@ -374,7 +382,8 @@ class Pool:
                 elif job.drop_if_left():
                     worker.cancel(id)
             limit = self.plan.response_timeout_s
-            if worker.is_ready and worker.flight and worked - worker.busy_since > limit:
+            is_busy = worker.is_ready and worker.flight and not worker.is_held_up
+            if is_busy and worked - worker.busy_since > limit:
                 logger.error("%s worker %d: no answer for %g s; ending it",
                              self.plan.label, worker.number, limit)  # fmt: skip
                 next(iter(worker.flight.values())).fail(self.policy.silence(limit))

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -35,6 +35,13 @@ RECEIVE_BYTES = 1 << 18
 """Of one receive. A payload of which more is missing is received in its own place."""
 MAX_ITEMS = 4096
 """Items in one frame; more is a broken or hostile peer."""
+FRAME_BYTES = 1 << 23
+"""Of the payloads of one frame: what is longer goes out in several, but for an item that is longer
+by itself."""
+MAX_CONTROL = 1 << 20
+"""Of a worker's control item, and of what stands around an answer's body."""
+MAX_RECORDS = 1000
+"""Of what a handler measured, in one METRICS item."""
 
 # Control codes.
 LOAD = 1
@@ -70,6 +77,11 @@ BROKEN = 2
 """The handler failed after it had sent chunks; the body is the error, for the log."""
 UNREAD = 4
 """Nobody waits for the answer, so the job was not run, or not to its end."""
+PARTIAL = 8
+"""Of a frame's first item: the next frame holds further replies to the same batch."""
+
+FRAMING = frozenset({b"connection", b"content-length", b"transfer-encoding"})
+"""Headers that belong to the server's connection; a handler's opinion of them is left out."""
 
 
 Payload = bytes | bytearray
@@ -96,9 +108,10 @@ class Item(NamedTuple):
 class Frame:
     """Collects the items of one frame as buffers; payloads are not copied or joined."""
 
-    __slots__ = ("_count", "_heads", "_payloads")
+    __slots__ = ("_bytes", "_count", "_heads", "_payloads")
 
     def __init__(self) -> None:
+        self._bytes = 0
         self._count = 0
         self._heads: list[bytes] = []
         self._payloads: list[Buffer] = []
@@ -115,6 +128,7 @@ class Frame:
     ) -> None:
         """Add one item; its body may come in several parts."""
         length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+        self._bytes += len(meta) + length
         self._count += 1
         self._heads.append(HEAD.pack(id, code, flags, queue_us, handler_us, len(meta), length))
         self._payloads.append(meta)
@@ -126,6 +140,37 @@ class Frame:
     def buffers(self) -> list[Buffer]:
         """Return the frame's buffers in the order in which they are sent."""
         return [COUNT.pack(self._count), *self._heads, *self._payloads]
+
+    def split(self) -> Iterator[list[Buffer]]:
+        """Yield the buffers of the frame, or of the frames of `FRAME_BYTES` that it is sent as.
+
+        A control item goes with the item before it.
+        """
+        if self._bytes <= FRAME_BYTES or self._count == 1:
+            yield self.buffers()
+            return
+        payloads = iter(self._payloads)
+        heads: list[bytes] = []
+        held: list[Buffer] = []
+        size = 0
+        for head in self._heads:
+            id, *_, meta_length, body_length = HEAD.unpack(head)
+            length = meta_length + body_length
+            if heads and id and size + length > FRAME_BYTES:
+                yield [COUNT.pack(len(heads)), _mark_partial(heads[0]), *heads[1:], *held]
+                heads, held, size = [], [], 0
+            heads.append(head)
+            held.append(next(payloads))
+            size += length
+            while body_length > 0:
+                held.append(part := next(payloads))
+                body_length -= len(part)
+        yield [COUNT.pack(len(heads)), *heads, *held]
+
+
+def _mark_partial(head: bytes) -> bytes:
+    id, code, flags, *rest = HEAD.unpack(head)
+    return HEAD.pack(id, code, flags | PARTIAL, *rest)
 
 
 def now_us() -> int:
@@ -178,13 +223,26 @@ class Decoder:
     next bytes belong, so that a reader can receive them there and nothing is copied.
 
     Args:
-        max_body: the longest body accepted, in bytes.
+        max_item: the longest item accepted, in bytes.
+        max_control: the same of control items; None takes as much.
+        max_frame: the most that all items of a frame may have; None has no limit.
+        may_begin: called with the size of a frame that comes in pieces, before there is memory for
+            it. While it returns False the frame waits; `feed` with no bytes asks again.
     """
 
-    def __init__(self, max_body: int) -> None:
-        self._max_body = max_body
+    def __init__(
+        self,
+        max_item: int,
+        max_control: int | None = None,
+        max_frame: int | None = None,
+        may_begin: Callable[[int], bool] = lambda size: True,
+    ) -> None:
+        self._may_begin = may_begin
+        self._max_item = max_item
+        self._max_control = max_item if max_control is None else max_control
+        self._max_frame = max_frame
         self._pending = b""
-        """The beginning of a frame, up to a part of its heads."""
+        """The beginning of a frame: up to a part of its heads, or one that waits."""
         self._begun: _Begun | None = None
         """A frame whose heads are there."""
 
@@ -220,12 +278,16 @@ class Decoder:
             self._pending = b""
         end = len(data)
         while start < end:
-            heads = self._heads(data, start)
-            if heads is None:
+            found = self._heads(data, start)
+            if found is None:
                 self._pending = data[start:]
                 break
+            heads, size = found
             at = start + COUNT.size + len(heads) * HEAD.size
-            if end - at < sum(head[-2] + head[-1] for head in heads):
+            if end - at < size:
+                if not self._may_begin(size):
+                    self._pending = data[start:]
+                    break
                 self._begun = _Begun(heads)
                 self._begun.take(data, at)
                 break
@@ -241,8 +303,8 @@ class Decoder:
             frames.append(items)
         return frames
 
-    def _heads(self, data: bytes, start: int) -> list[tuple[int, ...]] | None:
-        """Return the heads of the frame at `start`, None where they are not there yet."""
+    def _heads(self, data: bytes, start: int) -> tuple[list[tuple[int, ...]], int] | None:
+        """Return heads and size of the frame at `start`, None where they are not there yet."""
         at = start + COUNT.size
         if len(data) < at:
             return None
@@ -252,12 +314,16 @@ class Decoder:
         if len(data) < at + count * HEAD.size:
             return None
         heads = [HEAD.unpack_from(data, at + i * HEAD.size) for i in range(count)]
-        for *_, meta_length, body_length in heads:
-            if meta_length + body_length > self._max_body:
-                raise WireError(
-                    f"an item of {meta_length + body_length} bytes; {self._max_body} are allowed"
-                )
-        return heads
+        size = 0
+        for id, *_, meta_length, body_length in heads:
+            length = meta_length + body_length
+            limit = self._max_item if id else self._max_control
+            if length > limit:
+                raise WireError(f"an item of {length} bytes; {limit} are allowed")
+            size += length
+        if self._max_frame is not None and size > self._max_frame:
+            raise WireError(f"a frame of {size} bytes; {self._max_frame} are allowed")
+        return heads, size
 
 
 class _Begun:

@@ -16,7 +16,7 @@ import re
 import signal
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from modelyard.archiver.threads import thread_environment
 from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.budget import Share
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, ReplySink, Stream
 from modelyard.serve.dataplane.fork_server import ForkServer, Preload
 from modelyard.serve.dataplane.process import ChildProcess, spawn
@@ -141,7 +142,8 @@ class WorkerPlan:
     response_timeout_s: float
     retry: bool
     """Whether a request that a worker died with is tried once more."""
-    max_reply_bytes: int
+    max_answer_bytes: int
+    """Of one answer, or one chunk of it."""
     interpreter: str = sys.executable
     """Python of the workers; another one where the archive brings requirements."""
     hidden_variables: str | None = None
@@ -168,7 +170,10 @@ class Worker(asyncio.BufferedProtocol):
         self._pool = pool
         self._plan = pool.plan
         self._loop = asyncio.get_running_loop()
-        self._decoder = wire.Decoder(pool.plan.max_reply_bytes)
+        self._share = Share(pool.budget, self._pause, self._go_on)
+        self._decoder = decoder_of_answers(pool.plan.max_answer_bytes, self._share.take)
+        self._partial = (PREDICT, 0)
+        """Kind and number of the replies of a batch whose others come in the next frame."""
         self._buffer = memoryview(bytearray(wire.RECEIVE_BYTES))
         self._is_in_room = False
         self._transport: asyncio.Transport | None = None
@@ -342,11 +347,14 @@ class Worker(asyncio.BufferedProtocol):
 
     def buffer_updated(self, nbytes: int) -> None:
         """Take replies and control messages; a worker that talks nonsense is ended."""
+        if self._is_in_room:
+            self._read(lambda: self._decoder.filled(nbytes))
+        else:
+            self._read(lambda: self._decoder.feed(bytes(self._buffer[:nbytes])))
+
+    def _read(self, receive: Callable[[], list[list[wire.Item]]]) -> None:
         try:
-            if self._is_in_room:
-                frames = self._decoder.filled(nbytes)
-            else:
-                frames = self._decoder.feed(bytes(self._buffer[:nbytes]))
+            frames = receive()
             for frame in frames:
                 if frame[0].id == 0:
                     self._control(frame[0])
@@ -357,10 +365,31 @@ class Worker(asyncio.BufferedProtocol):
             self.condemn()
             assert self._transport is not None
             self._transport.abort()  # nothing that follows means anything
+        else:
+            if self._share.is_due:
+                self._share.settle(is_begun=self._decoder.room is not None)
         self._pool.pump()
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether it is not read, for there is no room for its answers."""
+        return self._share.is_held_up
+
+    def _pause(self) -> None:
+        assert self._transport is not None
+        self._transport.pause_reading()
+
+    def _go_on(self) -> None:
+        """Read on with what waited for room."""
+        self.busy_since = self._pool.clock.read(monotonic())
+        assert self._transport is not None
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+            self._read(lambda: self._decoder.feed(b""))
 
     def connection_lost(self, error: Exception | None) -> None:
         """End the process, if it still runs; how it ended decides over what it held."""
+        self._share.close()
         self.is_ready = False
         assert self._process is not None
         if self._has_exited:
@@ -422,7 +451,10 @@ class Worker(asyncio.BufferedProtocol):
                 job.sink.set_result(Reply(status, headers, body, queue_us, handler_us))
                 if self._pool.on_answer is not None and status == 200:
                     self._pool.on_answer(job)
-        if len(self.flight) < before:
+        if self._partial[1]:
+            kind, count = self._partial[0], self._partial[1] + count
+        self._partial = (kind, count) if frame[0].flags & wire.PARTIAL else (PREDICT, 0)
+        if not self._partial[1] and len(self.flight) < before:
             if count:
                 self.answered += count
                 self._pool.metrics.kinds[kind].batch_size.observe(count)
@@ -438,7 +470,7 @@ class Worker(asyncio.BufferedProtocol):
     def _chunk(self, id: int, job: Call, status: int, headers: bytes, body: wire.Payload) -> None:
         """Pass on a chunk; status and headers go with the first one."""
         if job.stream is None:
-            job.stream = Stream(job.has_left, partial(self.cancel, id))
+            job.stream = Stream(job.has_left, partial(self.cancel, id), self._pool.budget)
             if job.sink.done():  # its deadline has passed
                 job.stream.close()
             else:
@@ -552,6 +584,19 @@ class Worker(asyncio.BufferedProtocol):
     def takes_work(self) -> bool:
         """Whether it may be given anything new."""
         return self.is_ready and not (self.is_alone or self.is_reserved or self.is_closing)
+
+
+def decoder_of_answers(
+    max_answer_bytes: int, may_begin: Callable[[int], bool] = lambda size: True
+) -> wire.Decoder:
+    """Return what reads a worker's frames: no frame is collected that is longer than it may be."""
+    max_item, max_frame = max_answer_bytes + wire.MAX_CONTROL, frame_bytes(max_answer_bytes)
+    return wire.Decoder(max_item, wire.MAX_CONTROL, max_frame, may_begin)
+
+
+def frame_bytes(max_answer_bytes: int) -> int:
+    """Return the most that a frame of answers may have."""
+    return max(wire.FRAME_BYTES, max_answer_bytes + wire.MAX_CONTROL) + wire.MAX_CONTROL
 
 
 def worker_environment(

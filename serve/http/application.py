@@ -149,6 +149,7 @@ class Answers:
         if not isinstance(body, Stream):
             headers = [*headers, (b"content-length", b"%d" % len(body)), *common]
             if not cycle.send_whole(status, headers, body):
+                cycle.connection.budget.add(len(body))
                 cycle.run(_send_parts(cycle, status, headers, body))
         else:
             cycle.run(_send_stream(cycle, status, [*headers, *common], body, id))
@@ -195,8 +196,11 @@ class Answers:
 async def _send_parts(
     cycle: RequestResponseCycle, status: int, headers: Headers, body: Payload
 ) -> None:
-    await cycle.start(status, headers)
-    await cycle.write(body)
+    try:
+        await cycle.start(status, headers)
+        await cycle.write(body)
+    finally:
+        cycle.connection.budget.give_back(len(body))
 
 
 async def _send_stream(

@@ -21,6 +21,7 @@ from time import monotonic
 from typing import Any, Protocol
 from urllib.parse import unquote
 
+from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.errors import (
     BadMessage,
@@ -43,6 +44,8 @@ else:
 
 logger = logging.getLogger(__name__)
 
+UNCOUNTED_BYTES = 1 << 14
+"""Of an answer that a client has not taken; what is more counts against the budget of answers."""
 JOIN_BYTES = 1 << 16
 """Bodies below this are copied behind their head: uvloop's write of one buffer is the fast one."""
 SLICE_BYTES = 8192
@@ -59,6 +62,9 @@ PIPELINED = 64
 """Requests that may wait on one connection for the answer before theirs."""
 MIN_RATE = 500
 """Bytes per second, over `transfer_timeout_s`, below which a client is too slow; Apache's value."""
+SHORT_RATE = 1 << 16
+"""The same over `SHORT_S`, for clients whose answers take the memory that workers wait for."""
+SHORT_S = 2.0
 _LAST_RECEIVED = slice(52, 56)
 """Of the kernel's `struct tcp_info`: milliseconds since the last bytes came, a u32."""
 LINGER_S = 2.0
@@ -319,6 +325,7 @@ class RequestResponseCycle:
 
     def _write(self, data: Payload) -> None:
         self.connection.written += len(data)
+        self.connection.last_write = len(data)
         self.transport.write(data)
 
     def send_whole(self, status: int, headers: Headers, body: Payload) -> bool:
@@ -338,6 +345,7 @@ class RequestResponseCycle:
         if len(body) < JOIN_BYTES:
             self.transport.write(head + body)
         else:
+            self.connection.last_write = len(body)
             self.transport.writelines((head, body))
         self.is_started = True
         if self.connection.access is not None:
@@ -364,6 +372,7 @@ class Connection(asyncio.Protocol):
         app: what answers.
         limits: what is refused.
         site: whose requests are refused.
+        budget: of answers, which counts what clients have not taken.
         access: called with each answer, for an access log.
         accepted: the client's socket.
         turns: of all connections of the listener.
@@ -376,6 +385,7 @@ class Connection(asyncio.Protocol):
         answering: the request that the application has.
         reading: the request whose body is being read.
         written: bytes of answers so far.
+        last_write: how many of them were written at last.
         writable: None, or what is set as soon as the client has taken enough of its answers.
         waited_s: how long, at most, what is being parsed waited to be read or parsed.
     """
@@ -385,7 +395,7 @@ class Connection(asyncio.Protocol):
     since = 0.0
     url = b""
     head_bytes = 0
-    written = 0
+    written = last_write = 0
     answering: RequestResponseCycle | None = None
     reading: RequestResponseCycle | None = None
     writable: asyncio.Event | None = None
@@ -399,6 +409,8 @@ class Connection(asyncio.Protocol):
     _put_off: list[tuple[float, bytes]] | None = None
     """What was received and is to be parsed in a later turn, each with its time."""
     _refusal: tuple[Exception, RequestResponseCycle | None] | None = None
+    _unread = 0
+    """Bytes of answers that the budget knows of."""
     _window: tuple[object, float, int] = (None, 0.0, 0)
     """What is measured, since when, and how far it was then."""
 
@@ -407,6 +419,7 @@ class Connection(asyncio.Protocol):
         app: Accepts,
         limits: Limits,
         site: SiteCheck,
+        budget: AnswerBudget,
         access: Access | None,
         accepted: socket.socket,
         turns: Turns,
@@ -419,6 +432,7 @@ class Connection(asyncio.Protocol):
         self.turns = turns
         self.limits = limits
         self._site = site
+        self.budget = budget
         self._connections = connections
         self._closed = closed
         self.loop = asyncio.get_running_loop()
@@ -431,6 +445,7 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Start to count."""
         self.transport = transport
+        transport.set_write_buffer_limits(UNCOUNTED_BYTES)
         self._connections.add(self)
         self.since = self._time()
         self.client = _endpoint(transport, "peername")
@@ -818,14 +833,16 @@ class Connection(asyncio.Protocol):
     def _is_slow(self, what: object, now: float, progress: int) -> bool:
         """Return whether less than the rate has come, or gone, in the time that ends now."""
         measured, since, then = self._window
-        timeout_s = self.limits.transfer_timeout_s
+        rate, timeout_s = MIN_RATE, self.limits.transfer_timeout_s
+        if what == "answer" and self._unread and self.budget.is_short:
+            rate, timeout_s = SHORT_RATE, min(SHORT_S, timeout_s)
         if measured is not what:
             self._window = (what, now, progress)
             return False
         if now - since < timeout_s:
             return False
         self._window = (what, now, progress)
-        return progress - then < MIN_RATE * timeout_s
+        return progress - then < rate * timeout_s
 
     # -- back-pressure ---------------------------------------------------------------------------
 
@@ -845,12 +862,17 @@ class Connection(asyncio.Protocol):
         """Have the application wait: the client takes less than it is sent."""
         if self.writable is None:
             self.writable = asyncio.Event()
+            # A buffer that is sent in part is still there as a whole.
+            self._unread = max(self.last_write, self.transport.get_write_buffer_size())
+            self.budget.add(self._unread)
 
     def resume_writing(self) -> None:
         """Let the application go on."""
         if self.writable is not None:
             self.writable.set()
             self.writable = None
+            unread, self._unread = self._unread, 0
+            self.budget.give_back(unread)
 
     async def drain(self) -> None:
         """Wait until the client has taken enough."""

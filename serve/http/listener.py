@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.errors import StartError
 from modelyard.serve.http.connection import HAS_PARSER, Accepts, Access, Connection, Limits
 from modelyard.serve.http.site import SiteCheck
@@ -73,6 +74,7 @@ class Listener:
         tls: certificate and key, for an address that asks for TLS.
         access: called with each answer, for an access log.
         site: whose requests are refused; None decides by the address.
+        budget: of answers; None has one for this listener.
         spares_descriptors: whether it leaves the last file descriptors to the others.
         listening: a socket that is bound already, or what accepts like one.
 
@@ -88,6 +90,7 @@ class Listener:
         tls: ssl.SSLContext | None = None,
         access: Access | None = None,
         site: SiteCheck | None = None,
+        budget: AnswerBudget | None = None,
         spares_descriptors: bool = False,
         listening: Listening | None = None,
     ) -> None:
@@ -106,6 +109,7 @@ class Listener:
         self._tls = tls if address.is_tls else None
         self._access = access
         self._site = site or SiteCheck(self.address)
+        self._budget = budget or AnswerBudget()
         self._spares_descriptors = spares_descriptors
         self._connections: set[Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
@@ -213,6 +217,7 @@ class Listener:
             self._app,
             self._limits,
             self._site,
+            self._budget,
             self._access,
             accepted,
             self.turns,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from modelyard.serve.app import Server, listen
+from modelyard.serve.app import Server, answer_budget, listen
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
+from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.http.application import Check, ServerState, open_to_all
 from modelyard.serve.http.connection import Access
@@ -39,7 +40,9 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     recorder = TorchServeMetrics(dialect, logs)
     observer = recorder if recorder.is_wanted else None
     metrics, registry, state = Metrics(recorder, observer), Registry(), ServerState()
-    lifecycle = Lifecycle(TorchServePolicy(settings, dialect, recorder), registry, metrics)
+    policy = TorchServePolicy(settings, dialect, recorder)
+    budget = answer_budget(settings, policy)
+    lifecycle = Lifecycle(policy, registry, metrics, budget)
     is_off = dialect.disable_token_authorization
     tokens = None if is_off else Tokens(dialect.directory, dialect.token_expiration_min)
     check: Check = open_to_all
@@ -57,11 +60,15 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
         apis.append(Scrape(metrics, dialect_answers(state, dialect)).dialect)
     lines = logs.lines(ACCESS_LOG) if logs else None
     access = lines.writer(access_line) if lines else None
-    return Server(lifecycle, state, *_listen(apis, dialect, settings, access))
+    return Server(lifecycle, state, *_listen(apis, dialect, settings, budget, access))
 
 
 def _listen(
-    apis: list[Dialect], dialect: TorchServeSettings, settings: Settings, access: Access | None
+    apis: list[Dialect],
+    dialect: TorchServeSettings,
+    settings: Settings,
+    budget: AnswerBudget,
+    access: Access | None,
 ) -> tuple[Listener, Listener, Listener | None]:
     addresses = dialect.addresses[: len(apis)]
     groups: dict[Address, list[Dialect]] = {}
@@ -83,7 +90,7 @@ def _listen(
             dialect.keystore_pass,
         )
     origins = [dialect.cors_allowed_origin] if dialect.cors_allowed_origin else []
-    bound = listen(ports, settings, tls, access, origins)
+    bound = listen(ports, settings, budget, tls, access, origins)
     listeners = dict(zip(groups, bound, strict=True))
     inference, management, *scraped = (listeners[address] for address in addresses)
     return inference, management, scraped[0] if scraped else None

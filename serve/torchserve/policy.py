@@ -57,6 +57,7 @@ class TorchServePolicy(Policy):
         self._snapshots = Snapshots(dialect)
         self.default_handler = dialect.default_service_handler
         self.unregister_timeout_s = dialect.unregister_model_timeout
+        self.max_answer_bytes = dialect.max_response_size
         self.hidden_variables = dialect.blacklist_env_vars
         self.worker_variables = {
             "TS_DECODE_INPUT_REQUEST": str(dialect.decode_input_request).lower(),
@@ -71,7 +72,6 @@ class TorchServePolicy(Policy):
             "envelope": dialect.service_envelope,
             "decode_input": dialect.decode_input_request,
             "limit_max_image_pixels": dialect.limit_max_image_pixels,
-            "max_response_bytes": dialect.max_response_size,
             "metrics": {"declared": metrics.model_metrics},
         }
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker import check, load, loop, steps, torchserve
-from modelyard.serve.worker.codec import is_out_of_memory
+from modelyard.serve.worker.codec import MOST_SAID, is_out_of_memory
 from modelyard.serve.worker.golden import check_golden
 
 PR_SET_PDEATHSIG = 1
@@ -49,7 +49,7 @@ def main(fd: int) -> int:
     except BaseException as error:
         traceback.print_exc()
         reason = load.describe(error, Path(message["folder"]))
-        failed = {"message": reason, "out_of_memory": _lacks_memory(error)}
+        failed = {"message": reason[:MOST_SAID], "out_of_memory": _lacks_memory(error)}
         connection.sendall(wire.encode_control(wire.FAILED, failed))
         return 1
     ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}

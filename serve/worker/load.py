@@ -86,6 +86,7 @@ def load_service(message: dict[str, Any]) -> Service:
         batch_size=message["batch_size"],
         gpu=gpu,
         limit_max_image_pixels=message.get("limit_max_image_pixels", True),
+        max_image_pixels=message.get("max_image_pixels"),
         model_yaml_config=read_config(folder, message["config_file"]),
     )
     shim = import_shim()

@@ -14,7 +14,7 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -144,13 +144,13 @@ class Reader:
         return count
 
     def send(self, frame: wire.Frame) -> None:
-        """Send a frame; a long one without joining its buffers first."""
-        buffers = frame.buffers()
-        if sum(map(len, buffers)) <= wire.RECEIVE_BYTES:
-            self.connection.sendall(b"".join(buffers))
-            return
-        for start in range(0, len(buffers), MOST_BUFFERS):
-            self._send_some(buffers[start : start + MOST_BUFFERS])
+        """Send a frame; a long one without joining its buffers first, and maybe as several."""
+        for buffers in frame.split():
+            if sum(map(len, buffers)) <= wire.RECEIVE_BYTES:
+                self.connection.sendall(b"".join(buffers))
+                continue
+            for start in range(0, len(buffers), MOST_BUFFERS):
+                self._send_some(buffers[start : start + MOST_BUFFERS])
 
     def _send_some(self, buffers: list[wire.Buffer]) -> None:
         sent = self.connection.sendmsg(buffers)
@@ -230,8 +230,7 @@ class Sender:
             handler_us = self._handler_us.get(item.id, 0)
             frame.add(item.id, status, flags, pack_headers(headers), [body], queue_us, handler_us)
         self._handler_us.clear()
-        add_metrics(frame, self._context)
-        self._reader.send(frame)
+        send_replies(self._reader, frame, self._context)
 
 
 def run(reader: Reader, service: Service) -> None:
@@ -253,13 +252,34 @@ def run(reader: Reader, service: Service) -> None:
         sender.send(batch, began_us, answers)
 
 
-def add_metrics(frame: wire.Frame, context: Context) -> None:
-    """Add what the handler measured since the last frame."""
+def send_replies(reader: Reader, frame: wire.Frame, context: Context) -> None:
+    """Send replies, and what the handler measured since the last ones."""
     metrics = context.metrics
-    if metrics is not None and metrics.records:
+    if metrics is None or not metrics.records:
+        reader.send(frame)
+        return
+    for report in _encode_records(metrics.drain()):
+        frame.add(0, wire.METRICS, 0, b"", [report])
+        reader.send(frame)
+        frame = wire.Frame()
+    if len(frame):
+        reader.send(frame)
+
+
+def _encode_records(records: Sequence[object]) -> Iterator[bytes]:
+    """Yield records in parts that the server takes."""
+    for start in range(0, len(records), wire.MAX_RECORDS):
+        part = records[start : start + wire.MAX_RECORDS]
         # Authors report numbers of any library; the server reads what str() makes of them.
-        reported = _encode_metrics({"records": metrics.drain()}).encode()
-        frame.add(0, wire.METRICS, 0, b"", [reported])
+        text = _encode_metrics({"records": part}).encode()
+        if len(text) <= wire.MAX_CONTROL:
+            yield text
+        elif len(part) == 1:
+            logger.warning("a metric's record of %d bytes is left out", len(text))
+        else:
+            middle = len(part) // 2
+            yield from _encode_records(part[:middle])
+            yield from _encode_records(part[middle:])
 
 
 _encode_metrics = json.JSONEncoder(default=text_of).encode

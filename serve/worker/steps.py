@@ -20,11 +20,11 @@ from modelyard.serve.worker.loop import (
     KIND,
     STREAMED,
     Reader,
-    add_metrics,
     answer_batch,
     finish_device,
     log_failure,
     pack_headers,
+    send_replies,
 )
 
 logger = logging.getLogger(__name__)
@@ -79,8 +79,7 @@ class Stepping:
         if self._running:
             self._step(frame)
         if len(frame):
-            add_metrics(frame, self._service.context)
-            reader.send(frame)
+            send_replies(reader, frame, self._service.context)
 
     def _drop_left(self, frame: wire.Frame) -> None:
         left = self._reader.cancelled & self._running.keys()

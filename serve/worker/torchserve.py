@@ -38,6 +38,7 @@ def choose_rules(message: dict[str, Any]) -> Rules:
             ends_worker=lambda error: not isinstance(error, Exception),  # `sys.exit()` does there
             fails_together=lambda error: isinstance(error, WrongAnswer),
             max_answer_bytes=limit,
+            answer_setting="max_response_size",
             time_metric="PredictionTime" if message.get("metrics") is not None else None,
         )
     if "modelyard" in (message["manifest"] or {}):

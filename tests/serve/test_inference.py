@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import io
 import json
 import socket
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from PIL import Image
 
 from tests.serve.live import LiveServer, build_archive, poll, running
 
@@ -362,6 +364,15 @@ def test_the_worker_tells_how_long_requests_waited_there_and_how_long_the_handle
     assert queue - before[0] >= 0.1
     for name in ("worker_queue", "handler"):
         assert server.metric(f"modelyard_{name}_seconds_count", **series) == count + 2
+
+
+def test_a_small_file_of_many_pixels_is_refused_undecoded(server: LiveServer) -> None:
+    file = io.BytesIO()
+    Image.new("1", (5001, 5000)).save(file, "PNG")
+    assert len(file.getvalue()) < LIMIT
+    error = error_of(server.predict("digits", file.getvalue()))
+    assert error["code"] == 400
+    assert "5001 × 5000 pixels; the limit is 25000000 in all (max_image_pixels)" in error["message"]  # type: ignore[operator]
 
 
 # -- tokens and documentation ------------------------------------------------------------------

@@ -130,3 +130,41 @@ def test_a_control_message_is_json_on_id_0() -> None:
 def test_a_control_message_that_is_not_a_json_object_is_refused(body: bytes) -> None:
     with pytest.raises(wire.WireError, match="control message 2"):
         wire.decode_control(wire.Item(0, wire.READY, 0, b"", body))
+
+
+def test_all_items_of_a_frame_together_have_a_limit_before_their_bytes_arrive() -> None:
+    heads = b"".join(struct.pack("<IHHIIII", id, 200, 0, 0, 0, 0, 600) for id in (1, 2))
+    frame = struct.pack("<I", 2) + heads
+    assert wire.Decoder(1000, None, 1200).feed(frame) == []
+    with pytest.raises(wire.WireError, match="a frame of 1200 bytes; 1199 are allowed"):
+        wire.Decoder(1000, None, 1199).feed(frame)
+
+
+def test_control_items_have_a_limit_of_their_own() -> None:
+    text = wire.encode_control(wire.READY, {"a": "x" * 100})
+    assert wire.Decoder(1000).feed(text)
+    with pytest.raises(wire.WireError, match="an item of 109 bytes; 100 are allowed"):
+        wire.Decoder(1000, 100).feed(text)
+
+
+def test_a_frame_that_is_too_long_goes_out_as_several() -> None:
+    sizes = [3, 4, 0, 4, 9, 1]
+    items = [
+        wire.Item(at + 1, 200, 0, b"m", bytes([at]) * (size << 20)) for at, size in enumerate(sizes)
+    ]
+    frame = wire.Frame()
+    for item in items:
+        half = len(item.body) // 2
+        frame.add(item.id, 200, 0, b"m", [item.body[:half], item.body[half:]])
+    frame.add(0, wire.METRICS, 0, b"", [b"{}"])
+    sent = [b"".join(buffers) for buffers in frame.split()]
+    frames = [found for data in sent for found in wire.Decoder(1 << 24).feed(data)]
+    assert [[item.id for item in found] for found in frames] == [[1, 2, 3], [4], [5], [6, 0]]
+    assert [found[0].flags for found in frames] == [wire.PARTIAL] * 3 + [0]
+    arrived = [item._replace(flags=0) for found in frames for item in found]
+    assert arrived[:-1] == items
+    assert all(
+        sum(len(item.meta) + len(item.body) for item in found) <= wire.FRAME_BYTES
+        for found in frames
+        if len(found) > 1
+    )

@@ -2,7 +2,9 @@
 
 import json
 import math
+import random
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import pytest
 
@@ -137,6 +139,27 @@ def test_a_form_gives_each_field_as_the_bytes_that_were_sent(
 
 
 FORM = (b"content-type", b"application/x-www-form-urlencoded")
+
+
+def test_escapes_are_read_as_urllib_reads_them() -> None:
+    draw = random.Random(7)
+    pieces = [
+        b"%41",
+        b"%3d",
+        b"%0A",
+        b"%fF",
+        b"=",
+        b"=3D",
+        b"=\r\n",
+        b"\n",
+        b" \n",
+        b"_",
+        b"a",
+        b"\xff",
+    ]
+    for _ in range(2000):
+        value = b"".join(draw.choices(pieces, k=draw.randrange(12)))
+        assert decode(b"a=" + value, FORM).row == {"a": bytearray(unquote_to_bytes(value))}
 
 
 def test_json_that_comes_as_a_form_is_said_in_the_log(caplog: pytest.LogCaptureFixture) -> None:

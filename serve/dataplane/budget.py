@@ -1,0 +1,131 @@
+"""How much memory the server process gives to answers, and who waits for a part of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+DEFAULT_BYTES = 256 << 20
+"""As the settings have it."""
+
+
+class AnswerBudget:
+    """Bytes of answers between workers and clients, of one server. Lives on the event loop.
+
+    An answer that does not come from its worker in one piece takes its size before it is read on,
+    and a worker whose answer finds no room is not read until there is. From then on the client's
+    connection holds what the client has not taken. So clients that take their answers slowly slow
+    workers down, and cost no memory beyond the limit.
+
+    Args:
+        limit: of all bytes held.
+    """
+
+    def __init__(self, limit: int = DEFAULT_BYTES) -> None:
+        self.limit = limit
+        self.held = 0
+        self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a worker waits for room."""
+        return bool(self._waiting)
+
+    def take(self, size: int, then: Callable[[], None]) -> bool:
+        """Take room for so many bytes, and return True; else call `then` once they are taken."""
+        if not self._waiting and self._has_room(size):
+            self.held += size
+            return True
+        self._waiting.append((size, then))
+        return False
+
+    def add(self, size: int) -> None:
+        """Count bytes that are there in any case."""
+        self.held += size
+
+    def give_back(self, size: int) -> None:
+        """Make room for whoever waits, in their order."""
+        self.held -= size
+        while self._waiting and self._has_room(self._waiting[0][0]):
+            size, then = self._waiting.popleft()
+            self.held += size
+            then()
+
+    def forget(self, then: Callable[[], None]) -> None:
+        """Let somebody wait no longer."""
+        kept = [waiting for waiting in self._waiting if waiting[1] != then]
+        self._waiting = deque(kept)
+        self.give_back(0)
+
+    def _has_room(self, size: int) -> bool:
+        return not self.held or self.held + size <= self.limit
+
+
+class Share:
+    """What one worker's frames take of the budget, from before they are read until they are sent.
+
+    Args:
+        pause: called when there is no room: the worker is to be read no more.
+        go_on: called when there is; `take` is asked again and says yes.
+    """
+
+    def __init__(
+        self, budget: AnswerBudget, pause: Callable[[], None], go_on: Callable[[], None]
+    ) -> None:
+        self.is_held_up = False
+        self._budget = budget
+        self._pause = pause
+        self._go_on = go_on
+        self._taken: list[int] = []
+        """By each frame that has begun: one that comes, and one that ended as that began."""
+        self._wanted = self._granted = 0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is anything to settle."""
+        return bool(self._taken) or self._budget.held > self._budget.limit
+
+    def take(self, size: int) -> bool:
+        """Return whether a frame of this size may begin."""
+        if self._granted:
+            self._granted = 0
+        elif not self._has_room(size):
+            return False
+        self._taken.append(size)
+        return True
+
+    def settle(self, is_begun: bool) -> None:
+        """Give back what frames took that are whole, and hold up a worker beyond the limit.
+
+        Args:
+            is_begun: whether the last one still comes.
+        """
+        done = self._taken[:-1] if is_begun else self._taken
+        self._taken = self._taken[len(done) :]
+        if done:
+            self._budget.give_back(sum(done))
+        if self._budget.held > self._budget.limit and not self.is_held_up:
+            self._has_room(0)
+
+    def close(self) -> None:
+        """Leave the budget."""
+        if self.is_held_up:
+            self._budget.forget(self._resume)
+        given, self._taken = self._granted + sum(self._taken), []
+        self.is_held_up, self._granted = False, 0
+        self._budget.give_back(given)
+
+    def _has_room(self, size: int) -> bool:
+        if self._budget.take(size, self._resume):
+            return True
+        self.is_held_up = True
+        self._wanted = size
+        self._pause()
+        return False
+
+    def _resume(self) -> None:
+        self.is_held_up = False
+        self._granted = self._wanted
+        # What made room is freed at the end of this turn of the loop.
+        asyncio.get_running_loop().call_soon(self._go_on)
