@@ -77,5 +77,8 @@ EXPLAIN_OPTIONS: Mapping[str, Option] = {
         ("json", "png", "html"),
     ),
     "errors": Option(bool, "`true` adds how far off each value may be."),
-    "quality": Option(bool, "`true` measures infidelity and sensitivity too."),
+    "check": Option(
+        bool, "`true` says how far the output falls without the top tenth of the features."
+    ),
+    "quality": Option(bool, "`true` measures infidelity, sensitivity and curves of removal too."),
 }

@@ -296,6 +296,7 @@ class BaseHandler:
             self.context.check_cancelled,
             self.find_region,
             self.class_dim,
+            self.groups,
             self.output_names,
             self.output_names[0] if self.output_names else None,
         )
@@ -391,6 +392,14 @@ class BaseHandler:
             side: as asked for; one value without it.
         """
         return (*[1] * (len(sizes) - 1), side or 1) if sizes else ()
+
+    def groups(self, index: int, sizes: torch.Size) -> Tensor | None:
+        """Return which values of request `index` are always replaced together, as one feature.
+
+        That is the number of the group that each is of, int64 of `sizes`, from 0 in their order.
+        None where values have places in dimensions instead, of which `window` knows.
+        """
+        return None
 
     def scales(self, inputs: Tensor) -> Tensor:
         """Return by how much the values of inputs (N, *S) vary: (N, …). Noise is a share of it.

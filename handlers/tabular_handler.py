@@ -21,12 +21,12 @@ from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.rows import as_dtype
 
-_KEYS = ("name", "mean", "std", "values")
+_KEYS = ("name", "mean", "std", "values", "one_hot", "group")
 
 
 @dataclass(frozen=True)
 class Feature:
-    """One column of the table: how its value becomes a number that the model takes."""
+    """One value of a row: how it becomes the number, or the numbers, that the model takes."""
 
     name: str
     mean: float = 0.0
@@ -35,6 +35,20 @@ class Feature:
     """Divides the difference."""
     values: Mapping[str, float] = field(default_factory=dict)
     """Text → number, for a feature of texts."""
+    one_hot: tuple[str, ...] = ()
+    """Texts with a column each, 1 in that of the text and 0 in the others."""
+    group: str | None = None
+    """What explanations take several features of this group for: one of this name."""
+
+    @property
+    def columns(self) -> int:
+        """How many it has."""
+        return len(self.one_hot) or 1
+
+    @property
+    def part(self) -> str:
+        """The name that its attribution has."""
+        return self.group or self.name
 
     @property
     def scale(self) -> float:
@@ -48,7 +62,8 @@ class TabularHandler(Classifier):
 
     A request's body is a JSON object with a value for each feature, {"age": 41, "smoker": "no"},
     or a list of the values in order. The answer is {"label": probability, …} where the archive has
-    labels, else the model's numbers.
+    labels, else the model's numbers. The columns of a category, and the features of a group, are
+    one feature to explanations.
     """
 
     def __init__(self) -> None:
@@ -67,12 +82,12 @@ class TabularHandler(Classifier):
         if len(self.inputs) != 1:
             raise LoadError(f"the artifact takes {takes}; the handler tabular serves one input")
         (spec,) = self.inputs
-        count = len(self.features)
+        count = sum(feature.columns for feature in self.features)
         is_table = len(spec.shape) == 2 and spec.is_float
         if spec.dtype and not (is_table and fits(count, spec.shape[1])):
             raise LoadError(
-                f"the artifact takes {takes}, {FEATURES_FILE} names {count} features; expected a "
-                f"model of one float input [batch, {count}]"
+                f"the artifact takes {takes}, {FEATURES_FILE} names {len(self.features)} features; "
+                f"expected a model of one float input [batch, {count}]"
             )
 
     def postprocess(self, outputs: Output) -> list[Any]:
@@ -92,7 +107,9 @@ class TabularHandler(Classifier):
 
     def scales(self, inputs: Tensor) -> Tensor:
         """Return the standard deviation of each feature, as the model sees it (N, F)."""
-        scales = torch.tensor([feature.scale for feature in self.features])
+        scales = torch.tensor(
+            [feature.scale for feature in self.features for _ in range(feature.columns)]
+        )
         return scales.to(inputs).expand_as(inputs)
 
     def describe(self, index: int, explanation: Explanation) -> dict[str, Any]:
@@ -100,8 +117,26 @@ class TabularHandler(Classifier):
         (attributions,) = explanation.attributions
         if explanation.options.layer is not None:
             return {}
-        names = (feature.name for feature in self.features)
-        return {"features": dict(zip(names, attributions.tolist(), strict=True))}
+        return {"features": self.by_part(attributions)}
+
+    def by_part(self, values: Tensor) -> dict[str, float]:
+        """Add values of the columns (F,) up by feature or group."""
+        found: dict[str, float] = {}
+        for name, value in zip(self._parts, values.tolist(), strict=True):
+            found[name] = found.get(name, 0.0) + value
+        return found
+
+    def groups(self, index: int, sizes: torch.Size) -> Tensor | None:
+        """Return the feature or group that each column is of, where one has several columns."""
+        names = list(dict.fromkeys(self._parts))
+        if len(names) == len(self._parts) or sizes != (len(self._parts),):
+            return None
+        return torch.tensor([names.index(name) for name in self._parts])
+
+    @property
+    def _parts(self) -> list[str]:
+        """The name that each column's attribution goes to."""
+        return [feature.part for feature in self.features for _ in range(feature.columns)]
 
     def name_parts(self, index: int, explanation: Explanation) -> Mapping[str, float]:
         """Return the attribution of each feature by its name."""
@@ -126,8 +161,8 @@ class TabularHandler(Classifier):
         wrong += [f"{each} is unknown" for each in value if each not in names]
         if wrong:
             raise BadInput(f"{', '.join(wrong)}; expected exactly {', '.join(names)}")
-        numbers = np.array([_scaled(each, value[each.name]) for each in self.features])
-        return [as_dtype(self.inputs[0], numbers)]
+        numbers = [n for each in self.features for n in _scaled(each, value[each.name])]
+        return [as_dtype(self.inputs[0], np.array(numbers))]
 
 
 def read_features(path: Path) -> tuple[Feature, ...]:
@@ -149,6 +184,9 @@ def read_features(path: Path) -> tuple[Feature, ...]:
     names = [feature.name for feature in features]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise LoadError(f"{path.name} names {', '.join(twice)} twice")
+    alone = {feature.name for feature in features if feature.group is None}
+    if both := sorted(alone & {feature.group for feature in features if feature.group}):
+        raise LoadError(f"{path.name} has {', '.join(both)} as a feature and as a group")
     return features
 
 
@@ -158,24 +196,36 @@ def _read_feature(file: str, at: int, entry: Any) -> Feature:
         raise LoadError(f'{place} is {entry!r}; expected an object with a "name"')
     if unknown := sorted(set(entry) - set(_KEYS)):
         raise LoadError(f"{place} has {', '.join(unknown)}; expected some of {', '.join(_KEYS)}")
-    feature = Feature(**entry)
+    one_hot, group = entry.get("one_hot", []), entry.get("group")
+    if (
+        not isinstance(one_hot, list)
+        or not all(isinstance(each, str) for each in one_hot)
+        or (len(set(one_hot)) < len(one_hot) or ("one_hot" in entry and len(one_hot) < 2))
+    ):
+        raise LoadError(f'{place} has "one_hot": {one_hot!r}; expected two different texts or more')
+    if one_hot and (others := sorted({"mean", "std", "values"} & set(entry))):
+        raise LoadError(f"{place} has one_hot and {', '.join(others)}; expected one_hot alone")
+    if group is not None and (not isinstance(group, str) or not group):
+        raise LoadError(f'{place} has "group": {group!r}; expected a name')
+    feature = Feature(**{**entry, "one_hot": tuple(one_hot)})
     numbers = (feature.mean, feature.std, *feature.values.values())
     if not all(map(_is_number, numbers)) or feature.std <= 0:
         raise LoadError(f"{place} is {entry!r}; expected finite numbers, and std above 0")
     return feature
 
 
-def _scaled(feature: Feature, value: Any) -> float:
-    if feature.values:
-        if not isinstance(value, str) or value not in feature.values:
+def _scaled(feature: Feature, value: Any) -> list[float]:
+    if texts := feature.one_hot or tuple(feature.values):
+        if not isinstance(value, str) or value not in texts:
             raise BadInput(
-                f"{feature.name} is {json.dumps(value)}; expected one of "
-                f"{', '.join(feature.values)}"
+                f"{feature.name} is {json.dumps(value)}; expected one of {', '.join(texts)}"
             )
+        if feature.one_hot:
+            return [float(value == each) for each in feature.one_hot]
         value = feature.values[value]
     if not _is_number(value):
         raise BadInput(f"{feature.name} is {json.dumps(value)}; expected a finite number")
-    return float((value - feature.mean) / feature.std)
+    return [float((value - feature.mean) / feature.std)]
 
 
 def _is_number(value: Any) -> bool:

@@ -198,6 +198,23 @@ class TextHandler(Classifier):
             ]
         )
 
+    def groups(self, index: int, sizes: torch.Size) -> Tensor | None:
+        """Return the word that each token is of, for ids (L,) and embeddings (L, E)."""
+        encoding = self.encodings[index]
+        if len(encoding) > sizes[0]:
+            return None
+        words = list(zip(encoding.sequence_ids, encoding.word_ids, strict=True))
+        # A tokenizer that does not part words first takes a whole text for one.
+        is_parted = len(set(words) - {(None, None)}) > len(self.texts[index])
+        keys: list[object] = [
+            at if word is None or not is_parted else (part, word)
+            for at, (part, word) in enumerate(words)
+        ]
+        keys += range(len(keys), sizes[0])
+        begins = torch.tensor([at > 0 and key != keys[at - 1] for at, key in enumerate(keys)])
+        line = begins.long().cumsum(0)
+        return line.view(-1, *[1] * (len(sizes) - 1)).expand(sizes)
+
     def find_region(self, index: int, region: Region, sizes: tuple[int, ...]) -> Tensor:
         """Return which tokens (L,) are of a span of characters in the text.
 

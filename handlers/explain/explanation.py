@@ -24,11 +24,13 @@ from modelyard.handlers.explain.attribution import (
     sums_of,
 )
 from modelyard.handlers.explain.cut import Cut, cut_at_embedding, cut_at_layer
+from modelyard.handlers.explain.features import Groups, Shapes, features_of
 from modelyard.handlers.explain.methods import METHODS, Method
 from modelyard.handlers.explain.model import ExplainedModel
 from modelyard.handlers.explain.options import ExplainOptions
 from modelyard.handlers.explain.passes import FORWARD_ROWS, gradient_rows, most_rows
 from modelyard.handlers.explain.quality import Quality, measure
+from modelyard.handlers.explain.removal import Check, Curves, check_of, curves_of, scores_of
 from modelyard.handlers.explain.targets import NamedTarget, Place, find_targets, stacked
 
 NEARLY_NOTHING = 0.01
@@ -85,6 +87,9 @@ class Explanation:
     """What a prediction says of the baseline."""
     baseline_probability: float | None = None
     quality: Quality | None = None
+    curves: Curves | None = None
+    """Where `quality` is asked for."""
+    check: Check | None = None
     warnings: tuple[str, ...] = ()
     """What a reader has to know before believing it; a sentence each."""
 
@@ -126,6 +131,10 @@ class Explanation:
             return named(each.tolist() for each in tensors)
 
         errors = None if self.errors is None else values(self.errors)
+        quality = {
+            **(vars(self.quality) if self.quality else {}),
+            **(self.curves.as_json() if self.curves else {}),
+        }
         return {
             "method": self.options.method,
             "output_name": self.output_name,
@@ -152,7 +161,8 @@ class Explanation:
             "tolerance_met": self.tolerance_met,
             "warnings": list(self.warnings),
             **({"layer": self.options.layer} if self.options.layer else {}),
-            **({"quality": vars(self.quality)} if self.quality else {}),
+            **({"check": self.check.as_json()} if self.check else {}),
+            **({"quality": quality} if quality else {}),
             "shape": named(list(each.shape) for each in self.attributions),
             "attributions": values(self.attributions),
             **({"errors": errors} if self.options.errors else {}),
@@ -257,24 +267,20 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
     asked = _request(version, batch, split, inputs, sets)
     request = asked.request
     starts = [_class_of(version, each) for each in asked.starts]
+    windows = [
+        _windows(version, batch.rows[row], request.inputs, options) for row, _ in asked.owners
+    ]
     settings: dict[str, Any] = options.settings()
-    if method.needs_windows:
-        settings["shapes"] = tuple(
-            _window(version, each.shape[1:], options.window) for each in request.inputs
-        )
-    attributions = _run(method, request, settings)
+    attributions = _run(method, request, settings, windows)
     found: list[list[Explanation]] = [[] for _ in batch.options]
     for at, (row, target) in enumerate(asked.owners):
         options = batch.options[row]
         baseline = options.baseline or version.default_baseline
-        numbers = _numbers(
-            request.part(slice(at, at + 1)),
-            attributions[at],
-            float(asked.served[at]),
-            options,
-            settings,
-        )
-        numbers["warnings"] += _about_baseline(baseline, *starts[row])
+        part = request.part(slice(at, at + 1))
+        own = settings | (vars(windows[at]) if method.needs_windows else {})
+        numbers = _numbers(part, attributions[at], float(asked.served[at]), options, own)
+        removal = _remove(part, windows[at], numbers["attributions"], options)
+        numbers["warnings"] += (*_about_baseline(baseline, *starts[row]), *removal.warnings)
         found[row].append(
             Explanation(
                 options=options,
@@ -288,20 +294,85 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
                 against=target.against,
                 baseline_label=starts[row][0],
                 baseline_probability=starts[row][1],
+                check=removal.check,
+                curves=removal.curves,
                 **numbers,
             )
         )
     return found
 
 
+@dataclass(frozen=True)
+class _Windows:
+    """What of one explanation's inputs is replaced at once."""
+
+    shapes: Shapes
+    groups: Groups
+
+
+def _windows(
+    version: ExplainedModel, row: int, inputs: Tensors, options: ExplainOptions
+) -> _Windows:
+    """Return the windows that a method asks about, or the least ones that could be.
+
+    Args:
+        version: knows what belongs together.
+        row: which request of the batch.
+        inputs: (M, *S) each, that are explained.
+        options: of the request.
+    """
+    groups = [version.groups(row, each.shape[1:]) for each in inputs]
+    side = options.window if METHODS[options.method].needs_windows else 1
+    shapes = tuple(
+        _window(
+            version, each.shape[1:] if group is None else torch.Size((int(group.max()) + 1,)), side
+        )
+        for each, group in zip(inputs, groups, strict=True)
+    )
+    return _Windows(shapes, groups if any(group is not None for group in groups) else ())
+
+
 def _run(
-    method: Method, request: AttributionRequest, settings: Mapping[str, Any]
+    method: Method,
+    request: AttributionRequest,
+    settings: Mapping[str, Any],
+    windows: Sequence[_Windows],
 ) -> list[Attribution]:
-    """Return what the method finds for each of the explanations."""
-    if not method.is_random:
-        found = method.run(request, **settings)
-        return [found.part(at) for at in range(len(request))]
-    return [method.run(request.part(slice(at, at + 1)), **settings) for at in range(len(request))]
+    """Return what the method finds for each of the explanations, which share passes if they can."""
+    own = [{**settings, **(vars(each) if method.needs_windows else {})} for each in windows]
+    if method.is_random or (method.needs_windows and any(each.groups for each in windows)):
+        return [method.run(request.part(slice(at, at + 1)), **each) for at, each in enumerate(own)]
+    found = method.run(request, **own[0])
+    return [found.part(at) for at in range(len(request))]
+
+
+@dataclass(frozen=True)
+class _Removal:
+    """What becomes of the output where features are taken away."""
+
+    check: Check | None
+    curves: Curves | None
+    warnings: tuple[str, ...]
+
+
+def _remove(
+    request: AttributionRequest, windows: _Windows, attributions: Tensors, options: ExplainOptions
+) -> _Removal:
+    """Take away what an explanation ranks first, as far as the request asks for that."""
+    if not (options.check or options.quality):
+        return _Removal(None, None, ())
+    features = features_of(request.inputs, windows.shapes, windows.groups)
+    repeats = METHODS[options.method].repeats and not windows.groups
+    scores = scores_of(features, attributions, is_mean=repeats)
+    check = check_of(request, features, scores, options.seed) if options.check else None
+    curves = curves_of(request, features, scores) if options.quality else None
+    warnings: tuple[str, ...] = ()
+    if check is not None and check.is_idle:
+        warnings = (
+            "what this explanation ranks first matters no more to the output than features chosen "
+            f"at random: {check.summary}",
+        )
+    return _Removal(check, curves, warnings)
 
 
 @dataclass(frozen=True)

@@ -25,13 +25,12 @@ from modelyard.handlers.explain.attribution import (
     integrated_gradients,
     recording,
 )
+from modelyard.handlers.explain.features import Features, Groups, Shapes, features_of, group_of
 from modelyard.handlers.explain.sampling import MAX_SAMPLES, enough, mean_gradients
 from modelyard.handlers.explain.shapley import Bools, Floats, Game
 
 MAX_EVALUATIONS = 20_000
 """Points at which a method without gradients may ask the model, per explanation."""
-
-Shapes = tuple[tuple[int, ...], ...]
 
 DEFAULT_NOISE = 0.15
 """Share of a picture's range, as in the paper on SmoothGrad."""
@@ -147,36 +146,42 @@ def gradient_shap(
 
 
 def occlusion(
-    request: AttributionRequest, *, shapes: Shapes, stride: int | None = None
+    request: AttributionRequest, *, shapes: Shapes, groups: Groups = (), stride: int | None = None
 ) -> Attribution:
     """Return by how much the output falls when a window is replaced by the baseline.
 
     Args:
-        shapes: of the window in each input, one size for each dimension of a row.
+        shapes: of the window in each input, one size for each dimension of a row, or a number of
+            groups.
+        groups: values that are always replaced together, the same for all rows; see `Groups`.
         stride: by which the window moves where it does not fill the dimension; half a window
             without it. A value's attribution is the mean over the windows that held it.
 
     Source: Zeiler and Fergus 2013, section 4.2, https://arxiv.org/abs/1311.2901
     """
-    sizes = tuple(each.shape[1:] for each in request.inputs)
+    sizes = _sizes(request.inputs, groups)
     strides = tuple(_strides(*pair, stride) for pair in zip(shapes, sizes, strict=True))
-    return _falls(request, shapes, strides)
+    return _falls(request, shapes, strides, groups)
 
 
-def feature_ablation(request: AttributionRequest, *, shapes: Shapes) -> Attribution:
+def feature_ablation(
+    request: AttributionRequest, *, shapes: Shapes, groups: Groups = ()
+) -> Attribution:
     """Return by how much the output falls when a feature is replaced by the baseline.
 
     Args:
         shapes: of the windows whose values together are a feature, as in `occlusion`; they lie
             side by side.
+        groups: as in `occlusion`.
     """
-    return _falls(request, shapes, shapes)
+    return _falls(request, shapes, shapes, groups)
 
 
 def kernel_shap(
     request: AttributionRequest,
     *,
     shapes: Shapes,
+    groups: Groups = (),
     n_samples: int | None = None,
     seed: int = 0,
     tolerance: float = DEFAULT_TOLERANCE,
@@ -190,6 +195,7 @@ def kernel_shap(
     Args:
         request: of one explanation.
         shapes: as in `feature_ablation`.
+        groups: as in `occlusion`.
         n_samples: sets, or all there are; without it as many as `tolerance` needs.
         seed: of the draws.
         tolerance: the largest error.
@@ -198,7 +204,7 @@ def kernel_shap(
 
     Source: Lundberg and Lee 2017, theorem 2, https://arxiv.org/abs/1705.07874
     """
-    coalitions = _Coalitions(request, *_features(request.inputs, shapes))
+    coalitions = _Coalitions(request, features_of(request.inputs, shapes, groups))
     players = coalitions.players
     first = 4 * players + 200
     budget = n_samples or max_samples or max(first, LEAST_BUDGET)
@@ -293,15 +299,11 @@ class _Coalitions:
     Of one explanation.
     """
 
-    def __init__(self, request: AttributionRequest, masks: Tensors, features: int) -> None:
+    def __init__(self, request: AttributionRequest, features: Features) -> None:
+        _check_evaluations(features.count)
         self.request = request
-        self.masks = masks
-        self.sizes = torch.zeros(features, dtype=torch.float64, device=request.device)
-        differs = torch.zeros(features, dtype=torch.bool, device=request.device)
-        for end, start, mask in zip(request.inputs, request.baselines, masks, strict=True):
-            self.sizes += torch.bincount(mask.flatten(), minlength=features)
-            differs[mask[end != start]] = True
-        self.playing = differs.nonzero().flatten()
+        self.features = features
+        self.playing = features.differing(request)
         """Which features are not as in the baseline, the players."""
         ends = np.array([[True], [False]]).repeat(self.players, 1)
         whole, none = self.worth(ends).tolist()
@@ -314,23 +316,13 @@ class _Coalitions:
 
     def worth(self, sets: Bools) -> Floats:
         """Return the output for each set of players (R, M), true for who is in."""
-        request = self.request
         found = []
-        for chunk in chunks(len(sets), request.chunk_rows):
-            request.between_chunks()
-            inside = torch.from_numpy(sets[chunk]).to(request.device)
-            kept = inside.new_zeros(len(inside), len(self.sizes))
+        for chunk in chunks(len(sets), self.request.chunk_rows):
+            inside = torch.from_numpy(sets[chunk]).to(self.request.device)
+            kept = inside.new_zeros(len(inside), self.features.count)
             kept[:, self.playing] = inside
-            points = tuple(
-                end.where(kept[:, mask[0]], start)
-                for end, start, mask in zip(
-                    request.inputs, request.baselines, self.masks, strict=True
-                )
-            )
-            rows = torch.zeros(len(inside), dtype=torch.int64, device=request.device)
-            with torch.no_grad():
-                found.append(request.forward(points, rows).double().cpu())
-        return torch.cat(found).numpy()
+            found.append(self.features.outputs(self.request, kept))
+        return torch.cat(found).cpu().numpy()
 
     def attribution(self, values: Floats, errors: Floats | None, sets: int) -> Attribution:
         """Give each value its even share of what its feature has."""
@@ -341,12 +333,12 @@ class _Coalitions:
         )
 
     def _spread(self, values: Floats) -> Tensors:
-        each = torch.zeros_like(self.sizes)
+        each = torch.zeros_like(self.features.sizes)
         each[self.playing] = torch.from_numpy(values).to(each)
-        each /= self.sizes
+        shares = self.features.spread(each / self.features.sizes)
         return tuple(
-            each[mask].to(_real(values))
-            for mask, values in zip(self.masks, self.request.inputs, strict=True)
+            share[None].to(_real(own))
+            for share, own in zip(shares, self.request.inputs, strict=True)
         )
 
 
@@ -364,16 +356,19 @@ def _at_inputs(request: AttributionRequest, kind: Callable[..., Any]) -> Attribu
     return _found(request, found, 1)
 
 
-def _falls(request: AttributionRequest, shapes: Shapes, strides: Shapes) -> Attribution:
+def _falls(
+    request: AttributionRequest, shapes: Shapes, strides: Shapes, groups: Groups
+) -> Attribution:
     """Return how far the output falls without each value: the mean over the windows that hold it.
 
     A window that is as in the baseline changes nothing, and is not asked about. The total counts
-    each window once, shared among its values: where windows overlap, as often as they do.
+    each window once, shared among its values: where windows overlap, as often as they do. What a
+    group has is shared evenly among its values.
     """
-    sizes = tuple(tuple(each.shape[1:]) for each in request.inputs)
+    sizes = _sizes(request.inputs, groups)
     _check_evaluations(sum(map(_places, sizes, shapes, strides)))
     windows = [
-        (which, place)
+        (which, _values(place, group_of(groups, which)))
         for which, each in enumerate(zip(sizes, shapes, strides, strict=True))
         for place in _windows(*each)
     ]
@@ -389,7 +384,9 @@ def _falls(request: AttributionRequest, shapes: Shapes, strides: Shapes) -> Attr
         for (row, _), each in zip(asked, _outputs_without(request, asked), strict=True)
     ]
     device = request.device
-    holding = [torch.zeros(size, dtype=torch.float64, device=device) for size in sizes]
+    holding = [
+        torch.zeros(each.shape[1:], dtype=torch.float64, device=device) for each in request.inputs
+    ]
     for which, place in windows:
         holding[which][place] += 1
     sums = [torch.zeros(each.shape, dtype=torch.float64, device=device) for each in request.inputs]
@@ -400,15 +397,17 @@ def _falls(request: AttributionRequest, shapes: Shapes, strides: Shapes) -> Attr
         steps[row] += 1
     return Attribution(
         tuple(
-            (total / count).to(_real(each))
-            for total, count, each in zip(sums, holding, request.inputs, strict=True)
+            (total / (count * members)).to(_real(each))
+            for total, count, members, each in zip(
+                sums, holding, _members(request.inputs, groups), request.inputs, strict=True
+            )
         ),
         torch.tensor(steps, device=device),
         total=torch.tensor(totals, dtype=torch.float64, device=device),
     )
 
 
-Window = tuple[int, tuple[slice, ...]]
+Window = tuple[int, tuple[slice | Tensor, ...]]
 """Which input, and which of its values (*S)."""
 
 
@@ -491,21 +490,31 @@ def _places(sizes: tuple[int, ...], shape: tuple[int, ...], strides: tuple[int, 
     )
 
 
-def _features(inputs: Tensors, shapes: Shapes) -> tuple[Tensors, int]:
-    """Number the windows of all inputs through: masks (1, *S) of int64, and how many there are."""
-    masks = []
-    count = 0
-    for each, shape in zip(inputs, shapes, strict=True):
-        mask = torch.zeros(each.shape[1:], dtype=torch.int64)
-        begin = count
-        for dim, (size, side) in enumerate(zip(each.shape[1:], shape, strict=True)):
-            windows = -(-size // side)
-            place = torch.arange(size) // side
-            mask = mask * windows + place.view(-1, *[1] * (mask.dim() - dim - 1))
-        count = begin + int(mask.max()) + 1
-        masks.append((mask + begin).unsqueeze(0).to(each.device))
-    _check_evaluations(count)
-    return tuple(masks), count
+def _sizes(inputs: Tensors, groups: Groups) -> tuple[tuple[int, ...], ...]:
+    """Return the sizes among which windows lie in each input: of a row, or the number of groups."""
+    every = ((each, group_of(groups, which)) for which, each in enumerate(inputs))
+    return tuple(
+        tuple(each.shape[1:]) if group is None else (int(group.max()) + 1,) for each, group in every
+    )
+
+
+def _members(inputs: Tensors, groups: Groups) -> Tensors:
+    """Return how many values the group of each value has: (*S) per input."""
+    every = ((each, group_of(groups, which)) for which, each in enumerate(inputs))
+    return tuple(
+        torch.ones(each.shape[1:], device=each.device)
+        if group is None
+        else group.flatten().bincount()[group].to(each.device)
+        for each, group in every
+    )
+
+
+def _values(place: tuple[slice, ...], group: Tensor | None) -> tuple[slice | Tensor, ...]:
+    """Return which values (*S) are in a window, whose place may be among groups."""
+    if group is None:
+        return place
+    (line,) = place
+    return ((group >= line.start) & (group < line.stop),)
 
 
 def _check_evaluations(count: int) -> None:

@@ -101,6 +101,9 @@ class ExplainedModel:
     """Row, region and sizes of an output without its classes → which places are inside."""
     class_dim: int = 0
     """Which dimension of scores (…) of more than one is that of the classes."""
+    groups: Callable[[int, torch.Size], Tensor | None] = lambda row, sizes: None
+    """Row and shape (*S) of what is explained → the number of the group of each value, from 0 in
+    their order: words, categories; None where values have places in dimensions instead."""
     output_names: tuple[str, ...] = ()
     """In the order of a call's outputs; empty where nobody knows."""
     output_name: str | None = None

@@ -24,7 +24,7 @@ MEDIA_TYPES = {"json": "application/json", "png": "image/png", "html": "text/htm
 
 _EVERYWHERE = (
     *("method", "output_name", "target", "against", "region", "output", "seed"),
-    *("internal_batch_size", "aggregate", "format", "quality"),
+    *("internal_batch_size", "aggregate", "format", "check", "quality"),
 )
 _BASELINE = re.compile(r"zero|black|white|mean|blur|noise|pad|file:.+", re.S)
 
@@ -59,6 +59,7 @@ class ExplainOptions:
     errors: bool = False
     aggregate: Literal["none", "sum"] | None = None
     format: Literal["json", "png", "html"] = "json"
+    check: bool = False
     quality: bool = False
     given: frozenset[str] = field(default=frozenset(), compare=False)
     """The names that the request gave a value."""
@@ -136,7 +137,7 @@ def _check_applies(options: ExplainOptions) -> None:
         raise BadInput("n_steps and max_steps are given; expected one: n_steps are used exactly")
     if "n_samples" in options.given and "max_samples" in options.given:
         raise BadInput("n_samples and max_samples are given; expected one: n_samples are drawn")
-    is_random = method.is_random or options.baseline == "noise" or options.quality
+    is_random = method.is_random or options.baseline == "noise" or options.check or options.quality
     if "seed" in options.given and not is_random:
         raise BadInput(
             f"seed does not apply: nothing is random in {options.method} with this baseline"

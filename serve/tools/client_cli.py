@@ -183,10 +183,17 @@ def _print_explanation(answer: Answer) -> bool:
         for name, show in _FIELDS.items():
             if each.get(name) is not None:
                 grid.add_row(name, escape(show(each[name])))
-        for name, value in each.get("quality", {}).items():
-            if value is not None:
-                grid.add_row(name, f"{value:.3g}")
+        quality = each.get("quality", {})
+        for name in ("infidelity", "sensitivity"):
+            if quality.get(name) is not None:
+                grid.add_row(name, f"{quality[name]:.3g}")
+        for name in ("deletion", "insertion"):
+            if name in quality:
+                grid.add_row(name, f"{quality[name]['area']:.4g}, the mean of its curve")
         out.print(grid)
+        for sentence in (each.get("check", {}).get("summary"), *each.get("warnings", ())):
+            if sentence:
+                out.print(escape(sentence))
         shares = each.get("features") or {}
         pairs = [*shares.items(), *((t["token"], t["attribution"]) for t in each.get("tokens", ()))]
         if pairs:
@@ -202,12 +209,16 @@ def _print_explanation(answer: Answer) -> bool:
 
 _FIELDS: dict[str, Callable[[Any], str]] = {
     "label": str,
+    "output_name": str,
     "target": str,
+    "against": str,
     "probability": "{:.4f}".format,
     "method": str,
     "layer": str,
     "output": str,
     "baseline": str,
+    "baseline_label": str,
+    "baseline_probability": "{:.4f}".format,
     "f_input": "{:.6g}".format,
     "f_baseline": "{:.6g}".format,
     "sum_attributions": "{:.6g}".format,

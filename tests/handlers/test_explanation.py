@@ -174,7 +174,9 @@ def test_requests_that_share_passes_differ_in_what_they_are_told() -> None:
     (plain,), (measured,) = explain(model, X, {"target": "0"}, {"target": "1", "quality": "true"})
     assert plain.quality is None
     assert measured.quality is not None
-    assert measured.as_json()["quality"].keys() == {"infidelity", "sensitivity"}
+    assert measured.as_json()["quality"].keys() == {
+        *("infidelity", "sensitivity", "shares", "deletion", "insertion"),
+    }
 
 
 def test_baseline_of_another_shape_is_refused() -> None:

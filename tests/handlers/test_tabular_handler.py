@@ -167,6 +167,44 @@ def test_unusable_row_is_refused(initialized: Initialized, body: Any, message: s
     assert message in str(error.value)
 
 
+CATEGORIES = [
+    {"name": "colour", "one_hot": ["red", "green"]},
+    {"name": "smoker", "values": {"no": 0, "yes": 1}},
+]
+PLACES = [
+    {"name": "latitude", "group": "place"},
+    {"name": "age", "mean": 40.0, "std": 10.0},
+    {"name": "longitude", "group": "place"},
+]
+
+
+@pytest.mark.parametrize(
+    "method", ["kernel_shap", "feature_ablation", "occlusion", "integrated_gradients"]
+)
+def test_columns_of_a_category_are_one_feature(initialized: Initialized, method: str) -> None:
+    handler, context = initialized(CATEGORIES)
+    body = {"colour": "green", "smoker": "yes"}
+    assert handler.preprocess([{"body": body}]).tolist() == [[0.0, 1.0, 1.0]]  # type: ignore[union-attr]
+    context.reset(["a"], queries=[{"method": method, "target": "0"}])
+    (answer,) = handler.explain([{"body": body}], context)
+    # age + 2 · income − smoker of the network, for red, green and smoker
+    assert answer["features"] == pytest.approx({"colour": 2.0, "smoker": -1.0}, abs=1e-6)
+    if method != "integrated_gradients":
+        assert answer["attributions"] == pytest.approx([1.0, 1.0, -1.0], abs=1e-6)
+    with pytest.raises(BadInput, match='colour is "blue"; expected one of red, green'):
+        handler.preprocess([{"body": {**body, "colour": "blue"}}])
+
+
+@pytest.mark.parametrize("method", ["kernel_shap", "feature_ablation", "saliency"])
+def test_features_of_a_group_are_one(initialized: Initialized, method: str) -> None:
+    handler, context = initialized(PLACES)
+    context.reset(["a"], queries=[{"method": method, "target": "0"}])
+    (answer,) = handler.explain([{"body": [3, 50, 1]}], context)
+    slopes = method == "saliency"
+    expected = {"place": 1 + 1, "age": 2} if slopes else {"place": 3 - 1, "age": 2 * 1.0}
+    assert answer["features"] == pytest.approx(expected, abs=1e-6)
+
+
 @pytest.mark.parametrize("baseline", ["black", "noise", "pad"])
 def test_baseline_of_pictures_is_refused(initialized: Initialized, baseline: str) -> None:
     handler, context = initialized()
@@ -185,6 +223,12 @@ def test_baseline_of_pictures_is_refused(initialized: Initialized, baseline: str
         ([*FEATURES[:2], {"name": "b", "scale": 1}], "has scale; expected some of name, mean"),
         ([*FEATURES[:2], {"name": "b", "std": 0}], "expected finite numbers, and std above 0"),
         ({"age": 1}, r"features\[0\] is 'age'; expected an object"),
+        ([{"name": "a", "one_hot": ["x"]}], "expected two different texts or more"),
+        ([{"name": "a", "one_hot": ["x", "x"]}], "expected two different texts or more"),
+        ([{"name": "a", "one_hot": ["x", "y"], "mean": 1}], "has one_hot and mean"),
+        ([{"name": "a", "one_hot": ["x", "y"]}], r"names 1 features; expected .* \[batch, 2\]"),
+        ([*FEATURES[:2], {"name": "b", "group": 3}], '"group": 3; expected a name'),
+        ([*FEATURES[:2], {"name": "b", "group": "age"}], "has age as a feature and as a group"),
         (7, "cannot be read"),
     ],
 )

@@ -206,6 +206,25 @@ def test_an_entity_is_explained_in_a_span_of_the_text(folders: dict[str, Path]) 
         explain(handler, text, target="B-LOC", region="40,45")
 
 
+@pytest.mark.parametrize("method", ["kernel_shap", "feature_ablation", "occlusion"])
+def test_the_tokens_of_a_word_are_one_feature(folders: dict[str, Path], method: str) -> None:
+    handler = load(TokenClassifier, folders["entities"])
+    found = explain(handler, "Elif and Oslo", target="B-LOC", method=method)
+    tokens = {token["token"]: token["attribution"] for token in found["tokens"]}
+    assert list(tokens) == ["[CLS]", "elif", "an", "##d", "oslo", "[SEP]"]
+    assert tokens["an"] == tokens["##d"] != 0
+    assert tokens["[CLS]"] == tokens["[SEP]"] == 0
+    if method == "feature_ablation":
+        assert found["n_steps"] == 3
+        ids = handler.preprocess([{"body": "Elif and Oslo"}])
+        assert isinstance(ids, tuple)
+        place = handler.roles.index("ids")
+        ids[place][0, 2:4] = handler.pad_id
+        without = handler.score(handler.inference(ids))[0][tuple(found["target"])]
+        fall = found["f_input"] - float(without)
+        assert tokens["an"] + tokens["##d"] == pytest.approx(fall, abs=1e-5)
+
+
 # -- answers --------------------------------------------------------------------------------------
 
 
@@ -306,6 +325,7 @@ def test_either_end_of_an_answer_is_explained(folders: dict[str, Path], end: str
 
 def test_an_answer_is_explained_as_a_whole(folders: dict[str, Path]) -> None:
     handler = load(QuestionAnswering, folders["answers"])
+    handler.output_names = ("start_logits", "end_logits")
     asked = {"question": "where does Anna live", "context": SENTENCE}
     whole, start, end = (
         explain(handler, asked, target=target, n_steps="2") for target in ("answer", "start", "end")
@@ -313,12 +333,13 @@ def test_an_answer_is_explained_as_a_whole(folders: dict[str, Path]) -> None:
     assert whole["f_input"] == pytest.approx(start["f_input"] + end["f_input"], rel=1e-5)
     summed = torch.tensor(start["attributions"]) + torch.tensor(end["attributions"])
     assert torch.allclose(torch.tensor(whole["attributions"]), summed, atol=1e-4)
-    assert whole["output_name"].split(",") == [start["output_name"], end["output_name"]]
+    assert whole["output_name"] == "start_logits,end_logits"
     at = SENTENCE.index("Dmitri")
     other = explain(handler, asked, target="answer", n_steps="2", region=f"{at},{at + 6}")
     assert other["label"] == 'answer "Dmitri"'
-    alone = explain(handler, asked, output_name=end["output_name"], target="3", n_steps="2")
-    assert (alone["output_name"], alone["target"]) == (end["output_name"], 3)
+    alone = explain(handler, asked, output_name="end_logits", target="3", n_steps="2")
+    assert (start["output_name"], alone["target"]) == ("start_logits", 3)
+    assert alone["output_name"] == end["output_name"] == "end_logits"
 
 
 # -- gaps -----------------------------------------------------------------------------------------
