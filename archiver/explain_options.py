@@ -1,7 +1,11 @@
 """The options of an explanation: query parameters of the API, options of `modelyard explain`."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
+
+
+class WrongOption(ValueError):
+    """There is no such option, or it does not take the value; the message says what it takes."""
 
 
 class Option(NamedTuple):
@@ -82,3 +86,64 @@ EXPLAIN_OPTIONS: Mapping[str, Option] = {
     ),
     "quality": Option(bool, "`true` measures infidelity, sensitivity and curves of removal too."),
 }
+
+
+def read_option(name: str, text: str) -> str | int | float | bool:
+    """Read a value as a query spells it.
+
+    Raises:
+        WrongOption: its message states what is allowed.
+    """
+    option = EXPLAIN_OPTIONS.get(name)
+    if option is None:
+        known = ", ".join(EXPLAIN_OPTIONS)
+        raise WrongOption(f'unknown parameter "{name}"; expected some of {known}')
+    if option.type is bool:
+        return _one_of(name, text, ("true", "false")) == "true"
+    if option.type is float:
+        return _share(name, text)
+    if option.limits is not None:
+        return _whole(name, text, *option.limits)
+    if name == "baseline":
+        is_file = text.startswith("file:") and text != "file:"
+        return text if is_file else _one_of(name, text, (*option.examples, "file:NAME"))
+    return _one_of(name, text, option.choices) if option.choices else text
+
+
+def check_query(pairs: Iterable[tuple[str, str]]) -> None:
+    """Refuse what no explanation of ours takes, before anything is waited for.
+
+    Args:
+        pairs: of a query, in its order.
+
+    Raises:
+        WrongOption: as `read_option`, or an option is there twice.
+    """
+    seen = set()
+    for name, text in pairs:
+        read_option(name, text)
+        if name in seen:
+            raise WrongOption(f"{name} is given twice; expected it once")
+        seen.add(name)
+
+
+def _one_of(name: str, text: str, allowed: Sequence[str]) -> str:
+    if text not in allowed:
+        raise WrongOption(f'{name} is "{text}"; expected one of {", ".join(allowed)}')
+    return text
+
+
+def _whole(name: str, text: str, low: int, high: int) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) <= 10 and low <= int(text) <= high):
+        raise WrongOption(f'{name} is "{text}"; expected a whole number from {low} to {high}')
+    return int(text)
+
+
+def _share(name: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 < value <= 1:
+        raise WrongOption(f'{name} is "{text}"; expected a number above 0 and at most 1')
+    return value

@@ -1,12 +1,11 @@
 """What one request asks of an explanation: from its query, its JSON part and its Accept header."""
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
+from modelyard.archiver.explain_options import WrongOption, read_option
 from modelyard.handlers.body import parse_strictly
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribution import DEFAULT_TOLERANCE, MAX_STEPS
@@ -26,7 +25,6 @@ _EVERYWHERE = (
     *("method", "output_name", "target", "against", "region", "output", "seed"),
     *("internal_batch_size", "aggregate", "format", "check", "quality"),
 )
-_BASELINE = re.compile(r"zero|black|white|mean|blur|noise|pad|file:.+", re.S)
 
 
 @dataclass(frozen=True)
@@ -114,13 +112,10 @@ def parse_options(
         BadInput: an unknown option, one that does not apply, or a value outside its limits, which
             the message states.
     """
-    for name in given:
-        if name not in EXPLAIN_OPTIONS:
-            known = ", ".join(EXPLAIN_OPTIONS)
-            raise BadInput(f'unknown parameter "{name}"; expected some of {known}')
-    values = {name: _READERS[name](name, text) for name, text in given.items()}
+    values = {name: _read(name, text) for name, text in given.items()}
     values.setdefault("format", preferred_format(accept or "", formats))
-    _one_of("format", values["format"], formats)
+    if values["format"] not in formats:
+        raise BadInput(f'format is "{values["format"]}"; expected one of {", ".join(formats)}')
     options = ExplainOptions(**values, given=frozenset(given))
     _check_applies(options)
     return options
@@ -170,43 +165,13 @@ def _as_text(name: str, value: Any) -> str:
     raise BadInput(f"{name} is {json.dumps(value)}; expected a text, a number or true or false")
 
 
-def _one_of(name: str, value: str, allowed: Mapping[str, object] | Sequence[str]) -> str:
-    if value not in allowed:
-        raise BadInput(f'{name} is "{value}"; expected one of {", ".join(allowed)}')
-    return value
-
-
-def _text(name: str, text: str) -> str:
-    choices = EXPLAIN_OPTIONS[name].choices
-    return _one_of(name, text, choices) if choices else text
-
-
-def _whole(name: str, text: str) -> int:
-    limits = EXPLAIN_OPTIONS[name].limits
-    assert limits is not None
-    low, high = limits
-    if not (text.isascii() and text.isdigit() and len(text) <= 10 and low <= int(text) <= high):
-        raise BadInput(f'{name} is "{text}"; expected a whole number from {low} to {high}')
-    return int(text)
-
-
-def _share(name: str, text: str) -> float:
+def _read(name: str, text: str) -> Any:
     try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value <= 1:
-        raise BadInput(f'{name} is "{text}"; expected a number above 0 and at most 1')
-    return value
-
-
-def _baseline(name: str, text: str) -> str:
-    if not _BASELINE.fullmatch(text):
-        raise BadInput(
-            f'{name} is "{text}"; expected one of zero, black, white, mean, blur, noise, pad, '
-            "file:NAME"
-        )
-    return text
+        value = read_option(name, text)
+    except WrongOption as error:
+        raise BadInput(str(error)) from error
+    further = _FURTHER.get(name)
+    return value if further is None else further(name, text)
 
 
 def _names(name: str, text: str) -> tuple[str, ...]:
@@ -219,21 +184,9 @@ def _names(name: str, text: str) -> tuple[str, ...]:
     return names
 
 
-def _flag(name: str, text: str) -> bool:
-    return _one_of(name, text, ("true", "false")) == "true"
-
-
-_BY_TYPE: Mapping[type, Callable[[str, str], Any]] = {
-    str: _text,
-    int: _whole,
-    float: _share,
-    bool: _flag,
-}
-_READERS: Mapping[str, Callable[[str, str], Any]] = {
-    **{name: _BY_TYPE[option.type] for name, option in EXPLAIN_OPTIONS.items()},
+_FURTHER: Mapping[str, Callable[[str, str], Any]] = {
     "output_name": _names,
     "region": parse_region,
-    "baseline": _baseline,
 }
 
 

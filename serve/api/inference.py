@@ -12,7 +12,9 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 from time import monotonic
+from urllib.parse import parse_qsl
 
+from modelyard.archiver.explain_options import check_query
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, Target
@@ -94,6 +96,8 @@ class Calls:
             self.observer.accepted(model.name, target.version)
         reply = DirectReply(self, cycle, id, model, target)
         try:
+            if kind == EXPLAIN and cycle.query and model.takes_our_options:
+                check_options(cycle.query)
             timeout_s = read_timeout(cycle.headers)
             must_fit = model.config.refuses_late or timeout_s < math.inf
             timeout_s = min(timeout_s, model.request_timeout_s)
@@ -198,6 +202,18 @@ def pack_head(cycle: RequestResponseCycle, rest: str, id: str) -> bytes:
     # The path is decoded already and may hold a NUL, which separates the fields.
     fields = (rest.replace("\0", "%00").encode(), cycle.query, id.encode(), *cycle.spelled)
     return wire.pack_meta(fields)
+
+
+def check_options(query: bytes) -> None:
+    """Refuse options of an explanation that no model takes, before a worker is started for it.
+
+    Raises:
+        BadRequest: says which, and what is expected.
+    """
+    try:
+        check_query(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
+    except ValueError as error:
+        raise BadRequest(str(error)) from error
 
 
 def read_timeout(headers: Headers) -> float:

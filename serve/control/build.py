@@ -18,7 +18,12 @@ from typing import Any
 from modelyard.archiver import Archive
 from modelyard.archiver.reference import Reference, parse_reference
 from modelyard.archiver.signing import find_signer, read_trusted_keys
-from modelyard.archiver.untrusted.names import MANIFEST_NAME, REFERENCE_NAME, check_version
+from modelyard.archiver.untrusted.names import (
+    BUILTIN_HANDLERS,
+    MANIFEST_NAME,
+    REFERENCE_NAME,
+    check_version,
+)
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.sizing import is_on_gpu, this_machine
@@ -41,6 +46,8 @@ MAX_SOURCE_BYTES = 1 << 20
 _NEEDS_TORCH = re.compile(rb"torch|transformers|modelyard.*Handler")
 _SETS_VARIABLES = re.compile(rb"environ|putenv|setenv")
 EXPLAINERS_NICENESS = 10
+OUR_HANDLERS = frozenset(BUILTIN_HANDLERS) - {"text_classifier"}
+"""Of the built-in ones; the other is TorchServe's."""
 """An explanation takes seconds of a core; predictions on the same core go first."""
 
 
@@ -155,6 +162,8 @@ class Builder:
             explainers=explainers,
             batchers=(predictions, explanations),
             metrics=metrics,
+            takes_our_options=manifest.modelyard is not None
+            and plan.load["handler"] in OUR_HANDLERS,
             at_start=spec.at_start,
             is_downloaded=is_fetched,
         )

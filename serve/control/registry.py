@@ -45,6 +45,8 @@ class ModelVersion:
     """Workers that only explain; None where those of predictions do that too."""
     at_start: bool = False
     """Whether the server's start loaded it."""
+    takes_our_options: bool = False
+    """Whether its handler is one of ours, which knows all options of an explanation."""
     is_downloaded: bool = False
     """Whether its file was fetched, and goes when it is unregistered."""
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from pathlib import Path
 
@@ -109,3 +110,26 @@ def test_without_workers_nothing_explains_and_none_are_left(server: LiveServer) 
     again = int(explain(server, "removed").text.split()[0])
     server.management.delete("/models/removed")
     poll(lambda: not is_alive(again), "its workers have ended")
+
+
+@pytest.mark.parametrize(
+    ("query", "said"),
+    [
+        ("method=lime", 'method is "lime"; expected one of integrated_gradients'),
+        ("steps=3", 'unknown parameter "steps"; expected some of method'),
+        ("tolerance=2", 'tolerance is "2"; expected a number above 0 and at most 1'),
+        ("target=1&target=2", "target is given twice; expected it once"),
+    ],
+)
+def test_what_no_explanation_takes_is_refused_without_a_worker(
+    server: LiveServer, digits_store: Path, query: str, said: str
+) -> None:
+    archive = digits_store / "torchscript.mar"
+    if not (server.store / archive.name).exists():
+        shutil.copy(archive, server.store)
+        server.register_all("torchscript", initial_workers=1)
+    answer = server.client.post(f"/explanations/torchscript?{query}", content=b"not read")
+    assert answer.status_code == 400
+    assert said in answer.json()["message"]
+    assert explainers(server, "torchscript") == []
+    assert explain(server, f"apart?{query}").status_code == 200, "an author's handler decides"
