@@ -1,7 +1,8 @@
 """The attribution methods that can be asked for, and which options each takes.
 
-Those that captum has are captum's, https://captum.ai; its rules of quadrature are not offered, as
-its trapezoid's weights sum to 1 − 1/n.
+What captum (https://captum.ai) has too is compared with it in tests. It is not imported here: that
+takes half a second, most of it matplotlib's. Its other rules of quadrature are not offered, as its
+trapezoid's weights sum to 1 − 1/n.
 """
 
 import itertools
@@ -9,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from modelyard.handlers.explain.attribution import (
     AttributionRequest,
     Tensors,
     chunks,
+    gradients,
     integrated_gradients,
     recording,
 )
@@ -68,9 +69,7 @@ def saliency(request: AttributionRequest) -> Attribution:
 
     Source: Simonyan et al. 2013, section 3, https://arxiv.org/abs/1312.6034
     """
-    from captum.attr import Saliency
-
-    return _at_inputs(request, Saliency)
+    return _at_inputs(request, lambda slope, _: slope.abs())
 
 
 def input_x_gradient(request: AttributionRequest) -> Attribution:
@@ -78,9 +77,7 @@ def input_x_gradient(request: AttributionRequest) -> Attribution:
 
     Source: Shrikumar et al. 2016, https://arxiv.org/abs/1605.01713
     """
-    from captum.attr import InputXGradient
-
-    return _at_inputs(request, InputXGradient)
+    return _at_inputs(request, torch.mul)
 
 
 def smoothgrad(
@@ -342,14 +339,18 @@ class _Coalitions:
         )
 
 
-def _at_inputs(request: AttributionRequest, kind: Callable[..., Any]) -> Attribution:
-    """Run a method that looks at the input alone, a chunk of explanations at a time."""
+def _at_inputs(
+    request: AttributionRequest, share: Callable[[Tensor, Tensor], Tensor]
+) -> Attribution:
+    """Return what the gradient at the input, and the input, make of each value."""
     parts = []
+    rows = torch.arange(len(request), device=request.device)
     with recording():
-        explainer = kind(_forward(request))
         for chunk in chunks(len(request), request.chunk_rows):
+            request.between_chunks()
             points = tuple(each[chunk].detach().clone().requires_grad_() for each in request.inputs)
-            parts.append(explainer.attribute(points, additional_forward_args=_rows(request)[chunk]))
+            slopes = gradients(request.forward, points, rows[chunk])
+            parts.append(tuple(map(share, slopes, points)))
     found = tuple(
         torch.cat([each.detach() for each in column]) for column in zip(*parts, strict=True)
     )
@@ -450,21 +451,6 @@ def _real(tensor: Tensor) -> torch.dtype:
     """Return the dtype of attributions to a tensor's values."""
     kind = tensor.dtype if tensor.is_floating_point() else torch.float32
     return torch.promote_types(kind, torch.float32)
-
-
-def _forward(request: AttributionRequest) -> Callable[..., Tensor]:
-    """Return the output as captum calls it: inputs, then the row that each point belongs to."""
-
-    def forward(*arguments: Tensor) -> Tensor:
-        request.between_chunks()
-        *points, rows = arguments
-        return request.forward(tuple(points), rows)
-
-    return forward
-
-
-def _rows(request: AttributionRequest) -> Tensor:
-    return torch.arange(len(request), device=request.device)
 
 
 def _found(request: AttributionRequest, attributions: Tensors, evaluations: int) -> Attribution:

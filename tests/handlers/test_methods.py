@@ -1,5 +1,6 @@
 import itertools
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -64,9 +65,14 @@ SHARES = [1.0, -6.0, 1.5]
         ("kernel_shap", {"n_samples": 100}, SHARES),
     ],
 )
-def test_linear_function_is_explained_exactly(
-    method: str, settings: Mapping[str, Any], expected: list[float]
+def test_linear_function_is_explained_exactly_and_without_captum(
+    method: str,
+    settings: Mapping[str, Any],
+    expected: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    for name in ("captum", "captum.attr"):  # whose import would hold up a first explanation
+        monkeypatch.setitem(sys.modules, name, None)
     request = ask(linear, X, [BASELINE])
     found = run(request, method, **settings)
     assert found.attributions[0][0].tolist() == pytest.approx(expected, abs=1e-6)
