@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.untrusted.container import OpenFile
+from modelyard.archiver.untrusted.names import SHARED_FOLDER
 from modelyard.archiver.untrusted.zip import STORED, TORCH_RULES, ZipReader
 
 _log = logging.getLogger(__name__)
@@ -44,7 +45,6 @@ Examples = Callable[[], Iterable[Sequence[Tensor]]]
 _ALIGNMENT = 64  # of what torch allocates, and of what it stores: kernels may choose by it
 _HEAD_BYTES = 64
 _TRIAL_S = 300
-_SHARED = ".shared"
 _libc = ctypes.CDLL(None)
 
 
@@ -105,7 +105,7 @@ def make_once(source: Path, make: Callable[[Path], None]) -> Path | None:
     Returns:
         None where the folder cannot be made, for want of space say: then nothing is shared.
     """
-    shared = source.parent / _SHARED
+    shared = source.parent / SHARED_FOLDER
     folder = shared / source.name
     try:
         if shutil.disk_usage(source.parent).free < 4 * source.stat().st_size:

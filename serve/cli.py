@@ -96,6 +96,10 @@ def start(
             help="Install what an archive requires, into an environment of its own.",
         ),
     ] = None,
+    require_sandbox: Annotated[
+        bool | None,
+        typer.Option("--require-sandbox", help="Refuse to start where workers lack a wall."),
+    ] = None,
     state_dir: StateDirOption = None,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay attached.")] = False,
     explain_plan: Annotated[
@@ -131,6 +135,7 @@ def start(
                 "trusted_keys": trusted_keys,
                 "require_signature": require_signature,
                 "install_requirements": install_requirements,
+                "require_sandbox": require_sandbox,
                 "state_dir": state_dir,
             },
             config,
@@ -248,6 +253,9 @@ def status(state_dir: StateDirOption = None, json_output: JsonOption = False) ->
         return
     out.print(f"running, pid {running['pid']}, since {running['started']}")
     _print_addresses(running)
+    for name, measure in running["sandbox"].items():
+        if measure["status"] == "lacking":
+            err.print(f"[yellow]warning:[/yellow] no wall for {name}: {escape(measure['found'])}")
     table = Table("model", "version", "file", "workers", "pids", "restarts", "memory", "queue")
     for model in models:
         workers = model["workers"]

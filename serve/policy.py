@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from modelyard.archiver import Archive
+from modelyard.archiver.threads import thread_environment
 from modelyard.archiver.untrusted.names import check_name
 from modelyard.serve.control.environment import interpreter_for
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, load_model_config
@@ -17,6 +19,7 @@ from modelyard.serve.control.state import StateDir
 from modelyard.serve.control.store import find_archive, list_archives, parse_model_option
 from modelyard.serve.dataplane.worker import WorkerPolicy
 from modelyard.serve.settings import Settings
+from modelyard.serve.walls.environment import PASSED, choose_variables
 
 Share = Callable[[ResourceRequest], Awaitable[Allocation]]
 """Returns a model's part of the machine, beside the others that start with it or run already."""
@@ -39,6 +42,8 @@ class Policy:
     """Of archives that name none."""
     unregister_timeout_s: float | None = None
     """In which the workers of a version that is removed must have ended."""
+    passed_variables: tuple[str, ...] = PASSED
+    """Names and patterns of the server's variables that workers get."""
     hidden_variables: str | None = None
     """Regular expression; variables whose whole name it matches are kept from workers."""
     worker_variables: Mapping[str, str] = {}
@@ -122,6 +127,17 @@ class Policy:
         """
         environments = self.state.root / "environments"
         return interpreter_for(archive, folder, environments, self.settings.install_requirements)
+
+    def environment(self, threads: int) -> dict[str, str]:
+        """Return the environment of workers that run so many threads."""
+        everything = () if self.settings.sandbox else os.environ
+        passed = (*self.passed_variables, *self.settings.pass_variables, *everything)
+        return {
+            **choose_variables(os.environ, passed, self.hidden_variables),
+            **self.worker_variables,
+            **thread_environment(threads),
+            "PYTHONUNBUFFERED": "1",
+        }
 
     def remember(self, event: str, registry: Registry) -> None:
         """Write what is registered; a change is acknowledged only after this.

@@ -19,7 +19,9 @@ import uvloop
 from modelyard.archiver import ArchiveError
 from modelyard.serve.app import Server, create_server
 from modelyard.serve.control.restore import restore
+from modelyard.serve.control.sandbox import check_machine
 from modelyard.serve.control.state import StateDir, write_json
+from modelyard.serve.dataplane.process import Orphans
 from modelyard.serve.errors import ServeError, StartError
 from modelyard.serve.log import log_to_stderr
 from modelyard.serve.memory import Memory
@@ -71,14 +73,17 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
     """Start, wait for the signal to stop, stop."""
     shutil.rmtree(state.unpacked, ignore_errors=True)
     state.unpacked.mkdir(mode=0o700)
+    measures = check_machine(settings)
     server = create(settings)
+    orphans = Orphans()
     stop = _watch_signals()
     about = _describe(server, state, settings)
+    walls = {each.name: {"status": each.status, "found": each.found} for each in measures}
 
     async def open_ports() -> None:
         for listener in server.listeners:
             await listener.start()
-        write_json(state.server_file, about)
+        write_json(state.server_file, {**about, "sandbox": walls})
         report({"event": "started", **about})
 
     try:
@@ -103,6 +108,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         await _drain(server, settings.drain_timeout_s, stop.second)
     finally:
         await _end(server, state)
+        await orphans.stop()
 
 
 async def _load(server: Server, stop: StopSignals, report: Report) -> list[str]:

@@ -130,11 +130,29 @@ class Settings(BaseModel):
     """Serve only archives that one of the trusted keys signed."""
     install_requirements: bool = False
     """Install what an archive requires, into an environment of its own."""
+    sandbox: bool = True
+    """Walls around workers; false lets an archive do what the server may."""
+    require_sandbox: bool = False
+    """Refuse to start where a wall is lacking."""
+    network: Literal["auto", "none", "all"] = "auto"
+    """Sockets of workers. auto: none, but all for archives that were made for TorchServe."""
+    files: Literal["own", "all"] = "own"
+    """What workers reach: their archive and a folder of their own; or what the server does."""
+    read_paths: tuple[Path, ...] = ()
+    """Files and folders that workers may read too."""
+    write_paths: tuple[Path, ...] = ()
+    """Files and folders that workers may read and write too."""
+    pass_variables: tuple[str, ...] = ()
+    """Names, and patterns of names, of more environment variables that workers get."""
+    worker_uids: str = Field(default="60706-61183", pattern=r"^(\d{1,10}-\d{1,10})?$")
+    """Users of workers, one per model version, where the server is root; empty keeps root."""
     model_settings: dict[str, dict[str, Any]] = {}
     """Model name → keys of model-config.yaml that go before the archive's own. Handlers do not see
     them."""
 
-    @field_validator("models", "allowed_hosts", mode="before")
+    @field_validator(
+        "models", "allowed_hosts", "read_paths", "write_paths", "pass_variables", mode="before"
+    )
     @classmethod
     def _split(cls, value: Any) -> Any:
         """Take a comma or space separated list where a list is expected."""
@@ -173,12 +191,38 @@ class Settings(BaseModel):
             )
         return value
 
+    @field_validator("read_paths", "write_paths")
+    @classmethod
+    def _all_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        return tuple(path.expanduser().absolute() for path in value)
+
+    @field_validator("worker_uids")
+    @classmethod
+    def _is_range(cls, value: str) -> str:
+        first, _, last = value.partition("-")
+        if value and not 0 < int(first) <= int(last):
+            raise ValueError("expected FIRST-LAST, without root")
+        return value
+
+    @field_validator("require_sandbox")
+    @classmethod
+    def _has_sandbox(cls, value: bool, info: ValidationInfo) -> bool:
+        if value and not info.data.get("sandbox"):
+            raise ValueError("the setting sandbox is off")
+        return value
+
     @field_validator("require_signature")
     @classmethod
     def _has_keys(cls, value: bool, info: ValidationInfo) -> bool:
         if value and not info.data.get("trusted_keys"):
             raise ValueError("name the file of public keys with --trusted-keys")
         return value
+
+    @property
+    def uids(self) -> range:
+        """The users of workers."""
+        first, _, last = self.worker_uids.partition("-")
+        return range(int(first), int(last) + 1) if first else range(0)
 
     @property
     def addresses(self) -> tuple[Address, Address, Address]:

@@ -231,10 +231,11 @@ def rows(page: str, heading: str) -> list[list[str]]:
 def test_the_settings_table_names_every_setting_and_its_default() -> None:
     documented = {name: default for name, default, _ in rows("serve.md", "## Settings")}
     defaults = {
-        name: str(int(value) if isinstance(value, float | bool) else value or 0)
+        name: str(
+            int(value) if isinstance(value, float | bool) else "none" if value == () else value
+        )
         for name, field in Settings.model_fields.items()
-        if (value := field.default) is not None
-        and name not in ("models", "state_dir", "model_settings")
+        if (value := field.default) is not None and name not in ("state_dir", "model_settings")
     }
     # What TorchServe's configuration sets is described with that command.
     assert documented.keys() == Settings.model_fields.keys() - {"torchserve"}
@@ -290,3 +291,18 @@ def test_every_link_of_a_page_leads_to_a_file_and_its_heading(page: Path) -> Non
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
             anchors = [re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings]
             assert anchor in anchors, target
+
+
+def test_each_sentence_about_what_reaches_what_has_its_tests() -> None:
+    text = (
+        (REPO / "docs" / "security.md")
+        .read_text(encoding="utf-8")
+        .partition("\n## What is left")[0]
+    )
+    sentences = re.findall(r"^- (?:.*\n?(?:  )?)+?(?=^- |^$|\Z)", text, re.M)
+    assert len(sentences) > 15
+    for sentence in sentences:
+        named = re.findall(r"`(tests/\S+\.py)::(test_\w+)`", sentence)
+        assert named, f"no test stands beside: {sentence}"
+        for file, test in named:
+            assert f"\ndef {test}(" in (REPO / file).read_text(encoding="utf-8"), f"{file}::{test}"

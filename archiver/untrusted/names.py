@@ -12,6 +12,8 @@ SBOM_NAME = "MAR-INF/sbom.cdx.json"
 REFERENCE_NAME = "MAR-INF/reference.json"
 LOCK_NAME = "MAR-INF/requirements.lock"
 WHEELS_FOLDER = "MAR-INF/wheels"
+SHARED_FOLDER = ".shared"
+"""In the folder of an unpacked archive: what its workers make once, and map."""
 
 # Handlers that a server brings along; an archive records the name and holds no file for it.
 BUILTIN_HANDLERS = (

@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import secrets
-import shutil
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -26,6 +25,7 @@ from modelyard.archiver.untrusted.names import (
 )
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.registry import ModelVersion
+from modelyard.serve.control.sandbox import Sandbox, own_variables
 from modelyard.serve.control.sizing import is_on_gpu, this_machine
 from modelyard.serve.control.store import file_stem
 from modelyard.serve.dataplane.batcher import Batcher
@@ -35,7 +35,7 @@ from modelyard.serve.dataplane.drift import Drift
 from modelyard.serve.dataplane.fork_server import ForkServer, Preload
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Pool
-from modelyard.serve.dataplane.worker import WorkerPlan, worker_environment
+from modelyard.serve.dataplane.worker import WorkerPlan
 from modelyard.serve.errors import BadModelConfig, BadRequest
 from modelyard.serve.policy import Policy
 
@@ -77,10 +77,10 @@ class Builder:
         self._policy = policy
         self._budget = budget
         self._metrics = metrics
+        self.sandbox = Sandbox(policy.settings)
         self.fork_server: ForkServer | None = None
         if policy.settings.fork_workers:
-            variables = policy.hidden_variables, policy.worker_variables
-            self.fork_server = ForkServer(worker_environment(*variables, threads=1))
+            self.fork_server = ForkServer(policy.environment(threads=1))
 
     @asynccontextmanager
     async def build(
@@ -101,7 +101,7 @@ class Builder:
             preload = await asyncio.to_thread(choose_preload, archive, handler)
             yield self._connect(archive, name, spec, config, is_fetched, folder, python, preload)
         except BaseException:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(self.sandbox.forget, folder)
             raise
 
     def _connect(
@@ -199,6 +199,12 @@ class Builder:
         log_dir = policy.state.log_file.parent / f"{file_stem(name)}-{version}"
         log_dir.mkdir(mode=0o700, exist_ok=True)
         has_quota = this_machine().has_quota
+        environment = policy.environment(config.threads)
+        walls = self.sandbox.plan(folder, config.network, config.files, may_write=seal is None)
+        if walls is not None and not walls.has_files:
+            environment |= own_variables(folder)
+            if interpreter != sys.executable:
+                walls = replace(walls, reads=(*walls.reads, str(Path(interpreter).parents[1])))
         return WorkerPlan(
             label=f"{name} {version}",
             load={
@@ -214,6 +220,8 @@ class Builder:
                 "poll_us": 0 if has_quota else policy.settings.worker_poll_us,
                 "max_response_bytes": policy.max_answer_bytes,
                 "golden": [asdict(golden) for golden in seal.golden] if seal else [],
+                "walls": asdict(walls) if walls else None,
+                "interpreter": interpreter if interpreter != sys.executable else None,
                 **policy.worker_keys,
             },
             log_dir=log_dir,
@@ -223,9 +231,7 @@ class Builder:
             response_timeout_s=config.response_timeout_s,
             retry=config.retry,
             max_answer_bytes=policy.max_answer_bytes,
-            interpreter=interpreter,
-            hidden_variables=policy.hidden_variables,
-            variables=policy.worker_variables,
+            environment=environment,
             retry_window_s=config.retry_s,
         )
 

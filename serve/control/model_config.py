@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -107,6 +107,10 @@ class ModelConfig:
     """Shown only [parallelType]."""
     parallel_level: int = 0
     """Shown only [parallelLevel]."""
+    network: str = "none"
+    """Sockets of its workers: none, all. The operator's alone to say [network]."""
+    files: str = "own"
+    """What its workers reach: own, all; as `network` [files]."""
     threads: int = 0
     """Of each worker; 0 leaves the choice to the server [workerThreads]."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -157,29 +161,29 @@ def load_model_config(
         retry=values.boolean("retry", True),
         origins=values.origins,
         proven_batch=proven,
-        **extensions(values, archive, options, settings.explain_share),
+        **extensions(values, archive, settings, options),
     )
     values.refuse_unknown()
     return config
 
 
 def extensions(
-    values: Values, archive: Archive, options: Options, explain_share: float = 0.0
+    values: Values, archive: Archive, settings: Settings, options: Options
 ) -> dict[str, Any]:
     """Return the fields of a configuration whose keys are ours, in every dialect.
-
-    Args:
-        explain_share: of archives that say nothing and can be explained unasked.
 
     Raises:
         BadModelConfig: the archive, or its settings, ask for what it lacks.
     """
     is_sealed = archive.manifest.modelyard is not None
+    network = settings.network
+    if network == "auto":
+        network = "none" if is_sealed else "all"
     fills_rows = is_sealed and (options.handler or archive.manifest.handler) in FILLS_ROWS
     # An archive without our seal may keep state that predictions and explanations share.
     explain_workers = values.integer("explainWorkers", int(is_sealed), least=0)
     can_explain = bool(explain_workers) and REFERENCE_NAME in archive.names
-    share = values.share("explainShare", explain_share if can_explain else 0.0)
+    share = values.share("explainShare", settings.explain_share if can_explain else 0.0)
     if share and not can_explain:
         lacks = "a reference: archive it again with --reference FILE"
         raise BadModelConfig(
@@ -191,6 +195,8 @@ def extensions(
         "explain_share": share,
         "by_length": values.choice("batchBy", {"arrival": False, "length": True}, fills_rows),
         "threads": values.integer("workerThreads", 0, least=0),
+        "network": values.of_operator("network", ("none", "all"), network),
+        "files": values.of_operator("files", ("own", "all"), settings.files),
     }
 
 
@@ -310,6 +316,15 @@ class Values:
         if not isinstance(value, str) or value not in meanings:
             return self._wrong(key, " or ".join(meanings), default)
         return meanings[value]
+
+    def of_operator(self, key: str, words: Sequence[str], default: str) -> str:
+        """Return a word that the settings say of the model; what the archive says is not asked."""
+        self._known.add(key)
+        value = self._settings.get(key, default)
+        if value not in words:
+            expected = " or ".join(words)
+            raise BadModelConfig(f"model_settings: {key}: expected {expected}, got {value!r}")
+        return str(value)
 
     def _wrong(self, key: str, expected: str, default: T) -> T:
         problem = f"{self.file}: {key}: expected {expected}, got {self.values[key]!r}"

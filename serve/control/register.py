@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import shutil
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -232,7 +231,7 @@ class Lifecycle:
         finally:
             self._unlisted.difference_update(pools)
         model.metrics.remove()
-        await asyncio.to_thread(shutil.rmtree, model.folder, ignore_errors=True)
+        await asyncio.to_thread(self._builder.sandbox.forget, model.folder)
 
     def _save(self) -> None:
         self.policy.remember("snapshot", self.registry)

@@ -19,20 +19,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from modelyard.serve.dataplane.process import (
-    Backoff,
-    ChildProcess,
-    adopt_orphans,
-    reap_orphans,
-    spawn,
-)
+from modelyard.serve.dataplane.process import Backoff, ChildProcess, expect, spawn
 
 logger = logging.getLogger(__name__)
 
 REPLY_S = 120.0
 """For the imports and the fork; one that takes longer is replaced."""
 EXIT_GRACE_S = 2.0
-SWEEP_EVERY_S = 1.0
 MAX_REPLY_BYTES = 1 << 16
 
 
@@ -61,7 +54,6 @@ class ForkServer:
         """Who waits for a reply, in the order of the requests, and the niceness asked for."""
         self._backoff = Backoff()
         self._not_before = 0.0
-        self._sweeper: asyncio.TimerHandle | None = None
 
     async def fork(
         self,
@@ -87,6 +79,7 @@ class ForkServer:
             logger.info("a worker is started afresh: %s", error)
             return None
         self._waiting.append((reply, niceness))
+        expect(1)
         try:
             async with asyncio.timeout(REPLY_S):
                 return await reply
@@ -102,8 +95,6 @@ class ForkServer:
             self._lose(None)
         if process is not None:
             await process.end(EXIT_GRACE_S)
-        if self._sweeper is not None:
-            self._sweeper.cancel()
 
     def _start(self) -> socket.socket:
         """Start it and return our end of its socket.
@@ -114,9 +105,6 @@ class ForkServer:
         loop = asyncio.get_running_loop()
         if loop.time() < self._not_before:
             raise OSError("there is no fork server, or not again yet")
-        if self._sweeper is None:
-            adopt_orphans()
-            self._sweep()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:
@@ -150,6 +138,7 @@ class ForkServer:
         self._backoff.reset()
         message: dict[str, Any] = json.loads(data)
         reply, niceness = self._waiting.popleft()
+        expect(-1)
         process = None
         if (pid := message.get("pid")) is None:
             logger.info("a worker is started afresh: %s", message["refused"])
@@ -182,14 +171,9 @@ class ForkServer:
             self._backoff.grow()
         while self._waiting:
             reply, _ = self._waiting.popleft()
+            expect(-1)
             if not reply.done():
                 reply.set_result(None)
-
-    def _sweep(self) -> None:
-        """Reap what workers have left behind; not while a new worker's id is still on its way."""
-        self._sweeper = asyncio.get_running_loop().call_later(SWEEP_EVERY_S, self._sweep)
-        if not self._waiting:
-            reap_orphans()
 
 
 def _send(control: socket.socket, request: Any, descriptors: Sequence[int]) -> None:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
 
 from modelyard.archiver.exits import describe_exit
+from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
 
-_PR_SET_CHILD_SUBREAPER = 36
 _watched: set[int] = set()
 """Process ids that a `ChildProcess` waits for."""
+_expected = 0
+"""Children that somebody else forks for this process, and that it does not know yet."""
+_adopts = False
 
 
 class ChildProcess:
@@ -69,9 +74,11 @@ class ChildProcess:
     def _reap(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
+        # What it started and left behind; once it is reaped, its number may be another group's.
+        self._kill_group()
         self.exit_code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
         _watched.discard(self.pid)
-        self._kill_group()  # what it started and left behind
+        end_orphans()
         self.ended.set_result(self.exit_code)
 
     def _kill_group(self) -> None:
@@ -113,30 +120,75 @@ def spawn(
     return ChildProcess(started.pid, niceness)
 
 
-def adopt_orphans() -> None:
-    """Become the parent of all processes below this one whose own parent ends.
+class Orphans:
+    """Ends what outlives the worker that started it, in whatever session it is.
 
-    Whoever does that must call `reap_orphans` when a child has ended.
+    A worker inherits what its own children leave behind, and this process what workers do.
 
     Raises:
         OSError: the kernel has no such thing.
     """
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+    SWEEP_EVERY_S = 1.0
+    """For a worker that has renounced: at its end they are looked for without waiting."""
+    LAST_LOOKS = 100
+
+    def __init__(self) -> None:
+        global _adopts
+        prctl(PR_SET_CHILD_SUBREAPER, 1)
+        _adopts = True
+        self._sweep()
+
+    def _sweep(self) -> None:
+        end_orphans()
+        self._timer = asyncio.get_running_loop().call_later(self.SWEEP_EVERY_S, self._sweep)
+
+    async def stop(self) -> None:
+        """Look for the last time, and for what those have started that are found."""
+        self._timer.cancel()
+        for _ in range(self.LAST_LOOKS):
+            if not end_orphans():
+                break
+            await asyncio.sleep(0.01)
 
 
-def reap_orphans() -> None:
-    """Reap what has ended and is nobody's: neither watched nor started in this process's group.
+def end_orphans() -> int:
+    """End and reap the children of this process that are nobody's, if it is one that has such.
 
-    Where the first child that has ended is somebody's, what ended after it waits for the next call.
+    What is watched is somebody's, and what runs in this process's group. What those have started
+    that are ended here is found by the next call.
+
+    Returns:
+        How many there were.
     """
-    with contextlib.suppress(ChildProcessError, ProcessLookupError):  # no children; no such child
-        while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-            pid = ended.si_pid
-            if pid in _watched or os.getpgid(pid) == os.getpgrp():
-                return
-            os.waitpid(pid, os.WNOHANG)
+    if _expected or not _adopts:
+        return 0
+    count = 0
+    for pid in _children():
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            if pid not in _watched and os.getpgid(pid) != os.getpgrp():
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, os.WNOHANG)
+                count += 1
+    return count
+
+
+def _children() -> list[int]:
+    """Return the process ids of the children of this thread, to which all that is adopted comes."""
+    try:
+        return [int(pid) for pid in Path("/proc/thread-self/children").read_text().split()]
+    except FileNotFoundError:  # the kernel was built without
+        return [child.pid for child in psutil.Process().children()]
+
+
+def expect(count: int) -> None:
+    """Leave unknown children alone while others fork some for this process.
+
+    Args:
+        count: of those to come, negative once they are known, or will not come.
+    """
+    global _expected
+    _expected += count
 
 
 class Backoff:

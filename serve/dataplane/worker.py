@@ -12,7 +12,6 @@ import contextlib
 import logging
 import math
 import os
-import re
 import signal
 import socket
 import sys
@@ -24,7 +23,6 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from modelyard.archiver.threads import thread_environment
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.budget import Share
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, ReplySink, Stream
@@ -144,12 +142,8 @@ class WorkerPlan:
     """Whether a request that a worker died with is tried once more."""
     max_answer_bytes: int
     """Of one answer, or one chunk of it."""
-    interpreter: str = sys.executable
-    """Python of the workers; another one where the archive brings requirements."""
-    hidden_variables: str | None = None
-    """Regular expression; variables whose whole name it matches are kept from workers."""
-    variables: Mapping[str, str] = field(default_factory=dict)
-    """Of the workers' environment, beside the server's."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """All variables of the workers."""
     retry_window_s: float = math.inf
     """How long a worker that cannot be started any more is tried again."""
     log_stem: str = "worker"
@@ -248,7 +242,6 @@ class Worker(asyncio.BufferedProtocol):
         """Start the process, and return our end of its socket; None where it cannot be forked."""
         plan = self._plan
         log = plan.log_dir / f"{plan.log_stem}-{self.number}.log"
-        variables = worker_environment(plan.hidden_variables, plan.variables, plan.threads)
         ours, theirs = socket.socketpair()
         for end in (ours, theirs):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
@@ -259,11 +252,11 @@ class Worker(asyncio.BufferedProtocol):
             fds = (theirs.fileno(), output.stdout, output.stderr)
             try:
                 if fork_server is not None and preload is not None:
-                    process = await fork_server.fork(preload, variables, fds, plan.niceness)
+                    process = await fork_server.fork(preload, plan.environment, fds, plan.niceness)
                 else:
                     process = spawn(
-                        [plan.interpreter, "-P", "-m", "modelyard.serve.worker", str(fds[0])],
-                        variables,
+                        [sys.executable, "-P", "-m", "modelyard.serve.worker", str(fds[0])],
+                        plan.environment,
                         stdout=output.stdout,
                         stderr=output.stderr,
                         pass_fds=fds[:1],
@@ -597,20 +590,3 @@ def decoder_of_answers(
 def frame_bytes(max_answer_bytes: int) -> int:
     """Return the most that a frame of answers may have."""
     return max(wire.FRAME_BYTES, max_answer_bytes + wire.MAX_CONTROL) + wire.MAX_CONTROL
-
-
-def worker_environment(
-    hidden_variables: str | None, variables: Mapping[str, str], threads: int
-) -> dict[str, str]:
-    """Return the environment of a worker: this process's, less what is hidden, and more."""
-    hidden = re.compile(hidden_variables) if hidden_variables else None
-    return {
-        **{
-            name: value
-            for name, value in os.environ.items()
-            if hidden is None or not hidden.fullmatch(name)
-        },
-        **variables,
-        **thread_environment(threads),
-        "PYTHONUNBUFFERED": "1",
-    }

@@ -25,9 +25,11 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from modelyard.archiver.exits import describe_exit
+from modelyard.serve.control.sandbox import examine_machine
 from modelyard.serve.control.sizing import control_groups, this_machine
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.settings import Address, Settings
+from modelyard.serve.walls.measures import LACKING, OFF
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 
@@ -78,6 +80,7 @@ def examine(settings: Settings, is_deep: bool) -> Iterator[Check]:
     yield check_open_files()
     yield check_shared_memory()
     yield check_kernel()
+    yield from check_walls(settings)
     yield check_temporary_folder()
     yield check_state_folder(settings.state_dir)
     yield from check_ports(settings)
@@ -306,6 +309,15 @@ def check_kernel() -> Check:
         advice = "a kernel from 5.3 on, and no filter of system calls that forbids pidfd_open"
         return Check("kernel", FAIL, f"{platform.release()}: pidfd: {error.strerror}", advice)
     return Check("kernel", OK, f"{platform.release()}, pidfd")
+
+
+def check_walls(settings: Settings) -> Iterator[Check]:
+    """Look for what the walls around workers are made of."""
+    for each in examine_machine(settings):
+        advice = "an archive reaches further here; `--require-sandbox` refuses to start so"
+        is_lacking = each.status == LACKING
+        found = each.found if each.status != OFF else f"none: {each.found}"
+        yield Check(f"wall: {each.name}", WARN if is_lacking else OK, found, advice * is_lacking)
 
 
 def check_temporary_folder() -> Check:

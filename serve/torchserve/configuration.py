@@ -136,6 +136,9 @@ WITHOUT_EFFECT = {
 }
 """Keys that are accepted, and why nothing follows from them."""
 
+WALLS = {"files", "network", "require_sandbox", "sandbox", "worker_uids"}
+LISTS_OF_WALLS = {"pass_variables", "read_paths", "write_paths"}
+"""Settings of every server that say what workers reach."""
 PLACES = {"config_file", "directory", "log_dir", "metrics_dir", "properties", "snapshot_dir"}
 """Settings of the dialect that no key sets."""
 TEXTS = (
@@ -149,6 +152,8 @@ TEXTS = (
             "python",
             "tsConfigFile",
         }
+        | WALLS
+        | LISTS_OF_WALLS
         | {"version"}
         | (TorchServeSettings.model_fields.keys() | WITHOUT_EFFECT.keys()) - INTEGERS.keys()
     )
@@ -241,6 +246,9 @@ def load_configuration(
         "startup_timeout_s": typed.get("default_startup_timeout"),
         "max_request_bytes": typed.get("max_request_size"),
         "install_requirements": typed.get("install_py_dep_per_model"),
+        "files": typed.get("files", "all"),  # handlers write beside models, and read home folders
+        **{key: typed[key] for key in WALLS & typed.keys()},
+        **{key: _split(typed[key]) for key in LISTS_OF_WALLS & typed.keys()},
     }
     try:
         settings = Settings(**{key: value for key, value in common.items() if value is not None})

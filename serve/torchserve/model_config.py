@@ -96,7 +96,7 @@ def load_torchserve_config(
         retry_s=values.integer("maxRetryTimeoutInSec", RETRY_S, least=1),
         parallel_type=parallel_type,
         parallel_level=parallel_level,
-        **extensions(values, archive, options),
+        **extensions(values, archive, settings, options),
     )
 
 

@@ -48,6 +48,7 @@ class TorchServePolicy(Policy):
 
     is_strict = False
     needs_manifest = False
+    passed_variables = ("*",)
 
     def __init__(
         self, settings: Settings, dialect: TorchServeSettings, metrics: TorchServeMetrics

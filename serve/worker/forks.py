@@ -16,12 +16,14 @@ import os
 import re
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from modelyard.handlers import BUILT_IN
+from modelyard.serve.walls.raising import count_threads
 from modelyard.serve.worker import load
 
 MODULES: Mapping[str, tuple[str, ...]] = {
@@ -104,7 +106,7 @@ def _prepare(request: dict[str, Any]) -> None:
 
 
 def _check_threads() -> None:
-    if (threads := len(list(Path("/proc/self/task").iterdir()))) > 1:
+    if (threads := count_threads()) > 1:
         raise CannotFork(f"{threads} threads run where there must be one")
 
 
@@ -154,8 +156,8 @@ def _become(environment: dict[str, str], connection: int, stdout: int, stderr: i
     os.environ.clear()
     os.environ.update(environment)
     sys.argv[1:] = [str(connection)]
+    tempfile.tempdir = None  # it is by the variables that another was chosen
     _draw_seeds()
-    _set_threads(int(environment["OMP_NUM_THREADS"]))
     return connection
 
 
@@ -169,8 +171,9 @@ def _draw_seeds() -> None:
         torch.default_generator.seed()
 
 
-def _set_threads(count: int) -> None:
+def set_threads() -> None:
     """Set what torch and numpy have read from the environment when they were imported, as one."""
+    count = int(os.environ["OMP_NUM_THREADS"])
     if count == 1:
         return
     torch = sys.modules.get("torch")

@@ -15,7 +15,7 @@ from typing import Any
 PROBE = """
 import base64, json, os, sys
 from pathlib import Path
-from modelyard.serve.worker import __main__ as boot, load
+from modelyard.serve.worker import boot, load
 
 def value(given):
     if isinstance(given, dict) and given.keys() == {"b64"}:

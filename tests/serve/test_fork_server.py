@@ -116,6 +116,11 @@ def test_two_forked_workers_draw_other_numbers(server: LiveServer) -> None:
     assert not set(draws[0]) & set(draws[1])
 
 
+def parent_of(pid: int) -> int:
+    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
+    return int(stat.rpartition(")")[2].split()[1])
+
+
 def replace_worker(server: LiveServer, model: str) -> None:
     (pid,) = server.worker_pids(model)
     os.kill(pid, signal.SIGKILL)
@@ -129,9 +134,12 @@ def test_how_a_forked_worker_ended_is_told(server: LiveServer) -> None:
     assert not is_alive(pid) and not Path(f"/proc/{pid}").exists()
 
 
-def test_what_a_worker_leaves_behind_is_reaped(server: LiveServer) -> None:
+def test_what_a_worker_leaves_behind_ends_with_it(server: LiveServer) -> None:
     orphan = server.predict("forked", b"leave an orphan").json()
-    poll(lambda: not Path(f"/proc/{orphan}").exists(), "the orphan is reaped", 5)
+    (worker,) = server.worker_pids("forked")
+    assert os.getsid(orphan) == orphan and parent_of(orphan) == worker
+    replace_worker(server, "forked")
+    poll(lambda: not Path(f"/proc/{orphan}").exists(), "the orphan is ended and reaped", 5)
 
 
 def test_workers_go_on_without_the_fork_server_and_one_is_started_again(

@@ -51,6 +51,7 @@ def test_torchserves_keys_say_how_a_model_is_run(load: Load) -> None:
     assert load(text, device="cuda") == ModelConfig(
         workers=3,
         most_workers=5,
+        network="all",
         batch_size=4,
         batch_delay_ms=50,
         queue_size=7,
@@ -240,3 +241,12 @@ def test_a_model_whose_rows_mix_is_served_one_request_at_a_time(
     with open_archive(tmp_path / "m.mar") as archive:
         assert proven_batch(archive) == largest
         assert load_model_config(archive, load_settings({}, None, {})).batch_size == largest
+
+
+def test_what_a_model_reaches_is_for_the_operator_to_say(load: Load) -> None:
+    claimed = load("network: all\nfiles: all\n", network="none")
+    assert (claimed.network, claimed.files) == ("none", "own")
+    opened = load("{}", network="none", model_settings={"m": {"network": "all", "files": "all"}})
+    assert (opened.network, opened.files) == ("all", "all")
+    with pytest.raises(BadModelConfig, match="network: expected none or all, got 'some'"):
+        load("{}", model_settings={"m": {"network": "some"}})

@@ -27,7 +27,7 @@ def handle(data, context):
 
 def act(body, context):
     if body == b"leave an orphan":
-        return int(subprocess.check_output(["sh", "-c", "setsid sleep 0.2 >&- & echo $!"]))
+        return int(subprocess.check_output(["sh", "-c", "setsid sleep 600 >&- & echo $!"]))
     if body.startswith(b"exit"):
         os._exit(int(body.split()[1]))
     if body == b"kill":
@@ -54,7 +54,7 @@ def describe(context):
             "folder": Path.cwd() == Path(context.system_properties["model_dir"]),
             "descriptors": [each.replace(context.model_name, "name") for each in kinds],
             "variables": {
-                name: value.replace(context.system_properties["model_dir"], ".")
+                name: value.replace(context.system_properties["model_dir"], ".").replace(str(Path.home()), "~")
                 for name, value in os.environ.items()
             },
             "signals": [str(signal.getsignal(s)) for s in (signal.SIGINT, signal.SIGTERM)],

@@ -15,7 +15,9 @@ from modelyard.serve.torchserve.configuration import (
     BOOLEANS,
     INTEGERS,
     KEYS,
+    LISTS_OF_WALLS,
     NOT_FROM_ENVIRONMENT,
+    WALLS,
     WITHOUT_EFFECT,
     Configuration,
     load_configuration,
@@ -196,9 +198,20 @@ def test_every_key_is_honoured_or_said_to_have_no_effect() -> None:
         "use_env_allowed_urls",
     }
     only_in_snapshots = {"model_server_home", "python", "tsConfigFile", "version"}
-    fields = set(TorchServeSettings.model_fields)
+    fields = set(TorchServeSettings.model_fields) | WALLS | LISTS_OF_WALLS
     assert (KEYS & fields) | set(WITHOUT_EFFECT) | elsewhere | only_in_snapshots == KEYS
     assert NOT_FROM_ENVIRONMENT <= KEYS
+
+
+def test_walls_are_as_everywhere_but_for_files(tmp_path: Path) -> None:
+    assert settings(tmp_path, "").files == "all"
+    text = "files=own\nnetwork=none\nrequire_sandbox=true\npass_variables=A, B_*\nread_paths=/data"
+    closed = settings(tmp_path, text)
+    assert (closed.files, closed.network, closed.require_sandbox) == ("own", "none", True)
+    assert closed.pass_variables == ("A", "B_*") and closed.read_paths == (Path("/data"),)
+    assert settings(tmp_path, "sandbox=yes").sandbox
+    with pytest.raises(StartError, match=r"sandbox: .*'maybe'"):
+        settings(tmp_path, "sandbox=maybe")
 
 
 @pytest.mark.parametrize("key", ["grpc_inference_port", "number_of_netty_threads"])

@@ -1,0 +1,131 @@
+"""The walls around the workers of each model version: planned when it is built, gone with it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import shutil
+import site
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from modelyard.archiver.untrusted.names import SHARED_FOLDER
+from modelyard.serve.errors import StartError
+from modelyard.serve.settings import Settings
+from modelyard.serve.walls.measures import LACKING, Measure, can_change_user, examine
+from modelyard.serve.walls.plan import Walls
+
+logger = logging.getLogger(__name__)
+
+USER = "modelyard"
+"""What a user without a name is called, where libraries ask."""
+
+
+def examine_machine(settings: Settings) -> list[Measure]:
+    """Return every wall around workers, and whether it stands here."""
+    return examine(
+        settings.state_dir, settings.uids, map(str, settings.read_paths), settings.sandbox
+    )
+
+
+def check_machine(settings: Settings) -> list[Measure]:
+    """Return every wall; log those that are lacking.
+
+    Raises:
+        StartError: one is, and the setting `require_sandbox` asks for all.
+    """
+    measures = examine_machine(settings)
+    lacking = [each for each in measures if each.status == LACKING]
+    if lacking and settings.require_sandbox:
+        reasons = "; ".join(f"{each.name}: {each.found}" for each in lacking)
+        raise StartError(f"--require-sandbox: not every wall around workers stands: {reasons}")
+    for each in lacking:
+        logger.warning("workers have no wall for %s: %s", each.name, each.found)
+    if not settings.sandbox:
+        logger.warning("workers have no walls: an archive may do what the server may (sandbox)")
+    return measures
+
+
+class Sandbox:
+    """Plans the walls of one server."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._uids = settings.uids if settings.sandbox and can_change_user(settings.uids) else None
+        self._taken: dict[Path, int] = {}
+
+    def plan(self, folder: Path, network: str, files: str, may_write: bool) -> Walls | None:
+        """Return the walls of a version's workers, and make the folder that they may write.
+
+        Args:
+            folder: where the archive is unpacked.
+            network: `none` or `all`.
+            files: `own` or `all`.
+            may_write: whether its handler may write beside the model.
+        """
+        if not self._settings.sandbox:
+            return None
+        has_network = network == "all"
+        if files == "all":
+            return Walls(has_network, has_files=True)
+        shared = folder / SHARED_FOLDER
+        own = [scratch_of(folder), shared]
+        for each in own:
+            each.mkdir(mode=0o700, exist_ok=True)
+        if may_write:
+            own.append(folder)
+        uid = self._take_user(folder)
+        if uid is not None:
+            _give([each for place in own for each in (place, *place.rglob("*"))], uid)
+        return Walls(
+            has_network,
+            writes=(*map(str, own), *map(str, self._settings.write_paths)),
+            reads=(str(folder), *map(str, self._settings.read_paths)),
+            uid=uid,
+        )
+
+    def forget(self, folder: Path) -> None:
+        """Remove a version's folders, and take back its user. Blocking."""
+        for each in (scratch_of(folder), folder):
+            shutil.rmtree(each, ignore_errors=True)
+        self._taken.pop(folder, None)
+
+    def _take_user(self, folder: Path) -> int | None:
+        """Return a user that nobody on this machine is; None keeps the server's own."""
+        if self._uids is None:
+            return None
+        free = sorted(set(self._uids) - set(self._taken.values()) - set(_running_users()))
+        if not free:
+            logger.warning("%s: all users of worker_uids are taken; it shares one", folder.name)
+            free = list(self._uids)
+        self._taken[folder] = secrets.choice(free)
+        return self._taken[folder]
+
+
+def own_variables(folder: Path) -> dict[str, str]:
+    """Return what points a worker to the folder that it may write."""
+    scratch = str(scratch_of(folder))
+    return {
+        **dict.fromkeys(("HOME", "TMPDIR"), scratch),
+        **dict.fromkeys(("USER", "LOGNAME"), USER),
+        "PYTHONUSERBASE": site.getuserbase(),
+    }
+
+
+def scratch_of(folder: Path) -> Path:
+    """Return the folder that a version's workers may write. Short: Unix sockets lie in it."""
+    return folder.with_name(folder.name.rpartition("-")[2])
+
+
+def _running_users() -> Iterator[int]:
+    for process in psutil.process_iter(["uids"]):
+        if (uids := process.info["uids"]) is not None:
+            yield uids.real
+
+
+def _give(paths: list[Path], uid: int) -> None:
+    for path in paths:
+        os.chown(path, uid, uid, follow_symlinks=False)

@@ -1,0 +1,56 @@
+"""System calls that Python has no function for."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+
+PR_SET_PDEATHSIG = 1
+PR_SET_KEEPCAPS = 8
+PR_SET_SECCOMP = 22
+PR_CAPBSET_DROP = 24
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+PR_CAP_AMBIENT = 47
+_CAPABILITY_VERSION = 0x20080522
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def prctl(option: int, *arguments: int) -> int:
+    """Change this process.
+
+    Raises:
+        OSError: the kernel refuses, or does not know the option.
+    """
+    words = [ctypes.c_ulong(each) for each in (*arguments, 0, 0, 0, 0)[:4]]
+    return _checked(_libc.prctl(option, *words), f"prctl({option})")
+
+
+def syscall(number: int, *arguments: object) -> int:
+    """Call the kernel by number; pointers and whole numbers go as they are.
+
+    Raises:
+        OSError: the kernel refuses, or has no such call.
+    """
+    words = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    return _checked(_libc.syscall(ctypes.c_long(number), *words), f"system call {number}")
+
+
+def capset(mask: int) -> None:
+    """Have exactly these capabilities, a bit each, to use and to pass on.
+
+    Raises:
+        OSError: there is one among them that this process does not have.
+    """
+    low, high = mask & 0xFFFFFFFF, mask >> 32
+    header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
+    _checked(_libc.capset(header, struct.pack("6I", *(low,) * 3, *(high,) * 3)), "capset")
+
+
+def _checked(result: int, what: str) -> int:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result

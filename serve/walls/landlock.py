@@ -1,0 +1,96 @@
+"""Landlock: rights to files that a process gives up for good, for itself and for its children.
+
+Source: https://docs.kernel.org/userspace-api/landlock.html
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import stat
+from collections.abc import Iterable
+
+from modelyard.serve.walls.kernel import syscall
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # on every architecture
+_VERSION = 1
+_PATH_BENEATH = 1
+
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = (1 << bit for bit in range(4))
+REFER, TRUNCATE, IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
+MAKE_CHAR, MAKE_BLOCK = 1 << 6, 1 << 11
+_ALL = (1 << 16) - 1
+_OF_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
+_SINCE = {REFER: 2, TRUNCATE: 3, IOCTL_DEV: 5}
+"""Right → the version that brought it; all others came with the first."""
+
+READ = EXECUTE | READ_FILE | READ_DIR
+WRITE = _ALL & ~(MAKE_CHAR | MAKE_BLOCK | IOCTL_DEV)
+DEVICE = READ_FILE | READ_DIR | WRITE_FILE | TRUNCATE | IOCTL_DEV
+SCOPES_SINCE = 6
+_SCOPES = 0b11  # signals, and abstract Unix sockets
+
+
+class _Ruleset(ctypes.Structure):
+    _fields_ = (
+        ("files", ctypes.c_uint64),
+        ("network", ctypes.c_uint64),
+        ("scopes", ctypes.c_uint64),
+    )
+
+
+class _PathBeneath(ctypes.Structure):
+    _pack_ = 1
+    _layout_ = "ms"
+    _fields_ = (("rights", ctypes.c_uint64), ("parent", ctypes.c_int32))
+
+
+def version() -> int:
+    """Return the version of this kernel's Landlock; 0 where it has none."""
+    try:
+        return syscall(_CREATE_RULESET, None, 0, _VERSION)
+    except OSError:
+        return 0
+
+
+def restrict(rules: Iterable[tuple[str, int]] | None) -> None:
+    """Give up what no rule grants; and, of what is outside, signals, memory and abstract sockets.
+
+    The thread that calls this must be the only one. no_new_privs must be set.
+
+    Args:
+        rules: paths and what may be done with them and below; a path that cannot be reached
+            grants nothing. None leaves files as they are.
+
+    Raises:
+        OSError: the kernel has no Landlock.
+    """
+    known = version()
+    handled = _ALL if rules is not None else REFER
+    for right, since in _SINCE.items():
+        if known < since:
+            handled &= ~right
+    ruleset = _Ruleset(handled, 0, _SCOPES if known >= SCOPES_SINCE else 0)
+    size = ctypes.sizeof(ruleset) if known >= SCOPES_SINCE else 8
+    descriptor = syscall(_CREATE_RULESET, ctypes.byref(ruleset), size, 0)
+    try:
+        # What no ruleset names is allowed, but for moving a file to another folder.
+        for path, rights in rules if rules is not None else (("/", REFER),):
+            _allow(descriptor, path, rights & handled)
+        syscall(_RESTRICT_SELF, descriptor, 0)
+    finally:
+        os.close(descriptor)
+
+
+def _allow(ruleset: int, path: str, rights: int) -> None:
+    try:
+        parent = os.open(path, os.O_PATH | os.O_CLOEXEC)
+    except OSError:  # what cannot be reached needs no right
+        return
+    try:
+        if not stat.S_ISDIR(os.fstat(parent).st_mode):
+            rights &= _OF_FILES
+        rule = _PathBeneath(rights, parent)
+        syscall(_ADD_RULE, ruleset, _PATH_BENEATH, ctypes.byref(rule), 0)
+    finally:
+        os.close(parent)

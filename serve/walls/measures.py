@@ -1,0 +1,100 @@
+"""Which walls this kernel, and the server's user, have."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelyard.serve.walls import calls, landlock, places, raising
+
+UP, LACKING, OFF = "up", "lacking", "off"
+_SETUID, _SETGID, _KILL = 7, 6, 5
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One wall."""
+
+    name: str
+    status: str
+    """up; lacking: this machine has not what it is made of; off: not asked for, or not needed."""
+    found: str
+    """What it is made of, or why there is none and what to do."""
+
+
+def examine(
+    state: Path, uids: range, reads: Iterable[str] = (), is_wanted: bool = True
+) -> list[Measure]:
+    """Return every wall around workers, and whether it stands.
+
+    Args:
+        state: the server's state folder, which workers must not read.
+        uids: of which each model version gets one, where the server is root.
+        reads: what workers may read by a setting.
+        is_wanted: the setting `sandbox`.
+    """
+    leftovers = Measure("leftovers", UP, "what a worker started ends with it")
+    found = list(_examine(state, uids, reads))
+    if not is_wanted:
+        found = [Measure(each.name, OFF, "by the setting sandbox") for each in found]
+    return [leftovers, *found]
+
+
+def can_change_user(uids: range) -> bool:
+    """Return whether workers get users of their own: they must still be able to read and to end."""
+    return why_one_user(uids) is None
+
+
+def why_one_user(uids: range) -> str | None:
+    """Return why workers run as the server's own user, or None."""
+    if os.geteuid():
+        return "the server is not root"
+    if not uids:
+        return "by the setting worker_uids"
+    if not (landlock.version() and calls.is_supported()):
+        return "it takes Landlock and seccomp"
+    held = raising.capabilities()
+    may_change = all(held >> number & 1 for number in (_SETUID, _SETGID, _KILL))
+    if not may_change or raising.first_capability(raising.READS_ALL) is None:
+        return "it takes CAP_SETUID, CAP_SETGID, CAP_KILL and CAP_DAC_READ_SEARCH"
+    return None
+
+
+def _examine(state: Path, uids: range, reads: Iterable[str]) -> Iterator[Measure]:
+    version, has_filter = landlock.version(), calls.is_supported()
+    kernel = f"Linux {platform.release()}"
+    yield Measure("environment", UP, "variables by a list of names")
+    yield Measure("privileges", UP, "no capabilities, no way to new ones")
+    yield Measure("limits", UP, f"no core files, {raising.MOST_FILES} open files")
+    lacking = f"{kernel} on {platform.machine()} takes no seccomp filter from this process"
+    for name, text in (("system calls", "seccomp"), ("network", "seccomp, for `network: none`")):
+        yield Measure(name, UP, text) if has_filter else Measure(name, LACKING, lacking)
+    if not version:
+        lacking = f"{kernel} has no Landlock: it takes 5.13, and `lsm=landlock,…` at its start"
+        yield Measure("files", LACKING, lacking)
+    elif place := _who_reads(state, [*places.readable(), *reads]):
+        lacking = f"the state folder {state} lies in {place}, which workers read: give another"
+        yield Measure("files", LACKING, lacking)
+    else:
+        yield Measure("files", UP, f"Landlock {version}")
+    reason = why_one_user(uids)
+    if version >= landlock.SCOPES_SINCE:
+        yield Measure("signals", UP, f"Landlock {version}")
+    elif reason is None:
+        yield Measure("signals", UP, "by the users of their own")
+    else:
+        lacking = f"{kernel}: workers of one user may end each other; it takes 6.12"
+        yield Measure("signals", LACKING, lacking)
+    if reason is None:
+        yield Measure("users", UP, f"one per model version, of {uids[0]}-{uids[-1]}")
+    else:
+        yield Measure("users", OFF if os.geteuid() or not uids else LACKING, reason)
+
+
+def _who_reads(folder: Path, paths: Sequence[str]) -> str | None:
+    """Return which of these paths a folder lies in, links followed."""
+    there = folder.resolve()
+    return next((path for path in paths if there.is_relative_to(Path(path).resolve())), None)

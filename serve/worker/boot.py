@@ -1,0 +1,150 @@
+"""Boot one worker, or run an archive once.
+
+`python -P -m modelyard.serve.worker FD`, or `… --check FOLDER`; `… --fork-server FD` boots many.
+
+Authors import their files by plain names, some of them late, so the archive's folder leads the path
+for the worker's life. Ours are below `modelyard.`, where no such name meets them; the one name that
+both have is `ts`:
+
+1. raise the walls, with one thread, and nothing of the archive opened;
+2. import the `ts` shim, with the working folder off the path (`-P`);
+3. put the archive's folder in front of the path and work there, as TorchServe does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from modelyard.serve.dataplane import wire
+from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
+from modelyard.serve.walls.plan import Walls
+from modelyard.serve.walls.raising import raise_walls
+from modelyard.serve.worker import check, load, loop, steps, torchserve
+from modelyard.serve.worker.codec import MOST_SAID, is_out_of_memory
+from modelyard.serve.worker.golden import check_golden
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Do what the command line says, and return the exit code."""
+    if arguments[0] == "--check":
+        return check_archive(Path(arguments[1]))
+    if arguments[0] == "--fork-server":
+        return fork_workers(int(arguments[1]))
+    connection = _join(arguments[0])
+    if len(arguments) == 1:
+        return _begin(connection)
+    with os.fdopen(int(arguments[1]), "rb") as file:  # from `_change_interpreter`
+        message = json.load(file)
+    return _serve(connection, loop.Reader(connection), message)
+
+
+def fork_workers(fd: int) -> int:
+    """Be the fork server; in each worker that it forks, be that."""
+    from modelyard.serve.worker import forks
+
+    # Threads may start here, so not before the walls stand.
+    return _begin(_join(forks.serve(fd)), forks.set_threads)
+
+
+def _join(fd: int | str) -> socket.socket:
+    connection = socket.socket(fileno=int(fd))
+    connection.set_inheritable(False)
+    return connection
+
+
+def _begin(connection: socket.socket, prepare: Callable[[], None] = lambda: None) -> int:
+    """Read the server's first frame, and raise the walls that it asks for; then `prepare`."""
+    # It inherits what its children leave behind, and the server all of it when this ends.
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    reader = loop.Reader(connection)
+    message = wire.decode_control(reader.read()[0])
+    try:
+        if walls := message["walls"]:
+            raise_walls(Walls.of_message(walls))
+        prepare()
+        if interpreter := message["interpreter"]:
+            _change_interpreter(interpreter, connection, message)
+    except OSError as error:
+        return _fail(connection, message, error)
+    return _serve(connection, reader, message)
+
+
+def _change_interpreter(interpreter: str, connection: socket.socket, message: Any) -> None:
+    """Go on in the interpreter that has what the archive requires, which may run code at its start.
+
+    Walls that stand go on standing.
+    """
+    file = os.memfd_create("message")
+    os.write(file, json.dumps({**message, "interpreter": None}).encode())
+    os.lseek(file, 0, os.SEEK_SET)
+    for descriptor in (file, connection.fileno()):
+        os.set_inheritable(descriptor, True)
+    command = [interpreter, "-P", "-m", "modelyard.serve.worker", str(connection.fileno())]
+    os.execv(interpreter, [*command, str(file)])
+
+
+def _serve(connection: socket.socket, reader: loop.Reader, message: dict[str, Any]) -> int:
+    """Load what the server's first frame names, then serve until its end of the socket closes."""
+    if torchserve.is_dialect(message):
+        torchserve.begin_log()
+    try:
+        load.import_shim()
+        _enter(Path(message["folder"]))
+        service = load.load_service(message)
+        reader.poll_s = message["poll_us"] / 1e6
+        check_golden(service, message["golden"])
+    except BaseException as error:
+        return _fail(connection, message, error)
+    ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}
+    connection.sendall(wire.encode_control(wire.READY, ready))
+    (loop if service.steps is None else steps).run(reader, service)
+    return 0
+
+
+def _fail(connection: socket.socket, message: dict[str, Any], error: BaseException) -> int:
+    """Log why the model cannot be served, and answer the server with one line of it."""
+    traceback.print_exception(error)
+    reason = load.describe(error, Path(message["folder"]))
+    failed = {"message": reason[:MOST_SAID], "out_of_memory": _lacks_memory(error)}
+    connection.sendall(wire.encode_control(wire.FAILED, failed))
+    return 1
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    """Return whether a load failed for memory; CUDA's own errors are RuntimeErrors that name it."""
+    return is_out_of_memory(error) or (isinstance(error, RuntimeError) and "CUDA" in str(error))
+
+
+def check_archive(exchange: Path) -> int:
+    """Load the unpacked archive that `exchange/task.json` names, run it, leave `result.json`.
+
+    The archiver calls this before it writes an archive and when it verifies one. What goes wrong
+    is in the result; the exit code only says that there is one.
+    """
+    task = json.loads((exchange / "task.json").read_bytes())
+    folder = Path(task["load"]["folder"])
+    try:
+        load.import_shim()
+        _enter(folder)
+        result = check.run(task)
+    except BaseException as error:
+        traceback.print_exc()
+        result = {"error": load.describe(error, folder)}
+    (exchange / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    return 0
+
+
+def _enter(folder: Path) -> None:
+    """Make the archive's folder the working folder and the first place for imports."""
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    # For processes that the handler starts.
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), inherited)))
