@@ -107,7 +107,7 @@ def names(server: LiveServer) -> list[str]:
 
 
 def unpacked(server: LiveServer) -> list[str]:
-    return sorted(folder.name for folder in (server.state_dir / "unpacked").iterdir())
+    return sorted(folder.name for folder in (server.state_dir / "unpacked").glob("*-*"))
 
 
 # -- tokens ------------------------------------------------------------------------------------
