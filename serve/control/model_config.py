@@ -83,8 +83,10 @@ class ModelConfig:
     retry: bool
     """Whether a request that a worker died with is tried once more, alone [retry]."""
     explain_workers: int = 0
-    """Workers that only explain, started with the first explanation; 0 leaves explanations to the
-    workers of predictions [explainWorkers]."""
+    """Workers that only explain; 0 leaves explanations to the workers of predictions
+    [explainWorkers]."""
+    explains_early: bool = False
+    """Whether these are started with the others, as somebody asked for them."""
     explain_share: float = 0.0
     """Of the answered predictions, those that are explained unasked [explainShare]."""
     device_ids: tuple[int, ...] = ()
@@ -192,6 +194,7 @@ def extensions(
         )
     return {
         "explain_workers": explain_workers,
+        "explains_early": explain_workers > 0 and ("explainWorkers" in values.values or share > 0),
         "explain_share": share,
         "by_length": values.choice("batchBy", {"arrival": False, "length": True}, fills_rows),
         "threads": values.integer("workerThreads", 0, least=0),

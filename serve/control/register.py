@@ -132,6 +132,8 @@ class Lifecycle:
                     raise
                 finally:
                     self._unlisted.discard(model.pool)
+        if config.explains_early:
+            model.start_explainers()
         logger.info("%s registered, archive %s", model.pool.plan.label, model.digest)
         return model
 

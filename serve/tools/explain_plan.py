@@ -73,8 +73,14 @@ def _rows(model: PlannedModel, machine: Machine) -> Iterator[tuple[str, str | in
     yield "queue_size", config.queue_size, origin("jobQueueSize", "the setting queue_size")
     if config.explain_workers:
         why = origin("explainWorkers", "default")
-        why += "; started with the first explanation, at a lower priority, not counted below"
+        start = (
+            "once the others are ready" if config.explains_early else "for the first explanation"
+        )
+        why += f"; started {start}, at a lower priority, not counted below"
         yield "explain_workers", config.explain_workers, why
+    if config.explain_share:
+        why = origin("explainShare", "the setting explain_share")
+        yield "explain_share", f"{config.explain_share:g}", why
 
 
 def _device(config: ModelConfig, machine: Machine) -> tuple[str, str]:

@@ -16,6 +16,7 @@ CONFIGS = {
     "shared": "minWorkers: 1\nexplainWorkers: 0\n",
     "hasty": "minWorkers: 1\nclientTimeoutInMills: 300\n",
     "removed": "minWorkers: 1\n",
+    "early": "minWorkers: 1\nexplainWorkers: 1\n",
 }
 
 
@@ -57,6 +58,10 @@ def test_explanations_have_a_worker_of_their_own_from_the_first_one_on(server: L
     assert own != pid
     assert int(niceness) > 0
     assert len(server.describe("apart")["workers"]) == 1
+
+
+def test_they_start_at_once_where_somebody_asks_for_them(server: LiveServer) -> None:
+    poll(lambda: explainers(server, "early"), "the worker that explains is there")
 
 
 def test_an_archive_may_share_them(server: LiveServer) -> None:
