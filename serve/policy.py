@@ -55,6 +55,7 @@ class Policy:
         self.max_answer_bytes = settings.max_response_bytes
         """Of one answer, or one chunk of it."""
         self.workers = workers or WorkerPolicy()
+        self.workers.log_bytes, self.workers.log_keep = settings.log_bytes, settings.log_keep
         self.worker_keys: dict[str, Any] = {
             "dialect": "modelyard",
             "max_image_pixels": settings.max_image_pixels,

@@ -23,7 +23,7 @@ from modelyard.serve.control.sandbox import check_machine
 from modelyard.serve.control.state import StateDir, write_json
 from modelyard.serve.dataplane.process import Orphans
 from modelyard.serve.errors import ServeError, StartError
-from modelyard.serve.log import log_to_stderr
+from modelyard.serve.log import log_to_file
 from modelyard.serve.memory import Memory
 from modelyard.serve.settings import Settings
 
@@ -204,7 +204,7 @@ async def _end(server: Server, state: StateDir) -> None:
 def main() -> int:
     """Run detached: settings as JSON on standard input, events as JSON lines on standard output."""
     settings = Settings(**json.load(sys.stdin))
-    log_to_stderr()
+    log_to_file(StateDir(settings.state_dir).log_file, settings.log_bytes, settings.log_keep)
 
     def report(event: Event) -> None:
         try:

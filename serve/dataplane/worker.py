@@ -27,6 +27,7 @@ from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.budget import Share
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, ReplySink, Stream
 from modelyard.serve.dataplane.fork_server import ForkServer, Preload
+from modelyard.serve.dataplane.log_file import LogFile, Pipe
 from modelyard.serve.dataplane.process import ChildProcess, spawn
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import (
@@ -51,6 +52,8 @@ REAP_GRACE_S = 0.1
 LINGER_S = 0.5
 """From its end to that of its socket, which a process that it forked may hold open."""
 LOG_TAIL_BYTES = 2000
+GATHER_S = 0.02
+"""From one look at what a worker prints to the next."""
 SEND_BYTES = 1 << 22
 """What the kernel may hold for either end, where it allows as much (net.core.wmem_max): with its
 default of 208 KB a body of megabytes takes a wake-up of both processes for every piece."""
@@ -78,27 +81,34 @@ class Output(Protocol):
         """What was written last, for messages."""
 
 
-class LogFile:
-    """A worker's output in a file of its own."""
+class WorkerLog:
+    """A worker's output in a file of its own, which is put aside when it is full."""
 
-    def __init__(self, file: Path) -> None:
-        self._file = file
-        self.stdout = self.stderr = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+    def __init__(self, file: Path, max_bytes: int, keep: int) -> None:
+        self._file = LogFile(file, max_bytes, keep)
+        self._tail = b""
+        self._pipe = Pipe(self._take, GATHER_S)
+        self.stdout = self.stderr = self._pipe.writing
 
     def close(self) -> None:
         """Close the server's copy."""
         os.close(self.stdout)
 
     def finish(self) -> None:
-        """Do nothing: the file holds all of it."""
+        """Write what is left."""
+        self._pipe.finish()
+
+    def _take(self, data: bytes) -> None:
+        if not data:
+            self._file.close()
+            return
+        self._file.append(data)
+        self._tail = (self._tail + data)[-LOG_TAIL_BYTES:]
 
     @property
     def last_line(self) -> str:
-        """The file's last line."""
-        with contextlib.suppress(OSError), self._file.open("rb") as log:
-            log.seek(max(0, self._file.stat().st_size - LOG_TAIL_BYTES))
-            return (log.read().decode(errors="replace").strip().splitlines() or [""])[-1]
-        return "(unreadable)"
+        """The last line."""
+        return (self._tail.decode(errors="replace").strip().splitlines() or [""])[-1]
 
 
 class WorkerPolicy:
@@ -107,9 +117,13 @@ class WorkerPolicy:
     counts_handed_over = False
     """Whether jobs that a worker holds and does not run yet still count as queued."""
 
+    log_bytes = 10 << 20
+    """Of a worker's log, as of each of those put aside."""
+    log_keep = 3
+
     def open_output(self, log: Path, worker: str) -> Output:
         """Return where a worker's output goes; `log` is a file of its own."""
-        return LogFile(log)
+        return WorkerLog(log, self.log_bytes, self.log_keep)
 
     def loaded(self, worker: str, seconds: float) -> None:
         """Take note of a worker that is ready, and how long that took."""

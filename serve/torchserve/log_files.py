@@ -10,11 +10,11 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
+from modelyard.serve.dataplane.log_file import LogFile, make_room, write_all
 from modelyard.serve.torchserve.layout import BadPattern, DateFormat
 from modelyard.serve.torchserve.log_config import Appender, Rolling
 
@@ -54,17 +54,6 @@ def _is_null(descriptor: int) -> bool:
         return True
 
 
-def _write(descriptor: int, data: bytes) -> int:
-    """Write everything; return how many lines could not be."""
-    rest = memoryview(data)
-    try:
-        while rest:
-            rest = rest[os.write(descriptor, rest) :]
-    except OSError:  # the disk is full, or nobody reads any more
-        return bytes(rest).count(b"\n")
-    return 0
-
-
 class Console:
     """Standard output or standard error.
 
@@ -92,7 +81,7 @@ class Console:
 
     def _run(self) -> None:
         while (data := self._waiting.get()) is not None:
-            self._lost += _write(self._descriptor, data)
+            self._lost += write_all(self._descriptor, data)
             self._written += len(data)
 
     def close(self) -> None:
@@ -101,7 +90,7 @@ class Console:
         self._thread.join(CLOSE_TIMEOUT_S)
 
 
-class FileSink:
+class FileSink(LogFile):
     """A file that is put aside when it is full, and at the first line of another day.
 
     Raises:
@@ -109,77 +98,45 @@ class FileSink:
     """
 
     def __init__(self, file: Path, rolling: Rolling | None, appends: bool = True) -> None:
-        self._file = file
         self._rolling = rolling or Rolling(None, None)
-        self._descriptor = -1
         self._packing: threading.Thread | None = None
-        file.parent.mkdir(parents=True, exist_ok=True)
-        self._open(0 if appends else os.O_TRUNC)
-        written_at = file.stat().st_mtime if self._size else time.time()
-        self._period = self._period_at(written_at)
+        super().__init__(file, self._rolling.max_bytes, self._rolling.keep, appends)
+        self._written_at = file.stat().st_mtime if self._size else time.time()
+        self._period = self._period_at(self._written_at)
         if self._rolling.at_start and self._size:
-            self._roll(written_at)
-        self._written_at = written_at
+            self._roll()
 
     def write(self, data: bytes, now: float) -> int:
-        """Write lines, into a new file where one is due; a file is full after a whole line."""
-        rolling, lost = self._rolling, 0
-        if rolling.period is not None and (period := self._period_at(now)) != self._period:
+        """Write lines, into a new file where one is due."""
+        if self._rolling.period is not None and (period := self._period_at(now)) != self._period:
             self._period = period
             if self._size:
-                self._roll(self._written_at)
+                self._roll()
         self._written_at = now
-        while rolling.max_bytes is not None and self._size + len(data) >= rolling.max_bytes:
-            end = data.find(b"\n", max(0, rolling.max_bytes - self._size - 1)) + 1 or len(data)
-            lost += self._put(data[:end])
-            data = data[end:]
-            self._roll(now)
-        return lost + self._put(data)
+        return self.append(data)
 
     def close(self) -> None:
         """Close the file; one that is being packed is waited for."""
-        os.close(self._descriptor)
+        super().close()
         if self._packing is not None:
             self._packing.join()
-
-    def _open(self, flags: int = 0) -> None:
-        """Open the file, where there may be one already, which stays open when that fails."""
-        flags |= os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        descriptor = os.open(self._file, flags, 0o666)
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-        self._descriptor = descriptor
-        self._size = os.fstat(self._descriptor).st_size
-
-    def _put(self, data: bytes) -> int:
-        self._size += len(data)
-        return _write(self._descriptor, data) if data else 0
 
     def _period_at(self, now: float) -> str:
         return _period(int(now) // 60, self._rolling.period) if self._rolling.period else ""
 
-    def _roll(self, written_at: float) -> None:
-        """Put the file aside; where that fails it goes on as it is."""
-        rolling = self._rolling
+    def _put_aside(self) -> None:
         if self._packing is not None:
             self._packing.join()
-        try:
-            if rolling.pattern is None:
-                _shift(lambda index: Path(f"{self._file}.{index}"), rolling.keep)
-                self._file.replace(f"{self._file}.1")
-            else:
-                self._put_aside(_aside(self._file, rolling, written_at))
-            self._open()
-        except OSError:
-            self._size = 0  # tried again after as many bytes
-
-    def _put_aside(self, to: Path) -> None:
+        if self._rolling.pattern is None:
+            super()._put_aside()
+            return
+        to = _aside(self.file, self._rolling, self._written_at)
         to.parent.mkdir(parents=True, exist_ok=True)
         if to.suffix != ".gz":
-            self._file.replace(to)
+            self.file.replace(to)
             return
         plain = to.with_name(f"{to.name}.part")
-        self._file.replace(plain)
+        self.file.replace(plain)
         self._packing = threading.Thread(target=_pack, args=(plain, to), name="log-pack")
         self._packing.start()
 
@@ -190,13 +147,6 @@ _PERIODS = {"%Y": 1, "%m": 2, "%d": 3, "%H": 4, "%M": 5, "%S": 5}
 def _period(minute: int, field: str) -> str:
     """Return the period of a minute since the epoch; seconds count as minutes."""
     return str(time.localtime(60 * minute)[: _PERIODS[field]])
-
-
-def _shift(name: Callable[[int], Path], keep: int) -> None:
-    """Make room for a file of index 1; the oldest goes."""
-    for index in range(keep - 1, 0, -1):
-        with contextlib.suppress(FileNotFoundError):
-            name(index).replace(name(index + 1))
 
 
 def _aside(file: Path, rolling: Rolling, written_at: float) -> Path:
@@ -218,7 +168,7 @@ def _aside(file: Path, rolling: Rolling, written_at: float) -> Path:
             return name(1)
         name = partial(name, pattern=re.sub(r"(\.gz)?$", r".%i\1", str(rolling.pattern), count=1))
     if rolling.newest_first:
-        _shift(name, rolling.keep)
+        make_room(name, rolling.keep)
         return name(1)
     index = 1
     while index <= rolling.keep and name(index).exists():

@@ -7,7 +7,6 @@ request. What cannot be written in time is lost, and counted.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -16,8 +15,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import Any
 
+from modelyard.serve.dataplane.log_file import Pipe
 from modelyard.serve.torchserve.layout import TORCHSERVE_LEVELS, Around, Layout, Said
 from modelyard.serve.torchserve.log_config import MODEL_LOG, OWN_LOGGER, LogConfig
 from modelyard.serve.torchserve.log_files import Sink, open_sink
@@ -287,54 +287,31 @@ def _log(to: logging.Logger, level: int, text: str, thread: str) -> None:
 
 
 class WorkerOutput:
-    """Logs what a worker prints, line by line; read on the event loop, so a worker never waits.
+    """Logs what a worker prints, line by line.
 
     Args:
-        pipe: the reading end.
         thread: shown as the line's thread, as in `W-9000-echo_1.0-stdout`.
         level: INFO for standard output, WARNING for standard error.
     """
 
-    def __init__(self, pipe: IO[bytes], thread: str, level: int) -> None:
-        self._pipe = pipe
+    def __init__(self, thread: str, level: int) -> None:
         self._thread = thread
         self._level = level
         self._unfinished = b""
         self.last_line = ""
-        self._loop = asyncio.get_running_loop()
-        os.set_blocking(pipe.fileno(), False)
-        self._loop.add_reader(pipe.fileno(), self._read)
+        self.pipe = Pipe(self._take, read_bytes=CHUNK_BYTES)
 
-    def _read(self) -> bool:
-        """Read what is there; return whether there may be more."""
-        if self._pipe.closed:
-            return False
-        try:
-            data = os.read(self._pipe.fileno(), CHUNK_BYTES)
-        except BlockingIOError:
-            return False
+    def _take(self, data: bytes) -> None:
         lines, _, rest = (self._unfinished + data).rpartition(b"\n")
         if not data or len(rest) > CHUNK_BYTES:  # its end, or a line without one
             lines, rest = self._unfinished + data, b""
         self._unfinished = rest
         if lines:
             self._log(lines.decode("utf-8", "replace"))
-        if not data:
-            self._loop.remove_reader(self._pipe.fileno())
-            self._pipe.close()
-        return bool(data)
 
     def _log(self, text: str) -> None:
         self.last_line = text.rstrip().rpartition("\n")[2]
         _log(_model_log, self._level, text, self._thread)
-
-    def finish(self) -> None:
-        """Log the rest, after the worker has ended, and close the pipe."""
-        while self._read():
-            pass
-        if not self._pipe.closed:  # a process that it has left behind holds the other end
-            self._loop.remove_reader(self._pipe.fileno())
-            self._pipe.close()
 
 
 class WorkerPipes:
@@ -345,12 +322,10 @@ class WorkerPipes:
     """
 
     def __init__(self, worker: str) -> None:
-        out, self.stdout = os.pipe()
-        err, self.stderr = os.pipe()
-        self._outputs = [
-            WorkerOutput(os.fdopen(out, "rb", 0), f"{worker}-stdout", logging.INFO),
-            WorkerOutput(os.fdopen(err, "rb", 0), f"{worker}-stderr", logging.WARNING),
-        ]
+        out = WorkerOutput(f"{worker}-stdout", logging.INFO)
+        err = WorkerOutput(f"{worker}-stderr", logging.WARNING)
+        self._outputs = [out, err]
+        self.stdout, self.stderr = out.pipe.writing, err.pipe.writing
 
     def close(self) -> None:
         """Close the server's copies of the writing ends."""
@@ -360,7 +335,7 @@ class WorkerPipes:
     def finish(self) -> None:
         """Log what is left."""
         for output in self._outputs:
-            output.finish()
+            output.pipe.finish()
 
     @property
     def last_line(self) -> str:

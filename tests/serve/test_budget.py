@@ -18,7 +18,13 @@ from tests.serve.live import LiveServer, build_archive, poll, running
 
 MB = 1 << 20
 ANSWER, ALL = 16 * MB, 40 * MB
-CONFIG = f"max_response_bytes: {ANSWER}\nresponse_memory_bytes: {ALL}\n"
+LOG, LINE = 100_000, 1000
+CONFIG = f"""\
+max_response_bytes: {ANSWER}
+response_memory_bytes: {ALL}
+log_bytes: {LOG}
+log_keep: 2
+"""
 SLACK = 24 * MB
 """What the allocator keeps, and the server needs for its other work."""
 
@@ -190,3 +196,28 @@ def test_no_more_records_of_one_message_are_taken_than_allowed(
     assert len(list(read_records(json.loads(json.dumps(given))))) == wire.MAX_RECORDS - 1
     (line,) = caplog.messages
     assert line.startswith(f"3 of {len(given)} records of a worker are left out (more than ")
+
+
+# -- logs ----------------------------------------------------------------------------------------
+
+
+def test_what_handlers_print_stays_within_the_size_of_their_logs(server: LiveServer) -> None:
+    assert server.predict("greedy", "print 2000000").status_code == 200
+    folder = server.state_dir / "logs" / "greedy-1.0"
+    poll(lambda: len(list(folder.glob("worker-*.log.*"))) >= 2, "the log is put aside")
+    for file in folder.iterdir():
+        assert file.stat().st_size <= LOG + LINE, file
+    assert len(list(folder.iterdir())) <= 2 * 3
+
+
+def test_the_servers_own_log_stays_within_its_size(server: LiveServer) -> None:
+    for _ in range(1000):
+        with socket.create_connection(server.address, 20) as client:
+            client.sendall(b"GET / HTTP/1.1\r\nHost: %s\r\n\r\n" % (b"x" * 150))
+            assert b" 403 " in client.recv(1000)
+    logs = [file for file in (server.state_dir / "logs").iterdir() if file.is_file()]
+    assert sorted(file.name for file in logs) == ["server.log", "server.log.1", "server.log.2"]
+    assert all(file.stat().st_size <= LOG + LINE for file in logs)
+    # What libraries write to standard error goes to the file that is written now.
+    shared = Path(f"/proc/{server.pid}/fd/2").readlink()
+    assert shared == server.state_dir / "logs" / "server.log"

@@ -87,15 +87,17 @@ def print_and_end(code: str) -> tuple[str, str]:
     """Run Python as a worker; return the last lines of both its outputs."""
 
     async def follow() -> tuple[str, str]:
+        out = WorkerOutput("W-9000-m_1.0-stdout", logging.INFO)
+        err = WorkerOutput("W-9000-m_1.0-stderr", logging.WARNING)
+        writing = (out.pipe.writing, err.pipe.writing)
         process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [sys.executable, "-c", code], stdout=writing[0], stderr=writing[1]
         )
-        assert process.stdout is not None and process.stderr is not None
-        out = WorkerOutput(process.stdout, "W-9000-m_1.0-stdout", logging.INFO)
-        err = WorkerOutput(process.stderr, "W-9000-m_1.0-stderr", logging.WARNING)
+        for end in writing:
+            os.close(end)
         await asyncio.to_thread(process.wait)
-        out.finish()
-        err.finish()
+        out.pipe.finish()
+        err.pipe.finish()
         return out.last_line, err.last_line
 
     return asyncio.run(follow())
