@@ -228,7 +228,8 @@ def check(
         reference: the checkpoint's outputs.
         checker: the process.
         device: where the artifact is to run.
-        tolerance: largest allowed scaled difference of floats; by the outputs' dtype when absent.
+        tolerance: largest allowed scaled difference of floats; by the outputs' dtype when absent,
+            and by what they are computed in.
         is_quantized: judge as an approximation.
         locate: asked for the first submodule that differs, in the case that differs most.
 
@@ -237,7 +238,10 @@ def check(
             names every such output, by how much and where.
     """
     signature = reference.signature
-    rules = [rule_for(spec.dtype, tolerance, is_quantized) for spec in signature.outputs]
+    rules = [
+        rule_for(spec.dtype, tolerance, is_quantized, reference.is_double)
+        for spec in signature.outputs
+    ]
     outputs = [
         (spec.name, spec.dtype, rule.tolerance)
         for spec, rule in zip(signature.outputs, rules, strict=True)

@@ -183,6 +183,8 @@ class Reference:
     samples: tuple[Sample, ...] = ()
     is_lowered: bool = False
     """Whether `model` computes in another dtype than the checkpoint's."""
+    is_double: bool = False
+    """Whether all that it computes is float64, so that its outputs are good to that."""
     keys: tuple[str, ...] = ()
     """The way to each output inside what the checkpoint's own model gives."""
     warnings: tuple[str, ...] = ()
@@ -288,6 +290,7 @@ def observe(
         found=found,
         samples=tuple(samples),
         is_lowered=lowered is not original,
+        is_double=lowered is original and watched.precisions == {torch.float64},
         keys=chosen_outputs.keys,
         warnings=(
             *chosen_outputs.notes,

@@ -7,10 +7,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
 
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain
@@ -61,6 +64,7 @@ def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[st
 def _convert(
     program: ExportedProgram, signature: Signature, *, optimize: bool
 ) -> torch.onnx.ONNXProgram:
+    is_double = _computes_in_double(program)
     with (
         quiet("torch.onnx._internal.exporter._registration"),
         any_length(),
@@ -73,13 +77,51 @@ def _convert(
             program,
             dynamo=True,
             verbose=False,
-            optimize=optimize,
+            optimize=optimize and not is_double,
             input_names=[spec.name for spec in signature.inputs],
             output_names=[spec.name for spec in signature.outputs],
             dynamic_shapes=_shapes(signature),
         )
-    assert converted is not None
+        assert converted is not None
+        if is_double:
+            _restore_numbers(converted)
+            if optimize:
+                converted.optimize()
     return converted
+
+
+def _computes_in_double(program: ExportedProgram) -> bool:
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    return any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in values)
+
+
+def _restore_numbers(converted: torch.onnx.ONNXProgram) -> None:
+    """Give constants that become float64 the numbers of the program again.
+
+    The converter writes a number of Python as float32, and a cast behind it: 0.97 is 3e-8 off.
+    """
+    import onnx_ir
+
+    assert converted.exported_program is not None
+    rounded: dict[float, set[float]] = {}
+    for module in converted.exported_program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            for number in tree_leaves((node.args, node.kwargs)):
+                if isinstance(number, float):
+                    with np.errstate(over="ignore"):
+                        rounded.setdefault(float(np.float32(number)), set()).add(number)
+    for constant in converted.model.graph.all_nodes():
+        attribute = constant.attributes.get("value") if constant.op_type == "Constant" else None
+        if attribute is None or attribute.value.dtype != onnx_ir.DataType.FLOAT:
+            continue
+        if attribute.value.shape:  # of more than a number
+            continue
+        numbers = list(rounded.get(float(attribute.value.numpy()), ()))
+        users = [user for user, _ in constant.outputs[0].uses()]
+        if len(numbers) == 1 and all(user.op_type in ("Cast", "CastLike") for user in users):
+            exact = onnx_ir.tensor(np.array(numbers[0], dtype=np.float64))
+            constant.attributes["value"] = onnx_ir.AttrTensor("value", exact)
+            constant.outputs[0].dtype = onnx_ir.DataType.DOUBLE
 
 
 def _number_minus(tensor: Tensor, number: float, alpha: float = 1) -> Tensor:

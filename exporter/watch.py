@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from modelyard.exporter.arguments import own_name
@@ -44,6 +45,8 @@ class Watched:
     """Places where gradients end under torch.no_grad()."""
     custom: dict[str, str] = field(default_factory=dict)
     """torch.autograd.Function of the author's → place of its call."""
+    precisions: set[torch.dtype] = field(default_factory=set)
+    """The floating-point dtypes of what operators gave."""
 
     def warnings(self) -> list[str]:
         """Return in a sentence each what the author may want to change."""
@@ -83,7 +86,7 @@ def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
             model(*given)
     # Gradients are not promised yet: a model may fail in any way where it now asks for them.
     except Exception:
-        pass
+        seen.precisions.clear()
     return seen
 
 
@@ -167,6 +170,10 @@ class _Watch:
         if not torch.is_grad_enabled() and _cuts(func, args):
             self._note_cut()
         result = func(*args, **given)
+        self._seen.precisions |= {
+            each.dtype for each in tree_leaves(result)
+            if isinstance(each, Tensor) and each.is_floating_point()
+        }  # fmt: skip
         if is_random and isinstance(drawn := result, Tensor):
             dtype, shape = str(drawn.dtype).removeprefix("torch."), tuple(drawn.shape)
             place = _author_place()

@@ -31,7 +31,8 @@ from modelyard.archiver.report import Parity
 from modelyard.handlers.backends import Artifact
 
 # Largest allowed scaled difference, by the dtype of the output. Integers must be equal.
-TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
+# That of float64 is for models that compute in nothing coarser, see `rule_for`.
+TOLERANCES = {"float64": 1e-8, "float32": 1e-4, "float16": 1e-2, "bfloat16": 3e-2}
 MIN_TOP1_AGREEMENT = 0.99
 # Values that are compared at a time: some ten copies of them in float64 are made.
 _PIECE = 2**20
@@ -126,10 +127,25 @@ class Rule:
         )
 
 
-def rule_for(dtype: str, tolerance: float | None = None, is_quantized: bool = False) -> Rule:
-    """Return the rule of an export: `tolerance` replaces that of floats."""
+def rule_for(
+    dtype: str,
+    tolerance: float | None = None,
+    is_quantized: bool = False,
+    is_double: bool = False,
+) -> Rule:
+    """Return the rule of an export.
+
+    Args:
+        dtype: of the output.
+        tolerance: replaces that of floats.
+        is_quantized: judge as an approximation.
+        is_double: the model computes in float64 alone; else a float64 output may be a float32
+            number in a wider dtype, and is judged as one.
+    """
     if dtype not in TOLERANCES:
         return Rule(0.0, is_quantized)
+    if dtype == "float64" and not is_double:
+        dtype = "float32"
     return Rule(TOLERANCES[dtype] if tolerance is None else tolerance, is_quantized)
 
 

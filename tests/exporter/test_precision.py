@@ -1,6 +1,7 @@
 """Artifacts of a lower precision: cast, or quantised."""
 
 import json
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,3 +155,48 @@ def test_samples_are_compared_and_forgotten(author: Author, tmp_path: Path) -> N
     assert report["parity"]["kinds"] == ["large", "negative", "random", "sample", "tiny", "zeros"]
     assert report["parity"]["integers"] == {"ids": [0, 999]}
     assert row.numpy().tobytes() not in (tmp_path / "out" / "net.onnx").read_bytes()
+
+
+# Numbers that float32 does not hold, beside tensors, as fills, limits and factors.
+DOUBLE = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4, dtype=torch.float64))
+
+    def forward(self, x):
+        a = torch.relu(x - 0.97) * 0.1 + 1.1
+        b = torch.where(a > 1.13, a / 3.3, a ** 2.2).clamp(0.123, 7.77)
+        c = b.masked_fill(b < 0.4, 0.31) + torch.full_like(b, 0.77)
+        return torch.add(c * self.scale, x, alpha=0.13)
+"""
+THROUGH_FLOAT = """
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.rand(4, dtype=torch.float64))
+
+    def forward(self, x):
+        return ((x * self.scale).float() - 0.97).sin().double() + 0.97
+"""
+
+
+def test_float64_is_proven_as_float64(author: Author, tmp_path: Path) -> None:
+    checkpoint, model = author(DOUBLE)
+    inputs = ["x:float64[batch=1..8,4]"]
+    (report,) = export(checkpoint, model, inputs, output_dir=tmp_path / "out", formats=["onnx"])
+    assert report.parity.tolerance == 1e-8
+    assert report.parity.max_abs < 1e-13
+    x = torch.rand(3, 4, dtype=torch.float64)
+    net = runpy.run_path(model.rpartition(":")[0])["Net"]()
+    net.load_state_dict(torch.load(checkpoint))
+    found = open_artifact(tmp_path / "out" / "net.onnx", "onnx")(x)
+    assert torch.allclose(torch.as_tensor(found), net(x), rtol=0, atol=1e-14)
+
+
+def test_float64_of_float32_is_proven_as_that(author: Author, tmp_path: Path) -> None:
+    checkpoint, model = author(THROUGH_FLOAT)
+    inputs = ["x:float64[batch=1..8,4]"]
+    (report,) = export(checkpoint, model, inputs, output_dir=tmp_path / "out", formats=["onnx"])
+    assert [spec.dtype for spec in report.signature.outputs] == ["float64"]
+    assert report.parity.tolerance == 1e-4
