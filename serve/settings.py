@@ -94,6 +94,8 @@ class Settings(BaseModel):
     """How long an idle worker looks for requests before it sleeps, while they come that often."""
     fork_workers: bool = True
     """Fork workers from a process that has imported torch; false starts each by itself."""
+    share_workers: bool = False
+    """Have ONNX models whose archives bring no code share processes; see `shareWorkers`."""
     queue_size: int = Field(default=100, ge=1)
     """Requests that may wait per model version and kind."""
     request_timeout_s: float = Field(default=60, gt=0)

@@ -113,6 +113,9 @@ class ModelConfig:
     """Sockets of its workers: none, all. The operator's alone to say [network]."""
     files: str = "own"
     """What its workers reach: own, all; as `network` [files]."""
+    shares_workers: bool | None = None
+    """Whether its workers share processes with those of other versions; None as the setting
+    `share_workers` says, where it can be. The operator's alone to say [shareWorkers]."""
     threads: int = 0
     """Of each worker; 0 leaves the choice to the server [workerThreads]."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -200,6 +203,7 @@ def extensions(
         "threads": values.integer("workerThreads", 0, least=0),
         "network": values.of_operator("network", ("none", "all"), network),
         "files": values.of_operator("files", ("own", "all"), settings.files),
+        "shares_workers": values.of_operator("shareWorkers", (True, False), None),
     }
 
 
@@ -320,14 +324,17 @@ class Values:
             return self._wrong(key, " or ".join(meanings), default)
         return meanings[value]
 
-    def of_operator(self, key: str, words: Sequence[str], default: str) -> str:
-        """Return a word that the settings say of the model; what the archive says is not asked."""
+    def of_operator(self, key: str, words: Sequence[T], default: T) -> T:
+        """Return a value that the settings say of the model; what the archive says is not asked."""
         self._known.add(key)
-        value = self._settings.get(key, default)
-        if value not in words:
-            expected = " or ".join(words)
-            raise BadModelConfig(f"model_settings: {key}: expected {expected}, got {value!r}")
-        return str(value)
+        if key not in self._settings:
+            return default
+        value = self._settings[key]
+        for word in words:
+            if value == word and type(value) is type(word):
+                return word
+        expected = " or ".join(str(word).lower() for word in words)
+        raise BadModelConfig(f"model_settings: {key}: expected {expected}, got {value!r}")
 
     def _wrong(self, key: str, expected: str, default: T) -> T:
         problem = f"{self.file}: {key}: expected {expected}, got {self.values[key]!r}"

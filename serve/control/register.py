@@ -222,8 +222,7 @@ class Lifecycle:
             *(pool.stop(drain_timeout_s) for pool in self._unlisted),
             *(self._end(model, drain_timeout_s) for model in self.registry),
         )
-        if (fork_server := self._builder.fork_server) is not None:
-            await fork_server.stop()
+        await self._builder.stop()
 
     async def _end(self, model: ModelVersion, drain_timeout_s: float) -> None:
         pools = [pool for pool in (model.pool, model.explainers) if pool is not None]

@@ -176,6 +176,40 @@ class ForkServer:
                 reply.set_result(None)
 
 
+async def start_process(
+    fork_server: ForkServer | None,
+    preload: Preload | None,
+    environment: Mapping[str, str],
+    descriptors: tuple[int, int, int],
+    niceness: int = 0,
+) -> ChildProcess:
+    """Return a new worker process, forked where that can be.
+
+    Args:
+        fork_server: what forks it, where there is one.
+        preload: what is imported before; None starts it afresh.
+        environment: all of its variables.
+        descriptors: its socket, standard output and standard error.
+        niceness: as `ChildProcess` takes it.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    if fork_server is not None and preload is not None:
+        forked = await fork_server.fork(preload, environment, descriptors, niceness)
+        if forked is not None:
+            return forked
+    connection, stdout, stderr = descriptors
+    return spawn(
+        [sys.executable, "-P", "-m", "modelyard.serve.worker", str(connection)],
+        environment,
+        stdout=stdout,
+        stderr=stderr,
+        pass_fds=[connection],
+        niceness=niceness,
+    )
+
+
 def _send(control: socket.socket, request: Any, descriptors: Sequence[int]) -> None:
     """Send a request, of any size, in a file that is passed with the other descriptors."""
     file = os.memfd_create("request", os.MFD_CLOEXEC)

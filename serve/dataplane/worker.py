@@ -14,7 +14,6 @@ import math
 import os
 import signal
 import socket
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -26,9 +25,10 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.budget import Share
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, ReplySink, Stream
-from modelyard.serve.dataplane.fork_server import ForkServer, Preload
+from modelyard.serve.dataplane.fork_server import ForkServer, Preload, start_process
 from modelyard.serve.dataplane.log_file import LogFile, Pipe
-from modelyard.serve.dataplane.process import ChildProcess, spawn
+from modelyard.serve.dataplane.process import ChildProcess
+from modelyard.serve.dataplane.shared import Guest, SharedWorkers
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import (
     DeadlinePassed,
@@ -168,6 +168,8 @@ class WorkerPlan:
     """What forks the workers, where there is one."""
     preload: Preload | None = None
     """What it imports before; None where each worker is started afresh."""
+    shared: SharedWorkers | None = None
+    """Whose processes the workers share with those of other versions; None where they do not."""
 
 
 class Worker(asyncio.BufferedProtocol):
@@ -185,7 +187,7 @@ class Worker(asyncio.BufferedProtocol):
         self._buffer = memoryview(bytearray(wire.RECEIVE_BYTES))
         self._is_in_room = False
         self._transport: asyncio.Transport | None = None
-        self._process: ChildProcess | None = None
+        self._process: ChildProcess | Guest | None = None
         self._output: Output | None = None
         self._has_exited = False
         self._next_id = 0
@@ -246,14 +248,7 @@ class Worker(asyncio.BufferedProtocol):
             ) from None
 
     async def _spawn(self) -> socket.socket:
-        """Start the process, forked where that can be, and return our end of its socket."""
-        ours = await self._spawn_from(self._plan.fork_server, self._plan.preload)
-        return ours or cast(socket.socket, await self._spawn_from(None, None))
-
-    async def _spawn_from(
-        self, fork_server: ForkServer | None, preload: Preload | None
-    ) -> socket.socket | None:
-        """Start the process, and return our end of its socket; None where it cannot be forked."""
+        """Start the process, or join one, and return our end of its socket."""
         plan = self._plan
         log = plan.log_dir / f"{plan.log_stem}-{self.number}.log"
         ours, theirs = socket.socketpair()
@@ -261,29 +256,29 @@ class Worker(asyncio.BufferedProtocol):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         with contextlib.ExitStack() as undo, theirs:
             undo.callback(ours.close)
+            if plan.shared is not None and not self._pool.must_be_alone:
+                self._process, self._output = await plan.shared.join(
+                    plan.threads, self.number, theirs.fileno(), self._open_shared_output
+                )
+                undo.pop_all()
+                self._process.ended.add_done_callback(self._exited)
+                return ours
             output = self._pool.policy.open_output(log, self.name)
             undo.callback(output.finish)
             fds = (theirs.fileno(), output.stdout, output.stderr)
             try:
-                if fork_server is not None and preload is not None:
-                    process = await fork_server.fork(preload, plan.environment, fds, plan.niceness)
-                else:
-                    process = spawn(
-                        [sys.executable, "-P", "-m", "modelyard.serve.worker", str(fds[0])],
-                        plan.environment,
-                        stdout=output.stdout,
-                        stderr=output.stderr,
-                        pass_fds=fds[:1],
-                        niceness=plan.niceness,
-                    )
+                process = await start_process(
+                    plan.fork_server, plan.preload, plan.environment, fds, plan.niceness
+                )
             finally:
                 output.close()
-            if process is None:
-                return None
             undo.pop_all()
         self._process, self._output = process, output
         process.ended.add_done_callback(self._exited)
         return ours
+
+    def _open_shared_output(self, name: str) -> Output:
+        return self._pool.policy.open_output(self._plan.log_dir.parent / f"{name}.log", name)
 
     @property
     def pid(self) -> int:
@@ -296,12 +291,18 @@ class Worker(asyncio.BufferedProtocol):
         if self._process is not None:
             self._process.kill()
 
+    def _drop(self) -> None:
+        """Give up a process that works for nobody; a shared one goes on for others."""
+        self.is_condemned = True
+        if self._process is not None:
+            self._process.drop()
+
     async def stop(self) -> None:
         """Let an idle process end by itself, or kill it after a short while."""
         if self._process is None:
             return
         if not self.is_ready or self.flight:
-            self.condemn()
+            self._drop()
         if self._transport is not None:
             self._transport.close()
         await self._process.end(EXIT_GRACE_S)
@@ -312,7 +313,10 @@ class Worker(asyncio.BufferedProtocol):
         self._has_exited = True
         self.is_ready = False
         assert self._output is not None
-        self._output.finish()
+        if isinstance(self._process, Guest):  # the output is the process's, not this worker's
+            self._pool.must_be_alone |= not self.loaded.done()
+        else:
+            self._output.finish()
         if self._transport is None or self._transport.is_closing():
             self._finish()
         else:  # end of file comes by itself, unless a process it forked holds the socket open
@@ -403,9 +407,9 @@ class Worker(asyncio.BufferedProtocol):
             self._finish()
         elif error is not None or self.flight:
             # Mostly it is ending by itself, and closed its socket a moment before it can be reaped.
-            self._loop.call_later(REAP_GRACE_S, self.condemn)
+            self._loop.call_later(REAP_GRACE_S, self._drop)
         else:
-            self._loop.call_later(EXIT_GRACE_S, self._process.kill)
+            self._loop.call_later(EXIT_GRACE_S, self._process.drop)
 
     def _control(self, item: wire.Item) -> None:
         message = wire.decode_control(item)

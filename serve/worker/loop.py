@@ -237,19 +237,47 @@ def run(reader: Reader, service: Service) -> None:
     """Serve until the server closes its end (EOFError)."""
     gc.collect()
     gc.freeze()
-    sender = Sender(reader, service)
-    service.context.stream = sender.send_chunk
-    service.context.cancellation = sender.check_cancelled
-    waiting: deque[wire.Item] = deque()
-    call_bytes = CALL_BYTES[service.device.partition(":")[0]] if service.by_length else None
+    session = Session(reader, service)
     while True:
+        session.take_turn(must_wait=True)
+
+
+class Session:
+    """The jobs of one connection, batch by batch."""
+
+    def __init__(self, reader: Reader, service: Service) -> None:
+        self._reader = reader
+        self._service = service
+        self._sender = Sender(reader, service)
+        service.context.stream = self._sender.send_chunk
+        service.context.cancellation = self._sender.check_cancelled
+        self._waiting: deque[wire.Item] = deque()
+        place = service.device.partition(":")[0]
+        self._call_bytes = CALL_BYTES[place] if service.by_length else None
+
+    def take_turn(self, must_wait: bool = False) -> bool:
+        """Answer one batch of what has arrived; return whether more waits.
+
+        Args:
+            must_wait: for a first job.
+
+        Raises:
+            EOFError: the server closed its end.
+        """
+        waiting, service = self._waiting, self._service
         if not waiting:
-            reader.forget_cancelled()
-        waiting.extend(reader.read_arrived(must_wait=not waiting))
-        batch = take_batch(waiting, service.batch_size, call_bytes)
-        began_us = wire.now_us()
-        answers = answer_batch(service, batch, sender)
-        sender.send(batch, began_us, answers)
+            self._reader.forget_cancelled()
+        waiting.extend(self._reader.read_arrived(must_wait=must_wait and not waiting))
+        if waiting:
+            batch = take_batch(waiting, service.batch_size, self._call_bytes)
+            began_us = wire.now_us()
+            answers = answer_batch(service, batch, self._sender)
+            self._sender.send(batch, began_us, answers)
+        return bool(waiting)
+
+    def close(self) -> None:
+        """Let go of the service, which knows who sends its chunks."""
+        self._service.context.stream = self._service.context.cancellation = None
 
 
 def send_replies(reader: Reader, frame: wire.Frame, context: Context) -> None:
