@@ -70,9 +70,9 @@ def test_one_that_leaves_leaves_the_others_alone(server: LiveServer) -> None:
 def test_all_of_them_come_back_when_their_process_has_ended(server: LiveServer) -> None:
     (before,) = server.worker_pids("one")
     os.kill(before, signal.SIGKILL)
-    for name in ("one", "two"):
-        poll(lambda name=name: server.restarts(name) == 1, "it is replaced")
-        assert digit(server, name, 6) == 6
+    names = ("one", "two")
+    poll(lambda: all(server.restarts(name) == 1 for name in names), "they are replaced")
+    assert [digit(server, name, 6) for name in names] == [6, 6]
     assert server.worker_pids("one") == server.worker_pids("two") != [before]
     assert server.restarts("alone") == 0
 
