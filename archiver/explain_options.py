@@ -77,8 +77,9 @@ EXPLAIN_OPTIONS: Mapping[str, Option] = {
     ),
     "format": Option(
         str,
-        "What is answered: numbers, a picture or a page. The Accept header asks for them too.",
-        ("json", "png", "html"),
+        "What is answered: numbers, a picture, a page, a transparent picture to lay over the one "
+        "that was sent, or numbers in NumPy's file format. The Accept header asks for them too.",
+        ("json", "png", "html", "overlay", "npy"),
     ),
     "errors": Option(bool, "`true` adds how far off each value may be."),
     "check": Option(

@@ -18,7 +18,8 @@ from modelyard.handlers.base import BaseHandler, Classifier, Inputs
 from modelyard.handlers.body import body_of, decode_base64
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
-from modelyard.handlers.explain.attribution import ranges_of
+from modelyard.handlers.explain.attribution import Tensors, ranges_of
+from modelyard.handlers.explain.bars import Bar, Values, largest
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.explain.model import Target, at_place
 from modelyard.handlers.folder import read_json_file, read_processor
@@ -147,6 +148,15 @@ class AudioHandler(BaseHandler):
             return {}
         is_sum = (explanation.options.aggregate or self.default_aggregate) == "sum"
         return {"seconds_per_value": (self._frame if is_sum else 1) / self.rate}
+
+    def bars(self, index: int, inputs: Tensors, explanation: Explanation) -> list[Bar]:
+        """Return the frames by the second at which they begin."""
+        if explanation.options.layer is not None:
+            return super().bars(index, inputs, explanation)
+        size = self.describe(index, explanation)["seconds_per_value"]
+        errors = None if explanation.errors is None else explanation.errors[0]
+        sound = Values(explanation.attributions[0], errors)
+        return largest({"sound": sound}, lambda _, place: f"{place[-1] * size:.2f} s")
 
     @property
     def _frame(self) -> int:

@@ -9,8 +9,10 @@ The smallest complete handler of an archive changes one step and inherits the ot
             return [2 * row for row in super().postprocess(outputs)]
 """
 
+import copy
 import hashlib
 import inspect
+import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -32,12 +34,20 @@ from modelyard.handlers.backends import Artifact, Output
 from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError, NoGradients
-from modelyard.handlers.explain import draw
+from modelyard.handlers.explain import bars, draw, page, present
 from modelyard.handlers.explain.attribution import Tensors, outputs_of, ranges_of
+from modelyard.handlers.explain.bars import Bar, Values, largest
+from modelyard.handlers.explain.digits import as_npy
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.methods import METHODS
 from modelyard.handlers.explain.model import ExplainedModel, Target
-from modelyard.handlers.explain.options import ExplainOptions, Row, gather_options, parse_options
+from modelyard.handlers.explain.options import (
+    MEDIA_TYPES,
+    ExplainOptions,
+    Row,
+    gather_options,
+    parse_options,
+)
 from modelyard.handlers.explain.region import Region
 from modelyard.handlers.explain.shares import options_of_shares, shares_of
 from modelyard.handlers.folder import load_label_mapping, read_config, read_reference
@@ -84,12 +94,14 @@ class BaseHandler:
         reference: the shares that live ones are compared with, None where the archive has none.
     """
 
-    formats: ClassVar[tuple[str, ...]] = ("json",)
+    formats: ClassVar[tuple[str, ...]] = ("json", "png", "html", "npy")
     """What explanations can be answered in; the first where the request has no wish."""
     default_baseline: str = "zero"
     default_aggregate: ClassVar[str] = "none"
     class_dim: ClassVar[int] = 0
     """Which dimension of scores (…) of more than one is that of the classes."""
+    thing: ClassVar[str] = "value"
+    """What a value of the input is called."""
     embedded: int | None = None
     """Place among the inputs of the token ids, for models that embed them."""
 
@@ -431,13 +443,42 @@ class BaseHandler:
         """Return what the reader of request `index`'s explanation has to know; a sentence each."""
         return ()
 
-    def heat_map(self, inputs: Tensor, explanation: Explanation) -> bytes:
-        """Draw an explanation's attributions over its input (*S), as a PNG file."""
-        raise BadInput("format is png; expected json: this model takes no images to draw over")
+    def bars(self, index: int, inputs: Tensors, explanation: Explanation) -> list[Bar]:
+        """Return the explained values of request `index` by name, for what is drawn of them."""
+        known = dict(zip(self._served().input_names, inputs, strict=False))
+        errors = explanation.errors or (None,) * len(explanation.names)
+        values = {}
+        for name, own, off in zip(explanation.names, explanation.attributions, errors, strict=True):
+            shown = known.get(name)
+            is_alike = shown is not None and shown.shape == own.shape
+            values[name] = Values(own, off, shown if is_alike else None)
+        return largest(values)
 
-    def page(self, index: int, explanations: Sequence[Explanation]) -> bytes:
-        """Draw explanations of request `index` as an HTML page."""
-        raise BadInput("format is html; expected json: this model takes no text")
+    def heat_map(self, index: int, inputs: Tensors, explanations: Sequence[Explanation]) -> bytes:
+        """Draw explanations of request `index`, whose inputs are (*S), as a PNG file."""
+        drawn = []
+        for each in explanations:
+            found, answer = self.bars(index, inputs, each), self.fields_of(index, each)
+            texts = present.texts(each, answer, present.of_bars(found, self.thing))
+            drawn.append(bars.render(found, answer, texts, each.strength))
+        return draw.stack(drawn)
+
+    def page(self, index: int, inputs: Tensors, explanations: Sequence[Explanation]) -> bytes:
+        """Draw explanations of request `index`, whose inputs are (*S), as an HTML page."""
+        parts = []
+        for each in explanations:
+            found, answer = self.bars(index, inputs, each), self.fields_of(index, each)
+            figure = bars.figure(found, answer, each.strength)
+            parts.append(present.part(each, answer, figure, present.of_bars(found, self.thing)))
+        return page.render(parts)
+
+    def overlay(self, index: int, inputs: Tensors, explanation: Explanation) -> bytes:
+        """Draw an explanation of request `index` as a transparent PNG file."""
+        raise BadInput("format is overlay; expected another: this model takes no picture")
+
+    def fields_of(self, index: int, explanation: Explanation) -> dict[str, Any]:
+        """Return the fields of an explanation of request `index`, but for lists of numbers."""
+        return self._origin() | explanation.facts() | self.describe(index, explanation)
 
     @property
     def _pad_id(self) -> int | None:
@@ -564,7 +605,8 @@ class BaseHandler:
             content = bytearray(file.read_bytes())
             rows += parse_json(content) if file.suffix == ".json" else [content]
         try:
-            inputs = self.preprocess([{"body": row} for row in rows])
+            # What is noted of the batch's own requests stays as it is.
+            inputs = copy.copy(self).preprocess([{"body": row} for row in rows])
         except BadInput as error:
             raise BadInput(f'baseline "file:{name}" cannot be used: {error}') from error
         return (inputs,) if isinstance(inputs, Tensor) else inputs
@@ -574,25 +616,45 @@ class BaseHandler:
         options = explanations[0].options
         own = self.warnings(index)
         explanations = [replace(each, warnings=(*each.warnings, *own)) for each in explanations]
-        if options.format == "png":
-            self.context.set_response_content_type(index, "image/png")
-            return draw.stack([self.heat_map(inputs[0], each) for each in explanations])
-        wants_sum = (options.aggregate or self.default_aggregate) == "sum"
-        if wants_sum:
+        if (options.aggregate or self.default_aggregate) == "sum":
             explanations = [self._aggregated(each) for each in explanations]
+        if options.format == "json":
+            answers = [each.as_json() | self.describe(index, each) for each in explanations]
+            several = {"explanations": answers}
+            return self._origin() | (several if options.has_several else answers[0])
+        media_type = MEDIA_TYPES[options.format]
         if options.format == "html":
-            self.context.set_response_content_type(index, "text/html; charset=utf-8")
-            return self.page(index, explanations)
+            media_type += "; charset=utf-8"
+            self.context.set_response_header(index, "content-security-policy", page.POLICY)
+        self.context.set_response_content_type(index, media_type)
+        if options.format in ("png", "html"):
+            write = self.heat_map if options.format == "png" else self.page
+            return write(index, inputs, explanations)
+        (explanation,) = explanations  # of these formats no more are asked for
+        if options.format == "overlay":
+            return self.overlay(index, inputs, explanation)
+        return self._as_npy(index, explanation)
+
+    def _as_npy(self, index: int, explanation: Explanation) -> bytes:
+        """Return the attributions as NumPy's file; a header has what else there is to say."""
+        if len(explanation.attributions) > 1:
+            raise BadInput(
+                f"format is npy; expected json: {', '.join(explanation.names)} are explained, and "
+                "the file holds one array"
+            )
+        facts = self._origin() | explanation.facts()
+        self.context.set_response_header(index, "x-explanation", json.dumps(facts))
+        return as_npy(explanation.attributions[0])
+
+    def _origin(self) -> dict[str, Any]:
+        """Return which model version answers."""
         version = (self.manifest.get("model") or {}).get("modelVersion", "")
-        answer = {
+        return {
             "model": self.context.model_name,
             "version": str(version),
             "archive_digest": self.digest,
             "output_kind": self.output_kind,
         }
-        answers = [each.as_json() | self.describe(index, each) for each in explanations]
-        has_several = options.target.startswith("top-") or len(options.output_name) > 1
-        return answer | ({"explanations": answers} if has_several else answers[0])
 
     def _aggregated(self, explanation: Explanation) -> Explanation:
         """Sum up what belongs together; its error is at most the sum of theirs."""

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -40,8 +40,6 @@ class ImageText(VisionHandler):
 
     An explanation says what of the picture speaks for one text: `target`, the best without it.
     """
-
-    formats: ClassVar[tuple[str, ...]] = ("json", "png")
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,6 +92,7 @@ class ImageText(VisionHandler):
 
     def _explain(self, index: int, row: Mapping[str, Any]) -> Any:
         options, rest = self._read_options(index, row)
+        self.sizes = [None] * index  # of the others of the batch; the next one is this request's
         image, texts = self._read_parts(rest)
         if options.target in texts:
             at = texts.index(options.target)

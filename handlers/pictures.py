@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
@@ -300,14 +300,13 @@ def resized(width: int, height: int, settings: ImageSettings) -> tuple[int, int]
     if settings.size is not None:
         height, width = settings.size
     elif settings.resize is not None:
-        shorter, longer = min(width, height), max(width, height)
+        shorter, longer = min(size), max(size)
         side: float = settings.resize
         if settings.longest is not None and longer * side > settings.longest * shorter:
             side = settings.longest * shorter / longer
         # The longer side by the unrounded shorter one, as DETR's processor has it.
         width, height = (
-            round(side) if each == shorter else int(side * each / shorter)
-            for each in (width, height)
+            round(side) if each == shorter else int(side * each / shorter) for each in size
         )
         if not (width > 0 and height > 0 and width * height <= MAX_PIXELS):
             raise BadInput(
@@ -317,13 +316,35 @@ def resized(width: int, height: int, settings: ImageSettings) -> tuple[int, int]
     return width, height
 
 
-def to_size(image: Image.Image, settings: ImageSettings) -> Image.Image:
-    """Resize and crop as torchvision's Resize and CenterCrop, or transformers, do on a picture."""
-    width, height = resized(*image.size, settings)
-    if (width, height) != image.size:
-        image = image.resize((width, height), RESAMPLINGS[settings.resample])
+class Placement(NamedTuple):
+    """How a picture becomes an input: its size after resizing, and the box that is cut out."""
+
+    width: int
+    height: int
+    left: int
+    top: int
+    crop_width: int
+    crop_height: int
+
+    def box_in(self, size: tuple[int, int]) -> tuple[float, float, float, float]:
+        """Return left, top, right and bottom of that box in a picture of (width, height).
+
+        Where a frame was added, it reaches beyond the picture.
+        """
+        across, down = size[0] / self.width, size[1] / self.height
+        right, bottom = self.left + self.crop_width, self.top + self.crop_height
+        return self.left * across, self.top * down, right * across, bottom * down
+
+
+def placement(size: tuple[int, int], settings: ImageSettings) -> Placement:
+    """Place a picture (width, height) as torchvision's Resize and CenterCrop, or transformers, do.
+
+    Raises:
+        BadInput: nothing could be made of that size.
+    """
+    width, height = resized(*size, settings)
     if settings.crop is None or settings.crop == (height, width):
-        return image
+        return Placement(width, height, 0, 0, width, height)
     crop_height, crop_width = settings.crop
     if settings.pads:
         top, left = (height - crop_height) // 2, (width - crop_width) // 2
@@ -334,7 +355,17 @@ def to_size(image: Image.Image, settings: ImageSettings) -> Image.Image:
         )
     else:
         top, left = round((height - crop_height) / 2), round((width - crop_width) / 2)
-    return image.crop((left, top, left + crop_width, top + crop_height))
+    return Placement(width, height, left, top, crop_width, crop_height)
+
+
+def to_size(image: Image.Image, settings: ImageSettings) -> Image.Image:
+    """Resize and crop a picture, see `placement`."""
+    at = placement(image.size, settings)
+    if (at.width, at.height) != image.size:
+        image = image.resize((at.width, at.height), RESAMPLINGS[settings.resample])
+    if (at.crop_width, at.crop_height) == image.size:
+        return image
+    return image.crop((at.left, at.top, at.left + at.crop_width, at.top + at.crop_height))
 
 
 def _is_size(value: Any) -> bool:

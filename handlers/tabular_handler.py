@@ -2,10 +2,10 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -14,10 +14,13 @@ from torch import Tensor
 from modelyard.archiver.handler_files import FEATURES_FILE
 from modelyard.archiver.signature import fits
 from modelyard.handlers.backends import Output
-from modelyard.handlers.base import BaseHandler, Classifier
+from modelyard.handlers.base import BaseHandler, Classifier, Inputs
 from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
+from modelyard.handlers.explain.attribution import Tensors
+from modelyard.handlers.explain.bars import Bar
+from modelyard.handlers.explain.digits import as_lists
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.rows import as_dtype
 
@@ -66,9 +69,13 @@ class TabularHandler(Classifier):
     one feature to explanations.
     """
 
+    thing: ClassVar[str] = "feature"
+
     def __init__(self) -> None:
         super().__init__()
         self.features: tuple[Feature, ...] = ()
+        self.rows: list[dict[str, Any]] = []
+        """Of the current batch: feature name → the value that was sent, in the features' order."""
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its `features.json`; refuse what does not fit the model."""
@@ -89,6 +96,11 @@ class TabularHandler(Classifier):
                 f"the artifact takes {takes}, {FEATURES_FILE} names {len(self.features)} features; "
                 f"expected a model of one float input [batch, {count}]"
             )
+
+    def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
+        """Turn rows into the model's input (N, F)."""
+        self.rows = []
+        return super().preprocess(data)
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Name the outputs where the archive has labels, else give them as numbers."""
@@ -117,12 +129,28 @@ class TabularHandler(Classifier):
         (attributions,) = explanation.attributions
         if explanation.options.layer is not None:
             return {}
-        return {"features": self.by_part(attributions)}
+        return {"features": self.by_part(attributions), "values": self.rows[index]}
+
+    def bars(self, index: int, inputs: Tensors, explanation: Explanation) -> list[Bar]:
+        """Return the features and groups by name, with the values that were sent."""
+        if explanation.options.layer is not None:
+            return super().bars(index, inputs, explanation)
+        row = self.rows[index]
+        sent: dict[str, list[str]] = {}
+        for feature in self.features:
+            value = str(row[feature.name])
+            said = value if feature.part == feature.name else f"{feature.name} {value}"
+            sent.setdefault(feature.part, []).append(said)
+        errors = {} if explanation.errors is None else self.by_part(explanation.errors[0])
+        return [
+            Bar(part, value, ", ".join(sent[part]), errors.get(part))
+            for part, value in self.by_part(explanation.attributions[0]).items()
+        ]
 
     def by_part(self, values: Tensor) -> dict[str, float]:
         """Add values of the columns (F,) up by feature or group."""
         found: dict[str, float] = {}
-        for name, value in zip(self._parts, values.tolist(), strict=True):
+        for name, value in zip(self._parts, as_lists(values), strict=True):
             found[name] = found.get(name, 0.0) + value
         return found
 
@@ -162,6 +190,7 @@ class TabularHandler(Classifier):
         if wrong:
             raise BadInput(f"{', '.join(wrong)}; expected exactly {', '.join(names)}")
         numbers = [n for each in self.features for n in _scaled(each, value[each.name])]
+        self.rows.append({name: value[name] for name in names})
         return [as_dtype(self.inputs[0], np.array(numbers))]
 
 

@@ -15,8 +15,9 @@ from modelyard.handlers.base import Classifier, Inputs
 from modelyard.handlers.body import body_of, decode_text, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
-from modelyard.handlers.explain import token_page
+from modelyard.handlers.explain import bars, page, present, token_page
 from modelyard.handlers.explain.attribution import Tensors
+from modelyard.handlers.explain.digits import as_lists
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.explain.region import Region
 from modelyard.handlers.rows import read_section
@@ -37,7 +38,7 @@ class TextHandler(Classifier):
     tokens are cut off), `pad` (the token that fills rows).
     """
 
-    formats: ClassVar[tuple[str, ...]] = ("json", "html")
+    formats: ClassVar[tuple[str, ...]] = ("json", "html", "npy")
     default_baseline: str = "pad"
     default_aggregate: ClassVar[str] = "sum"
     section_keys: ClassVar[tuple[str, ...]] = ("tokenizer", "max_length", "pad")
@@ -133,7 +134,7 @@ class TextHandler(Classifier):
         own = attributions[: len(encoding)]
         return {
             "shape": list(own.shape),
-            "attributions": own.tolist(),
+            "attributions": as_lists(own),
             **self._own_errors(explanation, len(encoding)),
             "truncated": self._is_truncated(index),
             "tokens": [
@@ -142,15 +143,17 @@ class TextHandler(Classifier):
                     "start": start,
                     "end": end,
                     "is_special": bool(special),
+                    "word": word,
                     "attribution": value,
                     **({} if is_alone or part is None else {"part": self.parts[part]}),
                 }
-                for token, (start, end), special, part, value in zip(
+                for token, (start, end), special, word, part, value in zip(
                     encoding.tokens,
                     encoding.offsets,
                     encoding.special_tokens_mask,
+                    encoding.word_ids,
                     encoding.sequence_ids,
-                    self.aggregate(own).tolist(),
+                    as_lists(self.aggregate(own)),
                     strict=True,
                 )
             ],
@@ -180,23 +183,29 @@ class TextHandler(Classifier):
         """Return the errors of the first tokens, where they are asked for and known."""
         if not explanation.options.errors or explanation.errors is None:
             return {}
-        return {"errors": explanation.errors[0][:count].tolist()}
+        return {"errors": as_lists(explanation.errors[0][:count])}
 
-    def page(self, index: int, explanations: Sequence[Explanation]) -> bytes:
-        """Draw the text with a colour behind each token, as an HTML page."""
+    def page(self, index: int, inputs: Tensors, explanations: Sequence[Explanation]) -> bytes:
+        """Draw the text with a colour behind each word."""
         if explanations[0].options.layer is not None:
-            raise BadInput("format is html; expected json: a layer's values are not tokens")
-        return token_page.render(
-            [
-                token_page.Section(
-                    each.label,
-                    each.probability,
-                    *self._as_one(index, self.describe(index, each)["tokens"]),
-                    f"{each.legend} · {each.footer}",
-                )
-                for each in explanations
-            ]
-        )
+            return super().page(index, inputs, explanations)
+        parts = []
+        for each in explanations:
+            answer = self.fields_of(index, each)
+            text, tokens = self._as_one(index, answer["tokens"])
+            if each.errors is not None:
+                errors = self.aggregate(each.errors[0][: len(tokens)]).tolist()
+                tokens = [
+                    {**token, "error": off} for token, off in zip(tokens, errors, strict=True)
+                ]
+            found = token_page.words_of(text, tokens)
+            strongest = token_page.strongest(found)
+            figure = token_page.figure(text, found, each.strength)
+            if strongest:
+                figure += f"<h3>Strongest words</h3>{bars.figure(strongest, None, each.strength)}"
+            drawn = present.of_bars([word.as_bar for word in found], "word")
+            parts.append(present.part(each, answer, figure, drawn))
+        return page.render(parts)
 
     def groups(self, index: int, sizes: torch.Size) -> Tensor | None:
         """Return the word that each token is of, for ids (L,) and embeddings (L, E)."""

@@ -15,7 +15,8 @@ from modelyard.handlers.base import BaseHandler, Classifier, Inputs
 from modelyard.handlers.body import body_of, decode_base64
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
-from modelyard.handlers.explain import draw
+from modelyard.handlers.explain import draw, page, present
+from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.explain.options import preferred_format
 from modelyard.handlers.explain.shares import regions
@@ -27,6 +28,7 @@ from modelyard.handlers.pictures import (
     colour_table,
     find_settings,
     open_picture,
+    placement,
     resized,
     to_size,
 )
@@ -42,7 +44,7 @@ class VisionHandler(BaseHandler):
     model's input (C, H, W) already.
     """
 
-    formats: ClassVar[tuple[str, ...]] = ("json", "png")
+    formats: ClassVar[tuple[str, ...]] = ("json", "png", "html", "overlay", "npy")
     keeps_pictures: ClassVar[bool] = False
     """Whether answers need the pictures as they came, which `pictures` then holds."""
 
@@ -55,6 +57,8 @@ class VisionHandler(BaseHandler):
         self.pictures: list[Image.Image] = []
         self._is_any_size = False
         """Whether the size of a picture decides over that of the model's input."""
+        self.sizes: list[tuple[int, int] | None] = []
+        """(width, height) of the pictures of the current batch; None for numbers."""
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its `handler.image`; refuse settings that the model cannot take."""
@@ -72,7 +76,7 @@ class VisionHandler(BaseHandler):
 
     def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
         """Turn pictures into the model's input (N, C, H, W)."""
-        self.pictures = []
+        self.pictures, self.sizes = [], []
         return super().preprocess(data)
 
     def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
@@ -115,24 +119,75 @@ class VisionHandler(BaseHandler):
         """Sum attributions (C, H, W) over the channels."""
         return attributions.sum(0)
 
-    def heat_map(self, inputs: Tensor, explanation: Explanation) -> bytes:
+    def describe(self, index: int, explanation: Explanation) -> dict[str, Any]:
+        """Return how large the picture was that came, and which part of it the model saw."""
+        size = self.sizes[index]
+        if size is None:
+            return {}
+        box = placement(size, self.image).box_in(size)
+        crop = [round(side, 2) for side in box]
+        return {"picture": {"width": size[0], "height": size[1], "crop": crop}}
+
+    def heat_map(self, index: int, inputs: Tensors, explanations: Sequence[Explanation]) -> bytes:
         """Draw attributions (C, H, W) over the picture as the model saw it."""
-        (attributions,) = explanation.attributions
-        if attributions.dim() != 3:
+        image = self.picture(inputs[0])
+        drawn = []
+        for each in explanations:
+            if (heat := self._heat(inputs[0], each)) is None:
+                return super().heat_map(index, inputs, explanations)
+            texts = present.texts(each, self.fields_of(index, each), present.of_heat(heat))
+            drawn.append(draw.render(image, heat, texts, present.legend(each)))
+        return draw.stack(drawn)
+
+    def page(self, index: int, inputs: Tensors, explanations: Sequence[Explanation]) -> bytes:
+        """Draw attributions over the picture, with a slider to look below them."""
+        image = self.picture(inputs[0])
+        parts = []
+        for each in explanations:
+            if (heat := self._heat(inputs[0], each)) is None:
+                return super().page(index, inputs, explanations)
+            plain, figure = page.picture(image, heat, each.label)
+            answer = self.fields_of(index, each)
+            parts.append(present.part(each, answer, figure, present.of_heat(heat)))
+        return page.render(parts, plain)
+
+    def overlay(self, index: int, inputs: Tensors, explanation: Explanation) -> bytes:
+        """Draw attributions as a transparent picture of the size of the one that came."""
+        heat = self._heat(inputs[0], explanation)
+        if heat is None:
             raise BadInput(
-                f"format is png; expected json: layer {explanation.options.layer} has the shape "
-                f"{list(attributions.shape)}, which is none of pictures"
+                f"format is overlay; expected json, html or png: layer {explanation.options.layer} "
+                f"has the shape {list(explanation.attributions[0].shape)}, which is not of places "
+                "in a picture"
             )
-        shares = self.aggregated(explanation, attributions)[None].float()
-        if shares.shape[1:] != inputs.shape[1:]:
-            shares = torch.nn.functional.interpolate(shares[None], tuple(inputs.shape[1:]))[0]
-        return draw.render(
-            self.picture(inputs),
-            shares.cpu().numpy(),
-            label=explanation.label,
-            probability=explanation.probability,
-            legend=explanation.legend,
-            footer=explanation.footer,
+        height, width = inputs[0].shape[1:]
+        size = self.sizes[index]
+        if size is None:
+            return draw.transparent(heat, (0, 0, width, height), (width, height))
+        return draw.transparent(heat, placement(size, self.image).box_in(size), size)
+
+    def _heat(self, picture: Tensor, explanation: Explanation) -> draw.Heat | None:
+        """Return what is coloured over a picture (C, H, W).
+
+        A layer's values are stretched to its size; None where they have no such places.
+        """
+        size = tuple(picture.shape[1:])
+        (attributions,), errors = explanation.attributions, explanation.errors
+
+        def plane(values: Tensor) -> np.ndarray:
+            summed = self.aggregated(explanation, values) if values.dim() == 3 else values
+            if tuple(summed.shape) != size:
+                summed = torch.nn.functional.interpolate(summed[None, None].float(), size)[0, 0]
+            found: np.ndarray = summed.float().cpu().numpy()
+            return found
+
+        if attributions.dim() != 3 and tuple(attributions.shape) != size:
+            return None
+        return draw.Heat(
+            plane(attributions),
+            None if errors is None else plane(errors[0]),
+            present.has_signs(explanation),
+            explanation.strength,
         )
 
     def name_parts(self, index: int, explanation: Explanation) -> Mapping[str, float]:
@@ -153,6 +208,7 @@ class VisionHandler(BaseHandler):
             body = decode_base64(body, "the image file")
         if not isinstance(body, bytes | bytearray):
             numbers = read_numbers(self.inputs[0], body)
+            self.sizes.append(None)
             if self.keeps_pictures:
                 self.pictures.append(self.picture(torch.from_numpy(numbers)))
             return [numbers]
@@ -161,6 +217,7 @@ class VisionHandler(BaseHandler):
     def read_picture(self, body: bytes | bytearray) -> np.ndarray:
         """Return the model input (C, H, W) of an image file; see `keeps_pictures`."""
         picture = open_picture(body, self.image, self.max_pixels, self._check_size)
+        self.sizes.append(picture.size)
         if self.keeps_pictures:
             self.pictures.append(picture)
         return self._normalise(np.asarray(to_size(picture, self.image)))

@@ -24,6 +24,7 @@ from modelyard.handlers.explain.attribution import (
     sums_of,
 )
 from modelyard.handlers.explain.cut import Cut, cut_at_embedding, cut_at_layer
+from modelyard.handlers.explain.digits import as_lists
 from modelyard.handlers.explain.features import Groups, Shapes, features_of
 from modelyard.handlers.explain.methods import METHODS, Method
 from modelyard.handlers.explain.model import ExplainedModel
@@ -103,23 +104,6 @@ class Explanation:
         """How strongly it may be drawn: the share of full colour that the largest value gets."""
         return FAINT if self.is_next_to_nothing else 1.0
 
-    @property
-    def legend(self) -> str:
-        """What the colours mean."""
-        if METHODS[self.options.method].has_signs:
-            return "red speaks for the label, blue against"
-        return "the redder, the more the label depends on it"
-
-    @property
-    def footer(self) -> str:
-        """How it was made and, where that is known, how far off, in one line."""
-        count = self.n_steps
-        parts = [self.options.method.replace("_", " "), f"{count} step{'s' * (count > 1)}"]
-        if self.error is not None:
-            percent = 100 * self.error
-            parts.append(f"error {percent:.2g} %" if percent < 100 else f"error {percent:.0f} %")
-        return " · ".join(parts)
-
     def as_json(self) -> dict[str, Any]:
         """Return the answer's fields; every number is finite."""
 
@@ -127,10 +111,15 @@ class Explanation:
             by_name = dict(zip(self.names, each, strict=True))
             return by_name if len(by_name) > 1 else next(iter(by_name.values()))
 
-        def values(tensors: Tensors) -> Any:
-            return named(each.tolist() for each in tensors)
+        fields = self.facts()
+        fields["shape"] = named(list(each.shape) for each in self.attributions)
+        fields["attributions"] = named(map(as_lists, self.attributions))
+        if self.options.errors:
+            fields["errors"] = None if self.errors is None else named(map(as_lists, self.errors))
+        return fields
 
-        errors = None if self.errors is None else values(self.errors)
+    def facts(self) -> dict[str, Any]:
+        """Return the answer's fields but for its lists of numbers."""
         quality = {
             **(vars(self.quality) if self.quality else {}),
             **(self.curves.as_json() if self.curves else {}),
@@ -163,9 +152,6 @@ class Explanation:
             **({"layer": self.options.layer} if self.options.layer else {}),
             **({"check": self.check.as_json()} if self.check else {}),
             **({"quality": quality} if quality else {}),
-            "shape": named(list(each.shape) for each in self.attributions),
-            "attributions": values(self.attributions),
-            **({"errors": errors} if self.options.errors else {}),
         }
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from modelyard.archiver.explain_options import WrongOption, read_option
+from modelyard.handlers.accept import weights_of
 from modelyard.handlers.body import parse_strictly
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribution import DEFAULT_TOLERANCE, MAX_STEPS
@@ -19,7 +20,14 @@ MOST_OUTPUTS = 20
 PART = "explain"
 """A part of a multipart body, or an entry of a JSON body beside `data`."""
 
-MEDIA_TYPES = {"json": "application/json", "png": "image/png", "html": "text/html"}
+MEDIA_TYPES = {
+    "json": "application/json",
+    "png": "image/png",
+    "html": "text/html",
+    "overlay": "image/png",
+    "npy": "application/x-npy",
+}
+"""Format → what it is sent as; of two that are sent alike, Accept means the first."""
 
 _EVERYWHERE = (
     *("method", "output_name", "target", "against", "region", "output", "seed"),
@@ -56,11 +64,21 @@ class ExplainOptions:
     internal_batch_size: int | None = None
     errors: bool = False
     aggregate: Literal["none", "sum"] | None = None
-    format: Literal["json", "png", "html"] = "json"
+    format: Literal["json", "png", "html", "overlay", "npy"] = "json"
     check: bool = False
     quality: bool = False
     given: frozenset[str] = field(default=frozenset(), compare=False)
     """The names that the request gave a value."""
+
+    @property
+    def has_several(self) -> bool:
+        """Whether it asks for more than one explanation."""
+        return self.target.startswith("top-") or len(self.output_name) > 1
+
+    @property
+    def shows_runner_up(self) -> bool:
+        """Whether the second class is shown beside the first: on a page, where none is named."""
+        return self.format == "html" and not self.given & {"target", "against", "region"}
 
     def settings(self) -> dict[str, Any]:
         """Return what the method is to be called with, by the names that it takes."""
@@ -132,6 +150,11 @@ def _check_applies(options: ExplainOptions) -> None:
         raise BadInput("n_steps and max_steps are given; expected one: n_steps are used exactly")
     if "n_samples" in options.given and "max_samples" in options.given:
         raise BadInput("n_samples and max_samples are given; expected one: n_samples are drawn")
+    if options.format in ("overlay", "npy") and options.has_several:
+        raise BadInput(
+            f"format is {options.format}, which holds one explanation; expected one target of one "
+            "output"
+        )
     is_random = method.is_random or options.baseline == "noise" or options.check or options.quality
     if "seed" in options.given and not is_random:
         raise BadInput(
@@ -192,27 +215,12 @@ _FURTHER: Mapping[str, Callable[[str, str], Any]] = {
 
 def preferred_format(accept: str, formats: Sequence[str]) -> str:
     """Return the format with the most weight in an Accept header (RFC 9110, 12.5.1)."""
-    return max(formats, key=lambda name: _weight_of(accept, MEDIA_TYPES[name]))
+    weights = weights_of(accept)
+    return max(formats, key=lambda name: _weight_of(weights, MEDIA_TYPES[name]))
 
 
-def _weight_of(accept: str, media_type: str) -> float:
+def _weight_of(weights: Mapping[str, float], media_type: str) -> float:
     """Return the weight of a media type: that of the most specific range that holds it."""
     group = media_type.partition("/")[0]
-    weights = {}
-    for part in accept.lower().split(","):
-        name, *parameters = (piece.strip() for piece in part.split(";"))
-        weights[name] = _weight(parameters)
-    for name in (media_type, f"{group}/*", "*/*"):
-        if name in weights:
-            return weights[name]
-    return 0.0
-
-
-def _weight(parameters: list[str]) -> float:
-    for parameter in parameters:
-        if parameter.startswith("q="):
-            try:
-                return float(parameter[2:])
-            except ValueError:
-                return 0.0
-    return 1.0
+    names = (media_type, f"{group}/*", "*/*")
+    return next((weights[name] for name in names if name in weights), 0.0)

@@ -70,6 +70,9 @@ def find_targets(
         found = _find(model, row, what, text, scores, region, inside)
         return [_named(model, row, each, scores) for each in found]
 
+    classes = scores.dim() == 1 and len(scores) > 1
+    if options.shows_runner_up and classes and model.probabilities(scores[None]) is not None:
+        return named("top-2", "target")
     found = named(options.target, "target")
     if options.against is None:
         return found

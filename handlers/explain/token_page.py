@@ -1,83 +1,105 @@
-"""Tokens and their attributions → an HTML page that shows them in the text, complete in itself."""
+"""Tokens and their attributions → the text with its words coloured, and the strongest words."""
 
 import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelyard.handlers.explain.draw import colours_of
+from modelyard.archiver import explain_words as words
+from modelyard.handlers.explain.bars import Bar
+from modelyard.handlers.explain.draw import PALE
+from modelyard.handlers.explain.page import SHADES
 
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; color: #1c2026; max-width: 46rem; margin: 2rem auto;
-  padding: 0 1rem; background: #fff }
-h1 { font-size: 1.4rem; margin: 2rem 0 .8rem }
-h1 small { font-weight: normal; color: #6e747c; font-size: 1rem; margin-left: .6rem }
-p.text { font-size: 1.15rem; line-height: 2.1; margin: 0; white-space: pre-wrap }
-span.token { padding: .15rem .1rem; border-radius: .2rem }
-span.special { font: .75rem ui-monospace, monospace; border: 1px solid #d6d9dd;
-  padding: .1rem .3rem; margin: 0 .15rem }
-div.bar { height: .7rem; border: 1px solid #d6d9dd; margin-top: 1.2rem }
-div.ends { display: flex; justify-content: space-between; font-size: .8rem; color: #6e747c }
-footer { font-size: .85rem; color: #6e747c; margin-top: .4rem }
-"""
+NUMBERED = 0.2
+"""Share of the largest from which on a word's number stands below it."""
+
+MOST_WORDS = 10
+"""Of the strongest, in a list of their own."""
 
 
 @dataclass(frozen=True)
-class Section:
-    """One explanation on the page."""
+class Word:
+    """A word of the text, or a special token, which stands for none of it."""
 
-    label: str
-    probability: float | None
     text: str
-    tokens: Sequence[Mapping[str, Any]]
-    """As in an answer: token, start and end in the text, is_special, attribution."""
-    footer: str
+    start: int
+    end: int
+    value: float
+    error: float | None
+    is_special: bool
+
+    @property
+    def as_bar(self) -> Bar:
+        """The word among others, by size."""
+        return Bar(self.text.strip() or self.text, self.value, error=self.error)
 
 
-def render(sections: Sequence[Section]) -> bytes:
-    """Draw explanations below one another: positive values red, negative ones blue."""
-    body = "".join(map(_section, sections))
-    title = html.escape(", ".join(section.label for section in sections))
+def words_of(text: str, tokens: Sequence[Mapping[str, Any]]) -> list[Word]:
+    """Put the pieces of a word together: its attribution is the sum of theirs.
+
+    Args:
+        text: that the places of the tokens are in.
+        tokens: as in an answer; `word` is the same for the pieces of one.
+    """
+    found: list[Word] = []
+    last: Any = None
+    for token in tokens:
+        key = None if token["is_special"] else (token.get("part"), token.get("word"))
+        value, error = token["attribution"], token.get("error")
+        if key is not None and key[1] is not None and key == last:
+            word = found[-1]
+            end = max(word.end, token["end"])
+            both = None if word.error is None or error is None else word.error + error
+            found[-1] = Word(
+                text[word.start : end], word.start, end, word.value + value, both, False
+            )
+        else:
+            start, end = token["start"], token["end"]
+            shown = token["token"] if token["is_special"] else text[start:end]
+            found.append(Word(shown, start, end, value, error, token["is_special"]))
+        last = key
+    return found
+
+
+def figure(text: str, found: Sequence[Word], strength: float = 1.0) -> str:
+    """Return the text as HTML, to which `page` has the style; what no token stands for is grey."""
+    limit = max((abs(word.value) for word in found), default=0.0)
+    parts = []
+    at = 0
+    for word in found:
+        if not word.is_special:
+            parts.append(_between(text[at : word.start]))
+            shown = text[max(at, word.start) : word.end]
+            at = max(at, word.end)
+        else:
+            shown = word.text
+        parts.append(_word(word, shown, word.value / limit if limit else 0.0, strength))
+    return f'<div class="text">{"".join(parts)}{_between(text[at:])}</div>'
+
+
+def strongest(found: Sequence[Word]) -> list[Bar]:
+    """Return the words that weigh most, the largest first."""
+    bars = [word.as_bar for word in found if word.value]
+    return sorted(bars, key=lambda bar: -abs(bar.value))[:MOST_WORDS]
+
+
+def _word(word: Word, shown: str, share: float, strength: float) -> str:
+    is_unsure = word.as_bar.is_unsure
+    shade = round(SHADES * abs(share) * strength * (PALE if is_unsure else 1))
+    colour = f" {'p' if share > 0 else 'n'}{shade}" if shade else ""
+    kind = "special" if word.is_special else "word"
+    number = words.signed(word.value)
+    below = (
+        f"<sub>{words.signed(float(f'{word.value:.2g}'))}</sub>" if abs(share) >= NUMBERED else ""
+    )
+    pale = " pale" if is_unsure else ""
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<style>{_STYLE}</style></head><body>{body}</body></html>\n"
-    ).encode()
-
-
-def _section(section: Section) -> str:
-    limit = max((abs(token["attribution"]) for token in section.tokens), default=0.0)
-    chance = "" if section.probability is None else f"<small>p = {section.probability:.3f}</small>"
-    stops = ", ".join(_css(step / 5) for step in range(-5, 6))
-    ends = "".join(f"<span>{end}</span>" for end in (f"-{limit:.2g}", "0", f"+{limit:.2g}"))
-    return (
-        f"<h1>{html.escape(section.label)}{chance}</h1>"
-        f'<p class="text">{_text(section, limit)}</p>'
-        f'<div class="bar" style="background: linear-gradient(to right, {stops})"></div>'
-        f'<div class="ends">{ends}</div>'
-        f"<footer>{html.escape(section.footer)}</footer>"
+        f'<span class="token{pale}" title="{html.escape(shown.strip())}: {number}">'
+        f'<span class="{kind}{colour}">{html.escape(shown)}</span>{below}</span>'
     )
 
 
-def _text(section: Section, limit: float) -> str:
-    """Return the text with its tokens marked, and what lies between them as it is."""
-    parts = []
-    at = 0
-    for token in section.tokens:
-        share = token["attribution"] / limit if limit else 0.0
-        kind, shown = "special", token["token"]
-        if not token["is_special"]:
-            kind, shown = "token", section.text[token["start"] : token["end"]]
-            parts.append(html.escape(section.text[at : token["start"]]))
-            at = max(at, token["end"])
-        ink = "#fff" if abs(share) > 0.6 else "inherit"
-        parts.append(
-            f'<span class="{kind}" title="{token["attribution"]:+.4g}" '
-            f'style="background: {_css(share)}; color: {ink}">{html.escape(shown)}</span>'
-        )
-    return "".join(parts) + html.escape(section.text[at:])
-
-
-def _css(share: float) -> str:
-    red, green, blue = colours_of(share)
-    return f"rgb({red}, {green}, {blue})"
+def _between(text: str) -> str:
+    if any(character.isalnum() for character in text):
+        return f'<span class="unread">{html.escape(text)}</span>'
+    return html.escape(text)

@@ -6,14 +6,16 @@ import inspect
 import mimetypes
 import sys
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from urllib.parse import quote
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
+from modelyard.archiver import explain_words as words
 from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
 from modelyard.archiver.terminal import out
 from modelyard.serve.cli import JsonOption, StateDirOption, known_errors, state_folder
@@ -55,7 +57,7 @@ def explain(
     file: FileArgument,
     picture: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="Heat map (.png), coloured text (.html) or .json."),
+        typer.Option("-o", "--output", help="A picture (.png), a page (.html), .json or .npy."),
     ] = None,
     url: UrlOption = None,
     state_dir: StateDirOption = None,
@@ -193,17 +195,11 @@ def _print_explanation(answer: Answer) -> bool:
         out.print(grid)
         for sentence in (each.get("check", {}).get("summary"), *each.get("warnings", ())):
             if sentence:
-                out.print(escape(sentence))
-        shares = each.get("features") or {}
-        pairs = [*shares.items(), *((t["token"], t["attribution"]) for t in each.get("tokens", ()))]
-        if pairs:
-            _print_shares(pairs)
-    if "tokens" in explanations[0]:
-        out.print("-o FILE.html draws it, --json prints the attributions")
-    elif "features" in explanations[0]:
-        out.print("--json prints the attributions")
-    else:
-        out.print("-o FILE.png draws it, --json prints the attributions")
+                out.print(escape(sentence), soft_wrap=True)
+        if bars := _bars(each):
+            _print_bars(bars)
+    is_text = "tokens" in explanations[0]
+    out.print(f"-o FILE.{'html' if is_text else 'png'} draws it, --json prints the attributions")
     return True
 
 
@@ -223,22 +219,62 @@ _FIELDS: dict[str, Callable[[Any], str]] = {
     "f_baseline": "{:.6g}".format,
     "sum_attributions": "{:.6g}".format,
     "convergence_delta": "{:.3g}".format,
-    "relative_delta": "{:.2%}".format,
-    "error": "{:.2%}".format,
+    "relative_delta": words.share,
+    "error": words.share,
     "n_steps": str,
     "tolerance_met": str,
     "shape": str,
 }
 
-_PICTURES = {".png": "png", ".html": "html"}
+_PICTURES = {".png": "png", ".html": "html", ".npy": "npy"}
 
 
-def _print_shares(pairs: list[tuple[str, float]]) -> None:
-    """Print name → attribution as bars, as long as the largest allows."""
-    most = max(abs(value) for _, value in pairs) or 1.0
-    grid = Table.grid(padding=(0, 2))
-    for name, value in pairs:
-        colour = "red" if value > 0 else "blue"
-        bar = "█" * round(30 * abs(value) / most)
-        grid.add_row(escape(name), f"{value:+.4g}", f"[{colour}]{bar}[/{colour}]")
+MOST_BARS = 20
+_SIDE = 24
+"""Characters of the longest bar to each side."""
+
+
+class _Bar(NamedTuple):
+    name: str
+    shown: str
+    """The value that was sent."""
+    attribution: float
+
+
+def _bars(answer: dict[str, Any]) -> list[_Bar]:
+    """Return the features of a row with their values, or the words of a text; the largest first."""
+    values = answer.get("values") or {}
+    bars = [
+        _Bar(name, str(values.get(name, "")), share)
+        for name, share in (answer.get("features") or {}).items()
+    ]
+    for _, pieces in groupby(answer.get("tokens", ()), _word_of):
+        whole = list(pieces)
+        name = "".join(each["token"].removeprefix("##") for each in whole)
+        bars.append(_Bar(name, "", sum(each["attribution"] for each in whole)))
+    return sorted(bars, key=lambda bar: -abs(bar.attribution))
+
+
+def _word_of(token: dict[str, Any]) -> tuple[Any, ...]:
+    """Return what pieces of one word have in common, and no others."""
+    word = token.get("word")
+    return (token.get("part"), word) if word is not None else (token["start"], token["token"])
+
+
+def _print_bars(bars: list[_Bar]) -> None:
+    """Print bars to both sides: what lowers the output to the left, what raises it to the right."""
+    most = max(abs(bar.attribution) for bar in bars) or 1.0
+    has_negative = any(bar.attribution < 0 for bar in bars)
+    grid = Table.grid(padding=(0, 1))
+    for at in range(4 + has_negative):
+        grid.add_column(justify="left" if at in (0, 1, 3 + has_negative) else "right", no_wrap=True)
+    for name, shown, share in bars[:MOST_BARS]:
+        bar = "█" * round(_SIDE * abs(share) / most)
+        left = f"[blue]{bar}[/blue]" if share < 0 else ""
+        right = f"[red]{bar}[/red]" if share > 0 else ""
+        sides = (left, right) if has_negative else (right,)
+        grid.add_row(escape(name), escape(shown), words.signed(share), *sides)
+    if left_out := bars[MOST_BARS:]:
+        total = sum(bar.attribution for bar in left_out)
+        grid.add_row(f"{len(left_out)} others", "", words.signed(total))
     out.print(grid)

@@ -34,6 +34,7 @@ from modelyard.serve.worker.codec import (
     Rules,
     answer_output,
     check_outputs,
+    compressed,
     text_of,
 )  # fmt: skip
 from modelyard.serve.worker.load import Service
@@ -386,7 +387,11 @@ def answer_batch(
         else:
             requests.append(request)
     if requests:
-        answered = _call(service, _choose_entry(service, batch[0].flags), requests, sender)
+        flags = batch[0].flags
+        answered = _call(service, _choose_entry(service, flags), requests, sender)
+        has_sent = sender is not None and sender.has_sent
+        if flags & wire.EXPLAIN and service.rules.compresses and not has_sent:
+            answered = list(map(compressed, answered, requests))
         for request, answer in zip(requests, answered, strict=True):
             answers[request.id] = answer
     return [answers[item.id] for item in batch]

@@ -37,6 +37,7 @@ def choose_rules(message: dict[str, Any]) -> Rules:
             write_error=write_error,
             ends_worker=lambda error: not isinstance(error, Exception),  # `sys.exit()` does there
             fails_together=lambda error: isinstance(error, WrongAnswer),
+            compresses=False,
             max_answer_bytes=limit,
             answer_setting="max_response_size",
             time_metric="PredictionTime" if message.get("metrics") is not None else None,

@@ -231,11 +231,22 @@ def test_numbers_can_be_explained(make_context: MakeContext) -> None:
     assert answer["tolerance_met"]
 
 
-def test_numbers_are_not_drawn(make_context: MakeContext) -> None:
+def test_numbers_are_drawn_as_bars(make_context: MakeContext) -> None:
     context = make_context()
     handler = initialized(BaseHandler(), context)
-    context.reset(["a"], queries=[{"format": "png"}])
-    with pytest.raises(BadInput, match='format is "png"; expected one of json'):
+    image = [[[0.0] * 8 for _ in range(8)]]
+    image[0][3][5] = 0.5
+    context.reset(["a"], queries=[{"format": "html", "n_steps": "30", "target": "3"}])
+    (page,) = handler.explain([{"body": image}], context)
+    text = page.decode()
+    assert "image[0,3,5] <b>0.5</b>" in text
+    assert "this input" in text and "baseline zero" in text
+    context.reset(["a"], queries=[{"format": "png", "n_steps": "30", "target": "3"}])
+    (png,) = handler.explain([{"body": image}], context)
+    assert context.get_response_content_type(0) == "image/png"
+    assert png.startswith(b"\x89PNG")
+    context.reset(["a"], queries=[{"format": "overlay"}])
+    with pytest.raises(BadInput, match='format is "overlay"; expected one of json, png, html, npy'):
         handler.explain([{"body": IMAGE}], context)
 
 

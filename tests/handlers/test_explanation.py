@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver import explain_words
 from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers import BadInput, NoGradients, TwinDiffers
 from modelyard.handlers.agree import Rule
@@ -250,16 +251,21 @@ def test_larger_activations_make_smaller_passes() -> None:
 @pytest.mark.parametrize(
     ("query", "expected"),
     [
-        ({"n_steps": "30"}, "integrated gradients · 30 steps · error 0.22 %"),  # 8 / 4n²
-        ({"method": "saliency"}, "saliency · 1 step"),
-        ({"n_steps": "2"}, "integrated gradients · 2 steps"),
-        ({"target": "1"}, "integrated gradients · 30 steps · error 0 %"),
+        (
+            {"n_steps": "30"},  # 8 / 4n²
+            "integrated gradients, 30 points · error 0.22 % · sum off by 0.028 %",
+        ),
+        ({"method": "saliency"}, "saliency"),
+        ({"n_steps": "2"}, "integrated gradients, 2 points · sum off by 6.2 %"),
+        ({"target": "1"}, "integrated gradients, 30 points · exact"),
     ],
 )
-def test_footer_says_method_steps_and_error(query: dict[str, str], expected: str) -> None:
+def test_an_explanation_says_how_it_was_made_and_how_far_off_it_is(
+    query: dict[str, str], expected: str
+) -> None:
     model = artifact(lambda x: torch.stack([(x**3).sum(1), 0 * x[:, 0]], 1))
     ((found,),) = explain(subject(model), X[:1], query)
-    assert found.footer == expected
+    assert explain_words.made(found.facts()) == expected
 
 
 NOTHING_KNOWN = ["saliency", "input_x_gradient", "occlusion", "feature_ablation"]

@@ -113,7 +113,7 @@ def test_attributions_sum_to_the_difference_within_the_stated_delta(
     for digit, scan in enumerate(scans):
         asking(context, {})
         (answer,) = handler.explain([{"body": bytearray(scan)}], context)
-        total = np.asarray(answer["attributions"]).sum()
+        total = np.asarray(answer["attributions"], np.float32).sum(dtype=np.float64)
         difference = answer["f_input"] - answer["f_baseline"]
         assert total == pytest.approx(answer["sum_attributions"], abs=1e-9)
         assert total - difference == pytest.approx(answer["convergence_delta"], abs=1e-9)
@@ -313,3 +313,112 @@ def test_shares_are_of_the_ninths_of_a_picture(
     assert shares["top left"] == pytest.approx(sizes[:3, :3].sum() / sizes.sum(), abs=1e-6)
     assert shares["bottom right"] == pytest.approx(sizes[6:, 6:].sum() / sizes.sum(), abs=1e-6)
     assert shares["middle centre"] > shares["bottom left"]
+
+
+CROPPED = {"handler": {"image": {"mode": "L", "resize": 16, "crop": [8, 8]}}}
+
+
+def picture(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    values = np.random.default_rng(0).integers(0, 256, (height, width), dtype=np.uint8)
+    Image.fromarray(values).save(file, "PNG")
+    return file.getvalue()
+
+
+def test_an_answer_says_which_part_of_the_picture_was_seen(make_context: MakeContext) -> None:
+    context = make_context(config=CROPPED)
+    handler = classifier(context)
+    asking(context, *[{"n_steps": "3"}] * 3)
+    bodies = [picture(64, 32), [[[0.5] * 8] * 8], picture(20, 40)]
+    first, numbers, last = handler.explain([{"body": body} for body in bodies], context)
+    assert first["picture"] == {"width": 64, "height": 32, "crop": [24, 8, 40, 24]}
+    assert "picture" not in numbers
+    assert last["picture"] == {"width": 20, "height": 40, "crop": [5, 15, 15, 25]}
+
+
+def test_an_overlay_has_the_size_of_the_picture_and_lies_on_the_part_that_was_seen(
+    make_context: MakeContext,
+) -> None:
+    context = make_context(config=CROPPED)
+    handler = classifier(context)
+    asking(context, {"format": "overlay", "target": "3", "n_steps": "10"})
+    (png,) = handler.explain([{"body": picture(64, 32)}], context)
+    assert context.get_response_content_type(0) == "image/png"
+    sheet = np.asarray(Image.open(io.BytesIO(png)))
+    assert sheet.shape == (32, 64, 4)
+    seen = sheet[8:24, 24:40, 3]
+    assert seen.max() == 255
+    assert sheet[:, :, 3].astype(int).sum() == seen.astype(int).sum()
+    asking(context, {"format": "overlay", "n_steps": "3"})
+    (small,) = handler.explain([{"body": [[[0.5] * 8] * 8]}], context)
+    assert Image.open(io.BytesIO(small)).size == (8, 8)
+
+
+def test_a_picture_is_drawn_after_baselines_from_files_were_read(
+    make_context: MakeContext, scans: list[bytes], digits_folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(digits_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "page.png").write_bytes(picture(30, 30))
+    context = make_context(config=CROPPED, folder=tmp_path)
+    handler = classifier(context)
+    asking(context, {"baseline": "file:page.png", "n_steps": "3"})
+    (answer,) = handler.explain([{"body": picture(64, 32)}], context)
+    assert answer["picture"]["width"] == 64
+
+
+@pytest.mark.parametrize("accept", ["", "application/x-npy"])
+def test_attributions_are_an_array_too(
+    make_context: MakeContext, scans: list[bytes], accept: str
+) -> None:
+    context = make_context()
+    handler = classifier(context)
+    query = {"target": "3", "n_steps": "10"}
+    asking(context, query, accept="*/*")
+    (answer,) = handler.explain([{"body": scans[3]}], context)
+    asking(context, query if accept else query | {"format": "npy"}, accept=accept)
+    (file,) = handler.explain([{"body": scans[3]}], context)
+    found = np.load(io.BytesIO(file), allow_pickle=False)
+    assert found.dtype == np.float32
+    assert found.tolist() == np.array(answer["attributions"], np.float32).tolist()
+    headers = context.get_response_headers(0)
+    assert headers["content-type"] == "application/x-npy"
+    facts = json.loads(headers["x-explanation"])
+    assert facts.items() <= answer.items()
+    assert set(answer) - set(facts) == {"attributions", "shape", "picture"}
+
+
+@pytest.mark.parametrize("format", ["npy", "overlay"])
+def test_one_file_holds_one_explanation(
+    make_context: MakeContext, scans: list[bytes], format: str
+) -> None:
+    context = make_context()
+    asking(context, {"format": format, "target": "top-2"})
+    with pytest.raises(BadInput, match="expected one target of one output"):
+        classifier(context).explain([{"body": scans[3]}], context)
+
+
+def test_a_page_of_a_picture_has_it_and_both_labels(
+    make_context: MakeContext, scans: list[bytes]
+) -> None:
+    context = make_context()
+    asking(context, {"n_steps": "10"}, accept="text/html,application/xhtml+xml,*/*;q=0.8")
+    (page,) = classifier(context).explain([{"body": scans[7]}], context)
+    text = page.decode()
+    assert text.count("<h2>Why “") == 2
+    assert "Why “7”? <small>probability " in text
+    assert text.count("<img") == 5
+    assert text.count('type="range"') == 2
+    assert "8 × 8 pixels" in text
+
+
+def test_a_page_of_a_layer_has_its_largest_values(
+    make_context: MakeContext, scans: list[bytes]
+) -> None:
+    context = make_context()
+    query = {"method": "layer_integrated_gradients", "layer": "logits", "n_steps": "5"}
+    asking(context, {**query, "format": "html", "target": "3"})
+    (page,) = classifier(context).explain([{"body": scans[3]}], context)
+    assert "logits[3]" in page.decode()
+    asking(context, {**query, "format": "overlay", "target": "3"})
+    with pytest.raises(BadInput, match="which is not of places in a picture"):
+        classifier(context).explain([{"body": scans[3]}], context)

@@ -239,6 +239,52 @@ def test_unusable_features_are_refused(
         initialized(features)
 
 
+def test_an_answer_has_the_values_that_were_sent(initialized: Initialized) -> None:
+    handler, context = initialized()
+    (answer,) = handler.explain([{"body": list(ROW.values())}], context)
+    assert answer["values"] == ROW
+
+
+def test_a_row_is_drawn_as_a_way_from_the_baseline(initialized: Initialized) -> None:
+    evil = json.loads(json.dumps(FEATURES).replace('"age"', '"<script>alert(1)</script>"'))
+    handler, context = initialized(evil, labels={"0": "<i>buys</i>", "1": "leaves"})
+    row = [50, 5000.0, "yes"]
+    context.reset(["a"], queries=[{"format": "html", "n_steps": "3"}])
+    (page,) = handler.explain([{"body": row}], context)
+    assert context.get_response_content_type(0) == "text/html; charset=utf-8"
+    assert "default-src 'none'" in context.get_response_headers(0)["content-security-policy"]
+    text = page.decode()
+    assert "<script>alert" not in text and "<i>buys" not in text
+    for said in (
+        "Why “&lt;i&gt;buys&lt;/i&gt;”?",
+        "Why “leaves”?",
+        "logit from 0 (baseline zero) to 4: +5 for, −1 against",
+        "income <b>5000.0</b>",
+        "no feature changes this output",
+    ):
+        assert said in text, said
+    places = [text.index(each) for each in ("income <b>", "alert(1)", "smoker <b>")]
+    assert places == sorted(places), "the largest first"
+    context.reset(["a"], queries=[{"format": "png"}])
+    (png,) = handler.explain([{"body": row}], context)
+    assert png.startswith(b"\x89PNG")
+
+
+def test_a_page_shows_the_runner_up_of_classes_where_nothing_is_asked_for(
+    initialized: Initialized,
+) -> None:
+    def titles(handler: TabularHandler, context: Context, **query: str) -> int:
+        context.reset(["a"], queries=[{"format": "html", **query}])
+        (page,) = handler.explain([{"body": ROW}], context)
+        return int(page.decode().count("<h2>"))
+
+    assert titles(*initialized()) == 1, "numbers that exclude nothing"
+    labelled = initialized(labels={"0": "buys", "1": "leaves"})
+    assert titles(*labelled) == 2
+    assert titles(*labelled, target="predicted") == 1
+    assert titles(*labelled, target="0", against="1") == 1
+
+
 def test_shares_are_of_all_that_any_feature_did(initialized: Initialized) -> None:
     """Of 1, 4 and −1 each feature has its size's share; a row of means has no reasons."""
     handler, context = initialized(labels={"0": "buys", "1": "leaves"})

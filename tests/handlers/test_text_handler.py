@@ -262,9 +262,26 @@ def test_page_shows_every_character_of_the_text(initialized: Initialized) -> Non
     text = page.decode()
     assert "<b>" not in text
     assert "&lt;" in text and "&amp;" in text
-    assert text.count("<h1>") == 2
-    for absent in ("<script", "http:", "https:", "src="):
+    assert text.count("<h2>") == 2
+    assert text.count("<script") == 1
+    assert ">good</span>" in text
+    for absent in ("http:", "https:", "src="):
         assert absent not in text
+
+
+def test_page_shows_what_was_not_read(initialized: Initialized) -> None:
+    query = {"format": "html", "target": "good"}
+    handler, context = initialized(config={"text": {"max_length": 4}}, query=query)
+    (page,) = handler.explain([{"body": "good bad not a film"}], context)
+    text = page.decode()
+    assert '<span class="unread"> not a film</span>' in text
+    assert "did not see the rest: text after 8 of 19 characters" in text
+
+
+def test_pieces_of_a_word_say_so(initialized: Initialized) -> None:
+    handler, context = initialized()
+    (answer,) = handler.explain([{"body": "good bad!"}], context)
+    assert [token["word"] for token in answer["tokens"]] == [None, 0, 1, 2, None]
 
 
 def test_texts_of_different_length_need_a_mask(initialized: Initialized) -> None:

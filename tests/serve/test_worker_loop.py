@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import math
@@ -271,6 +272,48 @@ def test_explanations_have_their_own_entry() -> None:
     both = service(lambda data, context: ["predicted"], lambda data, context: ["explained"])
     assert answer_batch(both, [item(1, flags=wire.EXPLAIN)])[0].body == b"explained"
     assert answer_batch(both, [item(1)])[0].body == b"predicted"
+
+
+LONG = {"attributions": [0.5] * 20_000}
+
+
+def asked_with(encoding: bytes, flags: int = wire.EXPLAIN) -> wire.Item:
+    meta = wire.pack_meta([b"", b"", b"request-1", b"Accept-Encoding", encoding])
+    return wire.Item(1, 0, flags, meta, b"")
+
+
+@pytest.mark.parametrize("encoding", [b"gzip", b"deflate, gzip;q=0.5", b"*", b"GZIP, br"])
+def test_a_long_explanation_is_compressed_where_the_client_takes_it(encoding: bytes) -> None:
+    (answer,) = answer_batch(service(lambda data, context: [LONG]), [asked_with(encoding)])
+    assert answer.headers == {
+        "content-type": "application/json",
+        "content-encoding": "gzip",
+        "vary": "accept-encoding",
+    }
+    assert json.loads(gzip.decompress(answer.body)) == LONG
+
+
+@pytest.mark.parametrize(
+    ("output", "encoding", "flags", "rules"),
+    [
+        (LONG, b"", wire.EXPLAIN, OURS),
+        (LONG, b"identity, gzip;q=0", wire.EXPLAIN, OURS),
+        (LONG, b"gzip", 0, OURS),
+        (LONG, b"gzip", wire.EXPLAIN, choose_rules({"dialect": "torchserve", "manifest": None})),
+        ({"attributions": [0.5]}, b"gzip", wire.EXPLAIN, OURS),
+        (b"\x89PNG" + bytes(100_000), b"gzip", wire.EXPLAIN, OURS),
+    ],
+    ids=["not asked for", "refused", "a prediction", "TorchServe", "short", "a picture"],
+)
+def test_nothing_else_is_compressed(
+    output: object, encoding: bytes, flags: int, rules: Rules
+) -> None:
+    answers = answer_batch(
+        service(lambda data, context: [output], rules=rules), [asked_with(encoding, flags)]
+    )
+    assert "content-encoding" not in answers[0].headers
+    plain = json.loads(answers[0].body) if isinstance(output, dict) else answers[0].body
+    assert plain == output
 
 
 def test_a_handler_sets_status_and_headers_of_each_answer() -> None:
