@@ -56,6 +56,8 @@ class Report:
     """The command line that made the artifact, with relative paths."""
     end_tokens: tuple[int, ...] = ()
     """Of a decoder: what ends a text."""
+    trusted_operators: tuple[str, ...] = ()
+    """What a program calls beside the operators of the list; its author said `--trust`."""
 
     @property
     def tried(self) -> Signature:
@@ -100,10 +102,16 @@ def parse_report(data: bytes, path: Path) -> Report:
         model=fields.text_or_none("model") or "",
         command=fields.text_or_none("command") or "",
         end_tokens=_end_tokens(_optional(_optional(fields, "details"), "generation")),
+        trusted_operators=_trusted(_optional(fields, "details")),
     )
     if problems:
         raise CannotArchive("cannot read the report", [f"{path.name}: {p}" for p in problems])
     return report
+
+
+def _trusted(details: Fields) -> tuple[str, ...]:
+    key = "trusted_operators"
+    return tuple(details.items(key)) if key in details.values else ()
 
 
 def _parity(fields: Fields, signature: Signature) -> Parity:

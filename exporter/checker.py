@@ -52,7 +52,12 @@ class Checker:
             self._end()
 
     def open(
-        self, artifact: Path, format: str, device: str, outputs: Sequence[tuple[str, str, float]]
+        self,
+        artifact: Path,
+        format: str,
+        device: str,
+        outputs: Sequence[tuple[str, str, float]],
+        trusted: Sequence[str] = (),
     ) -> None:
         """Load an artifact in the place of the one before.
 
@@ -61,12 +66,13 @@ class Checker:
             format: as in `modelyard.handlers.backends`.
             device: where it is to run.
             outputs: name, dtype and tolerance of each.
+            trusted: operators that a program may call beside those of the list.
 
         Raises:
             ParityError: it does not load; as for `measure`, the message names no format.
         """
         task = {"artifact": str(artifact.absolute()), "format": format, "device": device}
-        self._ask({"open": {**task, "outputs": outputs}})
+        self._ask({"open": {**task, "outputs": outputs, "trusted": trusted}})
 
     def measure(
         self, case: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
@@ -170,7 +176,8 @@ def _own_stdout() -> TextIO:
 
 def _open(task: Mapping[str, Any]) -> Artifact:
     try:
-        return open_artifact(Path(task["artifact"]), task["format"], task["device"])
+        artifact = Path(task["artifact"])
+        return open_artifact(artifact, task["format"], task["device"], trusted=task["trusted"])
     # Each format's library fails in its own ways; all mean that a worker could not load it.
     except Exception as error:
         raise ParityError(f"the artifact does not load: {cause(error)}") from error

@@ -144,7 +144,7 @@ def _open_without_model(
     if checkpoint.module is not None:
         yield checkpoint.module
     elif checkpoint.kind == PROGRAM:
-        yield open_program(checkpoint.path)
+        yield open_program(checkpoint.path, trust)
     elif checkpoint.kind == ONNX:
         with open_onnx_file(checkpoint.path) as built:
             yield built

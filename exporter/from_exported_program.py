@@ -10,9 +10,10 @@ from torch.utils import _pytree
 from modelyard.exporter.errors import CheckpointError, ModelError, cause
 from modelyard.handlers.backends import load_on
 from modelyard.handlers.errors import UnsafeProgram
+from modelyard.handlers.program.grammar import ANY
 
 
-def open_program(path: Path) -> nn.Module:
+def open_program(path: Path, trust: bool = False) -> nn.Module:
     """Return a program's module, which takes one tensor per input, by place, and can be in eval().
 
     Its own check of its inputs is left out: it refuses a batch of one where torch took its lower
@@ -23,7 +24,7 @@ def open_program(path: Path) -> nn.Module:
         ModelError: this torch cannot load it, as where it uses operators of a library.
     """
     try:
-        program = load_on(path, torch.device("cpu"))
+        program = load_on(path, torch.device("cpu"), trusted=(ANY,) if trust else ())
     except UnsafeProgram as error:
         raise CheckpointError(str(error)) from error
     # torch's loader fails in many ways on programs of other versions.

@@ -219,6 +219,7 @@ def check(
     tolerance: float | None = None,
     is_quantized: bool = False,
     locate: Locate | None = None,
+    trusted: Sequence[str] = (),
 ) -> Parity:
     """Compare the artifact with the checkpoint's outputs in a fresh process.
 
@@ -232,6 +233,7 @@ def check(
             and by what they are computed in.
         is_quantized: judge as an approximation.
         locate: asked for the first submodule that differs, in the case that differs most.
+        trusted: operators that a program may call beside those of the list.
 
     Raises:
         ParityError: it does not load or run, or an output differs by more than the tolerance;
@@ -248,7 +250,7 @@ def check(
     ]
     probes = reference.cases.probes
     try:
-        checker.open(artifact, format, device, outputs)
+        checker.open(artifact, format, device, outputs, trusted)
         by_case = [_measure(checker, reference.cases, place) for place in range(len(probes))]
     except ParityError as error:
         raise ParityError(f"{format}: {error}; {_ADVICE[format]}") from error

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._decomp import decomposition_table
+from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule, Node
 
@@ -21,6 +22,7 @@ from modelyard.archiver.signature import Signature
 from modelyard.exporter.arguments import WRAPPED, own_name
 from modelyard.exporter.diagnose import explain, find_place
 from modelyard.exporter.errors import ConversionError
+from modelyard.handlers.program.grammar import operator_problem
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
 _TALKATIVE = ("torch.export._trace", "torch._dynamo", "torch._guards", _SHAPES_LOG)
@@ -69,13 +71,19 @@ def capture(model: nn.Module, signature: Signature, example: tuple[Tensor, ...])
 
 
 def write(program: ExportedProgram, path: Path) -> dict[str, object]:
-    """Save the program without the inputs it was traced with: they may be somebody's data."""
+    """Save the program without the inputs it was traced with: they may be somebody's data.
+
+    Returns:
+        `trusted_operators`: what it calls that only its author may trust, if anything.
+    """
     example, program._example_inputs = program._example_inputs, None
     try:
         torch.export.save(program, path)
     finally:
         program._example_inputs = example  # the next format may be compiled with them
-    return {}
+    called = {str(node.target) for node in _nodes(program) if isinstance(node.target, OpOverload)}
+    foreign = sorted(name for name in called if operator_problem(f"torch.ops.{name}"))
+    return {"trusted_operators": foreign} if foreign else {}
 
 
 def _trace(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, cast
 
 import torch
 from torch import nn
@@ -223,7 +223,9 @@ def export(request: ExportRequest) -> list[ExportReport]:
                     announce_step(_WRITE.format(target.name))
                     details = writers[format](draft)
                     announce_step(_CHECK.format(target.name))
-                    parity = _prove(request, format, draft, reference, checker)
+                    foreign = cast(list[str], details.get("trusted_operators", []))
+                    trusted = foreign if is_trusted else []
+                    parity = _prove(request, format, draft, reference, checker, trusted)
                 except ExportError as error:
                     failures[format] = error
                     continue
@@ -266,7 +268,12 @@ def _nothing_written(failures: Mapping[str, ExportError]) -> ExportError:
 
 
 def _prove(
-    request: ExportRequest, format: str, draft: Path, reference: Reference, checker: Checker
+    request: ExportRequest,
+    format: str,
+    draft: Path,
+    reference: Reference,
+    checker: Checker,
+    trusted: Sequence[str],
 ) -> Parity:
     """Compare a written artifact with the checkpoint; its submodules too, where it differs."""
     file = file_of(reference.original)
@@ -279,6 +286,7 @@ def _prove(
         tolerance=request.tolerance,
         is_quantized=request.quantize is not None or (file is not None and file.is_quantized),
         locate=lambda case: first_difference(draft, format, reference, case),
+        trusted=trusted,
     )
 
 

@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -152,6 +152,7 @@ def open_artifact(
     device: str | torch.device = "cpu",
     share: bool | Examples = False,
     on_tensorrt: bool = False,
+    trusted: Collection[str] = (),
 ) -> Artifact:
     """Load an artifact so that a worker can call it.
 
@@ -186,6 +187,8 @@ def open_artifact(
             f"onnx.tensorrt in model-config.yaml: {path.name} holds {format}; expected onnx"
         )
     load = partial(open_onnx, on_tensorrt=True) if on_tensorrt else FORMATS[format]
+    if trusted and format == "pt2":
+        load = partial(open_pt2, trusted=trusted)
     try:
         artifact = load(path, place, share if place.type == "cpu" else False)
         artifact.file = path.name
@@ -229,13 +232,18 @@ def detect_format(path: Path) -> str:
     )
 
 
-def open_pt2(path: Path, device: torch.device, share: bool | Examples = False) -> Artifact:
+def open_pt2(
+    path: Path,
+    device: torch.device,
+    share: bool | Examples = False,
+    trusted: Collection[str] = (),
+) -> Artifact:
     """Load an exported program; gradients flow through it exactly as through the checkpoint.
 
     Raises:
         UnsafeProgram: the file holds more than a program.
     """
-    program = load_on(path, device, share)
+    program = load_on(path, device, share, trusted)
     inputs = _program_inputs(program)
     own_check_is_enough = _has_free_dims_only(program)
     module = program.module(check_guards=not own_check_is_enough)
@@ -247,10 +255,13 @@ def open_pt2(path: Path, device: torch.device, share: bool | Examples = False) -
 
 
 def load_on(
-    path: Path, device: torch.device, share: bool | Examples = False
+    path: Path,
+    device: torch.device,
+    share: bool | Examples = False,
+    trusted: Collection[str] = (),
 ) -> torch.export.ExportedProgram:
     """Load an exported program, with its weights on `device`; errors as `open_pt2`."""
-    program = load_program(path)
+    program = load_program(path, trusted)
     values = [*program.state_dict.values(), *program.constants.values()]
     tensors = [value for value in values if isinstance(value, Tensor)]
     if share:

@@ -120,7 +120,10 @@ def _open(
         raise LoadError(f"the manifest names {file}, which the archive does not hold")
     format = report.format if report else detect_format(path)
     share = partial(_examples, report) if report else True
-    return open_artifact(path, format, device, share=share, on_tensorrt=on_tensorrt)
+    trusted = report.trusted_operators if report else ()
+    return open_artifact(
+        path, format, device, share=share, on_tensorrt=on_tensorrt, trusted=trusted
+    )
 
 
 def _examples(report: Report) -> Iterator[tuple[Tensor, ...]]:

@@ -16,7 +16,7 @@ import itertools
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any, cast
@@ -27,6 +27,7 @@ from modelyard.archiver.untrusted.container import CHUNK_BYTES, Bytes, Damaged, 
 from modelyard.archiver.untrusted.json import RefusedJson, parse_json
 from modelyard.archiver.untrusted.zip import TORCH_RULES, ZipMember, ZipReader
 from modelyard.handlers.errors import UnsafeProgram
+from modelyard.handlers.program.checked import use_checked
 from modelyard.handlers.program.grammar import check_document, path_problem, shown
 
 _RULES = replace(TORCH_RULES, may_deflate=lambda name: False)
@@ -56,30 +57,37 @@ _Range = tuple[int, int]
 _Piece = tuple[int, int, bytearray | None]
 
 
-def check(source: Bytes) -> list[Finding]:
+def check(source: Bytes, trusted: Collection[str] = ()) -> list[Finding]:
     """Find what an exported program holds beside a program; nothing of it is run.
+
+    Args:
+        source: the file.
+        trusted: operators that it may call beside those of the list (`operators`), as
+            `aten.segment_reduce.default`; `grammar.ANY` stands for all.
 
     Returns:
         At most 21 findings; none where loading it runs nothing of its own.
     """
-    return _read(source)[1]
+    return _read(source, trusted)[1]
 
 
-def load_program(path: Path) -> torch.export.ExportedProgram:
-    """Load an exported program that holds nothing but a program.
+def load_program(path: Path, trusted: Collection[str] = ()) -> torch.export.ExportedProgram:
+    """Load an exported program that holds nothing but a program; `trusted` as `check`'s.
 
     Raises:
         UnsafeProgram: lists every part that is refused; nothing of it was run.
     """
     with contextlib.closing(OpenFile(os.open(path, os.O_RDONLY))) as file:
-        snapshot, findings = _read(file)
+        snapshot, findings = _read(file, trusted)
         if findings:
             raise UnsafeProgram(path.name, findings)
         snapshot.seek(0)
-        return torch.export.load(cast(IO[bytes], snapshot))
+        program = torch.export.load(cast(IO[bytes], snapshot))
+        use_checked(program)
+        return program
 
 
-def _read(source: Bytes) -> "tuple[_Snapshot, list[Finding]]":
+def _read(source: Bytes, trusted: Collection[str]) -> "tuple[_Snapshot, list[Finding]]":
     """Hold all of a program but its tensors, and read what is held."""
     snapshot = _Snapshot(source)
     try:
@@ -89,12 +97,21 @@ def _read(source: Bytes) -> "tuple[_Snapshot, list[Finding]]":
         reader = ZipReader(snapshot, _RULES)
         if reader.check() or reader.members != members:
             raise Damaged("it changed while it was read")
-        findings = list(itertools.islice(_findings(reader), MAX_FINDINGS + 1))
+        findings = list(itertools.islice(_once(_findings(reader, trusted)), MAX_FINDINGS + 1))
     except Damaged as error:
         findings = [("the file", str(error))]
     if len(findings) > MAX_FINDINGS:
         findings[MAX_FINDINGS:] = [("the file", "and more")]
     return snapshot, findings
+
+
+def _once(findings: Iterator[Finding]) -> Iterator[Finding]:
+    """Yield each finding once: a program calls the same operator many times."""
+    seen: set[Finding] = set()
+    for finding in findings:
+        if finding not in seen:
+            seen.add(finding)
+            yield finding
 
 
 def _members(source: Bytes) -> tuple[ZipMember, ...]:
@@ -189,7 +206,7 @@ def _inner(name: str) -> str:
     return name.partition("/")[2]
 
 
-def _findings(reader: ZipReader) -> Iterator[Finding]:
+def _findings(reader: ZipReader, trusted: Collection[str]) -> Iterator[Finding]:
     """Read each entry by what its name says it is."""
     problems = list(_place_problems([member.name for member in reader.members]))
     if problems:  # it cannot be said what a reader would find in such a file
@@ -207,7 +224,7 @@ def _findings(reader: ZipReader) -> Iterator[Finding]:
             yield name, str(error)
             continue
         if _MODEL.fullmatch(name):
-            yield from _model(name, data)
+            yield from _model(name, data, trusted)
         elif _CONFIG.fullmatch(name):
             yield from _config(name, data, sizes)
         elif _SAMPLES.fullmatch(name):
@@ -238,12 +255,12 @@ def _place_problem(name: str) -> str | None:
     return "it has no place in an exported program"
 
 
-def _model(name: str, data: bytes) -> Iterator[Finding]:
+def _model(name: str, data: bytes, trusted: Collection[str]) -> Iterator[Finding]:
     document = _parse(data)
     if isinstance(document, str):
         yield name, document
     else:
-        yield from ((name, problem) for problem in check_document(document))
+        yield from ((name, problem) for problem in check_document(document, trusted))
 
 
 def _parse(data: bytes) -> dict[str, Any] | str:

@@ -22,21 +22,29 @@ import ast
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
+
+from modelyard.handlers.program.checked import REPLACED
+from modelyard.handlers.program.operators import ALLOWED
 
 MAX_TEXT = 20_000
 MAX_DEPTH = 120
 _MAX_SHOWN = 160
 
+ANY = "any"
+"""Among what is trusted: every operator of torch."""
+
 _Problem = str | None
 _Rule = Callable[[str], _Problem]
 
-# Reading or writing files, or speaking on the server's terminal, is not arithmetic.
-_REACHES_OUT = {"from_file", "save", "_print", "warn", "manual_seed"}
+# What computes on tensors. Whose two underscores Python does not know are the bitwise operators'.
+_KERNEL = re.compile(
+    r"torch\.ops\.((aten|prims)\.((?!__)\w+|__i?(and|or|xor|lshift|rshift)__)\.(?!__)\w+)", re.ASCII
+)
+# What calls a part of the program, and arithmetic of sizes.
 _OPERATOR = re.compile(
-    r"torch\.ops\.(aten|prims)\.(?P<name>[A-Za-z0-9_]+)\.(?!__)[A-Za-z0-9_]+"
-    r"|torch\.ops\.higher_order\.(cond|while_loop|scan|associative_scan|map_impl|map|flex_attention"
+    r"torch\.ops\.higher_order\.(cond|while_loop|scan|associative_scan|map_impl|map"
     r"|wrap_with_set_grad_enabled|wrap_with_autocast)"
     r"|torch\.(_sym_sqrt|sym_(float|int|ite|not|max|min|sqrt|sum|fresh_size))"
     r"|_operator\.(add|sub|mul|floordiv|truediv|mod|pow|neg|pos|abs|eq|ne|lt|le|gt|ge|and_|or_|xor"
@@ -67,6 +75,7 @@ _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _EXPONENTS = {"Integer", "Rational", "Float", "Symbol"}
 _MAX_EXPONENT = 64
 _MAX_PRECISION = 1024
+_DENSE = 7  # torch._export.serde.schema.Layout.Strided
 
 _CONTAINER = re.compile(
     r"builtins\.(tuple|list|dict)|collections\.(OrderedDict|deque|namedtuple)|torch\.Size"
@@ -76,9 +85,16 @@ _CONTAINER = re.compile(
 _FOREIGN = {"os", "sys", "builtins", "importlib", "subprocess", "ctypes", "shutil", "pickle", "io"}
 
 
-def check_document(document: object) -> Iterator[str]:
-    """Yield every problem of a parsed `models/*.json`, each as one phrase that quotes the text."""
-    yield from _walk(document, "", 0)
+def check_document(document: object, trusted: Collection[str] = ()) -> Iterator[str]:
+    """Yield every problem of a parsed `models/*.json`, each as one phrase that quotes the text.
+
+    Args:
+        document: what the file holds.
+        trusted: operators that it may call beside those of the list.
+    """
+    operators = functools.partial(operator_problem, trusted=frozenset(trusted))
+    rules: Mapping[str, _Rule] = {**_RULES, "target": operators, "as_operator": operators}
+    yield from _walk(document, "", 0, rules)
 
 
 def name_problem(text: str) -> _Problem:
@@ -93,12 +109,16 @@ def path_problem(text: str) -> _Problem:
 
 
 @functools.lru_cache(4096)
-def operator_problem(text: str) -> _Problem:
-    """Ask for an operator that computes on tensors and numbers, and does nothing else."""
-    found = _OPERATOR.fullmatch(text)
-    if found is None:
-        return "is not an operator that a program may call"
-    return "reaches outside the program" if found["name"] in _REACHES_OUT else None
+def operator_problem(text: str, trusted: frozenset[str] = frozenset()) -> _Problem:
+    """Ask for an operator of the list, or one that is trusted."""
+    if kernel := _KERNEL.fullmatch(text):
+        if any(kernel[1] in names for names in (ALLOWED, REPLACED, trusted)) or ANY in trusted:
+            return None
+        return (
+            f"is not among the {len(ALLOWED)} operators that a program may call unless its author "
+            "trusts it: export it with --trust"
+        )
+    return None if _OPERATOR.fullmatch(text) else "is not an operator that a program may call"
 
 
 @functools.lru_cache(4096)
@@ -151,20 +171,22 @@ def shown(text: object) -> str:
     return whole if len(whole) <= _MAX_SHOWN else f"{whole[:_MAX_SHOWN]}…"
 
 
-def _walk(value: object, key: str, depth: int) -> Iterator[str]:
+def _walk(value: object, key: str, depth: int, rules: Mapping[str, _Rule]) -> Iterator[str]:
     if depth > MAX_DEPTH:
         yield f"{shown(key)} is nested more than {MAX_DEPTH} deep"
     elif isinstance(value, dict):
-        yield from _walk_dict(value, key, depth)
+        yield from _walk_dict(value, key, depth, rules)
     elif isinstance(value, list):
         for item in value:
             if item.__class__ is not int:  # sizes, of which there are many
-                yield from _walk(item, key, depth + 1)
-    elif isinstance(value, str) and (problem := _text_problem(key, value)):
+                yield from _walk(item, key, depth + 1, rules)
+    elif isinstance(value, str) and (problem := _text_problem(value, rules.get(key, _plain))):
         yield f"{key} {shown(value)} {problem}"
 
 
-def _walk_dict(value: dict[str, Any], key: str, depth: int) -> Iterator[str]:
+def _walk_dict(
+    value: dict[str, Any], key: str, depth: int, rules: Mapping[str, _Rule]
+) -> Iterator[str]:
     rule = _KEYS.get(key, path_problem)
     for name, item in value.items():
         # An operator gets its text as an object; an input's text is pasted into source.
@@ -178,12 +200,13 @@ def _walk_dict(value: dict[str, Any], key: str, depth: int) -> Iterator[str]:
         elif key == "metadata" and isinstance(item, str):
             if problem := metadata_problem(name, item):
                 yield f"{name} {shown(item)} {problem}"
+        elif name == "as_layout" and item != _DENSE:
+            yield f"{name} {shown(item)} is not the layout of plain tensors ({_DENSE})"
         else:
-            yield from _walk(item, name, depth + 1)
+            yield from _walk(item, name, depth + 1, rules)
 
 
-def _text_problem(key: str, text: str) -> _Problem:
-    rule = _RULES.get(key, _plain)
+def _text_problem(text: str, rule: _Rule) -> _Problem:
     if len(text) > MAX_TEXT and rule not in (container_problem, _printable):
         return f"is {len(text)} characters long, expected at most {MAX_TEXT}"
     return rule(text)
@@ -432,10 +455,12 @@ def _keywords(tree: Mapping[str, Any]) -> _Problem:
         return None
     context = parts[1].get("context")
     try:
-        names = json.loads(context)
+        names = json.loads(context) or []
     except (ValueError, TypeError):
         return f"holds the context {shown(context)}"
-    wrong = [name for name in names or () if not (isinstance(name, str) and name.isidentifier())]
+    if not isinstance(names, list):
+        return f"holds the context {shown(context)}"
+    wrong = [name for name in names if not (isinstance(name, str) and name.isidentifier())]
     return f"names an argument {shown(wrong[0])}" if wrong else None
 
 
@@ -446,7 +471,6 @@ _RULES: Mapping[str, _Rule] = {
     "expr_str": expression_problem,
     "guards_code": guard_problem,
     "verifiers": _verifier,
-    **dict.fromkeys(("target", "as_operator"), operator_problem),
     **dict.fromkeys(("in_spec", "out_spec"), container_problem),
     **dict.fromkeys(("as_string", "as_strings"), _printable),
     **dict.fromkeys(("as_float", "as_floats", "as_float_lists", "real", "imag"), _number),

@@ -21,7 +21,9 @@ def compare(folder: Path, pair: dict[str, str], device: str) -> dict[str, Any]:
             for name in ("report", "twin_report")
         ]
         artifact, twin = (
-            open_artifact(folder / pair[name], report.format, device)
+            open_artifact(
+                folder / pair[name], report.format, device, trusted=report.trusted_operators
+            )
             for name, report in zip(("artifact", "twin"), reports, strict=True)
         )
         return _judge(artifact, twin, *reports)

@@ -13,7 +13,7 @@ import textwrap
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -27,6 +27,9 @@ from modelyard.handlers.backends import open_artifact
 from modelyard.handlers.errors import UnsafeProgram
 from modelyard.handlers.program.check import check, load_program
 from modelyard.handlers.program.grammar import expression_problem, guard_problem, operator_problem
+from modelyard.handlers.program.operators import ALLOWED
+from tests.breadth.operator_rules import problem
+from tests.fuzz.programs import operators
 from tests.networks import TextEncoder
 
 AUTO = Dim.AUTO
@@ -487,6 +490,45 @@ def _own_operator(entries: dict[str, bytes], marker: str) -> None:
     _target(entries, "torch.ops.mylib.run.default")
 
 
+@attack("offsets that nothing checks", "torch.ops.aten.segment_reduce.default")
+def _offsets(entries: dict[str, bytes], marker: str) -> None:
+    _target(entries, "torch.ops.aten.segment_reduce.default")
+
+
+@attack("indices that nothing checks", "torch.ops.aten._sparse_coo_tensor_unsafe.default")
+def _indices(entries: dict[str, bytes], marker: str) -> None:
+    _target(entries, "torch.ops.aten._sparse_coo_tensor_unsafe.default")
+
+
+@attack("a view of any size", "unless its author trusts it: export it with --trust")
+def _strides(entries: dict[str, bytes], marker: str) -> None:
+    _target(entries, "torch.ops.aten.as_strided.default")
+
+
+@attack("memory that nobody wrote", "torch.ops.aten.empty.memory_format")
+def _unwritten(entries: dict[str, bytes], marker: str) -> None:
+    _target(entries, "torch.ops.aten.empty.memory_format")
+
+
+@attack("an attribute of Python's", "torch.ops.aten.__dict__.copy")
+def _attribute(entries: dict[str, bytes], marker: str) -> None:
+    _target(entries, "torch.ops.aten.__dict__.copy")
+
+
+@attack("a sparse tensor", "as_layout 1 is not the layout")
+def _sparse(entries: dict[str, bytes], marker: str) -> None:
+    layout = {"name": "layout", "arg": {"as_layout": 1}, "kind": 2}
+    _edit(entries, MODEL, lambda d: _graph(d)["nodes"][0]["inputs"].append(layout))
+
+
+@attack("keywords that are a number", "in_spec")
+def _keyword_number(entries: dict[str, bytes], marker: str) -> None:
+    none = {"type": "builtins.tuple", "context": "null", "children_spec": []}
+    named = {"type": "builtins.dict", "context": "5", "children_spec": []}
+    spec = [1, {"type": "builtins.tuple", "context": "null", "children_spec": [none, named]}]
+    _edit(entries, MODEL, lambda d: _call(d).update(in_spec=json.dumps(spec)))
+
+
 @attack("a foreign source function", "source_fn_stack")
 def _source_function(entries: dict[str, bytes], marker: str) -> None:
     source = {"source_fn_stack": "x,torch.os.system"}
@@ -848,6 +890,31 @@ def test_guards_of_torch_pass(text: str) -> None:
 )
 def test_other_guards_are_refused(text: str) -> None:
     assert guard_problem(text) is not None
+
+
+def test_every_operator_of_the_list_keeps_the_rules() -> None:
+    here = operators(sorted(ALLOWED))
+    assert len(here) > 400
+    assert [(each.name, why) for each in here if (why := problem(each.run))] == []
+
+
+@pytest.mark.parametrize("name", [*ALLOWED][:3])
+def test_an_operator_that_another_torch_lacks_is_no_error(name: str) -> None:
+    assert operator_problem(f"torch.ops.{name}") is None
+    assert operator_problem(f"torch.ops.{name}_of_tomorrow") is not None
+
+
+def test_a_program_runs_an_operator_of_its_author_where_that_is_trusted(tmp_path: Path) -> None:
+    class Segments(nn.Module):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            return torch.segment_reduce(x, "sum", lengths=lengths)
+
+    inputs = (torch.arange(4.0), torch.tensor([1, 3]))
+    path = save(torch.export.export(Segments(), inputs), tmp_path / "own.pt2")
+    with pytest.raises(UnsafeProgram, match=r"segment_reduce\.default' is not among"):
+        load_program(path)
+    artifact = open_artifact(path, "pt2", trusted=["aten.segment_reduce.default"])
+    assert cast(Tensor, artifact(*inputs)).tolist() == [0, 6]
 
 
 def test_no_operator_that_takes_a_file_name_is_known() -> None:

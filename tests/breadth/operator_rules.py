@@ -1,0 +1,82 @@
+"""Which operators go on the list of `handlers/program/operators.py`, and which never do."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+LIST = Path(__file__).parents[2] / "handlers" / "program" / "operators.py"
+_BEGIN, _END = '_LISTED = """\n', '"""\n'
+
+REFUSED = {
+    "as_strided": "reaches wherever its sizes and strides say, inside the storage of a tensor",
+    "segment_reduce": "takes offsets that it does not check",
+    "embedding_bag": "takes offsets that it does not check",
+    "_embedding_bag": "takes offsets that it does not check",
+    "from_file": "reads a file",
+    # What `python -m tests.fuzz` found in torch 2.13:
+    "_fft_r2c": "reads and writes where its dims say, which it does not check",
+    "_fft_c2r": "reads and writes where its dims say, which it does not check",
+    "_fft_c2c": "reads and writes where its dims say, which it does not check",
+    "_native_batch_norm_legit": "reads statistics and weights as long as the input has channels",
+    "_native_batch_norm_legit_no_training": "as above; replaced by batch_norm at loading",
+    "native_batch_norm": "as above",
+}
+"""Operator → why, beside what `problem` finds in its schema."""
+
+_MEMORY = re.compile(r"unsafe|(^|_)(empty|resize|set_$|as_strided|nested|sparse|coo|cs[rc]|bs[rc])")
+_INSIDE = re.compile(r"backward|_out$|mkldnn|cudnn|miopen|quantized|fbgemm|nested|storage|pickle")
+_OUTSIDE = {"_print", "warn", "save", "manual_seed", "from_file", "record_stream"}
+_TYPES = {"Storage", "Stream", "Generator?", "Generator"}
+
+
+def problem(operator: torch._ops.OpOverload) -> str | None:
+    """Return why an operator may not be called by a stranger's program."""
+    if not torch._C._dispatch_has_kernel(operator.name()):  # type: ignore[no-untyped-call]
+        return "is TorchScript's alone"
+    name = operator._schema.name.partition("::")[2]
+    if name in REFUSED:
+        return REFUSED[name]
+    if _MEMORY.search(name):
+        return "makes or reads memory that nobody wrote, or that is laid out in another way"
+    if _INSIDE.search(name) or name in _OUTSIDE:
+        return "is not called by programs, or reaches outside"
+    for argument in operator._schema.arguments:
+        if "unsafe" in argument.name:
+            return "has an unsafe way"
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.kwarg_only:
+            return "resizes what it writes to"
+    return None
+
+
+def family(counted: set[str]) -> Iterator[str]:
+    """Yield every operator of the list: counted ones, their overloads, and what torch marks."""
+    packets = {name.rpartition(".")[0] for name in counted if name.startswith("torch.ops.aten.")}
+    for packet in dir(torch.ops.aten) + sorted(each.rpartition(".")[2] for each in packets):
+        found: Any = getattr(torch.ops.aten, packet, None)
+        if not isinstance(found, torch._ops.OpOverloadPacket):
+            continue
+        for overload in found.overloads():  # type: ignore[no-untyped-call]
+            operator = getattr(found, overload)
+            name = f"aten.{packet}.{overload}"
+            is_known = f"torch.ops.aten.{packet}" in packets or _is_plain(operator, packet)
+            if is_known and problem(operator) is None:
+                yield name
+
+
+def _is_plain(operator: torch._ops.OpOverload, packet: str) -> bool:
+    tags = operator.tags
+    is_tagged = torch.Tag.pointwise in tags or torch.Tag.core in tags
+    return is_tagged and not packet.startswith(("special_", "__"))
+
+
+def write_list(counted: set[str]) -> None:
+    """Write the operators into the list, with the torch that they were counted with."""
+    head, _, rest = LIST.read_text(encoding="utf-8").partition(_BEGIN)
+    _, _, tail = rest.partition(_END)
+    version = torch.__version__.partition("+")[0]
+    head = re.sub(r'TORCH = "[^"]*"', f'TORCH = "{version}"', head)
+    lines = "".join(f"{name}\n" for name in sorted(set(family(counted))))
+    LIST.write_text(f"{head}{_BEGIN}{lines}{_END}{tail}", encoding="utf-8")
