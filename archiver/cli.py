@@ -124,6 +124,12 @@ def archive(
             help="Sign with this key of `modelyard keygen`; default: $MODELYARD_SIGNING_KEY.",
         ),
     ] = None,
+    expires: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATE", help="When the signature ends, as 2027-01-31; default: never."
+        ),
+    ] = None,
     dry_run: Annotated[
         bool,
         typer.Option(
@@ -137,11 +143,12 @@ def archive(
     """Pack an artifact, its handler and extra files into one sealed archive."""
     # Here, as in every command: `--help` does not wait for what it does not use.
     from modelyard.archiver.collect import plan_archive
-    from modelyard.archiver.signing import read_signing_key
+    from modelyard.archiver.signing import read_expiry, read_signing_key
     from modelyard.archiver.write import write_plan
 
     with _exit_codes():
         key = read_signing_key(sign)
+        end = read_expiry(expires, key)
         plan = plan_archive(
             name,
             version=version,
@@ -165,6 +172,7 @@ def archive(
                 archive_format="zip-store" if archive_format is Format.default else archive_format,
                 dry_run=dry_run,
                 key=key,
+                expires=end,
                 force=force,
                 progress=progress,
             )
@@ -212,15 +220,15 @@ def verify(
     result: dict[str, Any] = {"archive": str(file)}
     try:
         with _exit_codes(), tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
-            keys = read_trusted_keys(public_key) if public_key else None
+            trust = read_trusted_keys(public_key) if public_key else None
             # What a key has still to vouch for is not written.
-            staging = None if keys or not run else Path(folder)
+            staging = None if trust or not run else Path(folder)
             with (
                 _progress("checking") as progress,
                 open_archive(file, progress=progress, staging=staging) as opened,
             ):
                 result = _archive_to_json(opened)
-                checks = verify_archive(opened, keys=keys, run=run, device=device)
+                checks = verify_archive(opened, trust=trust, run=run, device=device)
             result["checks"] = [vars(check) for check in checks]
             if not as_json:
                 _print_checked(result, checks)
@@ -242,7 +250,7 @@ def keygen(
         Path, typer.Argument(metavar="NAME", help="Writes NAME.key and NAME.pub (PEM).")
     ],
 ) -> None:
-    """Make a key pair (Ed25519) to sign archives with."""
+    """Make a key pair (ECDSA, P-256) to sign archives with."""
     from modelyard.archiver.signing import generate_keys
 
     private, public = generate_keys()

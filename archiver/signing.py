@@ -1,54 +1,93 @@
-"""Sign an archive's manifest, and check whose signature it carries.
+"""Sign an archive, and check whose signature it carries.
 
-The manifest holds the digest of every other file, so its signature (Ed25519, RFC 8032, over its
-bytes as they are) stands for the whole archive. It lies beside the manifest and changes neither
-the manifest nor the digest that names the archive.
+The signature's file states the digest of every other file (`statement`) and lies beside the
+manifest; it changes neither the manifest nor the digest that names the archive.
 """
 
 import base64
 import hashlib
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from packaging.version import InvalidVersion, Version
+
 from modelyard.archiver.errors import NotTrusted
 from modelyard.archiver.read import Archive
-from modelyard.archiver.untrusted.json import Fields, format_json, parse_json
+from modelyard.archiver.statement import (
+    MAX_BUNDLE_BYTES,
+    Statement,
+    format_bundle,
+    parse_bundle,
+    parse_date,
+    parse_statement,
+    signed_bytes,
+)
+from modelyard.archiver.untrusted.json import Fields, parse_json
 from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNING_NAME
 
 if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ec import (
+        EllipticCurvePrivateKey,
+        EllipticCurvePublicKey,
+    )
     from cryptography.hazmat.primitives.asymmetric.ed25519 import (
         Ed25519PrivateKey,
         Ed25519PublicKey,
     )
 
-    PrivateKey: TypeAlias = Ed25519PrivateKey
-    PublicKey: TypeAlias = Ed25519PublicKey
+    PrivateKey: TypeAlias = EllipticCurvePrivateKey | Ed25519PrivateKey
+    PublicKey: TypeAlias = EllipticCurvePublicKey | Ed25519PublicKey
 
 ENVIRONMENT_KEY = "MODELYARD_SIGNING_KEY"
-SCHEMA = 1
+OLD_SCHEMA = 1
+"""Of signatures over the manifest's bytes alone, by Ed25519, as versions up to 0.1 wrote them."""
 
-_ALGORITHM = "Ed25519"
+_KEYS = "Ed25519 or ECDSA on the curve P-256"
 _MAX_FILE_BYTES = 64 * 1024
-_PEM_BEGIN = "-----BEGIN "
+_PEM_BEGIN, _PEM_END = "-----BEGIN ", "-----END "
+
+
+@dataclass(frozen=True)
+class TrustedKey:
+    """A public key, and what the file of trusted keys says of it."""
+
+    id: str
+    key: "PublicKey"
+    name: str = ""
+    """Whose it is."""
+    expires: datetime | None = None
+    """When it ends to be trusted."""
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.id[:12]})" if self.name else self.id[:12]
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What a file of trusted keys says."""
+
+    keys: Mapping[str, TrustedKey]
+    """By their ids."""
+    lowest: Mapping[str, str] = field(default_factory=dict)
+    """Model → the lowest version that is accepted."""
 
 
 def generate_keys() -> tuple[bytes, bytes]:
-    """Make a new key pair; return the private and the public key as PEM."""
+    """Make a new key pair (ECDSA, P-256); return the private and the public key as PEM."""
     from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = Ed25519PrivateKey.generate()
+    key = ec.generate_private_key(ec.SECP256R1())
     private = key.private_bytes(
         serialization.Encoding.PEM,
         serialization.PrivateFormat.PKCS8,
         serialization.NoEncryption(),
     )
-    public = key.public_key().public_bytes(
-        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
-    )
-    return private, public
+    return private, _pem(key.public_key())
 
 
 def read_signing_key(file: Path | None) -> "PrivateKey | None":
@@ -58,7 +97,7 @@ def read_signing_key(file: Path | None) -> "PrivateKey | None":
         None where neither names a key.
 
     Raises:
-        NotTrusted: it is not an Ed25519 private key.
+        NotTrusted: it is not a private key that can sign.
     """
     text = os.environ.get(ENVIRONMENT_KEY, "")
     if file is None and not text:
@@ -70,111 +109,263 @@ def read_signing_key(file: Path | None) -> "PrivateKey | None":
     return _private_key(_read(Path(text)), text)
 
 
-def read_trusted_keys(file: Path) -> "dict[str, PublicKey]":
-    """Read one or more public keys in PEM, one after the other; return them by their ids.
+def read_expiry(text: str | None, key: "PrivateKey | None") -> datetime | None:
+    """Read `--expires`.
+
+    Raises:
+        NotTrusted: it is not a date, or there is no key to sign with.
+    """
+    if text is None:
+        return None
+    if key is None:
+        raise NotTrusted(f"--expires is said of a signature; give --sign or {ENVIRONMENT_KEY}")
+    try:
+        return parse_date(text)
+    except ValueError as error:
+        raise NotTrusted(f"--expires: {error}") from error
+
+
+def read_trusted_keys(file: Path) -> Trust:
+    """Read public keys in PEM, one after the other, and what is said of them on lines between.
+
+    `name WHO` and `expires DATE` are said of the key that follows; `lowest MODEL VERSION` of a
+    model, whoever signed it; `#` begins a remark.
 
     Raises:
         NotTrusted: the file cannot be read, or holds something else.
     """
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
-
-    text = _read(file).decode("utf-8", "replace")
-    keys: dict[str, PublicKey] = {}
-    for block in text.split(_PEM_BEGIN)[1:]:
-        try:
-            key = load_pem_public_key((_PEM_BEGIN + block).encode())
-        except ValueError as error:
-            raise NotTrusted(f"{file}: key {len(keys) + 1} is not a public key in PEM") from error
-        if not isinstance(key, Ed25519PublicKey):
-            raise NotTrusted(f"{file}: key {len(keys) + 1} is not an {_ALGORITHM} key")
-        keys[key_id(key)] = key
-    if not keys:
+    keys: dict[str, TrustedKey] = {}
+    lowest: dict[str, str] = {}
+    said: dict[str, str] = {}
+    block: list[str] = []
+    for number, line in enumerate(_read(file).decode("utf-8", "replace").splitlines(), 1):
+        words = line.split()
+        if block or line.startswith(_PEM_BEGIN):
+            block.append(line)
+            if line.startswith(_PEM_END):
+                key = _public_key("\n".join(block), f"{file}: key {len(keys) + 1}")
+                expires = _date(said["expires"], file) if "expires" in said else None
+                name = said.get("name", "")
+                keys[key_id(key)] = TrustedKey(key_id(key), key, name, expires)
+                block, said = [], {}
+        elif words[:1] == ["lowest"] and len(words) == 3:
+            lowest[words[1]] = words[2]
+        elif words[:1] in (["name"], ["expires"]) and len(words) > 1:
+            said[words[0]] = " ".join(words[1:])
+        elif words and not line.startswith("#"):
+            raise NotTrusted(
+                f"{file}, line {number}: expected a key in PEM, `name WHO`, `expires DATE` or "
+                "`lowest MODEL VERSION`"
+            )
+    if not keys or block:
         raise NotTrusted(f"{file} holds no public key; expected PEM as `modelyard keygen` writes")
-    return keys
+    return Trust(keys, lowest)
 
 
 def key_id(key: "PublicKey") -> str:
-    """Name a public key: the SHA-256 of its 32 bytes, in hexadecimal."""
-    return hashlib.sha256(key.public_bytes_raw()).hexdigest()
+    """Name a public key: the SHA-256 of its PEM, of an Ed25519 key of its 32 bytes.
+
+    The first is what OpenSSF's model signing looks for.
+    """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+
+    data = key.public_bytes_raw() if isinstance(key, Ed25519PublicKey) else _pem(key)
+    return hashlib.sha256(data).hexdigest()
 
 
-def sign(manifest: bytes, key: "PrivateKey") -> bytes:
-    """Return the content of the signature's file for a manifest."""
-    return format_json(
-        {
-            "schema": SCHEMA,
-            "algorithm": _ALGORITHM,
-            "key_id": key_id(key.public_key()),
-            "signature": base64.b64encode(key.sign(manifest)).decode("ascii"),
-        }
-    )
+def sign(statement: Statement, key: "PrivateKey") -> bytes:
+    """Return the content of the signature's file; the same for the same statement and key."""
+    return format_bundle(statement, key_id(key.public_key()), lambda data: _sign(data, key))
 
 
-def find_signer(archive: Archive, keys: "Mapping[str, PublicKey]") -> str:
-    """Check that one of the keys signed the archive; return that key's id.
+def find_signer(archive: Archive, trust: Trust, now: datetime | None = None) -> TrustedKey:
+    """Check that a trusted key signed the archive as it is, and that it still holds.
+
+    Args:
+        archive: open, so that its digests agree with its files.
+        trust: the keys, and the lowest versions that are accepted.
+        now: by default, the time.
 
     Raises:
-        NotTrusted: no signature, one of an unknown key, or one of another manifest.
+        NotTrusted: no signature, one of an unknown key or of other files, one that has expired, or
+            a version below the lowest that is accepted.
     """
-    from cryptography.exceptions import InvalidSignature
-
     name = archive.path.name
     if archive.manifest.modelyard is None or SIGNING_NAME not in archive.names:
         raise NotTrusted(
             f"{name} is not signed; write it with `modelyard archive … --sign KEY_FILE`"
         )
-    signer, signature = _parse(archive.read(SIGNING_NAME), name)
-    if signer not in keys:
-        trusted = ", ".join(sorted(known[:12] for known in keys))
-        raise NotTrusted(
-            f"{name} is signed by the key {signer[:12]}…, which is not trusted; trusted: {trusted}"
-        )
     try:
-        keys[signer].verify(signature, archive.read(MANIFEST_NAME))
-    except InvalidSignature as error:
-        raise NotTrusted(
-            f"{name}: the signature of the key {signer[:12]}… is wrong: the manifest was changed "
-            "after it was signed"
-        ) from error
+        document = parse_json(archive.read(SIGNING_NAME), MAX_BUNDLE_BYTES)
+        if isinstance(document, dict) and "mediaType" not in document:
+            signer, expires = _check_manifest(archive, document, trust), None
+        else:
+            signer, expires = _check_statement(archive, document, trust)
+    except ValueError as error:
+        raise NotTrusted(f"{name}: {SIGNING_NAME} cannot be read: {error}") from error
+    now = now or datetime.now(UTC)
+    for what, end in ((f"the key {signer}", signer.expires), ("its signature", expires)):
+        if end is not None and end <= now:
+            raise NotTrusted(
+                f"{name}: {what} expired on {end:%Y-%m-%d}; sign the archive anew, with a key that "
+                "is trusted"
+            )
+    _check_version(archive, trust)
     return signer
 
 
-def _parse(data: bytes, name: str) -> tuple[str, bytes]:
+def _check_statement(
+    archive: Archive, document: object, trust: Trust
+) -> tuple[TrustedKey, datetime | None]:
+    """Return who signed what the archive holds, and until when."""
+    envelope = parse_bundle(document)
+    signer = _known(archive, envelope.key_id, trust)
+    _verify(archive, signer, envelope.signature, signed_bytes(envelope.payload))
+    statement = parse_statement(envelope.payload)
+    found = {file.name: file.sha256 for file in archive.files if file.name != SIGNING_NAME}
+    if found != dict(statement.digests):
+        differing = sorted(dict(found.items() ^ statement.digests.items()))
+        raise NotTrusted(
+            f"{archive.path.name}: the key {signer} signed other files: {', '.join(differing[:5])} "
+            "changed after it was signed"
+        )
+    return signer, statement.expires
+
+
+def _check_manifest(archive: Archive, document: object, trust: Trust) -> TrustedKey:
+    """Return who signed the manifest, in the form that versions up to 0.1 wrote."""
     problems: list[str] = []
-    try:
-        fields = Fields(parse_json(data, _MAX_FILE_BYTES), "", problems)
-        algorithm, signer = fields.text("algorithm"), fields.text("key_id")
-        schema = fields.integer("schema")
-        signature = base64.b64decode(fields.text("signature"), validate=True)
-    except ValueError as error:
-        raise NotTrusted(f"{name}: {SIGNING_NAME} cannot be read: {error}") from error
-    if algorithm and algorithm != _ALGORITHM:
-        problems.append(f"algorithm: expected {_ALGORITHM}, found {algorithm}")
-    if schema != SCHEMA and not problems:
+    fields = Fields(document, "", problems)
+    algorithm, signer_id = fields.text("algorithm"), fields.text("key_id")
+    schema = fields.integer("schema")
+    signature = base64.b64decode(fields.text("signature"), validate=True)
+    if algorithm and algorithm != "Ed25519":
+        problems.append(f"algorithm: expected Ed25519, found {algorithm}")
+    if schema != OLD_SCHEMA and not problems:
         problems.append(
-            f"schema: this version reads {SCHEMA}, found {schema}; update modelyard, or sign the "
-            "archive anew"
+            f"schema: this version reads {OLD_SCHEMA}, found {schema}; update modelyard, or sign "
+            "the archive anew"
         )
     if problems:
-        raise NotTrusted(f"{name}: {SIGNING_NAME} cannot be read", problems)
-    return signer, signature
+        raise NotTrusted(f"{archive.path.name}: {SIGNING_NAME} cannot be read", problems)
+    signer = _known(archive, signer_id, trust)
+    _verify(archive, signer, signature, archive.read(MANIFEST_NAME))
+    return signer
+
+
+def _known(archive: Archive, signer: str, trust: Trust) -> TrustedKey:
+    if signer not in trust.keys:
+        trusted = ", ".join(sorted(str(key) for key in trust.keys.values()))
+        raise NotTrusted(
+            f"{archive.path.name} is signed by the key {signer[:12]}…, which is not trusted; "
+            f"trusted: {trusted}"
+        )
+    return trust.keys[signer]
+
+
+def _check_version(archive: Archive, trust: Trust) -> None:
+    """Refuse a version below the lowest that is accepted: an old archive keeps its signature."""
+    manifest = archive.manifest
+    lowest = trust.lowest.get(manifest.model_name or "")
+    if lowest is None:
+        return
+    try:
+        is_below = Version(manifest.model_version) < Version(lowest)
+    except InvalidVersion as error:
+        raise NotTrusted(
+            f"{archive.path.name}: version {manifest.model_version} cannot be compared with "
+            f"{lowest}, the lowest that is accepted ({error}); expected numbers as in 2.1"
+        ) from error
+    if is_below:
+        raise NotTrusted(
+            f"{archive.path.name}: version {manifest.model_version} of {manifest.model_name} is "
+            f"below {lowest}, the lowest that is accepted; see `lowest` in the file of trusted keys"
+        )
+
+
+def _sign(data: bytes, key: "PrivateKey") -> bytes:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    if isinstance(key, Ed25519PrivateKey):
+        return key.sign(data)
+    try:  # RFC 6979: the same bytes for the same key
+        return key.sign(data, ec.ECDSA(SHA256(), deterministic_signing=True))
+    except UnsupportedAlgorithm:  # OpenSSL before 3.2
+        return key.sign(data, ec.ECDSA(SHA256()))
+
+
+def _verify(archive: Archive, signer: TrustedKey, signature: bytes, data: bytes) -> None:
+    from cryptography.exceptions import InvalidSignature
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    from cryptography.hazmat.primitives.hashes import SHA256
+
+    try:
+        if isinstance(signer.key, Ed25519PublicKey):
+            signer.key.verify(signature, data)
+        else:
+            signer.key.verify(signature, data, ec.ECDSA(SHA256()))
+    except InvalidSignature as error:
+        raise NotTrusted(
+            f"{archive.path.name}: the signature of the key {signer} is wrong: what was signed was "
+            "changed after it"
+        ) from error
+
+
+def _pem(key: "PublicKey") -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    return key.public_bytes(
+        serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+    )
+
+
+def _public_key(text: str, where: str) -> "PublicKey":
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    try:
+        key = load_pem_public_key(text.encode() + b"\n")
+    except (ValueError, UnsupportedAlgorithm) as error:
+        raise NotTrusted(f"{where} is not a public key in PEM") from error
+    if not _can_sign(key):
+        raise NotTrusted(f"{where} is not a key of {_KEYS}")
+    return key  # type: ignore[return-value]
+
+
+def _can_sign(key: object) -> bool:
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.asymmetric import ed25519 as ed
+
+    if isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey):
+        return key.curve.name == ec.SECP256R1.name
+    return isinstance(key, ed.Ed25519PrivateKey | ed.Ed25519PublicKey)
 
 
 def _private_key(data: bytes, where: str) -> "PrivateKey":
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     try:
         key = load_pem_private_key(data, password=None)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise NotTrusted(
             f"{where} holds no private key in PEM without a password; "
             "write one with `modelyard keygen`"
         ) from error
-    if not isinstance(key, Ed25519PrivateKey):
-        raise NotTrusted(f"{where}: the key is not an {_ALGORITHM} key")
-    return key
+    if not _can_sign(key):
+        raise NotTrusted(f"{where}: expected a key of {_KEYS}")
+    return key  # type: ignore[return-value]
+
+
+def _date(text: str, file: Path) -> datetime:
+    try:
+        return parse_date(text)
+    except ValueError as error:
+        raise NotTrusted(f"{file}: expires {error}") from error
 
 
 def _read(file: Path) -> bytes:

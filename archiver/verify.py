@@ -1,7 +1,7 @@
 """Check an archive on this machine: its signature, its golden requests, its parity."""
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,7 +15,7 @@ from modelyard.archiver.signing import find_signer
 from modelyard.archiver.untrusted.names import SIGNING_NAME
 
 if TYPE_CHECKING:
-    from modelyard.archiver.signing import PublicKey
+    from modelyard.archiver.signing import Trust
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Check:
 def verify_archive(
     archive: Archive,
     *,
-    keys: "Mapping[str, PublicKey] | None" = None,
+    trust: "Trust | None" = None,
     run: bool = True,
     device: str = "auto",
 ) -> list[Check]:
@@ -41,12 +41,12 @@ def verify_archive(
 
     Args:
         archive: opened, so its names, sizes and digests agree already.
-        keys: public keys by id, one of which must have signed it; checked before anything runs.
+        trust: the keys, one of which must have signed it; checked before anything runs.
         run: whether to load it and run its code, as a worker does.
         device: where it runs: auto, cpu, cuda or cuda:N.
 
     Raises:
-        NotTrusted: none of the keys signed it.
+        NotTrusted: none of the keys signed it, or it holds no longer.
     """
     seal = archive.manifest.modelyard
     if seal is None:
@@ -61,8 +61,8 @@ def verify_archive(
         ]
     else:
         checks = [Check("digests", f"all {len(seal.digests)} agree with the manifest")]
-    if keys is not None:
-        checks.append(Check("signature", f"by the trusted key {find_signer(archive, keys)}"))
+    if trust is not None:
+        checks.append(Check("signature", f"by the trusted key {find_signer(archive, trust)}"))
     elif SIGNING_NAME in archive.names:
         checks.append(Check("signature", "there; not checked without --public-key"))
     if seal is not None and run:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from modelyard.archiver.errors import ArchiveExists, CannotArchive
 from modelyard.archiver.manifest import MAX_MANIFEST_BYTES, Manifest, format_manifest
 from modelyard.archiver.sbom import format_sbom
 from modelyard.archiver.signing import sign
+from modelyard.archiver.statement import Statement
 from modelyard.archiver.tar_writer import TarWriter
 from modelyard.archiver.untrusted.container import CHUNK_BYTES, SUFFIXES, Progress, Writer
 from modelyard.archiver.untrusted.folder import FolderWriter
@@ -67,6 +69,7 @@ def write_archive(
     archive_format: str = "zip-store",
     dry_run: bool = False,
     key: "PrivateKey | None" = None,
+    expires: datetime | None = None,
     force: bool = False,
 ) -> Path:
     """Write `<output_dir>/<name>.mar`, whole or not at all; same inputs give the same bytes.
@@ -94,6 +97,7 @@ def write_archive(
         dry_run: load the archive in a worker's process and replay the examples before it is
             written; this runs the handler's code and needs the other packages.
         key: signs the archive; see `modelyard.archiver.signing`.
+        expires: when the signature ends to stand for anything; by default never.
         force: replace an archive that exists.
 
     Raises:
@@ -119,7 +123,13 @@ def write_archive(
     for warning in plan.warnings:
         logger.warning("archive %s: %s", name, warning)
     return write_plan(
-        plan, output_dir, archive_format=archive_format, dry_run=dry_run, key=key, force=force
+        plan,
+        output_dir,
+        archive_format=archive_format,
+        dry_run=dry_run,
+        key=key,
+        expires=expires,
+        force=force,
     ).path
 
 
@@ -130,6 +140,7 @@ def write_plan(
     archive_format: str = "zip-store",
     dry_run: bool = False,
     key: "PrivateKey | None" = None,
+    expires: datetime | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Packed:
@@ -153,7 +164,7 @@ def write_plan(
         if dry_run:
             plan = _rehearsed(plan, output_dir, meter)
         with _replacing(target, plan, archive_format) as writer:
-            files = _pack(plan, writer, meter, key)
+            files = _pack(plan, writer, meter, key, expires)
             _refuse_existing(target, force)
     except OSError as error:
         raise CannotArchive(f"cannot write {target}: {error.strerror or error}") from error
@@ -269,7 +280,11 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _pack(
-    plan: Plan, writer: Writer, meter: _Meter, key: "PrivateKey | None"
+    plan: Plan,
+    writer: Writer,
+    meter: _Meter,
+    key: "PrivateKey | None",
+    expires: datetime | None = None,
 ) -> tuple[PackedFile, ...]:
     """Write all parts, then what is known only after them: bill of materials, manifest, signature.
 
@@ -294,7 +309,9 @@ def _pack(
     manifest = _manifest(plan.manifest, packed)
     packed.append(_write_part(writer, Part(MANIFEST_NAME, manifest, "manifest"), meter))
     if key is not None:
-        signature = Part(SIGNING_NAME, sign(manifest, key), "signature")
+        digests = {file.name: file.sha256 for file in packed}
+        statement = Statement(str(plan.manifest.model_name), digests, expires)
+        signature = Part(SIGNING_NAME, sign(statement, key), "signature")
         packed.append(_write_part(writer, signature, meter))
     return tuple(packed)
 

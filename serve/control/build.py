@@ -67,7 +67,7 @@ def admit(archive: Archive, spec: ModelSpec, policy: Policy) -> tuple[str, Model
     if settings.require_signature and settings.trusted_keys is not None:
         # Read each time, so a key can be added or taken out while serving.
         signer = find_signer(archive, read_trusted_keys(settings.trusted_keys))
-        logger.info("%s is signed by the trusted key %s", archive.path.name, signer[:12])
+        logger.info("%s is signed by the trusted key %s", archive.path.name, signer)
     name = policy.choose_name(archive, spec)
     check_version(archive.manifest.model_version)
     return name, policy.configure(archive, spec, name)

@@ -1,4 +1,5 @@
 import base64
+import hashlib
 import json
 import os
 import zipfile
@@ -14,10 +15,11 @@ from modelyard.archiver.errors import NotTrusted
 from modelyard.archiver.signing import (
     find_signer,
     generate_keys,
+    key_id,
     read_signing_key,
     read_trusted_keys,
-    sign,
 )
+from modelyard.archiver.statement import parse_date
 from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNING_NAME
 
 
@@ -38,10 +40,17 @@ def signed(inputs: Path, keys: Path, tmp_path: Path) -> Path:
     return write(inputs, tmp_path / "signed", keys / "release.key")
 
 
-def write(inputs: Path, store: Path, key: Path | None, archive_format: str = "zip-store") -> Path:
+def write(
+    inputs: Path,
+    store: Path,
+    key: Path | None,
+    archive_format: str = "zip-store",
+    expires: str | None = None,
+) -> Path:
     return write_archive(
         "digits",
         version="1.0",
+        expires=parse_date(expires) if expires else None,
         artifact=inputs / "digits.onnx",
         handler="image_classifier",
         output_dir=store,
@@ -76,7 +85,7 @@ def test_the_key_that_signed_is_found_among_the_trusted_ones(
     with open_archive(path) as archive:
         signer = find_signer(archive, read_trusted_keys(trusted))
 
-    assert {signer} == set(read_trusted_keys(keys / "release.pub"))
+    assert {signer.id} == set(read_trusted_keys(keys / "release.pub").keys)
 
 
 def test_the_signature_changes_neither_the_digest_nor_the_manifest(
@@ -98,18 +107,107 @@ def test_the_same_key_signs_to_the_same_bytes(
     assert again.read_bytes() == signed.read_bytes()
 
 
-def test_the_signature_is_plain_ed25519_over_the_manifests_bytes(signed: Path, keys: Path) -> None:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+def test_the_signature_is_what_openssf_model_signing_reads(signed: Path, keys: Path) -> None:
+    """Compare with the format's own words, which `model_signing verify key` was run on, too."""
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.hashes import SHA256
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
-    public = load_pem_public_key((keys / "release.pub").read_bytes())
+    pem = (keys / "release.pub").read_bytes()
+    public = load_pem_public_key(pem)
     with open_archive(signed) as archive:
-        document = json.loads(archive.read(SIGNING_NAME))
-        manifest = archive.read(MANIFEST_NAME)
+        bundle = json.loads(archive.read(SIGNING_NAME))
+        digests = {file.name: file.sha256 for file in archive.files}
+    envelope = bundle["dsseEnvelope"]
+    payload = base64.b64decode(envelope["payload"])
 
-    assert document["algorithm"] == "Ed25519"
-    assert isinstance(public, Ed25519PublicKey)
-    public.verify(base64.b64decode(document["signature"]), manifest)  # or it raises
+    assert bundle["mediaType"] == "application/vnd.dev.sigstore.bundle.v0.3+json"
+    hint = bundle["verificationMaterial"]["publicKey"]["hint"]
+    assert hint == hashlib.sha256(pem).hexdigest()
+    assert isinstance(public, ec.EllipticCurvePublicKey)
+    head = f"DSSEv1 28 application/vnd.in-toto+json {len(payload)} ".encode()
+    signature = base64.b64decode(envelope["signatures"][0]["sig"])
+    public.verify(signature, head + payload, ec.ECDSA(SHA256()))  # or it raises
+    statement = json.loads(payload)
+    resources = statement["predicate"]["resources"]
+    del digests[SIGNING_NAME]
+    assert {each["name"]: each["digest"] for each in resources} == digests
+    together = b"".join(bytes.fromhex(each["digest"]) for each in resources)
+    assert statement["subject"][0]["digest"]["sha256"] == hashlib.sha256(together).hexdigest()
+
+
+def test_a_signature_by_ed25519_and_one_of_an_older_version_hold(
+    inputs: Path, keys: Path, tmp_path: Path
+) -> None:
+    from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+    key = Ed25519PrivateKey.generate()
+    pem = key.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.NoEncryption(),
+    )
+    (tmp_path / "ed.key").write_bytes(pem)
+    (tmp_path / "ed.pub").write_bytes(
+        key.public_key().public_bytes(
+            serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo
+        )
+    )
+    trust = read_trusted_keys(tmp_path / "ed.pub")
+    path = write(inputs, tmp_path / "store", tmp_path / "ed.key")
+    with open_archive(path) as archive:
+        signer = find_signer(archive, trust)
+        old = {
+            "schema": 1,
+            "algorithm": "Ed25519",
+            "key_id": signer.id,
+            "signature": base64.b64encode(key.sign(archive.read(MANIFEST_NAME))).decode(),
+        }
+    rewrite(path, lambda content: content.update({SIGNING_NAME: json.dumps(old).encode()}))
+    with open_archive(path) as archive:
+        assert find_signer(archive, trust) == signer
+
+
+def test_a_signature_that_has_expired_is_refused(inputs: Path, keys: Path, tmp_path: Path) -> None:
+    path = write(inputs, tmp_path, keys / "release.key", expires="2031-05-01")
+    trust = read_trusted_keys(keys / "release.pub")
+    with open_archive(path) as archive:
+        find_signer(archive, trust, parse_date("2031-04-30"))
+        with pytest.raises(NotTrusted, match="its signature expired on 2031-05-01; sign the archi"):
+            find_signer(archive, trust, parse_date("2031-05-01"))
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (
+            "name release team\nexpires 2021-01-01",
+            r"the key release team \(\w{12}\) expired on 2021",
+        ),
+        ("lowest digits 1.0\nlowest other 9", None),
+        (
+            "lowest digits 1.0.1",
+            "version 1.0 of digits is below 1.0.1, the lowest that is accepted",
+        ),
+        ("lowest digits 1.0-final", "version 1.0 cannot be compared with 1.0-final"),
+        ("lowst digits 2.0", r"trusted, line 1: expected a key in PEM, `name WHO`"),
+        ("expires soon", '"soon" is not a date'),
+        ("# a remark\n\n", None),
+    ],
+    ids=["key expired", "version at the lowest", "rollback", "no number", "typo", "no date", "#"],
+)
+def test_the_file_of_trusted_keys_says_who_until_when_and_from_which_version(
+    signed: Path, keys: Path, said: str, problem: str | None
+) -> None:
+    trusted = keys / "trusted"
+    trusted.write_text(said + "\n" + (keys / "release.pub").read_text())
+    with open_archive(signed) as archive:
+        if problem is None:
+            find_signer(archive, read_trusted_keys(trusted))
+        else:
+            with pytest.raises(NotTrusted, match=problem):
+                find_signer(archive, read_trusted_keys(trusted))
 
 
 def test_an_unsigned_archive_is_refused(inputs: Path, keys: Path, tmp_path: Path) -> None:
@@ -122,7 +220,7 @@ def test_an_unknown_key_is_named(signed: Path, keys: Path) -> None:
     text = refusal(signed, keys / "other.pub")
 
     assert text.startswith("digits.mar is signed by the key ")
-    (other,) = read_trusted_keys(keys / "other.pub")
+    (other,) = read_trusted_keys(keys / "other.pub").keys
     assert text.endswith(f", which is not trusted; trusted: {other[:12]}")
 
 
@@ -132,19 +230,30 @@ def test_a_manifest_changed_after_signing_is_refused(signed: Path, keys: Path) -
 
     rewrite(signed, change)
 
-    assert "is wrong: the manifest was changed after it was signed" in refusal(
-        signed, keys / "release.pub"
-    )
+    assert f"signed other files: {MANIFEST_NAME} changed" in refusal(signed, keys / "release.pub")
 
 
-def test_a_key_cannot_be_claimed(signed: Path, keys: Path) -> None:
+def test_a_statement_changed_after_signing_is_refused(signed: Path, keys: Path) -> None:
+    def change(content: dict[str, bytes]) -> None:
+        bundle = json.loads(content[SIGNING_NAME])
+        payload = base64.b64decode(bundle["dsseEnvelope"]["payload"])
+        changed = payload.replace(b'"allow_symlinks":false', b'"allow_symlinks":true')
+        assert changed != payload
+        bundle["dsseEnvelope"]["payload"] = base64.b64encode(changed).decode()
+        content[SIGNING_NAME] = json.dumps(bundle).encode()
+
+    rewrite(signed, change)
+
+    assert "is wrong: what was signed was changed after it" in refusal(signed, keys / "release.pub")
+
+
+def test_a_key_cannot_be_claimed(inputs: Path, signed: Path, keys: Path, tmp_path: Path) -> None:
     """Signed by `other`, but named as `release`."""
+    with zipfile.ZipFile(write(inputs, tmp_path / "other", keys / "other.key")) as zipped:
+        forged = json.loads(zipped.read(SIGNING_NAME))
 
     def claim(content: dict[str, bytes]) -> None:
-        key = read_signing_key(keys / "other.key")
-        assert key is not None
-        forged = json.loads(sign(content[MANIFEST_NAME], key))
-        forged["key_id"] = json.loads(content[SIGNING_NAME])["key_id"]
+        forged["verificationMaterial"] = json.loads(content[SIGNING_NAME])["verificationMaterial"]
         content[SIGNING_NAME] = json.dumps(forged).encode()
 
     rewrite(signed, claim)
@@ -168,7 +277,8 @@ def test_a_key_cannot_be_claimed(signed: Path, keys: Path) -> None:
             b'{"schema": 99, "algorithm": "Ed25519", "key_id": "a", "signature": "YQ=="}',
             "this version reads 1, found 99",
         ),
-        (b"x" * 100_000, "at most 65536 are read"),
+        (b'{"mediaType": "x"}', "mediaType: expected application/vnd.dev.sigstore"),
+        (b"x" * 9_000_000, "at most 8388608 are read"),
     ],
 )
 def test_a_broken_signature_says_what_is_wrong(
@@ -189,7 +299,7 @@ def test_the_environment_names_the_key_or_holds_it(
         monkeypatch.setenv("MODELYARD_SIGNING_KEY", value)
         found = read_signing_key(None)
         assert found is not None and expected is not None
-        assert found.private_bytes_raw() == expected.private_bytes_raw()
+        assert key_id(found.public_key()) == key_id(expected.public_key())
 
 
 @pytest.mark.parametrize(
@@ -228,9 +338,9 @@ def test_a_key_of_another_kind_is_refused(tmp_path: Path) -> None:
         )
     )
 
-    with pytest.raises(NotTrusted, match="is not an Ed25519 key"):
+    with pytest.raises(NotTrusted, match="Ed25519 or ECDSA on the curve P-256"):
         read_signing_key(tmp_path / "x.key")
-    with pytest.raises(NotTrusted, match="is not an Ed25519 key"):
+    with pytest.raises(NotTrusted, match="Ed25519 or ECDSA on the curve P-256"):
         read_trusted_keys(tmp_path / "x.pub")
 
 
