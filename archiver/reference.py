@@ -92,6 +92,7 @@ def parse_reference(data: bytes) -> Reference:
     shares = {name: entries.number(name) for name in entries.values}
     if not problems:
         problems += [f"{quoted(name)} is {share}" for name, share in shares.items() if share < 0]
+        problems += [f"{quoted(name)} is too long" for name in shares if len(name) > MAX_NAME]
         if rows < 1:
             problems.append(f"rows is {rows}")
         if not 1 <= len(shares) <= MOST_PARTS:

@@ -190,6 +190,12 @@ class Builder:
                 model.start_explainers,
                 lambda: bool(predictions.waiting or explanations.waiting),
             ).offer
+        elif self._policy.settings.explain_share and REFERENCE_NAME not in archive.names:
+            logger.warning(
+                "%s: explain_share is %g, and %s has no reference to compare with; its predictions "
+                "are not explained (modelyard archive --reference FILE)",
+                plan.label, self._policy.settings.explain_share, file,
+            )  # fmt: skip
         return model
 
     async def stop(self) -> None:

@@ -53,6 +53,7 @@ def test_the_distance_is_what_has_moved() -> None:
         ({"rows": 1, "shares": {}}, "0 parts"),
         ({"rows": 1, "shares": {f"f{at}": 1 / 40 for at in range(40)}}, "40 parts"),
         ({"rows": 1, "shares": {"a": "1"}}, "expected a number"),
+        ({"rows": 1, "shares": {"a" * 129: 1}}, "is too long"),
         ([], "expected an object"),
         ({"rows": 1, "shares": {"a" * 70_000: 1}}, "at most 65536 are read"),
     ],
