@@ -26,9 +26,9 @@ EXPLAIN_OPTIONS: Mapping[str, Option] = {
         str,
         "How it is explained; integrated_gradients without it.",
         (
-            *("integrated_gradients", "layer_integrated_gradients", "saliency"),
-            *("input_x_gradient", "smoothgrad", "gradient_shap", "occlusion"),
-            *("feature_ablation", "kernel_shap"),
+            *("integrated_gradients", "layer_integrated_gradients", "layer_grad_cam"),
+            *("guided_grad_cam", "deep_lift", "saliency", "input_x_gradient", "smoothgrad"),
+            *("gradient_shap", "occlusion", "feature_ablation", "kernel_shap"),
         ),
     ),
     "output_name": Option(
@@ -67,7 +67,9 @@ EXPLAIN_OPTIONS: Mapping[str, Option] = {
     "noise": Option(float, "Standard deviation, as a share of the input's range."),
     "window": Option(int, "Side of what is replaced at once.", limits=(1, 1024)),
     "stride": Option(int, "By which windows move.", limits=(1, 1024)),
-    "layer": Option(str, "Where layer_integrated_gradients looks, as the checkpoint names it."),
+    "layer": Option(
+        str, "Where the methods of layers and Grad-CAM look, as the checkpoint names it."
+    ),
     "seed": Option(int, "Of everything random.", limits=(0, 2**32 - 1)),
     "internal_batch_size": Option(
         int, "Points that share a pass; by memory without it.", limits=(1, 1024)

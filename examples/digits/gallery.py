@@ -20,6 +20,9 @@ SCAN, TARGET = 4, "9"
 QUERIES = {
     "integrated_gradients": {},
     "layer_integrated_gradients": {"layer": "features.2"},
+    "layer_grad_cam": {"layer": "features.2"},
+    "guided_grad_cam": {"layer": "features.2"},
+    "deep_lift": {},
     "saliency": {},
     "input_x_gradient": {},
     "smoothgrad": {"noise": "0.15"},

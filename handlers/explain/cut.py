@@ -28,7 +28,9 @@ class Cut:
     front: Callable[..., Tensor]
     """Inputs → the layer's output (N, *S)."""
     back: Callable[..., Output]
-    """The layer's output, then all inputs → the model's outputs."""
+    """The layer's output, then all inputs → the model's outputs.
+
+    What follows a layer may work in place, as ReLUs do: it gets a copy, and `front` gives one."""
 
 
 @lru_cache(maxsize=KEPT_CUTS)
@@ -117,13 +119,16 @@ def _cut_graph(module: fx.GraphModule, node: fx.Node) -> Cut:
     copies: dict[fx.Node, fx.Node] = {}
     front = fx.Graph()
     front.graph_copy(module.graph, copies)
-    front.output(copies[node])
+    with front.inserting_after(copies[node]):
+        found = front.call_function(torch.ops.aten.clone.default, (copies[node],))
+    front.output(found)
     copies = {}
     back = fx.Graph()
     back.output(back.graph_copy(module.graph, copies))
     with back.inserting_before(next(iter(back.nodes))):
         point = back.placeholder("cut_here")
-    copies[node].replace_all_uses_with(point)
+        copy = back.call_function(torch.ops.aten.clone.default, (point,))
+    copies[node].replace_all_uses_with(copy)
     return Cut(_compiled(module, front), _compiled(module, back))
 
 
@@ -197,7 +202,9 @@ def _embedding_module(module: nn.Module) -> nn.Module:
 def _cut_module(module: nn.Module, layer: nn.Module) -> Cut:
     def front(*inputs: Tensor) -> Tensor:
         kept: list[Tensor] = []
-        handle = layer.register_forward_hook(lambda _module, _inputs, output: kept.append(output))
+        handle = layer.register_forward_hook(
+            lambda _module, _inputs, output: kept.append(output.clone())
+        )
         try:
             module(*inputs)
         finally:
@@ -205,7 +212,7 @@ def _cut_module(module: nn.Module, layer: nn.Module) -> Cut:
         return kept[0]
 
     def back(point: Tensor, *inputs: Tensor) -> Output:
-        handle = layer.register_forward_hook(lambda _module, _inputs, _output: point)
+        handle = layer.register_forward_hook(lambda _module, _inputs, _output: point.clone())
         try:
             return cast(Output, module(*inputs))
         finally:

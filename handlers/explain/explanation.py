@@ -170,6 +170,8 @@ class _Split:
     """Of the explained tensors."""
     select: Callable[[Tensors], Tensors]
     """Inputs of the model (B, …) → what of them, or of what follows from them, is explained."""
+    restore: Callable[[Tensors], Tensors] = tuple
+    """The tensors that it is called with → inputs of the model; not of one that is cut."""
     is_cut: bool = False
     """Whether what is explained follows from the inputs."""
 
@@ -257,6 +259,8 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
         _windows(version, batch.rows[row], request.inputs, options) for row, _ in asked.owners
     ]
     settings: dict[str, Any] = options.settings()
+    if method.looks_at_layer:
+        settings["at_layer"] = _at_layer(version, split, options)
     attributions = _run(method, request, settings, windows)
     found: list[list[Explanation]] = [[] for _ in batch.options]
     for at, (row, target) in enumerate(asked.owners):
@@ -575,6 +579,11 @@ def _choose(version: ExplainedModel, name: str) -> Artifact:
             "artifact; build it again with `modelyard archive … --explain-with FILE.pt2`, exported "
             f"from the same checkpoint, or choose one of {free}"
         )
+    if METHODS[name].watches and isinstance(version.twin.module, torch.jit.ScriptModule):
+        raise NoGradients(
+            f"{name} watches what the model calls, which TorchScript does not show; archive a pt2 "
+            "export with --explain-with, or choose integrated_gradients"
+        )
     return version.twin
 
 
@@ -618,17 +627,42 @@ def _split(
         tuple(inputs[at] for at in order[len(places) :]),
         tuple(names[at] for at in places),
         lambda whole: tuple(whole[at] for at in places),
+        lambda tensors: tuple(tensors[at] for at in back),
     )
 
 
 def _cut(version: ExplainedModel, artifact: Artifact, options: ExplainOptions) -> Cut | None:
-    if options.layer is not None:
-        return cut_at_layer(artifact, options.layer)
+    if METHODS[options.method].is_at_layer:
+        return cut_at_layer(artifact, _layer(options))
     if version.embedded is not None:
         return cut_at_embedding(artifact, version.embedded)
-    if options.method == "layer_integrated_gradients":
-        raise BadInput('layer is not given; layer_integrated_gradients needs one, as "features.0"')
     return None
+
+
+def _layer(options: ExplainOptions) -> str:
+    if options.layer is None:
+        raise BadInput(f'layer is not given; {options.method} needs one, as "features.0"')
+    return options.layer
+
+
+def _at_layer(
+    version: ExplainedModel, split: _Split, options: ExplainOptions
+) -> Callable[[AttributionRequest], AttributionRequest]:
+    """Return what takes explanations of inputs to the output of a layer."""
+    if split.is_cut:
+        raise BadInput(f"{options.method} does not apply: tokens have no places as pixels have")
+    cut = cut_at_layer(split.artifact, _layer(options))
+
+    def at_layer(request: AttributionRequest) -> AttributionRequest:
+        whole = split.restore((*request.inputs, *request.forward.fixed))
+        with torch.no_grad():
+            values = cut.front(*whole)
+        forward = replace(
+            request.forward, model=lambda *tensors: version.score(cut.back(*tensors)), fixed=whole
+        )
+        return replace(request, forward=forward, inputs=(values,))
+
+    return at_layer
 
 
 def _baselines(

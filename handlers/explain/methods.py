@@ -27,6 +27,8 @@ from modelyard.handlers.explain.attribution import (
     recording,
 )
 from modelyard.handlers.explain.features import Features, Groups, Shapes, features_of, group_of
+from modelyard.handlers.explain.grad_cam import guided_grad_cam, layer_grad_cam
+from modelyard.handlers.explain.rules import deep_lift
 from modelyard.handlers.explain.sampling import MAX_SAMPLES, enough, mean_gradients
 from modelyard.handlers.explain.shapley import Bools, Floats, Game
 
@@ -58,6 +60,12 @@ class Method:
     """Promises that attributions sum to f(input) − f(baseline), as far as steps or draws allow."""
     needs_windows: bool = False
     """Replaces windows of the input: it is given their `shapes`, one per input."""
+    is_at_layer: bool = False
+    """Explains the output of a layer, in place of the inputs."""
+    looks_at_layer: bool = False
+    """Asks a layer about the inputs: it is given `at_layer`."""
+    watches: bool = False
+    """Watches what the model calls, which a compiled module does not show."""
     repeats: bool = False
     """Every value of a window has what belongs to the window as a whole."""
     is_random: bool = False
@@ -231,8 +239,17 @@ _STEPS = ("n_steps", "tolerance", "max_steps", "errors")
 METHODS: Mapping[str, Method] = {
     "integrated_gradients": Method(integrated_gradients, _STEPS, uses_baseline=True, adds_up=True),
     "layer_integrated_gradients": Method(
-        integrated_gradients, (*_STEPS, "layer"), uses_baseline=True, adds_up=True
+        integrated_gradients,
+        (*_STEPS, "layer"),
+        uses_baseline=True,
+        adds_up=True,
+        is_at_layer=True,
     ),
+    "layer_grad_cam": Method(layer_grad_cam, ("layer",), multiplies=False, looks_at_layer=True),
+    "guided_grad_cam": Method(
+        guided_grad_cam, ("layer",), multiplies=False, looks_at_layer=True, watches=True
+    ),
+    "deep_lift": Method(deep_lift, uses_baseline=True, adds_up=True, watches=True),
     "saliency": Method(saliency, multiplies=False, has_signs=False),
     "input_x_gradient": Method(input_x_gradient),
     "smoothgrad": Method(smoothgrad, (*_DRAWS, "noise"), multiplies=False, is_random=True),

@@ -75,9 +75,9 @@ def measure(
         pairs = zip(_as_tuple(inputs), ranges, strict=True)
         return tuple(each + radius * size * (2 * torch.rand_like(each) - 1) for each, size in pairs)
 
-    is_of_values = not method.repeats or all(
-        side == 1 for shape in settings["shapes"] for side in shape
-    )
+    is_of_values = all(
+        own.shape == each.shape for own, each in zip(attributions, request.inputs, strict=True)
+    ) and (not method.repeats or all(side == 1 for shape in settings["shapes"] for side in shape))
     first = None
     with seeded(seed), torch.no_grad():
         if method.has_signs and is_of_values:

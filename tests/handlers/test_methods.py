@@ -19,6 +19,7 @@ from modelyard.handlers.explain.attribution import (
 from modelyard.handlers.explain.methods import METHODS
 from modelyard.handlers.explain.quality import measure
 
+WITHOUT_LAYER = [name for name, method in METHODS.items() if not method.looks_at_layer]
 WEIGHTS = torch.tensor([2.0, -3.0, 0.5], dtype=torch.float64)
 X, BASELINE = [1.0, 2.0, 4.0], [0.5, 0.0, 1.0]
 
@@ -56,6 +57,7 @@ SHARES = [1.0, -6.0, 1.5]
     ("method", "settings", "expected"),
     [
         ("integrated_gradients", {"n_steps": 1}, SHARES),
+        ("deep_lift", {}, SHARES),
         ("saliency", {}, [2.0, 3.0, 0.5]),
         ("input_x_gradient", {}, [2.0, -6.0, 2.0]),
         ("smoothgrad", {"n_samples": 20}, [2.0, -3.0, 0.5]),
@@ -278,7 +280,7 @@ def test_pass_is_no_larger_than_a_chunk() -> None:
         return (x**2).sum(1)
 
     request = ask(counting, [1.0] * 30, [[0.0] * 30])
-    for method in METHODS:
+    for method in WITHOUT_LAYER:
         rows.clear()
         run(request, method)
         assert max(rows) <= 8, method
@@ -313,7 +315,7 @@ def test_explanation_of_a_linear_function_is_faithful() -> None:
     assert again == good
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", WITHOUT_LAYER)
 def test_quality_of_every_method_is_measured(method: str) -> None:
     request = ask(lambda x: (x**2).sum(1), X, [BASELINE])
     settings: dict[str, Any] = {"shapes": ((1,),)} if METHODS[method].needs_windows else {}
