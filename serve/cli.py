@@ -89,6 +89,10 @@ def start(
         bool | None,
         typer.Option("--require-signature", help="Serve only what a trusted key signed."),
     ] = None,
+    accept_changed: Annotated[
+        bool | None,
+        typer.Option("--accept-changed", help="Restore archives that changed since they ran."),
+    ] = None,
     install_requirements: Annotated[
         bool | None,
         typer.Option(
@@ -134,6 +138,7 @@ def start(
                 "explain_share": explain_share,
                 "trusted_keys": trusted_keys,
                 "require_signature": require_signature,
+                "accept_changed": accept_changed,
                 "install_requirements": install_requirements,
                 "require_sandbox": require_sandbox,
                 "state_dir": state_dir,

@@ -15,6 +15,7 @@
     ├── Conflict              the version is registered already
     ├── DefaultVersion        the default version cannot be removed while others exist
     ├── BodyTooLarge
+    ├── UnknownCoding         the body is compressed
     ├── BadMessage            what a client sent is not an HTTP request that is taken here
     │   ├── TargetTooLong
     │   └── HeadTooLarge
@@ -30,14 +31,18 @@
     │   └── WorkerKilled      for memory, most likely
     ├── StreamBroken          the rest of a streamed answer will not come
     ├── LoadFailed            a worker could not load the model
-    │   └── OutOfMemory
+    │   ├── OutOfMemory
+    │   └── LoadKilled        for memory, most likely
     ├── CleanupTimedOut       a version's workers had not ended in time
+    ├── StorageFull           what a change writes does not fit on the disk
     └── StartError            the server cannot start or was not found (command line only)
 
 `type` is TorchServe's class name wherever it has one, because clients compare it.
 """
 
 from __future__ import annotations
+
+import errno
 
 from modelyard.archiver.errors import ArchiveError
 
@@ -141,6 +146,14 @@ class BodyTooLarge(ServeError):
         )
 
 
+class UnknownCoding(ServeError):
+    """The body has a Content-Encoding; handlers get bodies as they come."""
+
+    def __init__(self, coding: bytes) -> None:
+        shown = ascii(coding[:40].decode("latin-1"))
+        super().__init__(f"Content-Encoding is {shown}; send the body without one")
+
+
 class BadMessage(ServeError):
     """What a client sent is not an HTTP request that is taken here."""
 
@@ -241,6 +254,14 @@ class OutOfMemory(LoadFailed):
     """A worker had too little memory for the model."""
 
 
+class LoadKilled(LoadFailed):
+    """A worker was killed from outside while it loaded the model: for memory, most likely."""
+
+
+class StorageFull(ServeError):
+    """What a change writes does not fit on the disk; nothing was changed."""
+
+
 class CleanupTimedOut(ServeError):
     """A version's workers had not ended in time."""
 
@@ -265,6 +286,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     Conflict: (409, "ConflictStatusException"),
     DefaultVersion: (403, "InvalidModelVersionException"),
     BodyTooLarge: (413, "RequestTooLargeException"),
+    UnknownCoding: (415, "UnsupportedMediaTypeException"),
     BadMessage: (400, "BadRequestException"),
     TargetTooLong: (414, "RequestTargetTooLongException"),
     HeadTooLarge: (431, "RequestHeaderTooLargeException"),
@@ -278,9 +300,19 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     StreamBroken: (500, "InternalServerException"),
     LoadFailed: (500, "InternalServerException"),
     OutOfMemory: (507, "InternalServerException"),
+    StorageFull: (507, "InternalServerException"),
     CleanupTimedOut: (408, "RequestTimeoutException"),
     ArchiveError: (400, "InvalidModelException"),
 }
+
+
+def is_disk_full(error: BaseException | None) -> bool:
+    """Return whether an error comes from a disk, or a quota of it, that is used up."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return True
+        error = error.__cause__
+    return False
 
 
 def http_status(error: Exception) -> tuple[int, str]:

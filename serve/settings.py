@@ -23,6 +23,8 @@ from pydantic import (
 from modelyard.serve.errors import StartError
 
 ENV_PREFIX = "MODELYARD_"
+MOST_WORKERS = 1024
+"""Of one model."""
 _HOST = re.compile(r"\*|[\w.-]+|\[[0-9A-Fa-f:.]+\]")
 
 
@@ -88,7 +90,7 @@ class Settings(BaseModel):
     """Allow auth: never where other machines reach the server."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Where models run; auto takes CUDA where there is one."""
-    workers: int = Field(default=0, ge=0, le=1024)
+    workers: int = Field(default=0, ge=0, le=MOST_WORKERS)
     """Workers of each model; 0 chooses by cores and number of models."""
     worker_poll_us: int = Field(default=300, ge=0, le=10_000)
     """How long an idle worker looks for requests before it sleeps, while they come that often."""
@@ -134,6 +136,8 @@ class Settings(BaseModel):
     """File of public keys (PEM), whose signatures are accepted."""
     require_signature: bool = False
     """Serve only archives that one of the trusted keys signed."""
+    accept_changed: bool = False
+    """Restore archives that have changed in the model store since they were served."""
     install_requirements: bool = False
     """Install what an archive requires, into an environment of its own."""
     sandbox: bool = True

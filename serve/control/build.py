@@ -37,7 +37,7 @@ from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.dataplane.shared import SharedWorkers
 from modelyard.serve.dataplane.worker import WorkerPlan
-from modelyard.serve.errors import BadModelConfig, BadRequest
+from modelyard.serve.errors import BadModelConfig, BadRequest, StartError
 from modelyard.serve.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -62,8 +62,20 @@ def admit(archive: Archive, spec: ModelSpec, policy: Policy) -> tuple[str, Model
     Raises:
         ArchiveError: its signature or its version is missing, wrong, or not one that is trusted.
         ServeError: its name or configuration is wrong.
+        StartError: it is to be restored, and has changed.
     """
     settings = policy.settings
+    if spec.digest not in (None, archive.digest):
+        changed = (
+            f"{archive.path.name} is not the archive that was served last: its digest is "
+            f"{archive.digest}, models.json has {spec.digest}"
+        )
+        if not settings.accept_changed:
+            raise StartError(
+                f"{changed}; put that one back, accept what has changed with --accept-changed, or "
+                "name what to serve with --models"
+            )
+        logger.warning("%s; accepted, as the setting accept_changed says", changed)
     if settings.require_signature and settings.trusted_keys is not None:
         # Read each time, so a key can be added or taken out while serving.
         signer = find_signer(archive, read_trusted_keys(settings.trusted_keys))

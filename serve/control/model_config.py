@@ -56,6 +56,8 @@ class ModelSpec:
     options: Options = field(default_factory=Options)
     is_default: bool = False
     at_start: bool = False
+    digest: str | None = None
+    """Of the archive that was served last; another one is not what is to be restored."""
 
 
 @dataclass(frozen=True)

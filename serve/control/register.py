@@ -25,7 +25,7 @@ from modelyard.serve.control.sizing import (
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.pool import Pool
-from modelyard.serve.errors import CleanupTimedOut, LoadFailed
+from modelyard.serve.errors import CleanupTimedOut, LoadFailed, StorageFull, is_disk_full
 from modelyard.serve.policy import Policy
 
 logger = logging.getLogger(__name__)
@@ -96,9 +96,12 @@ class Lifecycle:
             )
             with archive:
                 return await self._add(archive, is_fetched, spec, allocator, waits, saves)
-        except BaseException:
+        except BaseException as error:
             if is_fetched:
                 file.unlink(missing_ok=True)
+            if is_disk_full(error) and not isinstance(error, StorageFull):
+                root = self.policy.state.root
+                raise StorageFull(f"{error}; the disk of {root} is full") from error
             raise
 
     async def _add(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 from typing import Any
 
 from modelyard.serve.control.model_config import ModelSpec
 from modelyard.serve.control.registry import Registry
-from modelyard.serve.control.state import StateDir, write_json
-from modelyard.serve.errors import ServeError
+from modelyard.serve.control.state import StateDir, read_json, write_json
+from modelyard.serve.errors import ServeError, StorageFull, is_disk_full
+from modelyard.serve.settings import MOST_WORKERS
 
 logger = logging.getLogger(__name__)
 
@@ -26,11 +26,15 @@ def read_models(state: StateDir, is_trial: bool = False) -> list[ModelSpec]:
     """
     for file in (state.models_file, state.previous_models_file):
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = read_json(file)
             models = content["models"]
             if (schema := content.get("schema", SCHEMA)) > SCHEMA:
                 raise ValueError(f"its schema is {schema}, this version reads {SCHEMA}")
-            return [_parse(entry) for entry in models if _is_entry(entry)]
+            known = [_parse(entry) for entry in models if _is_entry(entry)]
+            if len(known) < len(models):
+                logger.error("%s: %d of %d entries make no sense and are left out", file,
+                             len(models) - len(known), len(models))  # fmt: skip
+            return known
         except FileNotFoundError:
             continue
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -66,7 +70,8 @@ def write_models(state: StateDir, registry: Registry) -> None:
             os.link(file, previous)
         write_json(file, {"schema": SCHEMA, "models": models})
     except OSError as error:
-        raise ServeError(f"the change could not be saved: {error.strerror}") from error
+        kind = StorageFull if is_disk_full(error) else ServeError
+        raise kind(f"the change could not be saved: {error.strerror}") from error
 
 
 def _is_entry(entry: Any) -> bool:
@@ -75,10 +80,18 @@ def _is_entry(entry: Any) -> bool:
         isinstance(entry, dict)
         and isinstance(entry.get("file"), str)
         and isinstance(entry.get("name"), str | None)
-        and isinstance(entry.get("workers"), int | None)
+        and isinstance(entry.get("digest"), str | None)
+        and isinstance(workers := entry.get("workers"), int | None)
+        and 0 <= (workers or 0) <= MOST_WORKERS
     )
 
 
 def _parse(entry: dict[str, Any]) -> ModelSpec:
     is_default = bool(entry.get("default"))
-    return ModelSpec(entry["file"], entry.get("name"), entry.get("workers"), is_default=is_default)
+    return ModelSpec(
+        entry["file"],
+        entry.get("name"),
+        entry.get("workers"),
+        is_default=is_default,
+        digest=entry.get("digest"),
+    )

@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from modelyard.archiver.untrusted.json import parse_json
 from modelyard.serve.errors import StartError
+
+MAX_FILE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -97,10 +100,14 @@ class StateDir:
         if not self.is_locked():
             return None
         try:
-            content = json.loads(self.server_file.read_text(encoding="utf-8"))
+            content = read_json(self.server_file)
         except (OSError, ValueError):
             return {}  # it is just starting
-        return content if isinstance(content, dict) else {}
+        return content if isinstance(content, dict) and content.keys() >= _OF_A_SERVER else {}
+
+
+_OF_A_SERVER = {"pid", "inference", "management", "metrics", "log", "started", "drain_timeout_s"}
+"""Without one of which a server's file is damaged."""
 
 
 def describe_running(server: dict[str, Any] | None) -> str:
@@ -112,6 +119,17 @@ def describe_running(server: dict[str, Any] | None) -> str:
         f"management {server['management']}; stop it with `modelyard serve stop`, or give another "
         "--state-dir and --port to run a second one"
     )
+
+
+def read_json(file: Path) -> Any:
+    """Return what a file of the state folder holds.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is not strict JSON, or too long or too deep for a file of ours.
+    """
+    with file.open("rb") as opened:
+        return parse_json(opened.read(MAX_FILE_BYTES + 1), MAX_FILE_BYTES)
 
 
 def write_json(file: Path, content: object) -> None:
@@ -159,8 +177,8 @@ def read_key(file: Path, api: str) -> str:
         StartError: there is no such file or key, or it belongs to somebody else.
     """
     try:
-        return str(json.loads(file.read_text(encoding="utf-8"))[api])
-    except (OSError, ValueError, KeyError) as error:
+        return str(read_json(file)[api])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise StartError(
             f"no {api} key in {file} ({type(error).__name__}); a server writes it when it starts"
         ) from error

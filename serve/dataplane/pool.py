@@ -18,12 +18,22 @@ from modelyard.serve.dataplane.clock import Clock
 from modelyard.serve.dataplane.metrics import VersionMetrics
 from modelyard.serve.dataplane.process import Backoff
 from modelyard.serve.dataplane.worker import Worker, WorkerPlan, WorkerPolicy
-from modelyard.serve.errors import DeadlinePassed, Draining, LoadFailed, ServeError, Unavailable
+from modelyard.serve.errors import (
+    DeadlinePassed,
+    Draining,
+    LoadFailed,
+    LoadKilled,
+    ServeError,
+    Unavailable,
+)
 
 logger = logging.getLogger(__name__)
 
 GIVE_UP_AFTER = 5
 """Failed loads in a row, with no worker ready, after which waiting requests are refused."""
+RETRY_AFTER_S = 5
+"""When clients are told to come back, if no worker could be started: what is killed while it loads
+is started again no later, for memory that was short may be there again."""
 SWEEP_EVERY_S = 0.1
 NEWEST_SHARE = 0.1
 """Of the newest batch, in the running means."""
@@ -141,7 +151,7 @@ class Pool:
         """End these slots; when none are left, nobody serves what still waits."""
         await self._close(slots, drain_timeout_s)
         if (reason := self.why_none) is not None:
-            self._refuse(Unavailable(reason, retry_after_s=5))
+            self._refuse(Unavailable(reason, retry_after_s=RETRY_AFTER_S))
 
     async def stop(self, drain_timeout_s: float) -> None:
         """Answer what was accepted, as far as the time allows, and end all workers."""
@@ -196,6 +206,7 @@ class Pool:
             try:
                 await worker.start()
             except (LoadFailed, OSError) as error:
+                longest_s = RETRY_AFTER_S if isinstance(error, LoadKilled) else Backoff.LONGEST_S
                 if not first.done():
                     first.set_exception(error)
                     return
@@ -203,6 +214,7 @@ class Pool:
             else:
                 self._failures = 0
                 failing_since = None
+                longest_s = Backoff.LONGEST_S
                 logger.info("%s worker %d ready, pid %d", self.plan.label, slot.number, worker.pid)
                 self.policy.loaded(worker.name, self._loop.time() - began)
                 if not first.done():
@@ -227,14 +239,14 @@ class Pool:
                            self.plan.label, slot.number, pause_s)  # fmt: skip
             self.policy.retries(worker.name, slot.id, pause_s)
             await asyncio.sleep(pause_s)
-            backoff.grow()
+            backoff.grow(longest_s)
 
     def _give_up(self, slot: ReplicaSlot) -> None:
         slot.has_given_up = True
         logger.error("%s worker %d: no start succeeded for %g s; not tried again",
                      self.plan.label, slot.number, self.plan.retry_window_s)  # fmt: skip
         if (reason := self.why_none) is not None:
-            self._refuse(Unavailable(reason, retry_after_s=5))
+            self._refuse(Unavailable(reason, retry_after_s=RETRY_AFTER_S))
 
     def _load_failed(self, error: Exception) -> None:
         self._failures += 1
@@ -268,9 +280,13 @@ class Pool:
         if not self.slots:
             return f"{self.plan.label} has no workers; scale it up"
         # Asked for every request: no generator where the first slot has the answer.
-        is_hopeless = self.slots[0].has_given_up and not self.healthy_count
-        if is_hopeless or (self._failures >= GIVE_UP_AFTER and not self.ready_count):
+        if self.slots[0].has_given_up and not self.healthy_count:
             return f"no worker of {self.plan.label} can be started any more: {self._last_failure}"
+        if self._failures >= GIVE_UP_AFTER and not self.ready_count:
+            return (
+                f"no worker of {self.plan.label} could be started, {self._failures} times in a "
+                f"row; it is tried again and again: {self._last_failure}"
+            )
         return None
 
     @property

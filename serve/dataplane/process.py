@@ -208,6 +208,6 @@ class Backoff:
         """Begin anew, after an attempt that was worth something."""
         self.pause_s = self.FIRST_S
 
-    def grow(self) -> None:
-        """Make the next pause twice as long."""
-        self.pause_s = min(2 * self.pause_s, self.LONGEST_S)
+    def grow(self, longest_s: float = LONGEST_S) -> None:
+        """Make the next pause twice as long, up to a length."""
+        self.pause_s = min(2 * self.pause_s, longest_s)

@@ -33,6 +33,7 @@ from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import (
     DeadlinePassed,
     LoadFailed,
+    LoadKilled,
     OutOfMemory,
     ServeError,
     StreamBroken,
@@ -330,8 +331,9 @@ class Worker(asyncio.BufferedProtocol):
             sink.set_exception(self.death)
         if not self.loaded.done():
             assert self._process is not None
+            kind = LoadKilled if self._was_killed else LoadFailed
             self.loaded.set_exception(
-                LoadFailed(
+                kind(
                     f"{self._plan.label}: the worker ended with {self._process.how_it_ended} "
                     f"before it was ready; the log ends: {self._log_tail}"
                 )
@@ -540,9 +542,13 @@ class Worker(asyncio.BufferedProtocol):
     @property
     def death(self) -> WorkerDied:
         """What its end means to the requests that it held."""
+        return WorkerKilled() if self._was_killed else WorkerDied()
+
+    @property
+    def _was_killed(self) -> bool:
+        """Whether somebody else killed it: for memory, most likely."""
         code = self._process.exit_code if self._process else None
-        killed = code in (-signal.SIGKILL, 128 + signal.SIGKILL) and not self.is_condemned
-        return WorkerKilled() if killed else WorkerDied()
+        return code in (-signal.SIGKILL, 128 + signal.SIGKILL) and not self.is_condemned
 
     # -- a replica, as the batcher knows it ----------------------------------------------------
 

@@ -73,7 +73,9 @@ def test_keys_are_long_distinct_new_each_time_and_readable_by_their_owner_only(
     assert read_key(file, "management") == second["management"]
 
 
-@pytest.mark.parametrize("content", [None, "", "{}", '{"inference": "x"}', "nonsense"])
+@pytest.mark.parametrize(
+    "content", [None, "", "{}", '{"inference": "x"}', "nonsense", "[]", "7", "[" * 100_000]
+)
 def test_a_key_file_without_the_key_is_named(tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "keys.json"
     if content is not None:

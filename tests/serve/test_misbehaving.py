@@ -198,9 +198,9 @@ def test_a_worker_that_cannot_be_loaded_is_tried_ever_more_seldom_and_the_model_
     while not waiting.done():
         most = max(most, len(descendants(server.pid)))
     assert most <= processes + 1  # one at a time, and what it starts while it boots
-    check_error(waiting.result(), 500, "no worker of cursed 1.0 can be started any more: .*")
+    check_error(waiting.result(), 500, "no worker of cursed 1.0 could be started, 5 times .*")
     refused = ask(server, "cursed", "x")
-    check_error(refused, 503, "no worker of cursed 1.0 can be started any more: .*cursed.*")
+    check_error(refused, 503, "no worker of cursed 1.0 could be started, .* again: .*cursed.*")
     assert server.client.get("/ping").json() == {"status": "Unhealthy"}
     assert server.client.get("/health/ready").json()["reason"] == "no worker is ready for cursed"
     waits = re.findall(r"cursed 1\.0 worker 1 ended; replacing it in (\S+) s", server.log)[-5:]
@@ -318,10 +318,10 @@ def test_what_is_printed_holds_nobody_up_and_stays_out_of_the_servers_log(
     answers = in_one_batch(server, threads, tmp_path / "gate", "one", misdeed, "three")
     assert (answers[1].status, json.loads(answers[1].body)) == (200, {"body": "printed"})
     assert mates_are_answered(answers)
-    log = server.state_dir / "logs" / "sick-1.0" / "worker-1.log"
-    if misdeed == "print_much":
-        assert log.stat().st_size > 100_000_000
-        log.write_bytes(b"")
+    if misdeed == "print_much":  # 100 MB
+        logs = list((server.state_dir / "logs" / "sick-1.0").iterdir())
+        assert "worker-1.log.1" in {log.name for log in logs}
+        assert sum(log.stat().st_size for log in logs) < 50_000_000
     assert "CRITICAL serve printed" not in server.log
 
 

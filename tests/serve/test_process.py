@@ -76,5 +76,7 @@ def test_pauses_grow_to_their_limit_and_begin_anew() -> None:
         backoff.grow()
     assert pauses[:3] == [0.05, 0.1, 0.2]
     assert pauses == sorted(pauses) and pauses[-1] == 30
+    backoff.grow(longest_s=5)
+    assert backoff.pause_s == 5  # of what was killed while it loaded
     backoff.reset()
     assert backoff.pause_s == 0.05

@@ -3,23 +3,28 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
 
+from modelyard.archiver import open_archive
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.restore import restore
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.errors import FileNotInStore
+from modelyard.serve.errors import FileNotInStore, StartError, StorageFull, http_status
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import load_settings
+from tests.serve.live import build_archive
 
 
-def start(state: Path) -> Registry:
+def start(state: Path, **more: object) -> Registry:
     """Start with nothing asked for: what was served last is restored."""
-    settings = load_settings({"state_dir": state, "model_store": state / "store"}, None, {})
+    folders = {"state_dir": state, "model_store": state / "store"}
+    settings = load_settings({**folders, **more}, None, {})
     StateDir(state).create()
     registry = Registry()
     lifecycle = Lifecycle(Policy(settings), registry, Metrics())
@@ -33,7 +38,14 @@ def test_the_first_start_serves_nothing(tmp_path: Path) -> None:
     assert saved == {"schema": 1, "models": []}
 
 
-@pytest.mark.parametrize("content", ["", "nonsense", "[]", "{}", "7", '{"models": null}', "\udcff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        *("", "nonsense", "[]", "{}", "7", '{"models": null}', "\udcff"),
+        *("[" * 100_000, '{"models": ' + "[" * 100_000, '{"schema": 1e999, "models": []}'),
+    ],
+    ids=lambda content: repr(content[:20]),
+)
 def test_a_saved_state_that_cannot_be_read_is_no_reason_not_to_start(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, content: str
 ) -> None:
@@ -47,13 +59,66 @@ def test_a_saved_state_that_cannot_be_read_is_no_reason_not_to_start(
 
 @pytest.mark.parametrize(
     "entry",
-    [1, {}, {"file": 2}, {"file": "x.mar", "workers": "many"}, {"file": "x.mar", "name": ["x"]}],
+    [
+        *(1, {}, {"file": 2}, {"file": "x.mar", "name": ["x"]}, {"file": "x.mar", "digest": 7}),
+        *({"file": "x.mar", "workers": each} for each in ("many", -1, 1025, 10**25)),
+    ],
+    ids=str,
 )
 def test_a_line_of_the_saved_state_that_makes_no_sense_is_left_out(
-    tmp_path: Path, entry: object
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, entry: object
 ) -> None:
     (tmp_path / "models.json").write_text(json.dumps({"models": [entry]}), encoding="utf-8")
     assert len(start(tmp_path)) == 0
+    assert "1 of 1 entries make no sense and are left out" in caplog.text
+
+
+def test_an_archive_that_has_changed_is_restored_only_where_that_is_accepted(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    archive = build_archive(tmp_path / "store", "echo")
+    with open_archive(archive) as opened:
+        digest = opened.digest
+    entry = {"file": "echo.mar", "workers": 0, "digest": digest}
+    file = tmp_path / "models.json"
+    file.write_text(json.dumps({"models": [entry]}), encoding="utf-8")
+    (served,) = start(tmp_path)
+    assert served.digest == digest
+    build_archive(tmp_path / "store", "picky", name="echo")
+    saved = file.read_bytes()
+    with pytest.raises(StartError, match=rf"echo\.mar is not the .* {digest}; .*--accept-changed"):
+        start(tmp_path)
+    assert file.read_bytes() == saved
+    (served,) = start(tmp_path, accept_changed=True)
+    assert served.digest != digest
+    assert "accepted, as the setting accept_changed says" in caplog.text
+    start(tmp_path)  # that one was served last
+
+
+def test_a_full_disk_is_the_servers_fault(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "none", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("no file system can be mounted here")
+    try:
+        large = tmp_path / "large.bin"
+        large.write_bytes(os.urandom(200_000))
+        build_archive(tmp_path / "store", "echo", artifact=large)
+        StateDir(disk).create()
+        settings = load_settings({"state_dir": disk, "model_store": tmp_path / "store"}, None, {})
+        registry = Registry()
+
+        async def register() -> None:
+            await Lifecycle(Policy(settings), registry, Metrics()).register("echo.mar", workers=0)
+
+        with pytest.raises(StorageFull, match="No space left on device; the disk of") as caught:
+            asyncio.run(register())
+        assert http_status(caught.value)[0] == 507
+        assert len(registry) == 0
+        assert not any((disk / "unpacked").iterdir())
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
 
 
 @pytest.mark.parametrize("content", ["", '{"models": [', '{"schema": 99, "models": []}', "\0" * 99])

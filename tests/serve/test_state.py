@@ -11,6 +11,10 @@ RUNNING = {
     "pid": 7,
     "inference": "http://127.0.0.1:1",
     "management": "http://127.0.0.1:2",
+    "metrics": "http://127.0.0.1:3",
+    "started": "2026-11-22T00:00:00Z",
+    "log": "/logs/server.log",
+    "drain_timeout_s": 30,
 }
 
 
@@ -44,7 +48,9 @@ def test_a_second_server_is_told_that_one_runs_and_where(state: StateDir) -> Non
     assert state.running() is None
 
 
-@pytest.mark.parametrize("content", [None, "", "[]", "nonsense"])
+@pytest.mark.parametrize(
+    "content", [None, "", "[]", "nonsense", "[" * 100_000, '{"pid": 7}', '{"pid": NaN}']
+)
 def test_a_server_that_is_just_starting_has_no_address_yet(
     state: StateDir, content: str | None
 ) -> None:
