@@ -77,18 +77,29 @@ ERROR_SCHEMA = {
 }
 
 
+EVERYWHERE = (403, 405, 408, 414, 431)
+"""What any request may be answered, for what it is and not for what it asks."""
+
+
 def error_responses(*codes: int) -> dict[int | str, dict[str, Any]]:
     """Describe error answers for the documentation."""
     texts = {
         400: "The input or a parameter is wrong; the message names it.",
         401: "The token is missing or wrong.",
-        403: "Refused.",
+        403: "Refused: by a name that is not the server's, from a web page of elsewhere, or a "
+        "default version that others stand beside.",
         404: "No such model or version.",
+        405: "The path has other methods.",
+        408: "The head or the body did not come in time.",
         409: "The version is registered already.",
         413: "The body is over the limit.",
+        414: "Path and query are over the limit.",
+        415: "The body has a Content-Encoding.",
+        431: "The headers are over a limit.",
         500: "The handler failed, or the worker died.",
         503: "The queue is full, the time too short or no worker there; see Retry-After.",
         504: "Not answered in time.",
+        507: "Memory, or the disk, ran out.",
     }
     return {
         code: {
@@ -159,7 +170,9 @@ def _of_version(model: ModelName, version: Version) -> None:
 
 def described_calls() -> APIRouter:
     """Return the routes that document the calls."""
-    router = APIRouter(tags=["inference"], responses=error_responses(400, 404, 413, 500, 503, 504))
+    router = APIRouter(
+        tags=["inference"], responses=error_responses(400, 404, 413, 415, 500, 503, 504, 507)
+    )
     for name, path, body, summary, text in CALLS:
         router.add_api_route(
             path,

@@ -11,6 +11,9 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, JSONResponse
 from fastapi.staticfiles import StaticFiles
 
+from modelyard.serve.api.description import EVERYWHERE, error_responses
+from modelyard.serve.api.health import OPEN_PATHS
+
 
 def add_docs(api: FastAPI, others: Mapping[str, FastAPI], own_url: str) -> None:
     """Serve `/docs` and `/openapi.json` of all APIs on `api`.
@@ -47,10 +50,19 @@ def _merged(api: FastAPI, others: Mapping[str, FastAPI], own_url: str) -> dict[s
     for url, other in others.items():
         for path, item in other.openapi()["paths"].items():
             document["paths"][path] = {**item, "servers": [{"url": url}]}
-    for item in document["paths"].values():
+    for path, item in document["paths"].items():
         for operation in item.values():
             if isinstance(operation, dict):
                 operation["responses"].pop("422", None)  # wrong parameters are answered 400
-    document["components"] = {"securitySchemes": {"token": {"type": "http", "scheme": "bearer"}}}
+                needs_token = path not in OPEN_PATHS
+                for code in (401, *EVERYWHERE) if needs_token else EVERYWHERE:
+                    shared = {"$ref": f"#/components/responses/{code}"}
+                    operation["responses"].setdefault(str(code), shared)
+    document["components"] = {
+        "responses": {
+            str(code): response for code, response in error_responses(401, *EVERYWHERE).items()
+        },
+        "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
+    }
     document["security"] = [{"token": []}, {}]
     return document

@@ -16,7 +16,7 @@ def health_routes(registry: Registry, state: ServerState) -> APIRouter:
     """Return the routes that probes ask."""
     router = APIRouter(tags=["health"])
 
-    @router.get("/ping", summary="Ping")
+    @router.get("/ping", summary="Ping", responses={500: {"description": "Unhealthy."}})
     async def ping() -> JSONResponse:
         """Healthy while every model's default version has a worker; TorchServe's answer."""
         sick = without_worker(registry)
@@ -28,7 +28,9 @@ def health_routes(registry: Registry, state: ServerState) -> APIRouter:
         """The process responds."""
         return {"live": True}
 
-    @router.get("/health/ready", summary="Ready")
+    @router.get(
+        "/health/ready", summary="Ready", responses={503: {"description": "Not ready, and why."}}
+    )
     async def ready() -> JSONResponse:
         """Predictions can be answered now; else the reason."""
         if (reason := why_not_ready(registry, state)) is not None:

@@ -24,6 +24,7 @@ from modelyard.serve.errors import (
     DeadlinePassed,
     ModelNotFound,
     Unavailable,
+    UnknownCoding,
     http_status,
 )
 from modelyard.serve.http.application import Answers, ServerState
@@ -65,6 +66,7 @@ class Calls:
         answers: their form.
         target: returns what a request asks a model for, by the dialect's paths.
         rephrase: returns the dialect's error for one of ours, given the target's path.
+        takes_codings: whether compressed bodies go to handlers as they are.
     """
 
     def __init__(
@@ -75,7 +77,9 @@ class Calls:
         answers: Answers,
         target: Callable[[RequestResponseCycle], Target | None] = find_target,
         rephrase: Callable[[Exception, list[str]], Exception] = _as_it_is,
+        takes_codings: bool = False,
     ) -> None:
+        self._takes_codings = takes_codings
         self.target = target
         self._models = registry
         self._unrouted = metrics.unrouted
@@ -98,6 +102,8 @@ class Calls:
         try:
             if kind == EXPLAIN and cycle.query and model.takes_our_options:
                 check_options(cycle.query)
+            if cycle.coding and not self._takes_codings and cycle.coding.lower() != b"identity":
+                raise UnknownCoding(cycle.coding)
             timeout_s = read_timeout(cycle.headers)
             must_fit = model.config.refuses_late or timeout_s < math.inf
             timeout_s = min(timeout_s, model.request_timeout_s)
@@ -105,7 +111,7 @@ class Calls:
             waited_s = cycle.connection.waited_s
             if kind == PREDICT:  # before there is a call, or a body: a refusal is to cost little
                 model.batchers[kind].check(timeout_s, must_fit, monotonic(), waited_s)
-        except (BadRequest, Unavailable) as error:
+        except (BadRequest, Unavailable, UnknownCoding) as error:
             reply.fail(error, 0.0)
             return
         call = reply.call = Call(

@@ -50,7 +50,7 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
             return [describe(each) for each in registry.versions(model)]
         return [describe(registry.get(model, version))]
 
-    @router.post("/models", summary="Register", responses=error_responses(409, 500))
+    @router.post("/models", summary="Register", responses=error_responses(409, 500, 507))
     async def register(
         url: Annotated[str, Query(description="File name of an archive in the model store.")],
         model_name: Annotated[str | None, Query(description="Default: the archive's.")] = None,
@@ -68,7 +68,7 @@ def management_routes(registry: Registry, lifecycle: Lifecycle) -> APIRouter:
             f'Model "{model.name}" Version: {model.version} registered with {count} initial workers'
         )
 
-    @router.put("/models/{model}", summary="Scale", responses=error_responses(500))
+    @router.put("/models/{model}", summary="Scale", responses=error_responses(500, 507))
     async def scale(
         model: ModelName,
         min_worker: Annotated[int, Query(ge=0, le=1024)] = 1,

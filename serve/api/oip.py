@@ -12,7 +12,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from modelyard.archiver.signature import OIP_DATATYPES
-from modelyard.serve.api.description import ModelName, Version
+from modelyard.serve.api.description import ModelName, Version, error_responses
 from modelyard.serve.api.health import why_not_ready
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.http.application import ServerState
@@ -21,6 +21,8 @@ from modelyard.serve.http.application import ServerState
 def oip_routes(registry: Registry, state: ServerState) -> APIRouter:
     """Return the routes that describe; those that infer are the inference API's."""
     router = APIRouter(prefix="/v2", tags=["open inference protocol"])
+    of_model = error_responses(404)
+    ready_or_not: dict[int | str, dict[str, Any]] = {503: {"description": "Not ready."}}
 
     @router.get("", summary="Server")
     async def server() -> dict[str, Any]:
@@ -32,28 +34,36 @@ def oip_routes(registry: Registry, state: ServerState) -> APIRouter:
         """The process responds."""
         return {"live": True}
 
-    @router.get("/health/ready", summary="Ready")
+    @router.get("/health/ready", summary="Ready", responses=ready_or_not)
     async def ready() -> JSONResponse:
         """Predictions can be answered now."""
         reason = why_not_ready(registry, state)
         return JSONResponse({"ready": reason is None}, 200 if reason is None else 503)
 
-    @router.get("/models/{model}", summary="A model's inputs and outputs")
+    @router.get("/models/{model}", summary="A model's inputs and outputs", responses=of_model)
     async def describe(model: ModelName) -> dict[str, Any]:
         """Describe the default version."""
         return describe_signature(registry, registry.get(model))
 
-    @router.get("/models/{model}/versions/{version}", summary="A version's inputs and outputs")
+    @router.get(
+        "/models/{model}/versions/{version}",
+        summary="A version's inputs and outputs",
+        responses=of_model,
+    )
     async def describe_version(model: ModelName, version: Version) -> dict[str, Any]:
         """Describe one version."""
         return describe_signature(registry, registry.get(model, version))
 
-    @router.get("/models/{model}/ready", summary="A model is ready")
+    of_model = {**of_model, **ready_or_not}
+
+    @router.get("/models/{model}/ready", summary="A model is ready", responses=of_model)
     async def model_ready(model: ModelName) -> JSONResponse:
         """Return whether a worker of the default version is ready."""
         return JSONResponse(*readiness(registry.get(model)))
 
-    @router.get("/models/{model}/versions/{version}/ready", summary="A version is ready")
+    @router.get(
+        "/models/{model}/versions/{version}/ready", summary="A version is ready", responses=of_model
+    )
     async def version_ready(model: ModelName, version: Version) -> JSONResponse:
         """Return whether a worker of this version is ready."""
         return JSONResponse(*readiness(registry.get(model, version)))

@@ -46,7 +46,10 @@ class Routes:
             self.fastapi.include_router(router)
 
     def __call__(self, cycle: RequestResponseCycle, id: str) -> None:
-        """Have a task route a request, which need not have its body yet, and answer it."""
+        """Have a task route a request, which need not have its body yet, and answer it.
+
+        HEAD is answered as GET; the connection leaves the body out.
+        """
         cycle.run(self._run(cycle, id))
 
     async def _run(self, cycle: RequestResponseCycle, id: str) -> None:
@@ -54,7 +57,7 @@ class Routes:
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": "1.1",
-            "method": cycle.method,
+            "method": "GET" if cycle.method == "HEAD" else cycle.method,
             "path": cycle.path,
             "raw_path": cycle.raw_path,
             "query_string": cycle.query,
@@ -99,6 +102,8 @@ class Routes:
         if known is not None:
             answer = self._respond(request, known())
             answer.headers.update(error.headers or {})  # 405 says what is allowed
+            if "GET" in (allowed := answer.headers.get("allow", "")):
+                answer.headers["allow"] = f"{allowed}, HEAD"
             return answer
         content = {
             "code": error.status_code,

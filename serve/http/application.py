@@ -25,6 +25,7 @@ from modelyard.serve.errors import (
     ServeError,
     Unauthorized,
     Unavailable,
+    UnknownCoding,
     error_body,
     http_status,
 )
@@ -86,6 +87,8 @@ def error_answer(error: Exception, id: str) -> Answer:
         headers.append((b"retry-after", str(error.retry_after_s).encode()))
     if isinstance(error, Unauthorized):
         headers.append((b"www-authenticate", b"Bearer"))
+    if isinstance(error, UnknownCoding):
+        headers.append((b"accept-encoding", b"identity"))
     return status, headers, body
 
 

@@ -145,6 +145,7 @@ class RequestResponseCycle:
         length: of the body, where the head says it and it is not in chunks.
         received: bytes of the body so far.
         framing: bytes that came with them and are not part of the body.
+        coding: of the body, by its Content-Encoding.
         has_left: nobody waits for the answer.
     """
 
@@ -152,6 +153,7 @@ class RequestResponseCycle:
     received = 0
     framing = 0
     is_chunked = False
+    coding = b""
     is_received = False
     expects_continue = False
     has_left = False
@@ -626,6 +628,8 @@ class Connection(asyncio.Protocol):
             cycle.keeps_alive = False
         if b"transfer-encoding" in fields:
             cycle.is_chunked = True
+        if b"content-encoding" in fields:
+            cycle.coding = fields[b"content-encoding"]
         if b"expect" in fields and fields[b"expect"].lower() == b"100-continue":
             cycle.expects_continue = True
         if self.access is not None:

@@ -57,7 +57,9 @@ class TorchServeInference:
         self._registry = registry
         self._state = state
         self._has_oip = (settings.ts_open_inference_protocol or "").lower() in OIP_NAMES
-        self._calls = Calls(registry, metrics, state, answers, self._target, rephrase)
+        self._calls = Calls(
+            registry, metrics, state, answers, self._target, rephrase, takes_codings=True
+        )
         self.dialect = Dialect(
             check,
             answers,

@@ -78,6 +78,8 @@ class TorchServeManagement:
     ) -> Answer:
         """Answer a request by path and method."""
         method, query = cycle.method, parameters(cycle.query)
+        if method == "HEAD":
+            method = "GET"
         match path:
             case ["models"]:
                 if method == "GET":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import http.client
 import io
 import json
@@ -366,6 +367,35 @@ def test_the_worker_tells_how_long_requests_waited_there_and_how_long_the_handle
         assert server.metric(f"modelyard_{name}_seconds_count", **series) == count + 2
 
 
+@pytest.mark.parametrize(
+    "path",
+    ["/ping", "/health/live", "/health/ready", "/v2", "/v2/models/echo", "/docs", "/openapi.json"],
+)
+def test_head_is_answered_as_get_without_the_body(server: LiveServer, path: str) -> None:
+    got, head = server.client.get(path), server.client.head(path)
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-length"] == str(len(got.content))
+    assert head.headers["content-type"] == got.headers["content-type"]
+
+
+def test_head_of_what_cannot_be_got_says_what_can(server: LiveServer) -> None:
+    head = server.client.head("/predictions/echo")
+    assert (head.status_code, head.headers["allow"]) == (405, "POST")
+    assert server.client.post("/ping").headers["allow"] == "GET, HEAD"
+    assert server.management.head("/models").status_code == 200
+    assert server.metrics.head("/metrics").status_code == 200
+    assert is_well(server)
+
+
+def test_a_compressed_body_is_refused_and_an_identical_one_is_not(server: LiveServer) -> None:
+    compressed = {"Content-Encoding": "gzip"}
+    answer = server.predict("echo", gzip.compress(b"x"), headers=compressed)
+    assert error_of(answer)["message"] == ("Content-Encoding is 'gzip'; send the body without one")
+    assert (answer.status_code, answer.headers["accept-encoding"]) == (415, "identity")
+    plain = {"Content-Encoding": "identity"}
+    assert server.predict("echo", b"x", headers=plain).status_code == 200
+
+
 def test_a_small_file_of_many_pixels_is_refused_undecoded(server: LiveServer) -> None:
     file = io.BytesIO()
     Image.new("1", (5001, 5000)).save(file, "PNG")
@@ -470,6 +500,20 @@ def test_one_document_describes_all_three_apis(server: LiveServer) -> None:
     assert servers["/predictions/{model}"] == own == document["servers"]
     assert servers["/models"] == [{"url": server.about["management"]}]
     assert servers["/metrics"] == [{"url": server.about["metrics"]}]
+
+
+def test_every_operation_says_what_it_may_be_refused_with(server: LiveServer) -> None:
+    document = server.client.get("/openapi.json").json()
+    shared = document["components"]["responses"]
+    for path, item in document["paths"].items():
+        is_open = path in ("/ping", "/health/live", "/health/ready")
+        for method in item.keys() - {"servers"}:
+            responses = item[method]["responses"]
+            assert {"200", "403", "405", "408", "414", "431"} <= responses.keys(), path
+            assert ("401" in responses) is not is_open, path
+            assert ("404" in responses) is ("{model}" in path or path == "/models"), path
+            for response in responses.values():
+                assert response.get("$ref", "").rpartition("/")[2] in {"", *shared}
 
 
 def test_every_operation_is_described_as_it_was_recorded(server: LiveServer) -> None:

@@ -183,6 +183,20 @@ def test_every_route_predicts_in_every_method(
     assert not {"server", "date"} & set(answer.headers)
 
 
+def test_head_is_answered_as_get_without_the_body(
+    client: httpx.Client, management: httpx.Client
+) -> None:
+    for api, path in ((client, "/ping"), (management, "/models"), (management, "/models/echo")):
+        head = api.head(path)
+        assert (head.status_code, head.content) == (200, b""), path
+        assert int(head.headers["content-length"]) > 10
+
+
+def test_a_compressed_body_goes_to_the_handler_as_it_is(client: httpx.Client) -> None:
+    answer = client.post("/predictions/echo", content=b"zip", headers={"Content-Encoding": "gzip"})
+    assert (answer.status_code, answer.json()["row"]) == (200, {"body": "zip"})
+
+
 def test_only_pages_that_cors_allows_may_call(
     client: httpx.Client, management: httpx.Client
 ) -> None:
