@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
+from modelyard.archiver.alternatives import difference
 from modelyard.archiver.choose import AUTO, Choice, choose
 from modelyard.archiver.entry_point import EntryPoint, parse_handler
 from modelyard.archiver.errors import CannotArchive
@@ -15,7 +16,6 @@ from modelyard.archiver.example import TOLERANCE, parse_example
 from modelyard.archiver.manifest import ARCHIVER_VERSION, Explain, Golden, Manifest, Seal
 from modelyard.archiver.report import Report, read_report
 from modelyard.archiver.requirements import Resolved, resolve
-from modelyard.archiver.signature import TensorSpec
 from modelyard.archiver.source_checks import Source, source_warnings
 from modelyard.archiver.untrusted.container import MAX_ENTRIES
 from modelyard.archiver.untrusted.names import (
@@ -350,23 +350,7 @@ def _sorted(parts: Iterable[Part]) -> tuple[Part, ...]:
 def _twin_problem(report: Report, twin: Report) -> str | None:
     if twin.format not in DIFFERENTIABLE_FORMATS:
         return f"{twin.format} gives no gradients; expected {' or '.join(DIFFERENTIABLE_FORMATS)}"
-    if twin.checkpoint_sha256 != report.checkpoint_sha256:
-        return (
-            f"their checkpoints differ (SHA-256 {twin.checkpoint_sha256[:12]}… and "
-            f"{report.checkpoint_sha256[:12]}…); export both from one checkpoint"
-        )
-    ours, theirs = _static(report.signature.inputs), _static(twin.signature.inputs)
-    if ours != theirs:
-        return f"it takes {theirs} instead of {ours}; export both with the same --input"
-    return None
-
-
-def _static(tensors: Iterable[TensorSpec]) -> str:
-    """Write dtypes and shapes without the names, in which two exports may differ."""
-    return ", ".join(
-        f"{tensor.dtype}[{','.join(str(n) if isinstance(n, int) else '*' for n in tensor.shape)}]"
-        for tensor in tensors
-    )
+    return difference(report, twin)
 
 
 def _python_sources(parts: Iterable[Part]) -> Iterator[Source]:

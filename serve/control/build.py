@@ -300,6 +300,7 @@ class Builder:
                 "device_ids": list(config.device_ids),
                 "batch_size": config.batch_size,
                 "by_length": config.by_length,
+                "artifact": config.artifact,
                 "poll_us": 0 if has_quota else policy.settings.worker_poll_us,
                 "max_response_bytes": policy.max_answer_bytes,
                 "golden": [asdict(golden) for golden in seal.golden] if seal else [],

@@ -118,6 +118,9 @@ class ModelConfig:
     shares_workers: bool | None = None
     """Whether its workers share processes with those of other versions; None as the setting
     `share_workers` says, where it can be. The operator's alone to say [shareWorkers]."""
+    artifact: str = ""
+    """What predicts in place of the artifact that the manifest names, as the settings say it of
+    this model; what the archive says its workers read [artifact]."""
     threads: int = 0
     """Of each worker; 0 leaves the choice to the server [workerThreads]."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -203,6 +206,7 @@ def extensions(
         "explain_share": share,
         "by_length": values.choice("batchBy", {"arrival": False, "length": True}, fills_rows),
         "threads": values.integer("workerThreads", 0, least=0),
+        "artifact": values.operators_file("artifact", archive),
         "network": values.of_operator("network", ("none", "all"), network),
         "files": values.of_operator("files", ("own", "all"), settings.files),
         "shares_workers": values.of_operator("shareWorkers", (True, False), None),
@@ -325,6 +329,14 @@ class Values:
         if not isinstance(value, str) or value not in meanings:
             return self._wrong(key, " or ".join(meanings), default)
         return meanings[value]
+
+    def operators_file(self, key: str, archive: Archive) -> str:
+        """Return a file of the archive that the settings name; empty where they name none."""
+        self._known.add(key)
+        value = self._settings.get(key, "")
+        if value and value not in archive.names:
+            raise BadModelConfig(f"model_settings: {key}: the archive holds no {value!r}")
+        return str(value)
 
     def of_operator(self, key: str, words: Sequence[T], default: T) -> T:
         """Return a value that the settings say of the model; what the archive says is not asked."""

@@ -20,6 +20,7 @@ from typing import Any
 
 import yaml
 
+from modelyard.archiver.alternatives import KEY
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.errors import ServeError, StartError
 from modelyard.serve.settings import Settings
@@ -87,15 +88,18 @@ class Setting:
     workers: int
     threads: int
     batch_size: int
+    artifact: str = ""
+    """Another artifact of the archive than the one that its manifest names."""
 
     @property
-    def cost(self) -> tuple[int, int, int]:
-        """What decides between equals: threads in all, the size of a team, the batch."""
-        return self.workers * self.threads, self.threads, self.batch_size
+    def cost(self) -> tuple[str, int, int, int]:
+        """What decides between equals: the artifact, threads in all, their teams, the batch."""
+        return self.artifact, self.workers * self.threads, self.threads, self.batch_size
 
     def __str__(self) -> str:
         """Return it in words."""
-        return f"workers {self.workers}, threads {self.threads}, batch {self.batch_size}"
+        text = f"workers {self.workers}, threads {self.threads}, batch {self.batch_size}"
+        return f"{text}, {self.artifact}" if self.artifact else text
 
 
 @dataclass(frozen=True)
@@ -173,6 +177,7 @@ def search(
     slo: Slo | None,
     rounds: int,
     measure: Measure,
+    artifacts: Sequence[str] = (),
     on_turn: OnTurn = lambda setting, turn, done, expected: None,
 ) -> Outcome:
     """Find the setting with the highest rate that meets the limit.
@@ -182,6 +187,7 @@ def search(
         gpus: devices that the model runs on; 0 for a CPU.
         largest_batch: a batch cannot become larger: proven by the export, or all connections.
         rounds: turns in the finals.
+        artifacts: others of the archive, tried with the setting that leads.
 
     Raises:
         ServeError: what `measure` raises.
@@ -207,6 +213,9 @@ def search(
         return Outcome([], list(scanned.values()), None, None)
     sizes = [size for size in BATCH_SIZES if size <= largest_batch]
     scan([replace(lead.setting, batch_size=size) for size in sizes])
+    if artifacts:
+        lead = _best(list(scanned.values()), slo) or lead
+        scan([replace(lead.setting, artifact=artifact) for artifact in artifacts])
     finals = [Result(setting) for setting in _finalists(list(scanned.values()), plan, slo)]
     for turn in range(1, rounds + 1):
         for at, result in enumerate(finals):
@@ -312,6 +321,8 @@ class Trial:
             "batchSize": setting.batch_size,
             "maxBatchDelay": 0,
         }
+        if setting.artifact:
+            own[KEY] = setting.artifact
         settings = self.settings.model_copy(update={"model_settings": {self.name: own}})
         process, about = start_detached(
             settings, StateDir(settings.state_dir), lambda model, text: None, CHILD
@@ -376,16 +387,18 @@ def merge_config(text: str, changes: Mapping[str, Any]) -> str:
     return yaml.safe_dump(expected, sort_keys=False, allow_unicode=True)
 
 
-def config_changes(old: Mapping[str, Any], setting: Setting) -> dict[str, int]:
+def config_changes(old: Mapping[str, Any], setting: Setting) -> dict[str, int | str]:
     """Return the keys that make a server start this setting.
 
     TorchServe takes minWorkers only with a maxWorkers that is no less.
     """
     most = old.get("maxWorkers")
-    changes = {
+    changes: dict[str, int | str] = {
         "minWorkers": setting.workers,
         "maxWorkers": max(setting.workers, most if isinstance(most, int) else 0),
         "workerThreads": setting.threads,
         "batchSize": setting.batch_size,
     }
+    if setting.artifact:
+        changes[KEY] = setting.artifact
     return changes | ({"maxBatchDelay": 0} if "maxBatchDelay" in old else {})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import mimetypes
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -58,6 +58,9 @@ def tune(
             "--input", help="A request's body; repeatable. Default: the archive's golden requests."
         ),
     ] = None,
+    artifacts: Annotated[
+        bool, typer.Option("--artifacts", help="Try the archive's other artifacts, too.")
+    ] = False,
     connections: Annotated[
         int, typer.Option(min=1, max=1000, help="Requests in flight at once.")
     ] = 8,
@@ -84,7 +87,15 @@ def tune(
         settings = load_settings({"model_store": model_store, "device": device}, config)
         with tempfile.TemporaryDirectory(prefix="modelyard-tune-") as state_dir:
             tuned = _measure(
-                settings, model, inputs or [], Path(state_dir), limit, connections, seconds, rounds
+                settings,
+                model,
+                inputs or [],
+                Path(state_dir),
+                limit,
+                connections,
+                seconds,
+                rounds,
+                artifacts,
             )
         if tuned.outcome.best is not None:
             _write(output, tuned)
@@ -126,6 +137,7 @@ def _measure(
     connections: int,
     seconds: float,
     rounds: int,
+    tries_artifacts: bool,
 ) -> Tuned:
     """Read the archive, search, and return the outcome.
 
@@ -146,6 +158,12 @@ def _measure(
         bodies = _read_inputs(inputs) if inputs else _golden(archive)
         file = archive.manifest.config_file
         config_text = archive.read(file).decode() if file else ""
+        others: list[str] = []
+        if tries_artifacts and not (others := list(_alternatives(archive))):
+            raise WrongUsage(
+                f"--artifacts: {planned.file} holds no other artifact of the same checkpoint with "
+                "its report; pack both with `modelyard archive --extra-files`"
+            )
     if not bodies:
         raise WrongUsage(f"{planned.file} holds no golden request; give a request with --input")
     trial = Trial(
@@ -171,6 +189,7 @@ def _measure(
             slo=slo,
             rounds=rounds,
             measure=trial.measure,
+            artifacts=others,
             on_turn=lambda setting, turn, done, expected: show(
                 f"{setting}, turn {turn}", done, expected
             ),
@@ -194,6 +213,16 @@ def _read_inputs(files: Sequence[Path]) -> list[tuple[bytes, str]]:
 def _golden(archive: Archive) -> list[tuple[bytes, str]]:
     seal = archive.manifest.modelyard
     return [(archive.read(each.request), each.content_type) for each in seal.golden] if seal else []
+
+
+def _alternatives(archive: Archive) -> Iterator[str]:
+    from modelyard.archiver.alternatives import find_alternatives
+    from modelyard.archiver.untrusted.names import MANIFEST_NAME
+
+    seal = archive.manifest.modelyard
+    if seal is None:
+        return iter(())
+    return find_alternatives(json.loads(archive.read(MANIFEST_NAME)), archive.names, archive.read)
 
 
 def _write(file: Path, tuned: Tuned) -> None:
@@ -314,5 +343,6 @@ def _mark(result: Result, tuned: Tuned, slo: Slo | None) -> str:
         "the plan" if result.setting == tuned.plan else "",
         "" if result.meets(slo) or result is outcome.nearest else f"over {slo}",
         "" if result in outcome.finals else "left out early",
+        result.setting.artifact,
     ]
     return ", ".join(filter(None, marks))

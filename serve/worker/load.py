@@ -15,6 +15,8 @@ from typing import Any, NoReturn
 
 import yaml
 
+from modelyard.archiver.alternatives import KEY, choose_artifact
+from modelyard.archiver.errors import ArchiveError
 from modelyard.handlers import BUILT_IN, Context
 from modelyard.handlers.entry_point import Entry, FoundHandler, find_handler
 from modelyard.handlers.errors import BadInput, LoadError
@@ -72,7 +74,8 @@ def load_service(message: dict[str, Any]) -> Service:
         Exception: whatever the author's code raises; LoadError for what we find ourselves.
     """
     folder = Path(message["folder"])
-    manifest = message["manifest"]
+    config = read_config(folder, message["config_file"])
+    manifest = choose_manifest(folder, message, config)
     device = choose_device(message["device"], message["worker"])
     gpu = int(device.removeprefix("cuda:")) if device != "cpu" else None
     if gpu is not None:
@@ -87,7 +90,7 @@ def load_service(message: dict[str, Any]) -> Service:
         gpu=gpu,
         limit_max_image_pixels=message.get("limit_max_image_pixels", True),
         max_image_pixels=message.get("max_image_pixels"),
-        model_yaml_config=read_config(folder, message["config_file"]),
+        model_yaml_config=config,
     )
     shim = import_shim()
     context.metrics = shim.WorkerMetrics(context, (message.get("metrics") or {}).get("declared"))
@@ -115,6 +118,27 @@ def load_service(message: dict[str, Any]) -> Service:
         getattr(handler.target, "shares", _refuse_shares) if sealed else _refuse_shares,
         handler.target if _is_ours(handler.target) else None,
     )
+
+
+def choose_manifest(folder: Path, message: dict[str, Any], config: dict[str, Any]) -> Any:
+    """Return the archive's manifest, with the artifact that is to predict.
+
+    It is named by the server's settings or by the archive, whose key means this for our handlers
+    only.
+
+    Raises:
+        LoadError: that artifact cannot take the place.
+    """
+    manifest = message["manifest"]
+    if message["handler"] not in BUILT_IN or "modelyard" not in (manifest or {}):
+        return manifest
+    name = message.get(KEY) or config.get(KEY)
+    if not name:
+        return manifest
+    try:
+        return choose_artifact(manifest, str(name), lambda file: (folder / file).read_bytes())
+    except ArchiveError as error:
+        raise LoadError(" ".join(str(error).split())) from error
 
 
 def choose_device(requested: str, worker: int) -> str:

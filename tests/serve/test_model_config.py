@@ -112,7 +112,7 @@ def test_a_wrong_model_setting_is_named(load: Load) -> None:
     with pytest.raises(BadModelConfig, match="model_settings: batchSize: expected"):
         load("{}", model_settings={"m": {"batchSize": 0}})
     with pytest.raises(
-        BadModelConfig, match="the server reads no batchsize; it reads batchBy, batchSize, "
+        BadModelConfig, match="the server reads no batchsize; it reads artifact, batchBy, "
     ):
         load("{}", model_settings={"m": {"batchsize": 1}})
 

@@ -4,6 +4,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +98,19 @@ def test_when_nothing_keeps_the_limit_the_lowest_latency_is_named() -> None:
 
 def test_equals_go_to_the_simpler_setting() -> None:
     assert best(find(lambda setting: turn(100 + setting.workers, 1))) == Setting(1, 1, 1)
+
+
+def test_an_artifact_is_chosen_where_it_is_faster_with_the_setting_that_leads() -> None:
+    def measure(setting: Setting) -> Turn:
+        found = model(setting)
+        rate = {"": 1.0, "int8.onnx": 1.5, "other.pt2": 0.5}[setting.artifact] * found.rate
+        return replace(found, rate=rate)
+
+    without = best(find(model))
+    outcome = find(measure, artifacts=["other.pt2", "int8.onnx"])
+    assert best(outcome) == replace(without, artifact="int8.onnx")
+    assert config_changes({}, best(outcome))["artifact"] == "int8.onnx"
+    assert best(find(model, artifacts=["int8.onnx"])) == without
 
 
 def test_a_setting_that_fails_once_is_not_chosen() -> None:
@@ -304,7 +318,7 @@ def test_the_best_setting_is_written_for_the_archive(store: Path, tmp_path: Path
     assert tuned.returncode == 0, tuned.stderr
     report = json.loads(tuned.stdout)
     assert report["file"] == "model-config.yaml"
-    assert report["plan"] == {"workers": 1, "threads": 1, "batch_size": 1}
+    assert report["plan"] == {"workers": 1, "threads": 1, "batch_size": 1, "artifact": ""}
     assert report["best"]["rate"] > 0
     assert 0 < report["best"]["p50_ms"] <= report["best"]["p99_ms"]
     assert 0 < report["load_cores"] < 1
