@@ -200,7 +200,7 @@ class Builder:
                 metrics.watch_drift(reference.shares),
                 explainers,
                 model.start_explainers,
-                lambda: bool(predictions.waiting or explanations.waiting),
+                lambda: max(predictions.waiting, explanations.waiting) > 0,
             ).offer
         elif self._policy.settings.explain_share and REFERENCE_NAME not in archive.names:
             logger.warning(

@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serve.live import poll
+from modelyard.archiver import write_archive
+from tests.serve.live import SOURCES, poll
 from tests.serve.torchserve.live import Home
 
 ECHO = """
@@ -594,6 +595,41 @@ def test_what_management_does_not_do(
 
 def test_a_model_that_fails_at_the_start_is_logged_and_the_server_goes_on(home: Home) -> None:
     assert "Failed to load model: absent.mar" in home.output.read_text(encoding="utf-8")
+
+
+def test_predictions_are_explained_unasked_here_too(home: Home, tmp_path: Path) -> None:
+    for name, content in {
+        "w.bin": "none",
+        "rows.json": "[{}]",
+        "c.yaml": "explainShare: 1",
+    }.items():
+        (tmp_path / name).write_text(content)
+    write_archive(
+        "unasked",
+        version="1.0",
+        artifact=tmp_path / "w.bin",
+        handler=str(SOURCES / "unasked" / "handler.py"),
+        config_file=tmp_path / "c.yaml",
+        reference=tmp_path / "rows.json",
+        output_dir=home.store,
+        dry_run=True,
+    )
+    with home.client("management") as client:
+        client.post("/models?url=unasked.mar&initial_workers=1&synchronous=true")
+    note = tmp_path / "note"
+
+    def is_explained() -> bool:
+        with home.client() as client:
+            answer = client.post("/predictions/unasked", json={"note": str(note)})
+            assert answer.text == "predicted"
+        return note.exists()
+
+    poll(is_explained, "a prediction is explained")
+    with home.client() as client:
+        assert client.post("/explanations/unasked", json={}).text == "explained"
+    assert note.read_text() == "ClientsLeft"
+    with home.client("management") as client:
+        assert client.delete("/models/unasked").status_code == 200
 
 
 def test_many_operators_at_once_get_only_answers_that_are_documented(home: Home) -> None:
