@@ -30,11 +30,11 @@ def of_heat(heat: Heat) -> Drawn:
     return Drawn(heat.sums, heat.unsure, "pixel")
 
 
-def of_bars(found: Sequence[Bar], thing: str, sides: tuple[float, float] | None = None) -> Drawn:
-    """Return what bars show; `sides` as in `Explanation`."""
+def of_bars(found: Sequence[Bar], thing: str) -> Drawn:
+    """Return what bars show."""
     sizes = sum(abs(bar.value) for bar in found)
     unsure = sum(abs(bar.value) for bar in found if bar.is_unsure)
-    return Drawn(sides or sums_of(found), unsure / sizes if sizes else 0.0, thing)
+    return Drawn(sums_of(found), unsure / sizes if sizes else 0.0, thing)
 
 
 def has_signs(explanation: Explanation) -> bool:
