@@ -61,21 +61,18 @@ def way(answer: Answer) -> str:
     )
 
 
-def account(answer: Answer, sums: tuple[float, float], has_signs: bool) -> str:
-    """Return where the output came from, and what speaks for and against the target.
+def shares(answer: Answer, sums: tuple[float, float]) -> str:
+    """Return what speaks for and against the target, behind the way that the output went.
 
     Args:
         answer: its fields.
         sums: what speaks for the target and what speaks against it, each added up.
-        has_signs: whether what is negative speaks against it.
     """
     positive, negative = sums
-    if not has_signs or not any(sums):
-        return way(answer)
-    shares = f"{signed(positive)} for, {signed(negative)} against"
+    said = f"{signed(positive)} for, {signed(negative)} against"
     if answer["convergence_delta"] is None:
-        return f"{way(answer)}; {shares}, which need not add up to that"
-    return f"{way(answer)}: {shares}"
+        return f"{way(answer)}; {said}, which need not add up to that"
+    return f"{way(answer)}: {said}"
 
 
 def error(answer: Answer) -> str:

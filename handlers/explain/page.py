@@ -134,8 +134,10 @@ class Part:
     """Its fields as JSON has them; what is not a list of attributions is shown."""
     figure: str
     """HTML that draws it."""
-    sums: tuple[float, float]
-    """What speaks for the target and what speaks against it, each added up."""
+    account: str
+    """Where the output came from, and what spoke for and against it."""
+    has_any: bool
+    """Whether anything has an attribution."""
     notes: Sequence[str]
     """What a reader has to know, a sentence each."""
     has_signs: bool = True
@@ -185,10 +187,9 @@ def _section(part: Part) -> str:
         "" if chance is None else f" <small>probability {html.escape(words.chance(chance))}</small>"
     )
     notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in part.notes)
-    account = html.escape(words.account(answer, part.sums, part.has_signs))
     return (
         f"<section><header><h2>{html.escape(words.question(answer))}{small}</h2>"
-        f"<p>{account}</p></header><div>{part.figure}</div>"
+        f"<p>{html.escape(part.account)}</p></header><div>{part.figure}</div>"
         f'<div>{notes}<p class="made">{html.escape(words.made(answer))}</p></div></section>'
     )
 
@@ -208,7 +209,7 @@ def _input(answer: Mapping[str, Any], figure: str) -> str:
 
 
 def _legend(parts: Sequence[Part]) -> str:
-    if not any(any(part.sums) for part in parts):
+    if not any(part.has_any for part in parts):
         return ""
     if all(not part.has_signs for part in parts):
         return '<div class="legend">no influence<i class="sizes"></i>most</div>'

@@ -37,6 +37,14 @@ def of_bars(found: Sequence[Bar], thing: str) -> Drawn:
     return Drawn(sums_of(found), unsure / sizes if sizes else 0.0, thing)
 
 
+def account(explanation: Explanation, answer: Mapping[str, Any], drawn: Drawn) -> str:
+    """Return where the output came from, and what spoke for and against it; slopes do not say."""
+    method = METHODS[explanation.options.method]
+    if not any(drawn.sums) or not method.has_signs or not method.multiplies:
+        return words.way(answer)
+    return words.shares(answer, drawn.sums)
+
+
 def has_signs(explanation: Explanation) -> bool:
     """Return whether a negative attribution speaks against the target."""
     return METHODS[explanation.options.method].has_signs
@@ -63,7 +71,7 @@ def texts(explanation: Explanation, answer: Mapping[str, Any], drawn: Drawn) -> 
         "" if chance is None else f"probability {words.chance(chance)}",
         " · ".join(filter(None, (words.model(answer), words.made(answer)))),
         [
-            words.account(answer, drawn.sums, has_signs(explanation)),
+            account(explanation, answer, drawn),
             *words.notes(answer, drawn.sums, drawn.thing, drawn.unsure),
         ],
     )
@@ -74,4 +82,5 @@ def part(
 ) -> page.Part:
     """Return an explanation's part of a page; see `texts`."""
     notes = words.notes(answer, drawn.sums, drawn.thing, drawn.unsure)
-    return page.Part(answer, figure, drawn.sums, notes, has_signs(explanation))
+    said = account(explanation, answer, drawn)
+    return page.Part(answer, figure, said, any(drawn.sums), notes, has_signs(explanation))

@@ -411,6 +411,27 @@ def test_a_page_of_a_picture_has_it_and_both_labels(
     assert "8 × 8 pixels" in text
 
 
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [
+        ("feature_ablation", "against, which need not add up to that"),
+        ("input_x_gradient", "against, which need not add up to that"),
+        ("smoothgrad", None),
+        ("saliency", None),
+    ],
+)
+def test_a_page_does_not_add_up_what_has_no_sum(
+    make_context: MakeContext, scans: list[bytes], method: str, said: str | None
+) -> None:
+    context = make_context()
+    draws = {"n_samples": "2"} if method == "smoothgrad" else {}
+    asking(context, {"format": "html", "target": "7", "method": method, **draws})
+    (page,) = classifier(context).explain([{"body": scans[7]}], context)
+    account = page.decode().partition("<p>logit from ")[2].partition("</p>")[0]
+    assert account
+    assert said in account if said else ";" not in account and "against" not in account
+
+
 def test_a_page_of_a_layer_has_its_largest_values(
     make_context: MakeContext, scans: list[bytes]
 ) -> None:

@@ -65,8 +65,11 @@ class Seen(html.parser.HTMLParser):
 
 
 def rendered(*parts: dict[str, Any], figure: str = "", before: str = "") -> bytes:
-    made = [page.Part(each, figure, (3.1, -0.8), words.notes(each, (3.1, -0.8), "pixel"))
-            for each in parts]  # fmt: skip
+    sums = (3.1, -0.8)
+    made = [
+        page.Part(each, figure, words.shares(each, sums), True, words.notes(each, sums, "pixel"))
+        for each in parts
+    ]
     return page.render(made, before)
 
 
@@ -177,11 +180,10 @@ def test_what_a_reader_has_to_know_is_said() -> None:
     assert warned == ["the text was cut off", "pale is what is below its own error: 25 % of all"]
 
 
-def test_sizes_are_not_said_to_be_for_or_against() -> None:
-    assert words.account(answer(), (3.0, 0.0), False) == "logit from 0.1 (baseline zero) to 2.4"
+def test_what_does_not_add_up_is_not_said_to() -> None:
     told = answer(convergence_delta=None, probability=None)
     assert words.question(told) == "output “repays”"
-    assert words.account(told, (3.0, -1.0), True) == (
+    assert words.shares(told, (3.0, -1.0)) == (
         "output from 0.1 (baseline zero) to 2.4; +3 for, −1 against, which need not add up to that"
     )
 
