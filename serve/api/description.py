@@ -51,9 +51,9 @@ def _parameter(name: str, option: Option) -> dict[str, Any]:
         schema["minimum"], schema["maximum"] = option.limits
     found = {"name": name, "in": "query", "schema": schema, "description": option.text}
     if option.examples:
-        # The first one would be filled in, and sent unasked.
+        # The first one is filled in, and sent unasked; in JavaScript names of digits come first.
         found["examples"] = {"none": {"value": ""}} | {
-            each: {"value": each} for each in option.examples
+            f"index {each}" if each.isdigit() else each: {"value": each} for each in option.examples
         }
     return found
 

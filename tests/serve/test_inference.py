@@ -528,6 +528,19 @@ def test_every_operation_is_described_as_it_was_recorded(server: LiveServer) -> 
     assert sorted(described) == sorted(json.dumps(each, sort_keys=True) for each in recorded)
 
 
+def test_no_option_of_an_explanation_is_filled_in(server: LiveServer) -> None:
+    """A page of JavaScript takes the first example, and sees names that are numbers first."""
+    document = server.client.get("/openapi.json").json()
+    parameters = document["paths"]["/explanations/{model}"]["post"]["parameters"]
+    offered = [
+        each["examples"] for each in parameters if each["in"] == "query" and "examples" in each
+    ]
+    assert len(offered) >= 2
+    for examples in offered:
+        assert next(iter(examples.values())) == {"value": ""}
+        assert not any(name.isdigit() for name in examples)
+
+
 def test_the_documentation_needs_nothing_from_elsewhere(server: LiveServer) -> None:
     page = server.client.get("/docs")
     assert page.status_code == 200
