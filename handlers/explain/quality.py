@@ -24,8 +24,8 @@ class Quality:
 
     infidelity: float | None
     """Mean square of how far the attributions miss the output's change under noise, in squared
-    units of the output. None where they are no shares of a change: without signs, or where each
-    value has what belongs to a whole window."""
+    units of the output. None where they are no shares of a change: without signs, of a layer's
+    places, or where each value has what belongs to a whole window."""
     sensitivity: float
     """Largest change of the attributions in the neighbourhood, as a share of their norm."""
 
@@ -75,9 +75,9 @@ def measure(
         pairs = zip(_as_tuple(inputs), ranges, strict=True)
         return tuple(each + radius * size * (2 * torch.rand_like(each) - 1) for each, size in pairs)
 
-    is_of_values = all(
-        own.shape == each.shape for own, each in zip(attributions, request.inputs, strict=True)
-    ) and (not method.repeats or all(side == 1 for shape in settings["shapes"] for side in shape))
+    is_of_values = not method.looks_at_layer and (
+        not method.repeats or all(side == 1 for shape in settings["shapes"] for side in shape)
+    )
     first = None
     with seeded(seed), torch.no_grad():
         if method.has_signs and is_of_values:

@@ -36,10 +36,15 @@ class Check:
     def summary(self) -> str:
         """What it says, in one sentence."""
         share = f"{100 * SHARE:.0f} %"
+        top, random = (
+            f"{'lowers' if fall >= 0 else 'raises'} the output by {abs(fall):.4g}"
+            for fall in (self.top, self.random)
+        )
+        if (self.top >= 0) == (self.random >= 0):
+            random = random[random.index("by") :]
         return (
-            f"removing the top {share} ({self.removed} of {self.features} features) lowers the "
-            f"output by {self.top:.4g}, random {share} by {self.random:.4g} ± "
-            f"{self.random_spread:.2g}"
+            f"removing the top {share} ({self.removed} of {self.features} features) {top}, random "
+            f"{share} {random} ± {self.random_spread:.2g}"
         )
 
     @property

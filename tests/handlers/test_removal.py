@@ -9,6 +9,7 @@ from torch import Tensor
 
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.options import parse_options
+from modelyard.handlers.explain.removal import Check
 from tests.handlers.test_explanation import SPEC, artifact, subject
 
 COUNT = 40
@@ -41,6 +42,19 @@ def test_removing_the_top_tenth_is_compared_with_a_random_tenth() -> None:
     assert found.warnings == ()
     assert explain({"check": "true", "n_steps": "3"}).check == found.check
     assert explain({"check": "true", "n_steps": "3", "seed": "1"}).check != found.check
+
+
+@pytest.mark.parametrize(
+    ("top", "random", "said"),
+    [
+        (3.2, 0.4, "lowers the output by 3.2, random 10 % by 0.4 ± 0.1"),
+        (3.2, -0.4, "lowers the output by 3.2, random 10 % raises the output by 0.4 ± 0.1"),
+        (-0.2, -0.4, "raises the output by 0.2, random 10 % by 0.4 ± 0.1"),
+    ],
+)
+def test_a_check_says_in_words_where_the_output_went(top: float, random: float, said: str) -> None:
+    check = Check(4, 40, top, random, 0.1)
+    assert check.summary == f"removing the top 10 % (4 of 40 features) {said}"
 
 
 def test_only_what_differs_from_the_baseline_is_removed() -> None:
