@@ -473,7 +473,7 @@ class Connection(asyncio.Protocol):
         if self.phase == ENDING:
             return  # it is only read so that the client can read its last answer
         waited_s = 0.0
-        if self._was_unread or self.turns.is_behind:
+        if self._was_unread:
             self._was_unread = False
             waited_s = unread_s(self._socket)
         if not self.turns.has_time():
