@@ -90,8 +90,11 @@ def create_server(settings: Settings) -> Server:
 
 
 def answer_budget(settings: Settings, policy: Policy) -> AnswerBudget:
-    """Return the memory for answers; the longest that a worker may send has room in it."""
-    return AnswerBudget(max(settings.response_memory_bytes, frame_bytes(policy.max_answer_bytes)))
+    """Return the memory for answers and bodies; the longest of each has room in it."""
+    return AnswerBudget(
+        max(settings.response_memory_bytes, frame_bytes(policy.max_answer_bytes)),
+        max(settings.request_memory_bytes, settings.max_request_bytes),
+    )
 
 
 def listen(

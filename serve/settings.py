@@ -110,6 +110,8 @@ class Settings(BaseModel):
     """After SIGTERM, for requests that were accepted."""
     max_request_bytes: int = Field(default=6_553_500, ge=1)
     """Size of a request body; a larger one is answered 413."""
+    request_memory_bytes: int = Field(default=1 << 30, ge=1)
+    """Of all bodies that the server process holds; one that adds to it is answered 503."""
     max_response_bytes: int = Field(default=128 << 20, ge=1)
     """Size of an answer, or of a chunk of it; a larger one is answered 500."""
     response_memory_bytes: int = Field(default=256 << 20, ge=1)

@@ -1,4 +1,4 @@
-"""How much memory the server process gives to answers, and who waits for a part of it."""
+"""How much memory the server process gives to answers and bodies, and who waits for it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from collections import deque
 from collections.abc import Callable
 
 DEFAULT_BYTES = 256 << 20
-"""As the settings have it."""
+DEFAULT_BODY_BYTES = 1 << 30
+"""As the settings have them."""
 
 
 class AnswerBudget:
@@ -18,12 +19,18 @@ class AnswerBudget:
     connection holds what the client has not taken. So clients that take their answers slowly slow
     workers down, and cost no memory beyond the limit.
 
+    Bodies of requests are counted beside them: what has come of one cannot be sent back, so who
+    adds to them beyond the limit is refused.
+
     Args:
         limit: of all bytes held.
+        body_limit: of all bodies.
     """
 
-    def __init__(self, limit: int = DEFAULT_BYTES) -> None:
+    def __init__(self, limit: int = DEFAULT_BYTES, body_limit: int = DEFAULT_BODY_BYTES) -> None:
         self.limit = limit
+        self.body_limit = body_limit
+        self.bodies = 0
         self.held = 0
         self._waiting: deque[tuple[int, Callable[[], None]]] = deque()
 

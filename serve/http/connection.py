@@ -30,6 +30,7 @@ from modelyard.serve.errors import (
     RequestTooSlow,
     ServeError,
     TargetTooLong,
+    Unavailable,
 )
 from modelyard.serve.http.site import SiteCheck
 from modelyard.serve.http.turns import Turns
@@ -45,7 +46,7 @@ else:
 logger = logging.getLogger(__name__)
 
 UNCOUNTED_BYTES = 1 << 14
-"""Of an answer that a client has not taken; what is more counts against the budget of answers."""
+"""Of an answer that a client has not taken, and of a body; more counts against the budget."""
 JOIN_BYTES = 1 << 16
 """Bodies below this are copied behind their head: uvloop's write of one buffer is the fast one."""
 SLICE_BYTES = 8192
@@ -168,6 +169,8 @@ class RequestResponseCycle:
     _then: Callable[[Sequence[Buffer]], None] | None = None
     """What gets the body."""
     _is_answer_chunked: bool | None = None
+    _counted = 0
+    """Bytes of the body that the budget knows of."""
     _missing = 0
     """Bytes of the answer that its Content-Length still promises."""
 
@@ -216,6 +219,7 @@ class RequestResponseCycle:
 
         Raises:
             BodyTooLarge: it crosses the limit.
+            Unavailable: all bodies together cross theirs.
         """
         self.received += len(body)
         if self.is_complete or self.has_left:
@@ -223,6 +227,20 @@ class RequestResponseCycle:
         if self.received > self.connection.limits.body_bytes:
             raise BodyTooLarge(self.connection.limits.body_bytes)
         self.parts.append(body)
+        if self.received > UNCOUNTED_BYTES:
+            self._count_body(self.received)
+
+    def _count_body(self, size: int) -> None:
+        """Count this much of the body among those that the server holds."""
+        budget = self.connection.budget
+        budget.bodies += size - self._counted
+        self._counted = size
+        if size and budget.bodies > budget.body_limit:
+            raise Unavailable(
+                f"the bodies of requests take {budget.bodies} bytes; {budget.body_limit} are "
+                "allowed (request_memory_bytes)",
+                retry_after_s=1,
+            )
 
     def is_left(self) -> bool:
         """Return whether nobody waits for the answer any more."""
@@ -232,6 +250,8 @@ class RequestResponseCycle:
         """Note that nobody waits for the answer any more."""
         self.has_left = True
         self._then = None
+        if self._counted:
+            self._count_body(0)
 
     # -- the answer ------------------------------------------------------------------------------
 
@@ -357,6 +377,8 @@ class RequestResponseCycle:
 
     def _complete(self) -> None:
         self.is_complete = True
+        if self._counted:
+            self._count_body(0)
         self.connection.answered(self)
 
     def log(self, status: int) -> None:
@@ -509,7 +531,10 @@ class Connection(asyncio.Protocol):
                 missing = reading.length - reading.received if reading is not None else 0
                 if reading is not None and missing > 0:
                     size = min(len(rest), missing)
-                    self._put(reading, rest[:size])
+                    try:
+                        self._put(reading, rest[:size])
+                    except ServeError as error:
+                        self.refuse(error)
                 else:
                     size = SLICE_BYTES
                     self._feed(rest[:size])

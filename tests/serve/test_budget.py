@@ -18,10 +18,13 @@ from tests.serve.live import LiveServer, build_archive, poll, running
 
 MB = 1 << 20
 ANSWER, ALL = 16 * MB, 40 * MB
+BODY, BODIES = 4 * MB, 8 * MB
 LOG, LINE = 100_000, 1000
 CONFIG = f"""\
 max_response_bytes: {ANSWER}
 response_memory_bytes: {ALL}
+max_request_bytes: {BODY}
+request_memory_bytes: {BODIES}
 log_bytes: {LOG}
 log_keep: 2
 """
@@ -154,6 +157,29 @@ def test_what_clients_left_unread_is_given_back(server: LiveServer) -> None:
     with ThreadPoolExecutor(4) as threads:
         answers = threads.map(lambda _: server.predict("greedy", f"give {ANSWER}"), range(4))
         assert [len(answer.content) for answer in answers] == [ANSWER] * 4
+
+
+# -- bodies --------------------------------------------------------------------------------------
+
+
+def test_bodies_that_do_not_end_cost_what_the_budget_says(server: LiveServer) -> None:
+    head = (
+        b"POST /predictions/echo HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n" % BODY
+    )
+    open_ended = [socket.create_connection(server.address, 20) for _ in range(3)]
+    try:
+        for client in open_ended:
+            client.sendall(head + bytes(BODY - MB))
+        answer = open_ended[-1].recv(1000)  # 9 MB of 8 have come
+        assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer
+        assert b"request_memory_bytes" in answer
+        assert server.predict("echo", b"small").status_code == 200
+    finally:
+        for client in open_ended:
+            client.close()
+    long = b"x" * BODY
+    poll(lambda: server.predict("echo", long).status_code == 200, "they are given back")
+    assert server.predict("echo", long).status_code == 200
 
 
 # -- frames --------------------------------------------------------------------------------------
