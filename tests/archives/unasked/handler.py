@@ -2,10 +2,11 @@
 
 import os
 import time
-from pathlib import Path
 
 
 class Unasked:
+    ended = "nothing"
+
     def initialize(self, context):
         pass
 
@@ -13,22 +14,20 @@ class Unasked:
         return ["predicted"] * len(data)
 
     def explain(self, data, context):
-        return ["explained"] * len(data)
+        return [f"explained after {self.ended}"] * len(data)
 
     def shares(self, data, context):
-        body = data[0]["body"]
-        if body == {"do": "die"}:
+        what = data[0]["body"].get("do")
+        if what == "die":
             os._exit(3)
-        if isinstance(body, dict) and "note" in body:
-            note = Path(body["note"])
-            note.write_text("started")
+        if what == "wait":
             try:
                 while True:
                     context.check_cancelled()
                     time.sleep(0.01)
             except BaseException as error:
-                note.write_text(type(error).__name__)
+                self.ended = type(error).__name__
                 raise
-        return [{"left": 0.5, "right": 0.5, "more": 1}] if body == {"do": "lie"} else [
-            {"left": 0.25, "right": 0.75}
-        ]
+        if what == "lie":
+            return [{"left": 0.5, "right": 0.5, "more": 1}]
+        return [{"left": 0.25, "right": 0.75}]
