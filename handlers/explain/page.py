@@ -60,7 +60,7 @@ figcaption { color: var(--soft); font-size: .85rem; margin-top: .3rem }
 .wipe { display: flex; gap: .6rem; align-items: center; font-size: .85rem; color: var(--soft);
   margin-top: .4rem }
 .wipe input { flex: 1; min-width: 4rem; accent-color: rgb(var(--blue)); height: 1.6rem }
-.row { display: grid; grid-template-columns: minmax(7rem, 14rem) 1fr 5.2rem; gap: .8rem;
+.row { display: grid; grid-template-columns: minmax(7rem, 14rem) 1fr 6rem; gap: .8rem;
   align-items: center; padding: .16rem 0 }
 .row svg { width: 100%; height: 1.05rem; display: block }
 .row .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
@@ -91,7 +91,7 @@ th, td { text-align: left; padding: .22rem .8rem .22rem 0; vertical-align: top;
 th { color: var(--soft); width: 12rem }
 @media (max-width: 40rem) {
   body { padding: 1rem .9rem 2rem }
-  .row { grid-template-columns: 1fr 5.2rem; gap: .1rem .6rem; padding: .3rem 0 }
+  .row { grid-template-columns: 1fr 6rem; gap: .1rem .6rem; padding: .3rem 0 }
   .row svg { grid-column: 1 / 3; grid-row: 2; height: .8rem }
   th { width: 8rem } }
 """

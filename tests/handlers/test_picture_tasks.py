@@ -435,6 +435,12 @@ def test_a_text_is_explained_by_the_picture(folders: dict[str, Path]) -> None:
     assert alone["probability"] == alone["f_input"]
     assert alone["probability"] == pytest.approx(answer["a circle"], abs=1e-6)
     assert explain(handler, body, n_steps="2", format="png").startswith(b"\x89PNG")
+    assert "50 × 40 pixels" in explain(handler, body, n_steps="2", format="html").decode()
+    # Each of a batch is of its own picture.
+    handler.context.reset(["a", "b"], queries=[{"n_steps": "2"}] * 2)
+    rows = [{"body": body}, {"body": clip_body(png(noise(20, 30)), *pictures.TEXTS)}]
+    sizes = [each["picture"] for each in handler.explain(rows, handler.context)]
+    assert [(size["width"], size["height"]) for size in sizes] == [(50, 40), (20, 30)]
 
 
 @pytest.mark.parametrize(
