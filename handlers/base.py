@@ -459,7 +459,7 @@ class BaseHandler:
         drawn = []
         for each in explanations:
             found, answer = self.bars(index, inputs, each), self.fields_of(index, each)
-            texts = present.texts(each, answer, present.of_bars(found, self.thing))
+            texts = present.texts(each, answer, present.of_bars(found, self.thing, each.sides))
             drawn.append(bars.render(found, answer, texts, each.strength))
         return draw.stack(drawn)
 
@@ -469,7 +469,9 @@ class BaseHandler:
         for each in explanations:
             found, answer = self.bars(index, inputs, each), self.fields_of(index, each)
             figure = bars.figure(found, answer, each.strength)
-            parts.append(present.part(each, answer, figure, present.of_bars(found, self.thing)))
+            parts.append(
+                present.part(each, answer, figure, present.of_bars(found, self.thing, each.sides))
+            )
         return page.render(parts)
 
     def overlay(self, index: int, inputs: Tensors, explanation: Explanation) -> bytes:

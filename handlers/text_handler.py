@@ -203,7 +203,7 @@ class TextHandler(Classifier):
             figure = token_page.figure(text, found, each.strength)
             if strongest:
                 figure += f"<h3>Strongest words</h3>{bars.figure(strongest, None, each.strength)}"
-            drawn = present.of_bars([word.as_bar for word in found], "word")
+            drawn = present.of_bars([word.as_bar for word in found], "word", each.sides)
             parts.append(present.part(each, answer, figure, drawn))
         return page.render(parts)
 

@@ -188,6 +188,7 @@ class VisionHandler(BaseHandler):
             None if errors is None else plane(errors[0]),
             present.has_signs(explanation),
             explanation.strength,
+            explanation.sides,
         )
 
     def name_parts(self, index: int, explanation: Explanation) -> Mapping[str, float]:

@@ -137,8 +137,14 @@ class Attribution:
     """(M, *S) per input: how far off each value may be; None where a method does not know."""
     rounding: Tensor | None = None
     """(M,) float64: what the sum may be off by for rounding alone; None counts as 0."""
-    total: Tensor | None = None
-    """(M,) float64: the sum, where it is not that of all values."""
+    sides: Tensor | None = None
+    """(M, 2) float64: what speaks for the target and what speaks against it, each added up, where
+    these are not the sums of the values."""
+
+    @property
+    def total(self) -> Tensor | None:
+        """(M,) float64: the sum, where it is not that of all values."""
+        return None if self.sides is None else self.sides.sum(1)
 
     @cached_property
     def error(self) -> Tensor | None:
@@ -161,7 +167,7 @@ class Attribution:
             self.n_steps[row],
             None if self.errors is None else tuple(each[row] for each in self.errors),
             None if self.rounding is None else self.rounding[row],
-            None if self.total is None else self.total[row],
+            None if self.sides is None else self.sides[row],
         )
 
 

@@ -73,6 +73,9 @@ class Heat:
     has_signs: bool = True
     strength: float = 1.0
     """Share of full colour that the largest gets."""
+    sides: tuple[float, float] | None = None
+    """What speaks for the target and against it, each added up, where each value of a window has
+    what belongs to all of it; None where the values say it."""
 
     @cached_property
     def limit(self) -> float:
@@ -102,6 +105,8 @@ class Heat:
     @property
     def sums(self) -> tuple[float, float]:
         """What speaks for the target and what speaks against it, each added up."""
+        if self.sides is not None:
+            return self.sides
         values = self.values.astype(np.float64)
         return float(values.clip(0).sum()), float(values.clip(None, 0).sum())
 

@@ -88,6 +88,8 @@ class Explanation:
     """What a prediction says of the baseline."""
     baseline_probability: float | None = None
     quality: Quality | None = None
+    sides: tuple[float, float] | None = None
+    """What speaks for the target and against it, each added up; None where the values say it."""
     curves: Curves | None = None
     """Where `quality` is asked for."""
     check: Check | None = None
@@ -532,6 +534,7 @@ def _numbers(
         if options.quality
         else None,
         "warnings": warnings,
+        "sides": None if found.sides is None else tuple(found.sides[0].tolist()),
     }
 
 

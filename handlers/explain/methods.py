@@ -379,7 +379,7 @@ def _falls(
 ) -> Attribution:
     """Return how far the output falls without each value: the mean over the windows that hold it.
 
-    A window that is as in the baseline changes nothing, and is not asked about. The total counts
+    A window that is as in the baseline changes nothing, and is not asked about. The sides count
     each window once, shared among its values: where windows overlap, as often as they do. What a
     group has is shared evenly among its values.
     """
@@ -408,10 +408,11 @@ def _falls(
     for which, place in windows:
         holding[which][place] += 1
     sums = [torch.zeros(each.shape, dtype=torch.float64, device=device) for each in request.inputs]
-    totals, steps = [0.0] * len(request), [0] * len(request)
+    sides = [[0.0, 0.0] for _ in range(len(request))]
+    steps = [0] * len(request)
     for (row, (which, place)), fall in zip(asked, falls, strict=True):
         sums[which][row][place] += fall
-        totals[row] += fall * float((1 / holding[which][place]).mean())
+        sides[row][fall < 0] += fall * float((1 / holding[which][place]).mean())
         steps[row] += 1
     return Attribution(
         tuple(
@@ -421,7 +422,7 @@ def _falls(
             )
         ),
         torch.tensor(steps, device=device),
-        total=torch.tensor(totals, dtype=torch.float64, device=device),
+        sides=torch.tensor(sides, dtype=torch.float64, device=device),
     )
 
 

@@ -30,11 +30,11 @@ def of_heat(heat: Heat) -> Drawn:
     return Drawn(heat.sums, heat.unsure, "pixel")
 
 
-def of_bars(found: Sequence[Bar], thing: str) -> Drawn:
-    """Return what bars show."""
+def of_bars(found: Sequence[Bar], thing: str, sides: tuple[float, float] | None = None) -> Drawn:
+    """Return what bars show; `sides` as in `Explanation`."""
     sizes = sum(abs(bar.value) for bar in found)
     unsure = sum(abs(bar.value) for bar in found if bar.is_unsure)
-    return Drawn(sums_of(found), unsure / sizes if sizes else 0.0, thing)
+    return Drawn(sides or sums_of(found), unsure / sizes if sizes else 0.0, thing)
 
 
 def account(explanation: Explanation, answer: Mapping[str, Any], drawn: Drawn) -> str:

@@ -11,7 +11,10 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
+from modelyard.archiver import explain_words as words
 from modelyard.handlers import BadInput, Context, LoadError, VisionHandler
+from modelyard.handlers.explain.explanation import explain_batch
+from modelyard.handlers.explain.options import parse_options
 from modelyard.handlers.pictures import (
     MAX_PIXELS,
     TORCHSERVE_SETTINGS,
@@ -378,6 +381,14 @@ def test_a_window_counts_once_whatever_its_channels(
     assert answer["sum_attributions"] == pytest.approx(answer["f_input"], abs=1e-5)
     if method == "kernel_shap":
         assert answer["relative_delta"] < 1e-5
+    tensor = handler.preprocess([{"body": body}])
+    assert isinstance(tensor, Tensor)
+    ((drawn,),) = explain_batch(handler.explained_model(), (tensor,), [parse_options(query)])
+    heat = handler._heat(tensor[0], drawn)
+    assert heat is not None
+    assert heat.sums == pytest.approx((falls.sum(), 0.0), abs=1e-5)
+    largest = falls.max() / falls.sum() / values
+    assert heat.bar_labels[0] == f"+{words.percent(largest)} of all"
 
 
 def test_each_channel_has_the_fall_of_its_window(
