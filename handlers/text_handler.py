@@ -210,7 +210,7 @@ class TextHandler(Classifier):
     def groups(self, index: int, sizes: torch.Size) -> Tensor | None:
         """Return the word that each token is of, for ids (L,) and embeddings (L, E)."""
         encoding = self.encodings[index]
-        if len(encoding) > sizes[0]:
+        if not sizes or len(encoding) > sizes[0]:
             return None
         words = list(zip(encoding.sequence_ids, encoding.word_ids, strict=True))
         # A tokenizer that does not part words first takes a whole text for one.

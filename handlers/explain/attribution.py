@@ -53,10 +53,12 @@ class ForwardFunction:
         output = outputs_of(self.model(*points, *(tensor[rows] for tensor in self.fixed)))
         if self.function is not None:
             output = self.function(output)
-        count = len(rows)
-        picked = output.flatten(1).gather(1, self.targets[rows].view(count, -1))
+        # A target alone may have a million places, which are not copied for each point.
+        which = rows[:1] if len(self.targets) == 1 else rows
+        places = self.targets[which].view(len(which), -1)
+        picked = output.flatten(1).gather(1, places.expand(len(rows), -1))
         if self.weights is not None:
-            picked = picked * self.weights[rows].view(count, -1).to(picked)
+            picked = picked * self.weights[which].view(places.shape).to(picked)
         return picked.sum(1)
 
 
