@@ -51,6 +51,7 @@ from modelyard.handlers.explain.options import (
 from modelyard.handlers.explain.region import Region
 from modelyard.handlers.explain.shares import options_of_shares, shares_of
 from modelyard.handlers.folder import load_label_mapping, read_config, read_reference
+from modelyard.handlers.infer import run_tensors
 from modelyard.handlers.limits import refused_values
 from modelyard.handlers.packed import open_packed
 from modelyard.handlers.rows import (
@@ -63,6 +64,7 @@ from modelyard.handlers.rows import (
     whole,
     wrong_kind,
 )
+from modelyard.handlers.tensors import TensorRequest
 
 _log = logging.getLogger(__name__)
 
@@ -176,6 +178,19 @@ class BaseHandler:
         """Answer a batch of predictions: one dict per request in, one answer per request out."""
         self.context = context
         return self.postprocess(self.inference(self.preprocess(data)))
+
+    def infer(self, requests: Sequence[TensorRequest]) -> Sequence[Mapping[str, Any]]:
+        """Answer requests of tensors by name, of the Open Inference Protocol: arrays by name.
+
+        Raises:
+            BadInput: other names, datatypes, shapes or values than the signature states.
+        """
+        return run_tensors(self, requests)
+
+    @property
+    def has_rows(self) -> bool:
+        """Whether requests can share a call: inputs and outputs are made of rows."""
+        return not self.is_whole and not any(self._whole_outputs)
 
     def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
         """Turn request bodies into what the model takes: JSON numbers into its dtype and shape.
