@@ -20,6 +20,7 @@ from modelyard.serve.control.state import make_keys
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.worker import frame_bytes
+from modelyard.serve.grpc import OPEN_METHODS, LazyServices, services
 from modelyard.serve.http.application import Answers, Application, ServerState
 from modelyard.serve.http.auth import TokenCheck
 from modelyard.serve.http.connection import Accepts, Access, Limits
@@ -77,8 +78,12 @@ def create_server(settings: Settings) -> Server:
     )
     scraper = Routes("Modelyard metrics", "Prometheus metrics.", answers, metrics_routes(metrics))
     calls = Calls(registry, metrics, state, answers)
+    token = TokenCheck(client_key, (*OPEN_PATHS, *OPEN_METHODS))
+    streams = LazyServices(
+        lambda: services(calls, registry, state, token, settings.max_request_bytes)
+    )
     apis = (
-        Application(TokenCheck(client_key, OPEN_PATHS), answers, clients, calls),
+        Application(token, answers, clients, calls, streams),
         Application(TokenCheck(operator_key), answers, operators),
         Application(TokenCheck(client_key), answers, scraper),
     )

@@ -331,4 +331,10 @@ def error_body(error: Exception, request_id: str) -> dict[str, object]:
     code, kind = http_status(error)
     declared = isinstance(error, (ServeError, ArchiveError))
     message = str(error) if declared else f"internal error ({type(error).__name__})"
-    return {"code": code, "type": kind, "message": message, "request_id": request_id}
+    return {
+        "code": code,
+        "type": kind,
+        "message": message,
+        "error": message,  # the name that clients of the Open Inference Protocol know
+        "request_id": request_id,
+    }

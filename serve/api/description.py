@@ -146,15 +146,16 @@ CALLS = [
         "/v2/models/{model}/infer",
         BODY,
         "Infer",
-        "Run the default version, by the path of the Open Inference Protocol.\n\n"
-        "The handler gets the body as it is, and answers in its own form.",
+        "Run the default version on tensors by name, as the Open Inference Protocol has them.\n\n"
+        "The body is JSON with `inputs`, or JSON with the bytes of tensors behind it, whose own\n"
+        "length the header `Inference-Header-Content-Length` says.",
     ),
     (
         "infer_version",
         "/v2/models/{model}/versions/{version}/infer",
         BODY,
         "Infer, version",
-        "Run one version, by the path of the Open Inference Protocol.",
+        "Run one version on tensors by name, as the Open Inference Protocol has them.",
     ),
 ]
 """Name, path, what the body may be, summary, text."""

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from functools import lru_cache
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
 from time import monotonic
 from urllib.parse import parse_qsl
 
@@ -19,6 +19,7 @@ from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, Target
 from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.dataplane.wire import MOST_ROWS, Buffer
 from modelyard.serve.errors import (
     BadRequest,
     DeadlinePassed,
@@ -48,9 +49,9 @@ def find_target(cycle: RequestResponseCycle) -> Target | None:
     if first == "v2":
         match rest:
             case ["models", model, "infer"] if model:
-                return Target(PREDICT, [model], wire.KSERVE)
+                return Target(PREDICT, [model], wire.KSERVE | wire.TENSORS)
             case ["models", model, "versions", version, "infer"] if model and version:
-                return Target(PREDICT, [model, version], wire.KSERVE)
+                return Target(PREDICT, [model, version], wire.KSERVE | wire.TENSORS)
     return None
 
 
@@ -95,14 +96,13 @@ class Calls:
             ModelNotFound, VersionNotFound, Unavailable: there is no such model, or not yet.
         """
         kind, path, flags = target
-        model = self._find(target)
-        if self.observer is not None:
-            self.observer.accepted(model.name, target.version)
+        model = self.find(target)
         reply = DirectReply(self, cycle, id, model, target)
         try:
             if kind == EXPLAIN and cycle.query and model.takes_our_options:
                 check_options(cycle.query)
-            if cycle.coding and not self._takes_codings and cycle.coding.lower() != b"identity":
+            takes_codings = self._takes_codings or flags & wire.TENSORS  # which the worker reads
+            if cycle.coding and not takes_codings and cycle.coding.lower() != b"identity":
                 raise UnknownCoding(cycle.coding)
             timeout_s = read_timeout(cycle.headers)
             must_fit = model.config.refuses_late or timeout_s < math.inf
@@ -125,42 +125,55 @@ class Calls:
             must_fit,
         )
         is_checked = kind == PREDICT and cycle.is_received
-        cycle.read_body(call.put if is_checked else call.submit)
+        put = call.put if is_checked else call.submit
+        if flags & wire.TENSORS:
+            put = partial(put_tensors, call)
+        cycle.read_body(put)
 
     def count_unrouted(self, status: int) -> None:
         """Count the answer to a request that has become no call."""
         self._unrouted.labels(str(status)).inc()
 
-    def _find(self, target: Target) -> ModelVersion:
+    def find(self, target: Target) -> ModelVersion:
+        """Return the model version that a request asks for, and take note of the request.
+
+        Raises:
+            ModelNotFound, VersionNotFound, Unavailable: there is no such model, or not yet.
+        """
         try:
-            return self._models.get(target.path[0], target.version)
+            model = self._models.get(target.path[0], target.version)
         except ModelNotFound as error:
             if self._state.is_starting:
                 raise Unavailable(f"the server is starting; {error} yet") from error
             raise
+        if self.observer is not None:
+            self.observer.accepted(model.name, target.version)
+        return model
 
 
-class DirectReply:
-    """Sends the reply to a call on as soon as it is there: a sink without a task."""
+class CallReply:
+    """Takes the reply to a call, counts it, and sends it on at once: a sink without a task.
 
-    __slots__ = ("_calls", "_cycle", "_id", "_model", "_target", "call")
+    What sends it is of the protocol: `answer` and `refuse`.
+    """
+
+    __slots__ = ("_calls", "_model", "_target", "call")
     call: Call | None
     """Given up with the reply: the two hold each other, and what is left to the collector stops
     this process for it."""
 
-    def __init__(
-        self,
-        calls: Calls,
-        cycle: RequestResponseCycle,
-        id: str,
-        model: ModelVersion,
-        target: Target,
-    ) -> None:
+    def __init__(self, calls: Calls, model: ModelVersion, target: Target) -> None:
         self._calls = calls
-        self._cycle = cycle
-        self._id = id
         self._model = model
         self._target = target
+
+    def answer(self, reply: Reply) -> None:
+        """Send a worker's reply."""
+        raise NotImplementedError
+
+    def refuse(self, error: Exception) -> None:
+        """Send an error."""
+        raise NotImplementedError
 
     def done(self) -> bool:
         """Return whether it has its reply, or nobody waits for it any more."""
@@ -179,8 +192,7 @@ class DirectReply:
         if calls.observer is not None:
             waited_s = call.taken_at - call.queued_at
             calls.observer.inferred(model.name, self._target.version, waited_s, took_s)
-        headers = unpack_headers(reply.headers)
-        calls.answers.send(self._cycle, self._id, reply.status, headers, reply.body)
+        self.answer(reply)
 
     def set_exception(self, error: Exception, /) -> None:
         """Count an error and send it."""
@@ -190,12 +202,7 @@ class DirectReply:
         """Count an error, after this time, and send it."""
         kind, path, _ = self._target
         self._model.metrics.kinds[kind].answered(http_status(error)[0], took_s)
-        error = self._calls.rephrase(error, path)
-        self._cycle.is_refused = isinstance(error, Unavailable | DeadlinePassed)
-        if isinstance(error, Unavailable):
-            self._calls.answers.send_refusal(self._cycle, self._id, error)
-            return
-        self._calls.answers.send(self._cycle, self._id, *self._calls.answers.error(error, self._id))
+        self.refuse(self._calls.rephrase(error, path))
 
     def _take(self) -> Call:
         call, self.call = self.call, None
@@ -203,11 +210,67 @@ class DirectReply:
         return call
 
 
+class DirectReply(CallReply):
+    """Sends the reply to a call on as soon as it is there, by HTTP."""
+
+    __slots__ = ("_cycle", "_id")
+
+    def __init__(
+        self,
+        calls: Calls,
+        cycle: RequestResponseCycle,
+        id: str,
+        model: ModelVersion,
+        target: Target,
+    ) -> None:
+        super().__init__(calls, model, target)
+        self._cycle = cycle
+        self._id = id
+
+    def answer(self, reply: Reply) -> None:
+        """Send a worker's reply."""
+        headers = unpack_headers(reply.headers)
+        self._calls.answers.send(self._cycle, self._id, reply.status, headers, reply.body)
+
+    def refuse(self, error: Exception) -> None:
+        """Send an error."""
+        self._cycle.is_refused = isinstance(error, Unavailable | DeadlinePassed)
+        answers = self._calls.answers
+        if isinstance(error, Unavailable):
+            answers.send_refusal(self._cycle, self._id, error)
+        else:
+            answers.send(self._cycle, self._id, *answers.error(error, self._id))
+
+
+_ROWS = re.compile(rb'"shape"\s*:\s*\[\s*(\d{1,9})\s*[],]')
+_TIMEOUT = re.compile(rb'"parameters"\s*:\s*\{[^{}]*"timeout"\s*:\s*(\d{1,15})\s*[,}]')
+LOOKED_AT_BYTES = 1 << 16
+"""Of a body, for its rows and its time: the worker reads all of it."""
+
+
+def put_tensors(call: Call, parts: Sequence[Buffer]) -> None:
+    """Queue a call of tensors by name, with the rows and the time that its JSON says.
+
+    Rows that cannot be seen here count as one; what counts is what the worker reads.
+    """
+    head = bytes(parts[0][:LOOKED_AT_BYTES])
+    if (rows := _ROWS.search(head)) is not None:
+        call.rows = max(1, min(int(rows[1]), MOST_ROWS))
+    if b'"timeout"' in head and (timeout := _TIMEOUT.search(head)) and int(timeout[1]):
+        call.timeout_s = min(call.timeout_s, int(timeout[1]) / 1e6)
+        call.must_fit = True
+    call.submit(parts)
+
+
 def pack_head(cycle: RequestResponseCycle, rest: str, id: str) -> bytes:
     """Pack what a worker needs of the request's head; `worker.codec` reads it."""
     # The path is decoded already and may hold a NUL, which separates the fields.
-    fields = (rest.replace("\0", "%00").encode(), cycle.query, id.encode(), *cycle.spelled)
-    return wire.pack_meta(fields)
+    return pack_fields(rest.replace("\0", "%00").encode(), cycle.query, id, cycle.spelled)
+
+
+def pack_fields(rest: bytes, query: bytes, id: str, headers: Sequence[bytes]) -> bytes:
+    """Pack the rest of the path, the query, the request's id, and headers, name after value."""
+    return wire.pack_meta((rest, query, id.encode(), *headers))
 
 
 def check_options(query: bytes) -> None:

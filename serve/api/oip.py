@@ -17,6 +17,9 @@ from modelyard.serve.api.health import why_not_ready
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.http.application import ServerState
 
+EXTENSIONS = ("model_repository", "binary_tensor_data", "parameters", "classification")
+"""What clients test for; Triton's names."""
+
 
 def oip_routes(registry: Registry, state: ServerState) -> APIRouter:
     """Return the routes that describe; those that infer are the inference API's."""
@@ -27,7 +30,11 @@ def oip_routes(registry: Registry, state: ServerState) -> APIRouter:
     @router.get("", summary="Server")
     async def server() -> dict[str, Any]:
         """Name, version and extensions."""
-        return {"name": "modelyard", "version": version("modelyard"), "extensions": []}
+        return {
+            "name": "modelyard",
+            "version": version("modelyard"),
+            "extensions": list(EXTENSIONS),
+        }
 
     @router.get("/health/live", summary="Alive")
     async def live() -> dict[str, bool]:
@@ -39,6 +46,16 @@ def oip_routes(registry: Registry, state: ServerState) -> APIRouter:
         """Predictions can be answered now."""
         reason = why_not_ready(registry, state)
         return JSONResponse({"ready": reason is None}, 200 if reason is None else 503)
+
+    @router.get("/models", summary="Models")
+    async def models() -> dict[str, list[str]]:
+        """The names of all models."""
+        return {"models": list(dict.fromkeys(model.name for model in registry))}
+
+    @router.post("/repository/index", summary="Model versions and their state")
+    async def index() -> list[dict[str, str]]:
+        """Every version, with its state."""
+        return list_repository(registry)
 
     @router.get("/models/{model}", summary="A model's inputs and outputs", responses=of_model)
     async def describe(model: ModelName) -> dict[str, Any]:
@@ -75,6 +92,20 @@ def readiness(model: ModelVersion) -> tuple[dict[str, Any], int]:
     """Return whether a version answers predictions now, and the status that says so."""
     is_ready = model.pool.ready_count > 0
     return {"name": model.name, "ready": is_ready}, 200 if is_ready else 503
+
+
+def list_repository(registry: Registry, only_ready: bool = False) -> list[dict[str, str]]:
+    """Return every model version and its state."""
+    found = []
+    for model in registry:
+        is_ready = model.pool.ready_count > 0
+        reason = "" if is_ready else "no worker is ready"
+        if is_ready or not only_ready:
+            found.append({
+                "name": model.name, "version": model.version,
+                "state": "READY" if is_ready else "UNAVAILABLE", "reason": reason,
+            })  # fmt: skip
+    return found
 
 
 def describe_signature(registry: Registry, model: ModelVersion) -> dict[str, Any]:

@@ -195,16 +195,19 @@ class Batcher:
         return deque(seen[place] for place in places)
 
     def _take_from(self, queue: deque[Call], replica: Replica, count: int) -> list[Call]:
-        """Take the first `count` jobs that somebody still waits for, and that can be answered.
+        """Take the first jobs, of up to `count` rows, that still can and need be answered.
+
+        One of more rows is taken by itself.
 
         An idle replica takes one whatever is expected of it, as in `Engine.expected_s`.
         """
         now = monotonic()
         jobs: list[Call] = []
+        rows = 0
         rest_s = replica.rest_s(now)
         batch_s = self._engine.batch_s(self._kind)
         answered_at = now + rest_s + batch_s if batch_s else now
-        while queue and len(jobs) < count:
+        while queue and (rows + queue[0].rows <= count or (count > 0 and not jobs)):
             job = queue.popleft()
             waited = now - job.queued_at
             if job.sink.done():
@@ -220,6 +223,7 @@ class Batcher:
             job.taken_at = now
             self._metrics.queue_time.observe(waited)
             jobs.append(job)
+            rows += job.rows
         return jobs
 
     def _must_gather(self) -> bool:

@@ -213,6 +213,7 @@ class Call:
         "parts",
         "queued_at",
         "retried",
+        "rows",
         "sink",
         "stream",
         "taken_at",
@@ -246,6 +247,8 @@ class Call:
         self.flags = flags
         self.must_fit = must_fit
         self.retried = False
+        self.rows = 1
+        """Of a batch, that it fills; known when the body is there."""
         self.stream: Stream | None = None
         """Once the first chunk of its answer has come."""
 

@@ -67,7 +67,7 @@ class Drift:
 
     def offer(self, job: Call) -> None:
         """Explain a prediction that was just answered, if it is drawn and a worker has time."""
-        if self._draw() >= self._share or self._is_ended:
+        if self._draw() >= self._share or self._is_ended or job.flags & wire.TENSORS:
             return
         if not self._explainers.slots:
             self._start()

@@ -9,7 +9,8 @@ marks a control item, whose `code` is one of the control codes and whose body is
 list of byte strings joined by NUL, which no HTTP header may contain. All heads come first, so that
 a reader knows the size of a frame before its payloads arrive.
 
-From server to worker a job's `code` is unused and `flags` says what kind of job it is. From worker
+From server to worker a job's `code` is its number of rows, 0 for one, and `flags` says what kind
+of job it is. From worker
 to server `code` is the HTTP status and `meta` the response headers, name after value. A streamed
 answer is several replies to one job, all but the last with MORE; status and headers are those of
 the first. `queue` and `handler` are microseconds: how long the job waited at the worker before its
@@ -43,6 +44,9 @@ MAX_CONTROL = 1 << 20
 MAX_RECORDS = 1000
 """Of what a handler measured, in one METRICS item."""
 
+MOST_ROWS = 0xFFFF
+"""That a job can say; one of more counts as so many."""
+
 # Control codes.
 LOAD = 1
 """Server → worker, first frame: what to load and how."""
@@ -71,6 +75,9 @@ KSERVE = 16
 """From a route of KServe's: the header `url_path` is not made."""
 SHARES = 32
 """Nobody asked: the job is a prediction that was answered, and whose reasons are to be counted."""
+TENSORS = 64
+"""The body holds tensors by name, in the form of the Open Inference Protocol; `code` says how many
+rows, as far as the server can see it, where that is not 1."""
 
 # Flags of a reply.
 MORE = 1

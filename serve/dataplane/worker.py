@@ -450,7 +450,7 @@ class Worker(asyncio.BufferedProtocol):
                 self._chunk(id, job, status, headers, body)
                 continue
             del self.flight[id]
-            self.held[job.kind] -= 1
+            self.held[job.kind] -= job.rows
             if not flags & wire.UNREAD:
                 kind = job.kind
                 count += 1
@@ -578,11 +578,11 @@ class Worker(asyncio.BufferedProtocol):
         for job in jobs:
             self._next_id = self._next_id % 0xFFFFFFFF + 1
             self.flight[self._next_id] = job
-            self.held[job.kind] += 1
+            self.held[job.kind] += job.rows
             flags = job.flags
             flags |= wire.EXPLAIN if job.kind == EXPLAIN else 0
             flags |= wire.ALONE if job.retried else 0
-            frame.add(self._next_id, 0, flags, job.head, job.parts, now_us)
+            frame.add(self._next_id, job.rows, flags, job.head, job.parts, now_us)
         self._transport.writelines(frame.buffers())
 
     def rest_s(self, now: float) -> float:

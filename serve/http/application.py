@@ -15,7 +15,7 @@ import re
 import secrets
 import uuid
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from modelyard.archiver import ArchiveError
 from modelyard.serve.dataplane.call import Stream, Target
@@ -30,6 +30,9 @@ from modelyard.serve.errors import (
     http_status,
 )
 from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle, write_head
+
+if TYPE_CHECKING:
+    from modelyard.serve.http.http2 import AcceptsStreams
 
 logger = logging.getLogger(__name__)
 
@@ -250,11 +253,18 @@ class Application:
         answers: their form.
         route: what answers requests that are not calls.
         calls: what makes calls; None where there are none.
+        streams: what answers clients that speak HTTP/2; None where that is not spoken.
     """
 
     def __init__(
-        self, check: Check, answers: Answers, route: Route, calls: Calls | None = None
+        self,
+        check: Check,
+        answers: Answers,
+        route: Route,
+        calls: Calls | None = None,
+        streams: AcceptsStreams | None = None,
     ) -> None:
+        self.streams = streams
         self._check = check
         self._answers = answers
         self._route = route

@@ -20,7 +20,14 @@ from typing import Any, Protocol
 
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.errors import StartError
-from modelyard.serve.http.connection import HAS_PARSER, Accepts, Access, Connection, Limits
+from modelyard.serve.http.connection import (
+    HAS_PARSER,
+    Accepts,
+    Access,
+    AnyConnection,
+    Connection,
+    Limits,
+)
 from modelyard.serve.http.site import SiteCheck
 from modelyard.serve.http.turns import Turns
 from modelyard.serve.settings import Address
@@ -68,7 +75,7 @@ class Listener:
     busy, new ones wait in the kernel's queue.
 
     Args:
-        app: the application that answers.
+        app: the application that answers; what it has as `streams` answers HTTP/2.
         address: where to listen.
         limits: of its connections.
         tls: certificate and key, for an address that asks for TLS.
@@ -111,7 +118,7 @@ class Listener:
         self._site = site or SiteCheck(self.address)
         self._budget = budget or AnswerBudget()
         self._spares_descriptors = spares_descriptors
-        self._connections: set[Connection] = set()
+        self._connections: set[AnyConnection] = set()
         self._opening: set[asyncio.Task[None]] = set()
         self._room = limits.connections
         """Connections that there may be: fewer than the limit once descriptors run short."""
@@ -223,6 +230,7 @@ class Listener:
             self.turns,
             self._connections,
             self._resume,
+            getattr(self._app, "streams", None),
         )
 
     # -- the end ---------------------------------------------------------------------------------
@@ -250,6 +258,8 @@ class Listener:
                 except OSError:
                     break
             self._close_socket()
+            for connection in tuple(self._connections):
+                connection.announce_end()
         if self._opening:
             await asyncio.wait(self._opening, timeout=QUIET_S)
 

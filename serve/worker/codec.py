@@ -105,17 +105,26 @@ class Request:
                 value = fields[at + 1]
         return value.decode("latin-1")
 
-    def decode(self, body: wire.Payload, read_json: ReadJson | None = parse_strictly) -> None:
+    def decode(
+        self,
+        body: wire.Payload,
+        read_json: ReadJson | None = parse_strictly,
+        holds_tensors: bool = True,
+    ) -> None:
         """Fill `row`.
 
         Args:
             body: as it was sent; the handler gets a bytearray as it is, bytes as a copy.
             read_json: None leaves every value a bytearray, text too.
+            holds_tensors: whether a body of tensors by name is left as it is, for `handlers.infer`.
 
         Raises:
             BadInput: a form that cannot be read, or what `read_json` refuses.
         """
         if self._flags & wire.DESCRIBE:
+            return
+        if holds_tensors and self._flags & wire.TENSORS:
+            self.row["body"] = body
             return
         content_type = self._content_type
         media_type = content_type.partition(";")[0].strip() if content_type else ""
@@ -128,10 +137,10 @@ class Request:
             value = _decode_value(media_type, body, read_json)
             self._add("body", value, media_type)
 
-    def decoded_again(self, read_json: ReadJson | None) -> Request:
+    def decoded_again(self, read_json: ReadJson | None, holds_tensors: bool) -> Request:
         """Return this request as it came, whatever a handler did to its row and headers."""
         request = Request(self._item)
-        request.decode(self._item.body, read_json)
+        request.decode(self._item.body, read_json, holds_tensors)
         return request
 
     def _add(self, name: str, value: Any, media_type: str) -> None:
@@ -393,7 +402,9 @@ def explain_error(error: BaseException) -> Refusal:
 def write_error(refusal: Refusal, request_id: str) -> bytes:
     """Return the JSON of an error."""
     code, kind, message = refusal
-    content = {"code": code, "type": kind, "message": message, "request_id": request_id}
+    content = {
+        "code": code, "type": kind, "message": message, "error": message, "request_id": request_id
+    }  # fmt: skip
     return json.dumps(content).encode()
 
 

@@ -49,6 +49,8 @@ class Service:
     """What says which parts of an input the handler's answer comes from."""
     handler: Any = None
     """The handler, where it inherits from ours."""
+    infer: Entry | None = None
+    """What answers requests of tensors by name; None where an envelope reads their bodies."""
 
     @property
     def is_built_in(self) -> bool:
@@ -102,10 +104,11 @@ def load_service(message: dict[str, Any]) -> Service:
     handler.initialize(context)
     predict, explain = handler.handle, _explain_entry(handler, sealed)
     steps = handler.target if isinstance(handler.target, Steps) else None
+    infer: Entry | None = _tensor_entry(handler)
     if name := message.get("envelope"):
         envelope = shim.find_envelope(name)
         predict, explain = envelope(predict).handle, envelope(explain).handle
-        steps = None  # an envelope stands around whole batches
+        steps = infer = None  # an envelope stands around whole batches, and reads bodies itself
     return Service(
         predict,
         explain,
@@ -117,6 +120,7 @@ def load_service(message: dict[str, Any]) -> Service:
         steps,
         getattr(handler.target, "shares", _refuse_shares) if sealed else _refuse_shares,
         handler.target if _is_ours(handler.target) else None,
+        infer,
     )
 
 
@@ -197,6 +201,20 @@ def _is_ours(target: object) -> bool:
     """Return whether a handler inherits from ours."""
     base = sys.modules.get("modelyard.handlers.base")  # imported by whoever does
     return base is not None and isinstance(target, base.BaseHandler)
+
+
+def _tensor_entry(handler: FoundHandler) -> Entry:
+    """Return what answers requests of tensors by name; most workers never get one."""
+    entries: list[Entry] = []
+
+    def answer(data: list[dict[str, Any]], context: Context) -> Any:
+        if not entries:
+            from modelyard.handlers.infer import tensor_entry
+
+            entries.append(tensor_entry(handler))
+        return entries[0](data, context)
+
+    return answer
 
 
 def _explain_entry(handler: FoundHandler, sealed: bool) -> Entry:

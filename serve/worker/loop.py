@@ -46,7 +46,7 @@ MOST_BUFFERS = 512
 MAX_BODY = 0xFFFFFFFF
 
 _PACKED = {name: wire.pack_meta([b"content-type", name.encode()]) for name in (JSON, TEXT, BYTES)}
-KIND = wire.EXPLAIN | wire.ALONE | wire.DESCRIBE | wire.SHARES
+KIND = wire.EXPLAIN | wire.ALONE | wire.DESCRIBE | wire.SHARES | wire.TENSORS
 """Flags that jobs of one batch share."""
 
 STREAMED = {"ts_stream_next": "true"}
@@ -330,11 +330,12 @@ def take_batch(
 
     Args:
         waiting: what has arrived, at least one.
-        size: the largest batch.
+        size: the largest batch, in rows; an item that has more comes alone.
         call_bytes: of `lengths.CALL_BYTES`, for items of like length; None takes them in order.
     """
     first = waiting.popleft()
     batch = [first]
+    rows = max(1, first.code)
     kind = first.flags & KIND
     if kind & (wire.ALONE | wire.DESCRIBE):
         return batch
@@ -342,9 +343,13 @@ def take_batch(
         waiting.appendleft(first)
         return _take_alike(waiting, size, call_bytes)
     others: list[wire.Item] = []
-    while waiting and len(batch) < size:
+    while waiting and rows < size:
         item = waiting.popleft()
-        (batch if item.flags & KIND == kind else others).append(item)
+        if item.flags & KIND == kind and rows + max(1, item.code) <= size:
+            batch.append(item)
+            rows += max(1, item.code)
+        else:
+            others.append(item)
     waiting.extendleft(reversed(others))
     return batch
 
@@ -381,7 +386,7 @@ def answer_batch(
             answers[item.id] = UNREAD
             continue
         try:
-            request.decode(item.body, service.rules.read_json)
+            request.decode(item.body, service.rules.read_json, service.infer is not None)
         except Exception as error:
             answers[item.id] = service.rules.refuse_undecodable(error, request.request_id)
         else:
@@ -400,7 +405,9 @@ def answer_batch(
 def _choose_entry(service: Service, flags: int) -> Entry:
     if flags & wire.SHARES:
         return service.shares
-    return service.explain if flags & wire.EXPLAIN else service.predict
+    if flags & wire.EXPLAIN:
+        return service.explain
+    return service.infer if flags & wire.TENSORS and service.infer else service.predict
 
 
 def _call(
@@ -453,7 +460,8 @@ def _answer_failure(
         raise error
     if len(requests) > 1 and not rules.fails_together(error):
         # As they came: the handler may have changed its input.
-        fresh = [request.decoded_again(rules.read_json) for request in requests]
+        has_infer = service.infer is not None
+        fresh = [request.decoded_again(rules.read_json, has_infer) for request in requests]
         return [_call(service, entry, [one], sender)[0] for one in fresh]
     log_failure(rules, error, requests[0].request_id)
     return [rules.refuse(error, request.request_id) for request in requests]

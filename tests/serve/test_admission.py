@@ -99,8 +99,7 @@ def test_a_time_that_is_none_is_answered_400(server: LiveServer, path: str, time
     )
 
 
-@pytest.mark.parametrize("route", ["/predictions/narrow", "/v2/models/narrow/infer",
-                                   "/explanations/narrow"])  # fmt: skip
+@pytest.mark.parametrize("route", ["/predictions/narrow", "/explanations/narrow"])
 def test_what_cannot_be_answered_in_its_time_is_refused_at_once(
     server: LiveServer, threads: ThreadPoolExecutor, log: Path, gate: Path, route: str
 ) -> None:

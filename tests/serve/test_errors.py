@@ -79,6 +79,7 @@ def test_the_message_of_a_declared_error_reaches_the_client() -> None:
         "code": 400,
         "type": "InvalidModelException",
         "message": "x.mar is refused",
+        "error": "x.mar is refused",
         "request_id": "id-1",
     }
 

@@ -1,0 +1,394 @@
+"""One gRPC call: a stream of HTTP/2 ↔ messages, a status, a deadline.
+
+https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import struct
+import zlib
+from collections.abc import Callable, Mapping
+from enum import IntEnum
+from time import monotonic
+from urllib.parse import quote
+
+from modelyard.serve.dataplane.wire import Buffer, Payload
+from modelyard.serve.http.application import REQUEST_ID, request_id
+from modelyard.serve.http.connection import Access, Headers
+from modelyard.serve.http.http2 import DATA, HEADERS, Stream, header_block
+
+logger = logging.getLogger(__name__)
+
+PREFIX = struct.Struct(">BI")
+"""Before each message: whether it is compressed, and its length."""
+MESSAGE_BYTES = 1500
+"""Longest text of a status; grpcio refuses trailers of more than 8 KB, each byte may become 3."""
+_TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
+_UNITS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
+_WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
+"""Compressions that are read, by zlib; answers are sent as they are."""
+_ACCEPTED = (b"grpc-accept-encoding", b"identity,deflate,gzip")
+_HEAD = header_block([(b":status", b"200"), (b"content-type", b"application/grpc"), _ACCEPTED])
+_OK = header_block([(b"grpc-status", b"0")])
+_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+
+
+class Status(IntEnum):
+    """https://grpc.io/docs/guides/status-codes/."""
+
+    OK = 0
+    CANCELLED = 1
+    UNKNOWN = 2
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    ALREADY_EXISTS = 6
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    FAILED_PRECONDITION = 9
+    ABORTED = 10
+    OUT_OF_RANGE = 11
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
+
+
+STATUSES: Mapping[int, Status] = {
+    400: Status.INVALID_ARGUMENT,
+    401: Status.UNAUTHENTICATED,
+    403: Status.PERMISSION_DENIED,
+    404: Status.NOT_FOUND,
+    409: Status.ABORTED,
+    413: Status.RESOURCE_EXHAUSTED,
+    416: Status.OUT_OF_RANGE,
+    429: Status.RESOURCE_EXHAUSTED,
+    499: Status.CANCELLED,
+    501: Status.UNIMPLEMENTED,
+    503: Status.UNAVAILABLE,
+    504: Status.DEADLINE_EXCEEDED,
+}
+"""By HTTP status, as TorchServe's gRPC has them."""
+
+
+def status_of(http_status: int) -> Status:
+    """Return what an HTTP status is in gRPC."""
+    known = STATUSES.get(http_status)
+    if known is not None:
+        return known
+    if http_status < 300:
+        return Status.OK
+    return Status.FAILED_PRECONDITION if http_status < 500 else Status.INTERNAL
+
+
+class RpcError(Exception):
+    """A call ends with this status."""
+
+    def __init__(self, status: Status, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Rpc:
+    """One call, as a service sees it.
+
+    Args:
+        stream: which the service's `begin` was called for.
+        most_bytes: longest message.
+        on_end: called with the call when it is over, once.
+
+    Attributes:
+        method: full name, `/package.Service/Method`.
+        id: of the request, the client's own where it has one.
+        timeout_s: how long the client waits; infinite where it does not say.
+        has_left: nobody waits for the answer any more.
+        on_message: called with each message.
+        on_whole: called when there are no more.
+        on_left: called when the client gives up.
+    """
+
+    __slots__ = (
+        "_encoding",
+        "_is_started",
+        "_most_bytes",
+        "_on_end",
+        "_parts",
+        "_size",
+        "_wanted",
+        "began",
+        "has_left",
+        "id",
+        "is_over",
+        "method",
+        "on_left",
+        "on_message",
+        "on_whole",
+        "status",
+        "stream",
+        "timeout_s",
+    )
+
+    def __init__(
+        self, stream: Stream, fields: Mapping[bytes, bytes], most_bytes: int,
+        on_end: Callable[[Rpc], None],
+    ) -> None:  # fmt: skip
+        self.stream = stream
+        self.method = fields[b":path"].decode("latin-1")
+        self.id = request_id(stream.headers, REQUEST_ID)
+        self.began = monotonic()
+        self.has_left = self.is_over = self._is_started = False
+        self.status = Status.UNKNOWN
+        self.timeout_s = math.inf
+        self.on_message: Callable[[Buffer], None] | None = None
+        self.on_whole: Callable[[], None] | None = None
+        self.on_left: Callable[[], None] | None = None
+        self._encoding = fields.get(b"grpc-encoding", b"identity")
+        self._most_bytes = most_bytes
+        self._on_end = on_end
+        self._parts: list[Buffer] = []
+        self._size = 0
+        self._wanted = PREFIX.size
+        stream.take, stream.finished, stream.gone = self._take, self._finished, self._gone
+
+    @property
+    def metadata(self) -> Headers:
+        """What the client sent with the call, pseudo-headers included."""
+        return self.stream.headers
+
+    def is_left(self) -> bool:
+        """Return whether nobody waits for the answer any more."""
+        return self.has_left
+
+    # -- messages in -----------------------------------------------------------------------------
+
+    def unary(self, then: Callable[[Buffer], None]) -> None:
+        """Call `then` with the one message, when the client has sent it and ended."""
+        messages: list[Buffer] = []
+
+        def finished() -> None:
+            if len(messages) == 1:
+                self.guard(lambda: then(messages[0]))
+            else:
+                self.fail(Status.UNIMPLEMENTED, f"{len(messages)} messages; expected one")
+
+        def take(message: Buffer) -> None:
+            messages.append(message)
+            if len(messages) > 1:
+                finished()
+
+        self.on_message, self.on_whole = take, finished
+
+    def _take(self, piece: Buffer) -> None:
+        self._parts.append(piece)
+        self._size += len(piece)
+        while self._size >= self._wanted and not self.is_over:
+            if len(self._parts) > 1:
+                self._parts = [memoryview(b"".join(self._parts))]
+            data = memoryview(self._parts[0])
+            is_compressed, length = PREFIX.unpack_from(data)
+            if length > self._most_bytes:
+                self.fail(
+                    Status.RESOURCE_EXHAUSTED,
+                    f"a message of {length} bytes; at most {self._most_bytes} are taken",
+                )
+                return
+            self._wanted = PREFIX.size + length
+            if self._size < self._wanted:
+                return
+            message: Buffer = data[PREFIX.size : self._wanted]
+            self._size -= self._wanted
+            self._parts = [data[self._wanted :]] if self._size else []
+            self._wanted = PREFIX.size
+            try:
+                if is_compressed:
+                    message = self._decompress(message)
+            except RpcError as error:
+                self.fail(error.status, str(error))
+                return
+            if self.on_message is not None:
+                self.on_message(message)
+
+    def _decompress(self, message: Buffer) -> bytes:
+        bits = _WINDOW_BITS.get(self._encoding)
+        if bits is None:
+            encoding = self._encoding.decode("latin-1")
+            is_known = encoding == "identity"
+            raise RpcError(
+                Status.INTERNAL if is_known else Status.UNIMPLEMENTED,
+                f"a compressed message under grpc-encoding {encoding}; expected gzip or deflate",
+            )
+        reader = zlib.decompressobj(bits)
+        try:
+            data = reader.decompress(message, self._most_bytes + 1)
+        except zlib.error as error:
+            raise RpcError(Status.INTERNAL, f"a message cannot be decompressed: {error}") from error
+        if len(data) > self._most_bytes:
+            raise RpcError(
+                Status.RESOURCE_EXHAUSTED,
+                f"a message of more than {self._most_bytes} bytes, decompressed",
+            )
+        if not reader.eof:
+            raise RpcError(Status.INTERNAL, "a compressed message ends too early")
+        return data
+
+    def _finished(self) -> None:
+        if self.is_over:
+            return
+        if self._size:
+            self.fail(Status.INTERNAL, "the call ends within a message")
+        elif self.on_whole is not None:
+            self.on_whole()
+
+    def _gone(self) -> None:
+        self.has_left = True
+        self._end(Status.CANCELLED)
+        if self.on_left is not None:
+            self.on_left()
+
+    # -- answers ---------------------------------------------------------------------------------
+
+    def guard(self, run: Callable[[], None]) -> None:
+        """Run something, and end the call with the error that it raises."""
+        try:
+            run()
+        except RpcError as error:
+            self.fail(error.status, str(error))
+        except Exception:
+            logger.exception("%s failed", self.method)
+            self.fail(Status.INTERNAL, "the server failed; its log says why")
+
+    def send(self, *message: Payload | memoryview) -> None:
+        """Send one message, given in parts."""
+        if self.is_over:
+            return
+        if not self._is_started:
+            self._is_started = True
+            self.stream.send(HEADERS, _HEAD)
+        prefix = PREFIX.pack(0, sum(map(len, message)))
+        if sum(map(len, message)) < 1 << 14:
+            self.stream.send(DATA, b"".join((prefix, *message)))
+            return
+        self.stream.send(DATA, prefix)
+        for part in message:
+            self.stream.send(DATA, part)
+
+    def reply(self, *message: Payload | memoryview) -> None:
+        """Send the one answer, and the end."""
+        self.send(*message)
+        self.finish()
+
+    def finish(self) -> None:
+        """End the call well."""
+        if not self.is_over:
+            if not self._is_started:
+                self.stream.send(HEADERS, _HEAD)
+            self.stream.send(HEADERS, _OK, ends=True)
+            self._end(Status.OK)
+
+    def fail(self, status: Status, message: str = "") -> None:
+        """End the call with an error."""
+        if self.is_over:
+            return
+        text = message.encode()[:MESSAGE_BYTES].decode(errors="ignore")
+        trailers = [(b"grpc-status", b"%d" % status)]
+        if text:
+            trailers.append((b"grpc-message", quote(text, safe=_PRINTABLE).encode()))
+        block = header_block(trailers)
+        self.stream.send(HEADERS, block if self._is_started else _HEAD + block, ends=True)
+        self._end(status)
+
+    async def drain(self) -> None:
+        """Wait until the client has taken most of what was sent."""
+        await self.stream.drain()
+
+    def _end(self, status: Status) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self.status = status
+            self._parts.clear()
+            self.stream.take = _ignore
+            self._on_end(self)
+
+
+def _ignore(piece: Buffer) -> None:
+    pass
+
+
+def read_timeout(value: bytes) -> float:
+    """Return the seconds that a value of grpc-timeout says.
+
+    Raises:
+        RpcError: it is not one.
+    """
+    match = _TIMEOUT.fullmatch(value)
+    if match is None:
+        seen = value[:40].decode("ascii", "backslashreplace")
+        raise RpcError(Status.INVALID_ARGUMENT, f'grpc-timeout is "{seen}"; expected as in 150m')
+    return int(match[1]) * _UNITS[match[2]]
+
+
+Method = Callable[[Rpc], None]
+"""Begins to answer a call, whose messages are still to come; it may raise an RpcError."""
+
+
+class Services:
+    """Routes calls to the methods of services: what a connection of HTTP/2 answers with.
+
+    Args:
+        methods: by full name.
+        check: raises an RpcError unless a call may pass; it comes before everything else.
+        most_bytes: longest message.
+        access: called with each call, for an access log.
+    """
+
+    def __init__(
+        self,
+        methods: Mapping[str, Method],
+        check: Callable[[Rpc], None],
+        most_bytes: int,
+        access: Access | None = None,
+    ) -> None:
+        self._methods = methods
+        self._check = check
+        self._most_bytes = most_bytes
+        self._access = access
+
+    def accept(self, stream: Stream) -> None:
+        """Begin to answer a call."""
+        fields = dict(stream.headers)
+        if fields[b":method"] != b"POST":
+            _refuse(stream, b"405", b"gRPC's requests are POST")
+            return
+        kind = fields.get(b"content-type", b"")
+        if not kind.startswith(b"application/grpc") or kind[16:17] not in (b"", b"+", b";"):
+            _refuse(stream, b"415", b"over HTTP/2 this server speaks gRPC: use HTTP/1.1 for REST")
+            return
+        rpc = Rpc(stream, fields, self._most_bytes, self._log)
+        rpc.guard(lambda: self._begin(rpc, fields))
+
+    def _begin(self, rpc: Rpc, fields: Mapping[bytes, bytes]) -> None:
+        if (timeout := fields.get(b"grpc-timeout")) is not None:
+            rpc.timeout_s = read_timeout(timeout)
+        self._check(rpc)
+        method = self._methods.get(rpc.method)
+        if method is None:
+            name = rpc.method.removeprefix("/")
+            raise RpcError(Status.UNIMPLEMENTED, f"Method not found: {name}")
+        method(rpc)
+
+    def _log(self, rpc: Rpc) -> None:
+        if self._access is not None:
+            client = rpc.stream.connection.client
+            took_s = monotonic() - rpc.began
+            self._access(client, "GRPC", rpc.method, rpc.status, took_s)
+
+
+def _refuse(stream: Stream, status: bytes, text: bytes) -> None:
+    """Answer a request that is not gRPC's."""
+    headers = [(b":status", status), (b"content-type", b"text/plain"),
+               (b"content-length", b"%d" % len(text))]  # fmt: skip
+    stream.send(HEADERS, header_block(headers))
+    stream.send(DATA, text, ends=True)
