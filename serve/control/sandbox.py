@@ -8,6 +8,7 @@ import secrets
 import shutil
 import site
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,7 +16,14 @@ import psutil
 from modelyard.archiver.untrusted.names import SHARED_FOLDER
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Settings
-from modelyard.serve.walls.measures import LACKING, Measure, can_change_user, examine
+from modelyard.serve.walls import places
+from modelyard.serve.walls.measures import (
+    LACKING,
+    Measure,
+    examine,
+    reading_capability,
+    why_one_user,
+)
 from modelyard.serve.walls.plan import Walls
 
 logger = logging.getLogger(__name__)
@@ -54,8 +62,12 @@ class Sandbox:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._uids = settings.uids if settings.sandbox and can_change_user(settings.uids) else None
+        self._uids = settings.uids if why_one_user(settings.uids) is None else None
         self._taken: dict[Path, int] = {}
+        self._reads = (*places.readable(), *map(str, settings.read_paths))
+        self._devices = tuple(places.devices())
+        groups = {Path(device).stat().st_gid for device in places.accelerators()}
+        self._groups = tuple(sorted(groups - {0}))
 
     def plan(self, folder: Path, network: str, files: str, may_write: bool) -> Walls | None:
         """Return the walls of a version's workers, and make the folder that they may write.
@@ -80,12 +92,15 @@ class Sandbox:
         uid = self._take_user(folder)
         if uid is not None:
             _give([each for place in own for each in (place, *place.rglob("*"))], uid)
-        return Walls(
+        walls = Walls(
             has_network,
+            reads=(str(folder), *self._reads),
             writes=(*map(str, own), *map(str, self._settings.write_paths)),
-            reads=(str(folder), *map(str, self._settings.read_paths)),
-            uid=uid,
+            devices=self._devices,
         )
+        if uid is None:
+            return walls
+        return replace(walls, uid=uid, groups=self._groups, capability=reading_capability())
 
     def forget(self, folder: Path) -> None:
         """Remove a version's folders, and take back its user. Blocking."""

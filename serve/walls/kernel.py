@@ -5,11 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
 PR_SET_KEEPCAPS = 8
-PR_SET_SECCOMP = 22
-PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT = 47
@@ -47,6 +46,14 @@ def capset(mask: int) -> None:
     low, high = mask & 0xFFFFFFFF, mask >> 32
     header = struct.pack("Ii", _CAPABILITY_VERSION, 0)
     _checked(_libc.capset(header, struct.pack("6I", *(low,) * 3, *(high,) * 3)), "capset")
+
+
+def capabilities() -> int:
+    """Return the capabilities that this process may use, a bit each."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("CapEff:"):
+            return int(line.split()[1], 16)
+    return 0
 
 
 def _checked(result: int, what: str) -> int:

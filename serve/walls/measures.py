@@ -8,10 +8,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelyard.serve.walls import calls, landlock, places, raising
+from modelyard.serve.walls import calls, kernel, landlock, places, raising
 
 UP, LACKING, OFF = "up", "lacking", "off"
-_SETUID, _SETGID, _KILL = 7, 6, 5
+_DAC_OVERRIDE, _DAC_READ_SEARCH, _KILL, _SETGID, _SETUID = 1, 2, 5, 6, 7
+_READS_ALL = (_DAC_READ_SEARCH, _DAC_OVERRIDE)
+"""Capabilities with which a user of its own reads what the server's may, where Landlock lets it:
+archive and interpreter often lie in folders that are closed to others."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +46,10 @@ def examine(
     return [leftovers, *found]
 
 
-def can_change_user(uids: range) -> bool:
-    """Return whether workers get users of their own: they must still be able to read and to end."""
-    return why_one_user(uids) is None
+def reading_capability() -> int | None:
+    """Return with which capability users of workers read; the server must have it itself."""
+    held = kernel.capabilities()
+    return next((number for number in _READS_ALL if held >> number & 1), None)
 
 
 def why_one_user(uids: range) -> str | None:
@@ -56,9 +60,9 @@ def why_one_user(uids: range) -> str | None:
         return "by the setting worker_uids"
     if not (landlock.version() and calls.is_supported()):
         return "it takes Landlock and seccomp"
-    held = raising.capabilities()
+    held = kernel.capabilities()
     may_change = all(held >> number & 1 for number in (_SETUID, _SETGID, _KILL))
-    if not may_change or raising.first_capability(raising.READS_ALL) is None:
+    if not may_change or reading_capability() is None:
         return "it takes CAP_SETUID, CAP_SETGID, CAP_KILL and CAP_DAC_READ_SEARCH"
     return None
 

@@ -37,8 +37,8 @@ def readable() -> list[str]:
     stated = [each for name in variables for each in os.environ.get(name, "").split(os.pathsep)]
     ours = Path(__file__).resolve().parents[2]  # a link leads to it where it is not installed
     python = (sys.prefix, sys.exec_prefix, sys.base_prefix, sys.base_exec_prefix, *sys.path)
-    found = (*_SYSTEM, *python, str(ours), *stated)
-    return [path for path in dict.fromkeys(found) if path.startswith("/") and path != "/"]
+    found = dict.fromkeys((*_SYSTEM, *python, str(ours), *stated))
+    return [each for each in found if each.startswith("/") and each != "/" and Path(each).exists()]
 
 
 def devices() -> list[str]:

@@ -12,17 +12,26 @@ class Walls:
 
     has_network: bool
     """Whether sockets may be made."""
-    writes: tuple[str, ...] = ()
-    """Folders and files that may be read and written, beside what every worker may."""
-    reads: tuple[str, ...] = ()
-    """What may be read only."""
     has_files: bool = False
-    """Whether files are left as they are: `reads` and `writes` mean nothing then."""
+    """Whether files are left as they are: the next three mean nothing then."""
+    reads: tuple[str, ...] = ()
+    """Folders and files that may be read."""
+    writes: tuple[str, ...] = ()
+    """What may be read and written."""
+    devices: tuple[str, ...] = ()
+    """Device files that may be used."""
     uid: int | None = None
     """User and group of the processes; None leaves them the server's."""
+    groups: tuple[int, ...] = ()
+    """Further groups of that user."""
+    capability: int | None = None
+    """What that user keeps."""
 
     @classmethod
     def of_message(cls, message: dict[str, Any]) -> Walls:
         """Return what `asdict` and JSON have made of one."""
-        paths = {key: tuple(message[key]) for key in ("reads", "writes")}
-        return cls(**{**message, **paths})
+        known: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value
+            for key, value in message.items()
+        }
+        return cls(**known)

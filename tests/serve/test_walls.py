@@ -8,6 +8,8 @@ import platform
 import signal
 import socket
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,6 +213,45 @@ def test_a_start_that_requires_a_wall_that_is_lacking_is_refused(
     monkeypatch.syspath_prepend(tmp_path)  # what workers import from, they read
     with pytest.raises(StartError, match=r"files: the state folder .* lies in .*give another"):
         check_machine(settings)
+
+
+LACKS = """
+import ctypes, errno, struct, sys
+from pathlib import Path
+from modelyard.serve.walls import calls, kernel, measures
+absent = calls._if(0x15, int(sys.argv[1]), [calls._refuse(errno.ENOSYS)])
+program = [calls._load(0), *absent, calls._allow()]
+code = b"".join(program)
+buffer = ctypes.create_string_buffer(code, len(code))
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+header = struct.pack("HxxxxxxQ", len(program), ctypes.addressof(buffer))
+kernel.syscall(int(sys.argv[2]), 1, 0, header)
+for each in measures.examine(Path("/absent"), range(60706, 60707)):
+    print(each.name, each.status, each.found, sep="|")
+"""
+
+
+@pytest.mark.parametrize(
+    ("without", "lacking"),
+    [
+        ("landlock", {"files": "no Landlock: it takes 5.13", "signals": "it takes 6.12"}),
+        ("seccomp", {"system calls": "takes no seccomp filter", "network": "no seccomp filter"}),
+    ],
+)
+def test_what_a_kernel_lacks_is_said(without: str, lacking: dict[str, str]) -> None:
+    seccomp = calls._SECCOMP[calls._ARCHITECTURES[platform.machine()][0]]
+    number = {"landlock": 444, "seccomp": seccomp}[without]
+    command = [sys.executable, "-P", "-c", LACKS, str(number), str(seccomp)]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    found = {
+        name: text
+        for name, status, text in (line.split("|") for line in ran.stdout.splitlines())
+        if status == LACKING
+    }
+    if IS_ROOT:
+        assert found.pop("users") == "it takes Landlock and seccomp"
+    assert found.keys() == lacking.keys()
+    assert all(text in found[name] for name, text in lacking.items())
 
 
 # -- their parts -------------------------------------------------------------------------------

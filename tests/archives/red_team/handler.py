@@ -109,7 +109,7 @@ def send_by_descriptor(pid):
 
 
 def renice(pid):
-    os.setpriority(os.PRIO_PROCESS, int(pid), 1)
+    os.setpriority(os.PRIO_PROCESS, int(pid), os.getpriority(os.PRIO_PROCESS, int(pid)))
     return "slowed down"
 
 
