@@ -61,6 +61,26 @@ def test_what_it_has_started_ends_with_it(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
+def test_its_group_is_ended_while_no_other_process_can_have_its_number(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    were_there: list[bool] = []
+    end_group = os.killpg
+
+    def killpg(group: int, number: int) -> None:
+        were_there.append(Path(f"/proc/{group}").exists())
+        end_group(group, number)
+
+    monkeypatch.setattr(os, "killpg", killpg)
+
+    async def scenario() -> None:
+        await start("raise SystemExit(0)").ended
+        await start("import time; time.sleep(600)").end(0.01)
+
+    asyncio.run(scenario())
+    assert were_there and all(were_there)
+
+
 def test_one_that_cannot_be_started_is_an_error() -> None:
     async def scenario() -> None:
         with pytest.raises(OSError, match="absent"):
