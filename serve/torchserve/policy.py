@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -25,7 +26,7 @@ from modelyard.serve.errors import (
     WorkerDied,
 )
 from modelyard.serve.policy import Policy, Share
-from modelyard.serve.settings import Settings
+from modelyard.serve.settings import ENV_PREFIX, Settings
 from modelyard.serve.torchserve.fetch import UrlRules, clear_leftovers, fetch_archive, is_url
 from modelyard.serve.torchserve.logs import WorkerPipes
 from modelyard.serve.torchserve.metrics import TorchServeMetrics
@@ -39,6 +40,7 @@ from modelyard.serve.torchserve.store import (
     name_of_file,
     refuse_relative,
 )
+from modelyard.serve.walls.environment import PASSED
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,6 @@ class TorchServePolicy(Policy):
 
     is_strict = False
     needs_manifest = False
-    passed_variables = ("*",)
 
     def __init__(
         self, settings: Settings, dialect: TorchServeSettings, metrics: TorchServeMetrics
@@ -59,6 +60,8 @@ class TorchServePolicy(Policy):
         self.default_handler = dialect.default_service_handler
         self.unregister_timeout_s = dialect.unregister_model_timeout
         self.max_answer_bytes = dialect.max_response_size
+        if not settings.pass_variables:  # else what is listed, as everywhere
+            self.passed_variables = (*PASSED, *filter(_is_not_ours, os.environ))
         self.hidden_variables = dialect.blacklist_env_vars
         self.worker_variables = {
             "TS_DECODE_INPUT_REQUEST": str(dialect.decode_input_request).lower(),
@@ -173,6 +176,10 @@ class TorchServeWorkers(WorkerPolicy):
     def silence(self, limit_s: float) -> ServeError:
         """Return the error of a worker that died."""
         return WorkerDied()
+
+
+def _is_not_ours(variable: str) -> bool:
+    return not variable.startswith(ENV_PREFIX)
 
 
 async def _in_daemon(fetch: Callable[[], Path]) -> Path:

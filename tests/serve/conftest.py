@@ -8,11 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.serve.live import make_notes_folder
+
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Path:
+def notes() -> Path:
+    """Return a folder in which handlers may write."""
+    return make_notes_folder()
+
+
+@pytest.fixture
+def gate(notes: Path) -> Path:
     """Return a file that is not there yet: `until FILE` waits for it."""
-    return tmp_path / "gate"
+    return notes / "gate"
 
 
 @pytest.fixture

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +25,9 @@ from modelyard.archiver import write_archive
 SOURCES = Path(__file__).parent.parent / "archives"
 PR_SET_CHILD_SUBREAPER = 36
 TIMEOUT_S = 60.0
+NOTES = Path(tempfile.mkdtemp(prefix="modelyard-notes-"))
+NOTES.chmod(0o777)
+atexit.register(shutil.rmtree, NOTES, ignore_errors=True)
 
 
 def modelyard(*arguments: str | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
@@ -38,7 +44,14 @@ def modelyard(*arguments: str | Path, timeout_s: float = 120) -> subprocess.Comp
 def environment() -> dict[str, str]:
     """Return this process's environment without what would decide over a server's settings."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith("MODELYARD_")}
-    return {**kept, "COLUMNS": "200", "NO_COLOR": "1"}
+    return {**kept, "MODELYARD_WRITE_PATHS": str(NOTES), "COLUMNS": "200", "NO_COLOR": "1"}
+
+
+def make_notes_folder() -> Path:
+    """Return a new folder in which handlers may write down what happened to them."""
+    folder = Path(tempfile.mkdtemp(dir=NOTES))
+    folder.chmod(0o777)  # workers may have a user of their own
+    return folder
 
 
 def build_archive(

@@ -34,8 +34,8 @@ def server(shared_server: LiveServer) -> LiveServer:
 
 
 @pytest.fixture
-def log(tmp_path: Path) -> Path:
-    return tmp_path / "log"
+def log(notes: Path) -> Path:
+    return notes / "log"
 
 
 def computed(log: Path) -> list[str]:

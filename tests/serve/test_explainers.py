@@ -70,9 +70,9 @@ def test_an_archive_may_share_them(server: LiveServer) -> None:
 
 
 def test_a_long_explanation_holds_up_no_prediction_and_ends_with_its_client(
-    server: LiveServer, tmp_path: Path
+    server: LiveServer, notes: Path
 ) -> None:
-    note = tmp_path / "note"
+    note = notes / "note"
     with start(server, "apart", note):
         assert server.predict("apart").status_code == 200
         assert note.read_text() == "started"
@@ -80,18 +80,18 @@ def test_a_long_explanation_holds_up_no_prediction_and_ends_with_its_client(
     assert explain(server, "apart").status_code == 200
 
 
-def test_an_explanation_ends_when_its_time_has_passed(server: LiveServer, tmp_path: Path) -> None:
+def test_an_explanation_ends_when_its_time_has_passed(server: LiveServer, notes: Path) -> None:
     poll(lambda: explain(server, "hasty").status_code == 200, "its worker is ready")
-    note = tmp_path / "note"
+    note = notes / "note"
     assert explain(server, "hasty", str(note)).status_code == 504
     poll(lambda: note.read_text() == "ClientsLeft", "the explanation ends")
     assert explain(server, "hasty").status_code == 200
 
 
 def test_what_waits_behind_and_whose_client_left_is_not_run(
-    server: LiveServer, tmp_path: Path
+    server: LiveServer, notes: Path
 ) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
+    first, second = notes / "first", notes / "second"
     with start(server, "apart", first) as one:
         two = socket.create_connection(server.address, 20)
         body = str(second).encode()

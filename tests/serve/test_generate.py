@@ -13,15 +13,15 @@ import pytest
 
 from modelyard.archiver import write_archive
 from tests.decoder import build_decoder, write_decoder
-from tests.serve.live import SOURCES, LiveServer, poll
+from tests.serve.live import SOURCES, LiveServer, make_notes_folder, poll
 
 PLACES = 512
 BODY = {"prompt": "é", "max_new_tokens": 24}
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("decoder")
+def folder() -> Path:
+    folder = make_notes_folder()
     write_decoder(build_decoder(PLACES), folder)
     return folder
 

@@ -88,20 +88,16 @@ def test_a_failure_before_the_first_chunk_is_an_error_as_any(server: LiveServer)
     assert answer.json()["message"] == "ValueError: no more"
 
 
-def test_a_handler_is_interrupted_when_its_client_has_left(
-    server: LiveServer, tmp_path: Path
-) -> None:
-    told = tmp_path / "told"
+def test_a_handler_is_interrupted_when_its_client_has_left(server: LiveServer, notes: Path) -> None:
+    told = notes / "told"
     with server.client.stream("POST", "/predictions/streamer", content=f"forever {told}") as answer:
         assert next(answer.iter_text()).startswith("more ")
     poll(told.exists, "the handler is interrupted")
     assert server.predict("streamer", "count 1").status_code == 202
 
 
-def test_a_stream_is_not_tried_again_when_its_worker_dies(
-    server: LiveServer, tmp_path: Path
-) -> None:
-    runs, before = tmp_path / "runs", restarts(server)
+def test_a_stream_is_not_tried_again_when_its_worker_dies(server: LiveServer, notes: Path) -> None:
+    runs, before = notes / "runs", restarts(server)
     with pytest.raises(httpx.RemoteProtocolError):
         server.predict("streamer", f"die {runs}")
     poll(lambda: restarts(server) > before, "the worker is replaced")
