@@ -64,7 +64,7 @@ EXPLAIN_OPTIONS: Mapping[str, Option] = {
     "max_steps": Option(int, "Where adding steps ends.", limits=(10, 7290)),
     "n_samples": Option(int, "Random points, drawn exactly.", limits=(1, 20_000)),
     "max_samples": Option(int, "Where adding random points ends.", limits=(2, 20_000)),
-    "noise": Option(float, "Standard deviation, as a share of the input's range."),
+    "noise": Option(float, "Standard deviation, as a share of what a value varies by."),
     "window": Option(int, "Side of what is replaced at once.", limits=(1, 1024)),
     "stride": Option(int, "By which windows move.", limits=(1, 1024)),
     "layer": Option(
