@@ -182,7 +182,7 @@ class Answers:
         self, error: Exception, id_length: int, keeps_alive: bool
     ) -> tuple[int, list[bytes]]:
         """Return the status of an error's answer, and what stands around the id in its bytes."""
-        mark = "\x7f" * id_length  # in no id, and JSON leaves it as it is
+        mark = "~" * id_length  # in no id and no model's name, and JSON leaves it as it is
         status, headers, body = self.error(error, mark)
         length = (b"content-length", b"%d" % len(body))
         marked = (b"x-request-id", mark.encode())

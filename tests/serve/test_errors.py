@@ -1,4 +1,5 @@
 import inspect
+import json
 import re
 
 import pytest
@@ -25,6 +26,7 @@ from modelyard.serve.errors import (
     error_body,
     http_status,
 )
+from modelyard.serve.http.application import Answers, ServerState
 
 
 @pytest.mark.parametrize(
@@ -94,3 +96,11 @@ def test_torchserves_messages_are_kept() -> None:
     expected = "Model version: 2 does not exist for model: cats"
     assert str(VersionNotFound("cats", "2")) == expected
     assert str(WorkerDied()) == "Worker died."
+
+
+def test_a_refusal_whose_bytes_are_kept_names_its_own_request() -> None:
+    status, pieces = Answers(ServerState())._prepare(QueueFull("full", 1), 4, True)
+    answer = b"abcd".join(pieces)
+    assert (status, len(pieces)) == (503, 3)
+    assert b"x-request-id: abcd\r\n" in answer
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["request_id"] == "abcd"
