@@ -53,6 +53,7 @@ def rows(folder: Path) -> Iterator[Path]:
     """Close the gate, and return the file that says how many texts each step has."""
     file, gate = folder / "rows", folder / "gate"
     file.write_text("")
+    file.chmod(0o666)  # workers may have a user of their own
     yield file
     gate.unlink(missing_ok=True)
 

@@ -120,3 +120,13 @@ def test_workers_are_as_many_as_the_first_of_caller_archive_and_server_says(
 
     size = asyncio.run(policy.size(spec, config, "echo", share))
     assert (size.workers, size.most, size.threads) == (*expected, 1)
+
+
+def test_variables_are_passed_as_torchserve_does_unless_they_are_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("AWS_SECRET_ACCESS_KEY", "BUCKET", "MODELYARD_SIGNING_KEY"):
+        monkeypatch.setenv(name, "set")
+    passed = make(tmp_path, blacklist_env_vars="BUCK.*").environment(1)
+    assert "AWS_SECRET_ACCESS_KEY" in passed
+    assert not passed.keys() & {"BUCKET", "MODELYARD_SIGNING_KEY"}
