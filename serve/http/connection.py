@@ -514,7 +514,7 @@ class Connection(asyncio.Protocol):
         waited_s = 0.0
         if self._was_unread:
             self._was_unread = False
-            waited_s = unread_s(self._socket)
+            waited_s = self.turns.late_s(unread_s(self._socket))
         if not self.turns.has_time():
             if self._put_off is None:
                 self._put_off = []

@@ -15,6 +15,8 @@ from collections import deque
 from time import monotonic, thread_time
 from typing import Protocol
 
+from modelyard.serve.dataplane.clock import Clock
+
 SLICE_S = 0.001
 """Clients' work between two looks at the workers; these have been given more than that to do."""
 BUSY = 0.8
@@ -32,6 +34,8 @@ FORGETS = 1.001
 """By how much each request lets the shortest time grow that was asked for of late."""
 OLDEST_EVERY = 16
 """Of so many turns under a flood one is of who waits longest."""
+TICK_S = 0.2
+"""From one look at the clock to the next, which tells whether this process stood still."""
 RELEASE_S = 0.002
 """From one release of clients that are held back to the next."""
 
@@ -92,6 +96,23 @@ class Turns:
         self._measured_at = 0.0
         self._demand = Demand()
         self._wanted_s = 0.0
+        self._clock = Clock()
+        self._tick()
+
+    def _tick(self) -> None:
+        self._clock.tick(monotonic())
+        self._loop.call_later(TICK_S, self._tick)
+
+    def late_s(self, unread_s: float) -> float:
+        """Return how long a request waited for this process, less what that stood still.
+
+        Args:
+            unread_s: how long it lay in the kernel.
+        """
+        if unread_s < TICK_S:
+            return unread_s
+        now = monotonic()
+        return max(0.0, unread_s - self._clock.stood_s(now - unread_s, now))
 
     def has_time(self) -> bool:
         """Return whether this turn has time for what a client sent."""

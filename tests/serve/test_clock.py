@@ -34,3 +34,14 @@ def test_a_time_read_after_it_stood_still_is_not_one_before() -> None:
     assert not clock.stood_still_since(later, start + 9.2)
     clock.tick(start + 9.2)
     assert not clock.tick(start + 9.4)
+
+
+def test_it_tells_for_how_long_of_a_time_it_stood_still() -> None:
+    clock, start = Clock(), monotonic()
+    clock.tick(start)
+    assert clock.stood_s(start, start + 0.3) == 0
+    assert clock.stood_s(start, start + 10) == pytest.approx(10 - STOOD_STILL_S)
+    clock.tick(start + 10)
+    assert clock.stood_s(start, start + 10.1) == pytest.approx(10 - STOOD_STILL_S)
+    assert clock.stood_s(start + 4, start + 10.1) == pytest.approx(6)
+    assert clock.stood_s(start + 10.05, start + 10.1) == 0
