@@ -898,7 +898,7 @@ def test_every_operator_of_the_list_keeps_the_rules() -> None:
     assert [(each.name, why) for each in here if (why := problem(each.run))] == []
 
 
-@pytest.mark.parametrize("name", [*ALLOWED][:3])
+@pytest.mark.parametrize("name", sorted(ALLOWED)[:3])
 def test_an_operator_that_another_torch_lacks_is_no_error(name: str) -> None:
     assert operator_problem(f"torch.ops.{name}") is None
     assert operator_problem(f"torch.ops.{name}_of_tomorrow") is not None
