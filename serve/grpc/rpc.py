@@ -112,7 +112,9 @@ class Rpc:
 
     __slots__ = (
         "_encoding",
+        "_held",
         "_is_started",
+        "_keeps_messages",
         "_most_bytes",
         "_on_end",
         "_parts",
@@ -149,6 +151,9 @@ class Rpc:
         self._most_bytes = most_bytes
         self._on_end = on_end
         self._parts: list[Buffer] = []
+        self._held = 0
+        """Bytes that count among the bodies that the server holds."""
+        self._keeps_messages = False
         self._size = 0
         self._wanted = PREFIX.size
         stream.take, stream.finished, stream.gone = self._take, self._finished, self._gone
@@ -167,6 +172,7 @@ class Rpc:
     def unary(self, then: Callable[[Buffer], None]) -> None:
         """Call `then` with the one message, when the client has sent it and ended."""
         messages: list[Buffer] = []
+        self._keeps_messages = True
 
         def finished() -> None:
             if len(messages) == 1:
@@ -184,6 +190,7 @@ class Rpc:
     def _take(self, piece: Buffer) -> None:
         self._parts.append(piece)
         self._size += len(piece)
+        self._hold(len(piece))
         while self._size >= self._wanted and not self.is_over:
             if len(self._parts) > 1:
                 self._parts = [memoryview(b"".join(self._parts))]
@@ -210,6 +217,20 @@ class Rpc:
                 return
             if self.on_message is not None:
                 self.on_message(message)
+            if not self._keeps_messages and not self.is_over:
+                self._hold(-(PREFIX.size + length))
+
+    def _hold(self, size: int) -> None:
+        """Count so many bytes more among the bodies that the server holds."""
+        budget = self.stream.connection.budget
+        self._held += size
+        budget.bodies += size
+        if size > 0 and budget.bodies > budget.body_limit:
+            self.fail(
+                Status.UNAVAILABLE,
+                f"the bodies of requests take {budget.bodies} bytes; {budget.body_limit} are "
+                "allowed (request_memory_bytes)",
+            )
 
     def _decompress(self, message: Buffer) -> bytes:
         bits = _WINDOW_BITS.get(self._encoding)
@@ -308,6 +329,7 @@ class Rpc:
         if not self.is_over:
             self.is_over = True
             self.status = status
+            self._hold(-self._held)
             self._parts.clear()
             self.stream.take = _ignore
             self._on_end(self)

@@ -298,7 +298,7 @@ class Http2Connection(asyncio.Protocol):
         app: what answers.
         limits: `header_bytes`, the timeouts and `keep_alive_s` are looked at.
         site: whose requests are refused.
-        budget: of answers, which counts what the client has not taken.
+        budget: of answers, which counts what the client has not taken, and of bodies.
         connections: where it enters itself while it is open.
         closed: called when it has ended.
         client: its address, for logs.
@@ -323,7 +323,7 @@ class Http2Connection(asyncio.Protocol):
         self._app = app
         self.limits = limits
         self._site = site
-        self._budget = budget
+        self.budget = budget
         self.unsent = 0
         """Bytes of all answers that wait for the client."""
         self._counted = 0
@@ -785,9 +785,9 @@ class Http2Connection(asyncio.Protocol):
         """Have the budget know what the client has not taken."""
         change, self._counted = self.unsent - self._counted, self.unsent
         if change > 0:
-            self._budget.add(change)
+            self.budget.add(change)
         elif change:
-            self._budget.give_back(-change)
+            self.budget.give_back(-change)
 
     def pause_writing(self) -> None:
         """Keep what comes: the client takes less than it is sent."""

@@ -531,3 +531,21 @@ def test_an_error_of_a_service_is_told_in_ascii() -> None:
 
 def _raise() -> None:
     raise RpcError(Status.INVALID_ARGUMENT, "a % b ü\n")
+
+
+def test_bodies_of_all_calls_share_one_budget() -> None:
+    async def test() -> None:
+        async with connected() as (client, _, listener):
+            listener._budget.body_limit = 500_000
+            for id in (1, 3):
+                client.open(id)
+                client.send(frame(DATA, 0, id, grpc(bytes(300_000))[:-1]))
+            await client.until(lambda: client.status(3))
+            assert client.status(3) == str(int(Status.UNAVAILABLE))
+            assert listener._budget.bodies == 300_004
+            client.send(frame(DATA, END_STREAM, 1, b"x"), frame(WINDOW_UPDATE, 0, 0, b"\0\5\0\0"))
+            client.send(frame(WINDOW_UPDATE, 0, 1, b"\0\5\0\0"))
+            assert len(await client.answer(1)) == 300_000
+            assert listener._budget.bodies == 0
+
+    run(test)
