@@ -719,7 +719,7 @@ class Connection(asyncio.Protocol):
             raise BodyTooLarge(limit)
         site = self._site
         if fields.get(b"host") not in site.known or b"origin" in fields or _FETCH_SITE in fields:
-            site(method, fields)
+            site(method, fields, path)
 
     def on_body(self, body: bytes) -> None:
         """Take a piece of a body."""

@@ -15,6 +15,8 @@ from modelyard.serve.errors import Forbidden
 from modelyard.serve.settings import Address
 
 ANY = "*"
+PROBE = "/ping"
+"""Says that the server is there, which a page sees in any case."""
 KNOWN = 64
 """Values of Host that are kept once they have passed: clients of a server send few."""
 SHOWN = 200
@@ -55,8 +57,8 @@ class SiteCheck:
         """Values of Host that have passed; a request with one of them and without the other two
         headers need not be checked."""
 
-    def __call__(self, method: str, fields: Fields) -> None:
-        """Check a request.
+    def __call__(self, method: str, fields: Fields, path: str = "") -> None:
+        """Check a request; any page may ask for `PROBE`, as TorchServe lets it.
 
         Raises:
             Forbidden: it is refused.
@@ -64,7 +66,8 @@ class SiteCheck:
         host = fields.get(b"host", b"")
         if host not in self.known:
             self._check_host(host)
-        if b"origin" in fields or b"sec-fetch-site" in fields:
+        is_probe = path == PROBE and method in ("GET", "HEAD")
+        if (b"origin" in fields or b"sec-fetch-site" in fields) and not is_probe:
             self._check_page(method, fields, host)
 
     def _check_host(self, host: bytes) -> None:

@@ -168,3 +168,15 @@ def test_no_tokens_are_warned_of_and_have_to_be_meant_where_others_reach_the_ser
         load_settings(everywhere, None, {})
     meant: Settings = load_settings({**everywhere, "insecure": True}, None, {})
     assert "everybody who reaches it" in meant.warnings[0]
+
+
+def test_any_page_may_probe_under_a_name_of_ours() -> None:
+    check = SiteCheck(LOOPBACK)
+    page = {b"origin": b"https://other.example", b"sec-fetch-site": b"cross-site"}
+    check("GET", {b"host": b"localhost", **page}, "/ping")
+    for method, host, path in (
+        ("POST", b"localhost", "/ping"), ("GET", b"evil.example", "/ping"),
+        ("GET", b"localhost", "/predictions/ping"),
+    ):  # fmt: skip
+        with pytest.raises(Forbidden):
+            check(method, {b"host": host, **page}, path)
