@@ -1,5 +1,5 @@
 # The developer's commands; each is a script that says what it does.
-.PHONY: help install demo test nightly coverage matrix bench soak check lint lock
+.PHONY: help install demo test nightly coverage matrix bench soak sbom check lint lock
 
 help: ## list these commands
 	@sed -n 's/^\([a-z]*\):[^#]*## /make \1	/p' Makefile | expand -t 16
@@ -27,6 +27,9 @@ bench: install ## measure the server, beside bare loops and other servers; needs
 
 soak: install ## load a server with everything at once for 20 minutes
 	@scripts/soak
+
+sbom: install ## write build/modelyard.cdx.json, the bill of materials of what is installed
+	@mkdir -p build && .venv/bin/python -m modelyard.archiver.sbom >build/modelyard.cdx.json
 
 check: install ## format, lint, types, changelog
 	@scripts/check

@@ -12,6 +12,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -28,7 +29,7 @@ from modelyard.archiver.untrusted.container import (
     open_regular,
 )
 from modelyard.archiver.untrusted.folder import FolderReader
-from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNING_NAME, quoted
+from modelyard.archiver.untrusted.names import LOCK_NAME, MANIFEST_NAME, SIGNING_NAME, quoted
 from modelyard.archiver.untrusted.tar import GZIP_MAGIC, TarReader
 from modelyard.archiver.untrusted.zip import ZipReader
 
@@ -237,6 +238,7 @@ def _verify(
         changed = _changed_files(manifest.modelyard.digests, files)
         problems += changed.values()
         problems += _seal_problems(manifest, manifest.modelyard, reader)
+        problems += _lock_problems(manifest.modelyard, reader)
         damages = {name: damage for name, damage in damages.items() if name not in changed}
     problems += [f"{quoted(name)}: {damage}" for name, damage in damages.items()]
     if problems or manifest is None:
@@ -312,6 +314,20 @@ def _changed_files(digests: Mapping[str, str], files: Mapping[str, ArchivedFile]
         for name, file in files.items()
         if name in digests and file.sha256 != digests[name]
     }
+
+
+def _lock_problems(seal: Seal, reader: Reader) -> list[str]:
+    """Compare what pip would read with what the manifest shows: pip takes options from it too."""
+    member = next((member for member in reader.members if member.name == LOCK_NAME), None)
+    if member is None:
+        missing = f"{LOCK_NAME} is missing, and the manifest lists requirements"
+        return [missing] if seal.requirements else []
+    expected = "".join(f"{pin}\n" for pin in seal.requirements).encode()
+    if member.size_bytes == len(expected):
+        with suppress(Damaged):  # named among the damaged files
+            if b"".join(reader.chunks(member)) == expected:
+                return []
+    return [f"{LOCK_NAME} holds something else than the requirements that the manifest lists"]
 
 
 def _seal_problems(manifest: Manifest, seal: Seal, reader: Reader) -> list[str]:

@@ -56,6 +56,12 @@ class Report:
     """The command line that made the artifact, with relative paths."""
     end_tokens: tuple[int, ...] = ()
     """Of a decoder: what ends a text."""
+    checkpoint: str = ""
+    """The name of its file or folder."""
+    checkpoint_kind: str = ""
+    """What it was recognised as, such as `state dict`."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of Python and of the packages that made the artifact."""
     trusted_operators: tuple[str, ...] = ()
     """What a program calls beside the operators of the list; its author said `--trust`."""
 
@@ -92,16 +98,20 @@ def parse_report(data: bytes, path: Path) -> Report:
     except ValueError as error:
         raise CannotArchive("cannot read the report", [f"{path.name}: {error}"]) from error
     signature = read_signature(fields.object("signature"))
+    checkpoint, versions = fields.object("checkpoint"), _optional(fields, "versions")
     report = Report(
         path,
         format=fields.text("format"),
         artifact_sha256=fields.sha256("artifact_sha256"),
-        checkpoint_sha256=fields.object("checkpoint").sha256("sha256"),
+        checkpoint_sha256=checkpoint.sha256("sha256"),
         signature=signature,
         parity=_parity(fields, signature) if "parity" in fields.values else None,
         model=fields.text_or_none("model") or "",
         command=fields.text_or_none("command") or "",
         end_tokens=_end_tokens(_optional(_optional(fields, "details"), "generation")),
+        checkpoint=checkpoint.text_or_none("file") or "",
+        checkpoint_kind=checkpoint.text_or_none("kind") or "",
+        versions={name: versions.text(name) for name in versions.values},
         trusted_operators=_trusted(_optional(fields, "details")),
     )
     if problems:

@@ -16,6 +16,7 @@ from modelyard.archiver.digest import Digest
 from modelyard.archiver.dry_run import rehearse
 from modelyard.archiver.errors import ArchiveExists, CannotArchive
 from modelyard.archiver.manifest import MAX_MANIFEST_BYTES, Manifest, format_manifest
+from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.sbom import format_sbom
 from modelyard.archiver.signing import sign
 from modelyard.archiver.statement import Statement
@@ -304,7 +305,8 @@ def _pack(
         raise CannotArchive(f"cannot archive {plan.manifest.model_name}", problems)
     if plan.manifest.modelyard is not None:
         digests = {file.name: file.sha256 for file in packed}
-        sbom = Part(SBOM_NAME, format_sbom(plan.manifest, digests), "bill of materials")
+        listed = format_sbom(plan.manifest, digests, _report(plan))
+        sbom = Part(SBOM_NAME, listed, "bill of materials")
         packed.append(_write_part(writer, sbom, meter))
     manifest = _manifest(plan.manifest, packed)
     packed.append(_write_part(writer, Part(MANIFEST_NAME, manifest, "manifest"), meter))
@@ -314,6 +316,13 @@ def _pack(
         signature = Part(SIGNING_NAME, sign(statement, key), "signature")
         packed.append(_write_part(writer, signature, meter))
     return tuple(packed)
+
+
+def _report(plan: Plan) -> Report | None:
+    """Return the artifact's report as it is packed."""
+    name = plan.manifest.modelyard.report if plan.manifest.modelyard else None
+    sources = [part.source for part in plan.parts if part.name == name]
+    return parse_report(b"".join(_chunks(sources[0])), Path(str(name))) if sources else None
 
 
 def _write_part(writer: Writer, part: Part, meter: _Meter) -> PackedFile:

@@ -1,14 +1,16 @@
 import hashlib
 import json
 import sys
+import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from modelyard.archiver import open_archive, write_archive
-from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.errors import CannotArchive, RefusedArchive
 from modelyard.archiver.requirements import own_distributions, parse_pin, resolve
-from modelyard.archiver.untrusted.names import LOCK_NAME, SBOM_NAME
+from modelyard.archiver.untrusted.names import LOCK_NAME, MANIFEST_NAME, SBOM_NAME
 from tests.archiver.wheels import build_wheel
 
 
@@ -117,6 +119,48 @@ def test_lock_wheels_and_pins_are_in_the_archive(
         "pkg:pypi/salt@1.5",
         "pkg:pypi/soup@3.1",
     }
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda lock: b"--index-url https://elsewhere.example/simple\n" + lock,
+        lambda lock: lock + b"--find-links /tmp\n",
+        lambda lock: lock.replace(b"soup==3.1", b"soup==9.9"),
+        lambda lock: b"",
+        None,
+    ],
+    ids=["index", "folder", "version", "empty", "missing"],
+)
+def test_a_lock_that_says_more_than_the_manifest_is_refused(
+    inputs: Path, wheels: Path, tmp_path: Path, change: Callable[[bytes], bytes] | None
+) -> None:
+    """As its author could write it: all digests agree."""
+    path = write_archive(
+        "digits",
+        version="1.0",
+        artifact=inputs / "digits.onnx",
+        handler=f"{inputs}/handler.py",
+        output_dir=tmp_path / "store",
+        requirements_file=requirements(tmp_path / "req", "soup\n"),
+        wheels_dir=wheels,
+    )
+    with zipfile.ZipFile(path) as zipped:
+        content = {name: zipped.read(name) for name in zipped.namelist()}
+    manifest = json.loads(content[MANIFEST_NAME])
+    lock = content.pop(LOCK_NAME)
+    del manifest["modelyard"]["digests"][LOCK_NAME]
+    if change is not None:
+        content[LOCK_NAME] = change(lock)
+        digest = hashlib.sha256(content[LOCK_NAME]).hexdigest()
+        manifest["modelyard"]["digests"][LOCK_NAME] = digest
+    content[MANIFEST_NAME] = json.dumps(manifest).encode()
+    with zipfile.ZipFile(path, "w") as zipped:
+        for name, data in content.items():
+            zipped.writestr(name, data)
+
+    with pytest.raises(RefusedArchive, match=r"MAR-INF/requirements\.lock (holds|is missing)"):
+        open_archive(path)
 
 
 def test_wheels_without_requirements_are_an_error(inputs: Path, wheels: Path) -> None:

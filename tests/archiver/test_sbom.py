@@ -1,6 +1,7 @@
 """The bill of materials, against the rules of CycloneDX 1.6 that concern it."""
 
 import hashlib
+import importlib.metadata
 import json
 import re
 from pathlib import Path
@@ -10,12 +11,12 @@ import pytest
 
 from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.manifest import Manifest, Seal
-from modelyard.archiver.sbom import format_sbom
+from modelyard.archiver.sbom import format_product, format_sbom
 from modelyard.archiver.untrusted.names import SBOM_NAME
 
 PINS = (f"six==1.17.0 --hash=sha256:{'a' * 64}", f"torch==2.13.0+cpu --hash=sha256:{'b' * 64}")
 # Of the schema's enumeration, the types that we write.
-TYPES = {"library", "file", "machine-learning-model"}
+TYPES = {"library", "file", "machine-learning-model", "application", "platform"}
 
 
 def bill(manifest: Manifest, digests: dict[str, str]) -> dict[str, Any]:
@@ -75,11 +76,53 @@ def test_an_archive_lists_every_file_it_holds(inputs: Path, tmp_path: Path) -> N
         seal = archive.manifest.modelyard
         listed = json.loads(archive.read(SBOM_NAME))["components"]
         assert seal is not None
-        assert {each["name"]: each["hashes"][0]["content"] for each in listed} == {
+        found = {each["name"]: each for each in listed if each["type"] == "file"}
+        assert {name: each["hashes"][0]["content"] for name, each in found.items()} == {
             name: digest for name, digest in seal.digests.items() if name != SBOM_NAME
         }
         sbom = archive.read(SBOM_NAME)
         assert seal.digests[SBOM_NAME] == hashlib.sha256(sbom).hexdigest()
+
+
+def test_an_archive_says_what_its_artifact_was_made_from_and_with(
+    inputs: Path, tmp_path: Path
+) -> None:
+    report_file = inputs / "digits.onnx.report.json"
+    report = json.loads(report_file.read_text())
+    report["checkpoint"] |= {"kind": "state dict"}
+    report |= {"versions": {"python": "3.11.7", "torch": "2.13.0+cpu"}, "model": "net:Digits"}
+    report_file.write_text(json.dumps(report))
+    path = write_archive(
+        "digits",
+        version="1.0",
+        artifact=inputs / "digits.onnx",
+        handler=f"{inputs}/handler.py",
+        output_dir=tmp_path,
+    )
+
+    with open_archive(path) as archive:
+        document = json.loads(archive.read(SBOM_NAME))
+    (checkpoint,) = document["metadata"]["component"]["pedigree"]["ancestors"]
+    assert checkpoint["name"] == "digits.pt"
+    assert checkpoint["hashes"][0]["content"] == report["checkpoint"]["sha256"]
+    stated = {each["name"]: each["value"] for each in checkpoint["properties"]}
+    assert stated == {"modelyard:kind": "state dict", "modelyard:model": "net:Digits"}
+    made_with = {each["bom-ref"] for each in document["components"]}
+    assert {"pkg:pypi/torch@2.13.0%2Bcpu", "python@3.11.7"} <= made_with
+    (tool,) = document["metadata"]["tools"]["components"]
+    assert (tool["type"], tool["name"]) == ("application", "modelyard")
+
+
+def test_the_product_lists_what_it_needs_with_versions_and_licences() -> None:
+    document = json.loads(format_product())
+    test_references_are_unique_and_lead_somewhere(document)
+    test_the_document_has_what_the_schema_requires(document)
+    packages = {each["name"]: each for each in document["components"]}
+    assert document["metadata"]["component"]["name"] == "modelyard"
+    assert packages["torch"]["version"] == importlib.metadata.version("torch")
+    assert {"typer", "cryptography", "pydantic"} <= packages.keys()
+    assert sum("licenses" in each for each in packages.values()) > len(packages) / 2
+    assert "pytest" not in packages
 
 
 def test_nothing_of_this_machine_is_in_it(document: dict[str, Any]) -> None:
