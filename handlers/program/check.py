@@ -27,7 +27,7 @@ from modelyard.archiver.untrusted.container import CHUNK_BYTES, Bytes, Damaged, 
 from modelyard.archiver.untrusted.json import RefusedJson, parse_json
 from modelyard.archiver.untrusted.zip import TORCH_RULES, ZipMember, ZipReader
 from modelyard.handlers.errors import UnsafeProgram
-from modelyard.handlers.program.checked import use_checked
+from modelyard.handlers.program.checked import call_problem, calls, use_checked
 from modelyard.handlers.program.grammar import check_document, path_problem, shown
 
 _RULES = replace(TORCH_RULES, may_deflate=lambda name: False)
@@ -83,7 +83,8 @@ def load_program(path: Path, trusted: Collection[str] = ()) -> torch.export.Expo
             raise UnsafeProgram(path.name, findings)
         snapshot.seek(0)
         program = torch.export.load(cast(IO[bytes], snapshot))
-        use_checked(program)
+        if findings := list(itertools.islice(_once(_call_findings(program)), MAX_FINDINGS)):
+            raise UnsafeProgram(path.name, findings)
         return program
 
 
@@ -103,6 +104,17 @@ def _read(source: Bytes, trusted: Collection[str]) -> "tuple[_Snapshot, list[Fin
     if len(findings) > MAX_FINDINGS:
         findings[MAX_FINDINGS:] = [("the file", "and more")]
     return snapshot, findings
+
+
+def _call_findings(program: torch.export.ExportedProgram) -> Iterator[Finding]:
+    """Judge the calls by torch's own description of them, and let checked ones stand in."""
+    for node in calls(program):
+        if problem := call_problem(cast(Any, node.target), node.args, node.kwargs):
+            yield "the graph", f"{node.target} {problem}"
+    try:
+        use_checked(program)
+    except ValueError as error:
+        yield "the graph", f"{error}; export it in evaluation mode"
 
 
 def _once(findings: Iterator[Finding]) -> Iterator[Finding]:

@@ -1,48 +1,137 @@
-"""An operator that computes without looking → the one that looks first, and computes the same."""
+"""The calls of a program that torch has read: their constants, and checked ones that stand in."""
 
 import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
+from torch._ops import OpOverload
 from torch.fx import GraphModule, Node
 
-from modelyard.handlers.errors import LoadError
-
-REPLACED = frozenset({"aten._native_batch_norm_legit_no_training.default"})
-"""What decomposed programs call, and `use_checked` takes out."""
+from modelyard.handlers.program.looking import CHECKED
 
 _LEGIT = torch.ops.aten._native_batch_norm_legit_no_training.default
-_CHECKED = torch.ops.aten.batch_norm.default
+_EMPTY = torch.ops.aten.empty.memory_format
+_WEIGHT_NORM = torch.ops.aten._weight_norm.default
+
+_KINDS = {
+    "ScalarType": torch.dtype,
+    "Layout": torch.layout,
+    "MemoryFormat": torch.memory_format,
+    "Device": torch.device,
+}
+_DEVICES = ("cpu", "cuda")
+
+
+def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the constants of a call.
+
+    To torch a dtype is a number, and a number that is no dtype leads outside a table.
+    """
+    arguments = target._schema.arguments
+    given = [*zip(arguments, args, strict=False)]
+    given += [(each, kwargs[each.name]) for each in arguments if each.name in kwargs]
+    for argument, value in given:
+        stated = str(cast(Any, argument).real_type).removeprefix("Optional[").removesuffix("]")
+        kind = _KINDS.get(stated)
+        if kind is None or value is None:
+            continue
+        if not isinstance(value, kind):
+            return f"gives {value!r} where {argument.name} is a {stated}"
+        if kind is torch.layout and value != torch.strided:
+            return f"makes a tensor of the layout {value}"
+        if kind is torch.device and value.type not in _DEVICES:
+            return f"makes a tensor on the device {value}"
+    return None
+
+
+def calls(program: torch.export.ExportedProgram) -> list[Node]:
+    """List every call of an operator, those of branches and loops too."""
+    return [
+        node
+        for part in program.graph_module.modules()
+        if isinstance(part, GraphModule)
+        for node in part.graph.nodes
+        if isinstance(node.target, OpOverload)
+    ]
 
 
 def use_checked(program: torch.export.ExportedProgram) -> None:
     """Replace the operators of `REPLACED` in a program just loaded.
 
-    The batch normalisation of decomposed programs reads as many numbers of its statistics as the
-    input has channels, however few there are; `batch_norm` compares them first.
-
     Raises:
-        LoadError: the program uses what inference does not compute.
+        ValueError: the program uses what inference does not compute.
     """
+    found = [node for node in calls(program) if str(node.target) in REPLACED]
+    for node in found:
+        if (check := CHECKED.get(node.target)) is not None:
+            node.target = check
+        else:
+            _REPLACEMENTS[node.target](node)
     for part in program.graph_module.modules():
-        if isinstance(part, GraphModule):
-            found = [node for node in part.graph.nodes if node.target is _LEGIT]
-            for node in found:
-                _replace(node)
-            if found:
-                part.recompile()
+        if found and isinstance(part, GraphModule):
+            part.recompile()
 
 
-def _replace(node: Node) -> None:
+def _batch_norm(node: Node) -> None:
+    """Replace what reads as many statistics as the input has channels, however few there are."""
+    *tensors, momentum, eps = node.args
     with node.graph.inserting_before(node):
-        *tensors, momentum, eps = node.args
-        checked = node.graph.call_function(_CHECKED, (*tensors, False, momentum, eps, False))
+        checked = node.graph.call_function(
+            torch.ops.aten.batch_norm.default, (*tensors, False, momentum, eps, False)
+        )
     checked.meta = {**node.meta, "val": node.meta["val"][0]}
     for user in list(node.users):
         if user.target is not operator.getitem or (user.args[1] != 0 and user.users):
-            raise LoadError(
-                f'"{node.name}" gives more than inference computes; export it in evaluation mode'
-            )
+            raise ValueError("it gives more than inference computes")
         user.replace_all_uses_with(checked)
         node.graph.erase_node(user)
-        checked._rename(user.name)
+        if user.args[1] == 0:
+            checked._rename(user.name)
     node.graph.erase_node(node)
+
+
+def _weight_norm(node: Node) -> None:
+    """Replace what reads as many lengths as there are rows: v * (g / |v|), which broadcasts."""
+    aten = torch.ops.aten
+    v, g = cast(tuple[Node, Node], node.args[:2])
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    axes = [axis for axis in range(v.meta["val"].dim()) if axis != dim]
+    with node.graph.inserting_before(node):
+        call = node.graph.call_function
+        norm = call(aten.linalg_vector_norm.default, (v, 2, None if dim == -1 else axes, True))
+        ratio = call(aten.div.Tensor, (g, norm))
+        checked = call(aten.mul.Tensor, (v, ratio))
+    for each in (norm, ratio):
+        each.meta = {**node.meta, "val": g.meta["val"]}
+    checked.meta = dict(node.meta)
+    node.replace_all_uses_with(checked)
+    node.graph.erase_node(node)
+    checked._rename(node.name)
+
+
+def _zeros(node: Node) -> None:
+    """Replace memory that nobody wrote, which shows what was there before, by zeros."""
+    target, kwargs = _ZEROS[node.target], dict(node.kwargs)
+    if node.target is _EMPTY:
+        kwargs.pop("memory_format", None)
+    with node.graph.inserting_before(node):
+        zeros = node.graph.call_function(target, node.args, kwargs)
+    zeros.meta = dict(node.meta)
+    node.replace_all_uses_with(zeros)
+    node.graph.erase_node(node)
+    zeros._rename(node.name)
+
+
+_ZEROS: Mapping[Any, Any] = {
+    _EMPTY: torch.ops.aten.zeros.default,
+    torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default,
+    torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
+}
+_REPLACEMENTS: Mapping[Any, Callable[[Node], None]] = {
+    **dict.fromkeys(_ZEROS, _zeros),
+    _LEGIT: _batch_norm,
+    _WEIGHT_NORM: _weight_norm,
+}
+REPLACED = frozenset(map(str, [*_REPLACEMENTS, *CHECKED]))
+"""Operators that a program may call, and that are never run."""

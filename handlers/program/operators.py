@@ -20,15 +20,12 @@ aten._adaptive_avg_pool2d.default
 aten._adaptive_avg_pool3d.default
 aten._assert_scalar.default
 aten._assert_tensor_metadata.default
-aten._cdist_forward.default
 aten._is_all_true.default
 aten._local_scalar_dense.default
 aten._log_softmax.default
-aten._pdist_forward.default
 aten._softmax.default
 aten._to_copy.default
 aten._trilinear.default
-aten._weight_norm.default
 aten.abs.default
 aten.acos.default
 aten.acos_.default
@@ -181,6 +178,7 @@ aten.div_.Scalar_mode
 aten.div_.Tensor
 aten.div_.Tensor_mode
 aten.dropout.default
+aten.dropout_.default
 aten.einsum.default
 aten.elu.default
 aten.elu_.default
@@ -203,6 +201,9 @@ aten.expm1.default
 aten.expm1_.default
 aten.eye.default
 aten.eye.m
+aten.fft_fftshift.default
+aten.fft_irfftn.default
+aten.fft_rfftn.default
 aten.fill.Scalar
 aten.fill_.Scalar
 aten.fill_.Tensor
@@ -234,9 +235,6 @@ aten.gelu.default
 aten.glu.default
 aten.grid_sampler_2d.default
 aten.group_norm.default
-aten.gru.data
-aten.gru.input
-aten.gru_cell.default
 aten.gt.Scalar
 aten.gt.Tensor
 aten.hardshrink.default
@@ -259,6 +257,7 @@ aten.igamma_.default
 aten.igammac.default
 aten.igammac_.default
 aten.index.Tensor
+aten.index_add.default
 aten.index_put.default
 aten.index_put_.default
 aten.index_select.default
@@ -288,6 +287,10 @@ aten.lgamma_.default
 aten.lift_fresh_copy.default
 aten.linalg_vector_norm.default
 aten.linear.default
+aten.linspace.Scalar_Tensor
+aten.linspace.Tensor_Scalar
+aten.linspace.Tensor_Tensor
+aten.linspace.default
 aten.log.default
 aten.log10.default
 aten.log10_.default
@@ -300,6 +303,7 @@ aten.log_sigmoid.default
 aten.log_softmax.int
 aten.logaddexp.default
 aten.logaddexp2.default
+aten.logcumsumexp.default
 aten.logical_and.default
 aten.logical_and_.default
 aten.logical_not.default
@@ -310,9 +314,6 @@ aten.logical_xor.default
 aten.logical_xor_.default
 aten.logit.default
 aten.logit_.default
-aten.lstm.data
-aten.lstm.input
-aten.lstm_cell.default
 aten.lt.Scalar
 aten.lt.Tensor
 aten.margin_ranking_loss.default
@@ -334,6 +335,8 @@ aten.max_pool3d_with_indices.default
 aten.maximum.default
 aten.mean.default
 aten.mean.dim
+aten.meshgrid.default
+aten.meshgrid.indexing
 aten.min.default
 aten.min.dim
 aten.min.other
@@ -360,6 +363,7 @@ aten.ne.Tensor
 aten.neg.default
 aten.neg_.default
 aten.new_ones.default
+aten.new_zeros.default
 aten.nextafter.default
 aten.nextafter_.default
 aten.nll_loss_nd.default
@@ -411,12 +415,6 @@ aten.reshape.default
 aten.reshape_as.default
 aten.resolve_conj.default
 aten.rms_norm.default
-aten.rnn_relu.data
-aten.rnn_relu.input
-aten.rnn_relu_cell.default
-aten.rnn_tanh.data
-aten.rnn_tanh.input
-aten.rnn_tanh_cell.default
 aten.roll.default
 aten.round.decimals
 aten.round.default
@@ -428,10 +426,14 @@ aten.rsub.Scalar
 aten.rsub.Tensor
 aten.scalar_tensor.default
 aten.scaled_dot_product_attention.default
+aten.scatter.reduce
 aten.scatter.src
 aten.scatter.value
+aten.scatter.value_reduce
 aten.scatter_add.default
+aten.scatter_add_.default
 aten.scatter_reduce.two
+aten.scatter_reduce_.two
 aten.select.int
 aten.select_scatter.default
 aten.selu.default
@@ -471,6 +473,8 @@ aten.squeeze.default
 aten.squeeze.dim
 aten.squeeze.dims
 aten.stack.default
+aten.stft.center
+aten.stft.default
 aten.sub.Scalar
 aten.sub.Tensor
 aten.sub_.Scalar
@@ -485,6 +489,7 @@ aten.tan.default
 aten.tan_.default
 aten.tanh.default
 aten.tanh_.default
+aten.tensordot.default
 aten.threshold.default
 aten.to.device
 aten.to.dtype
@@ -493,6 +498,8 @@ aten.to.other
 aten.topk.default
 aten.transpose.int
 aten.tril.default
+aten.tril_indices.default
+aten.triu.default
 aten.true_divide.Tensor
 aten.trunc.default
 aten.trunc_.default
@@ -511,6 +518,7 @@ aten.var.correction
 aten.var.dim
 aten.view.default
 aten.view.dtype
+aten.view_as_complex.default
 aten.view_as_real.default
 aten.where.Scalar
 aten.where.ScalarOther
@@ -521,6 +529,7 @@ aten.xlogy.Scalar_Other
 aten.xlogy.Scalar_Self
 aten.xlogy.Tensor
 aten.xlogy_.Tensor
+aten.zero_.default
 aten.zeros.default
 aten.zeros_like.default
 """

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from modelyard.handlers.program.checked import REPLACED
+
 LIST = Path(__file__).parents[2] / "handlers" / "program" / "operators.py"
 _BEGIN, _END = '_LISTED = """\n', '"""\n'
 
@@ -23,6 +25,8 @@ REFUSED = {
     "_native_batch_norm_legit": "reads statistics and weights as long as the input has channels",
     "_native_batch_norm_legit_no_training": "as above; replaced by batch_norm at loading",
     "native_batch_norm": "as above",
+    "_weight_norm": "reads as many lengths as the weight has rows; replaced at loading",
+    "_pdist_forward": "divides by sizes of nothing",
 }
 """Operator → why, beside what `problem` finds in its schema."""
 
@@ -34,9 +38,13 @@ _TYPES = {"Storage", "Stream", "Generator?", "Generator"}
 
 def problem(operator: torch._ops.OpOverload) -> str | None:
     """Return why an operator may not be called by a stranger's program."""
+    name = operator._schema.name.partition("::")[2]
+    if operator._overloadname == "data" or name.endswith("_cell"):
+        return "takes sizes that it does not check"
+    if str(operator) in REPLACED:
+        return "stands behind a check"
     if not torch._C._dispatch_has_kernel(operator.name()):  # type: ignore[no-untyped-call]
         return "is TorchScript's alone"
-    name = operator._schema.name.partition("::")[2]
     if name in REFUSED:
         return REFUSED[name]
     if _MEMORY.search(name):
@@ -69,7 +77,7 @@ def family(counted: set[str]) -> Iterator[str]:
 def _is_plain(operator: torch._ops.OpOverload, packet: str) -> bool:
     tags = operator.tags
     is_tagged = torch.Tag.pointwise in tags or torch.Tag.core in tags
-    return is_tagged and not packet.startswith(("special_", "__"))
+    return is_tagged and not packet.startswith(("special_", "_"))
 
 
 def write_list(counted: set[str]) -> None:

@@ -11,6 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from modelyard.handlers.program.checked import call_problem
+
 CALLS = Path(__file__).with_name("calls.json")
 MAX_STEPS = 4
 LARGEST_KEPT = 1 << 18  # elements of a result that later steps may take
@@ -100,6 +102,8 @@ class Program:
                 operator = self.allowed[chosen]
                 try:
                     args, kwargs = self._arguments(operator)
+                    if call_problem(operator.run, args, kwargs):
+                        continue
                     if self.show:
                         self.show(f"{operator.name} {args} {kwargs}")
                     self.enter(step, chosen)

@@ -505,9 +505,9 @@ def _strides(entries: dict[str, bytes], marker: str) -> None:
     _target(entries, "torch.ops.aten.as_strided.default")
 
 
-@attack("memory that nobody wrote", "torch.ops.aten.empty.memory_format")
+@attack("memory that nobody wrote", "torch.ops.aten.empty_strided.default")
 def _unwritten(entries: dict[str, bytes], marker: str) -> None:
-    _target(entries, "torch.ops.aten.empty.memory_format")
+    _target(entries, "torch.ops.aten.empty_strided.default")
 
 
 @attack("an attribute of Python's", "torch.ops.aten.__dict__.copy")
@@ -915,6 +915,55 @@ def test_a_program_runs_an_operator_of_its_author_where_that_is_trusted(tmp_path
         load_program(path)
     artifact = open_artifact(path, "pt2", trusted=["aten.segment_reduce.default"])
     assert cast(Tensor, artifact(*inputs)).tolist() == [0, 6]
+
+
+def test_a_number_where_torch_expects_a_dtype_is_refused(tmp_path: Path) -> None:
+    class Cast(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.to(torch.float64)
+
+    path = save(torch.export.export(Cast(), (ROWS,)), tmp_path / "cast.pt2")
+    assert cast(Tensor, open_artifact(path, "pt2")(ROWS)).dtype == torch.float64
+    entries = _entries(path)
+    doubled = entries[MODEL].replace(b'{"as_scalar_type": 8}', b'{"as_int": 255}')
+    assert doubled != entries[MODEL]
+    _zip(path, {**entries, MODEL: doubled})
+    with pytest.raises(UnsafeProgram, match="gives 255 where dtype is a ScalarType"):
+        load_program(path)
+
+
+def test_memory_that_a_program_never_writes_is_zeros(tmp_path: Path) -> None:
+    class Empty(nn.Module):
+        def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+            made = torch.empty(x.shape[0], 4000), torch.empty_like(x), x.new_empty(4000)
+            return tuple(each + 0 for each in made)
+
+    path = save(torch.export.export(Empty(), (ROWS,)), tmp_path / "empty.pt2")
+    torch.full((4000,), 7.0)  # freed again
+    for each in load_program(path).module()(ROWS):
+        assert not each.any()
+
+
+def test_statistics_and_lengths_that_are_too_few_are_not_read_past_their_end(
+    tmp_path: Path,
+) -> None:
+    """Each kernel would read outside of a tensor of one number."""
+
+    class Norm(nn.Module):
+        def forward(self, x: Tensor, few: Tensor) -> Tensor:
+            norm = torch.ops.aten._native_batch_norm_legit_no_training
+            return cast(Tensor, norm(x, few, few, few, few, 0.1, 1e-5)[0])
+
+    class Weight(nn.Module):
+        def forward(self, x: Tensor, few: Tensor) -> Tensor:
+            return cast(Tensor, torch._weight_norm(x, few, 0))
+
+    for model, right in ((Norm(), torch.ones(6)), (Weight(), torch.ones(5, 1))):
+        path = save(torch.export.export(model, (ROWS, right)), tmp_path / "few.pt2")
+        module = load_program(path).module(check_guards=False)
+        torch.testing.assert_close(module(ROWS, right), model(ROWS, right))
+        with pytest.raises(RuntimeError):
+            module(ROWS, torch.ones(2))
 
 
 def test_no_operator_that_takes_a_file_name_is_known() -> None:
