@@ -40,7 +40,7 @@ def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
             return f"gives {value!r} where {argument.name} is a {stated}"
         if kind is torch.layout and value != torch.strided:
             return f"makes a tensor of the layout {value}"
-        if kind is torch.device and value.type not in _DEVICES:
+        if isinstance(value, torch.device) and value.type not in _DEVICES:
             return f"makes a tensor on the device {value}"
     return None
 

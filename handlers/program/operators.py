@@ -158,8 +158,6 @@ aten.cos.default
 aten.cos_.default
 aten.cosh.default
 aten.cosh_.default
-aten.cosine_embedding_loss.default
-aten.cross_entropy_loss.default
 aten.cumsum.default
 aten.deg2rad.default
 aten.deg2rad_.default
@@ -245,9 +243,7 @@ aten.hardswish_.default
 aten.hardtanh.default
 aten.hardtanh_.default
 aten.heaviside.default
-aten.hinge_embedding_loss.default
 aten.histc.default
-aten.huber_loss.default
 aten.hypot.default
 aten.hypot_.default
 aten.i0.default
@@ -269,7 +265,6 @@ aten.isneginf.default
 aten.isposinf.default
 aten.item.default
 aten.kl_div.default
-aten.l1_loss.default
 aten.layer_norm.default
 aten.lcm.default
 aten.ldexp.Tensor
@@ -316,7 +311,6 @@ aten.logit.default
 aten.logit_.default
 aten.lt.Scalar
 aten.lt.Tensor
-aten.margin_ranking_loss.default
 aten.masked_fill.Scalar
 aten.masked_fill.Tensor
 aten.masked_fill_.Scalar
@@ -344,13 +338,10 @@ aten.minimum.default
 aten.mish.default
 aten.mm.default
 aten.mm.dtype
-aten.mse_loss.default
 aten.mul.Scalar
 aten.mul.Tensor
 aten.mul_.Scalar
 aten.mul_.Tensor
-aten.multi_margin_loss.default
-aten.multilabel_margin_loss.default
 aten.mvlgamma.default
 aten.mvlgamma_.default
 aten.nan_to_num.default
@@ -366,14 +357,12 @@ aten.new_ones.default
 aten.new_zeros.default
 aten.nextafter.default
 aten.nextafter_.default
-aten.nll_loss_nd.default
 aten.nonzero.default
 aten.numpy_T.default
 aten.ones.default
 aten.ones_like.default
 aten.pad.default
 aten.permute.default
-aten.poisson_nll_loss.default
 aten.polygamma.default
 aten.positive.default
 aten.pow.Scalar
@@ -455,8 +444,6 @@ aten.sinh.default
 aten.sinh_.default
 aten.slice.Tensor
 aten.slice_scatter.default
-aten.smooth_l1_loss.default
-aten.soft_margin_loss.default
 aten.softmax.int
 aten.softplus.default
 aten.softshrink.default

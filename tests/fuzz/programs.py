@@ -86,6 +86,8 @@ class Program:
         self.enter, self.leave, self.show = enter, leave, show
         self.random = random.Random(seed)
         self.kept: list[Tensor] = []
+        self.lacked_memory = False
+        """Whether a step failed that another time may not."""
         self.wants_gradients = self.random.random() < 0.2
 
     def run(self) -> Iterator[tuple[int, str]]:
@@ -111,6 +113,7 @@ class Program:
                     self.leave(chosen)
                     yield chosen, _digest(results)
                 except Exception as error:
+                    self.lacked_memory |= "allocate memory" in str(error)
                     if self.show:
                         self.show(f"  {type(error).__name__}: {str(error)[:300]}")
                     continue

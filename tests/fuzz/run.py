@@ -139,21 +139,18 @@ class Fuzzer:
         os._exit(0)
 
     def _twice(self, seed: int) -> None:
-        seen: list[tuple[int, str]] = []
-        for number, fill in enumerate(FILLS):
+        runs = []
+        for fill in FILLS:
             signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)
             if self._lay_out:
                 self._lay_out(seed & 1, fill)
             program = Program(seed, self.allowed, self._enter, self._leave, left_out=self.left_out)
-            found = list(program.run())
-            # One of them may have ended earlier for want of memory.
-            if number and any(a != b for a, b in zip(found, seen, strict=False)):
-                pairs = zip(found, seen, strict=False)
-                first = next(
-                    (one[0] for one, other in pairs if one != other), found[-1][0] if found else 0
-                )
-                os.write(self._found_write, f"{seed} {first}\n".encode())
-            seen = found
+            runs.append(list(program.run()))
+            if program.lacked_memory:
+                return
+        differing = [one[0] for one, other in zip(*runs, strict=False) if one != other]
+        if differing:
+            os.write(self._found_write, f"{seed} {differing[0]}\n".encode())
 
     def _enter(self, step: int, operator: int) -> None:
         self.state[_STEP], self.state[_OPERATOR] = step, operator
