@@ -33,7 +33,7 @@ from modelyard.serve.walls.measures import LACKING, OFF
 
 OK, WARN, FAIL = "ok", "warn", "fail"
 
-MODULES = {"pillow": "PIL", "pyyaml": "yaml"}
+MODULES = {"pillow": "PIL", "protobuf": "google.protobuf", "pyyaml": "yaml"}
 """Distribution → what is imported, where the names differ by more than a hyphen."""
 OPTIONAL = {
     "transformers": "to export Hugging Face checkpoints",

@@ -178,10 +178,8 @@ def test_signature_that_cannot_be_read_is_refused(make_context: MakeContext) -> 
 def test_settings_of_a_handler_that_are_not_entries_are_refused(
     make_context: MakeContext,
 ) -> None:
-    handler = BaseHandler()
-    handler.initialize(make_context(config={"handler": "text"}))
     with pytest.raises(LoadError, match=r"handler is 'text' in .*; expected entries"):
-        _ = handler.handler_settings
+        BaseHandler().initialize(make_context(config={"handler": "text"}))
 
 
 @pytest.mark.parametrize(

@@ -245,7 +245,6 @@ BROKEN = {
     "two Hosts": b"GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n",
     "HTTP/0.9": b"GET /\r\n",
     "HTTP/1.2": b"GET / HTTP/1.2\r\nHost: localhost\r\n\r\n",
-    "HTTP/2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
     "TLS": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",
     "CONNECT": b"CONNECT a:80 HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "lower-case method": b"post / HTTP/1.1\r\nHost: localhost\r\n\r\n",
