@@ -21,6 +21,8 @@ _KINDS = {
     "Device": torch.device,
 }
 _DEVICES = ("cpu", "cuda")
+_MODES = {"interpolation_mode": 3, "padding_mode": 3}
+"""Of `grid_sampler`: for a number from here on its kernels leave their output unwritten."""
 
 
 def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
@@ -32,6 +34,8 @@ def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     given = [*zip(arguments, args, strict=False)]
     given += [(each, kwargs[each.name]) for each in arguments if each.name in kwargs]
     for argument, value in given:
+        if (modes := _MODES.get(argument.name)) and value not in range(modes):
+            return f"gives {value!r} where {argument.name} is one of {modes} modes"
         stated = str(cast(Any, argument).real_type).removeprefix("Optional[").removesuffix("]")
         kind = _KINDS.get(stated)
         if kind is None or value is None:
