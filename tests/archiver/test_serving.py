@@ -151,6 +151,7 @@ def test_requirements_are_refused_unless_installing_is_allowed(
     )
 
 
+@pytest.mark.nightly
 def test_wheels_that_travel_inside_are_installed_once_per_digest(tmp_path: Path) -> None:
     wheels, store = tmp_path / "wheels", tmp_path / "store"
     build_wheel(wheels, "soup", code="SAYS = 'hot'\n")

@@ -65,6 +65,7 @@ def test_each_artifact_becomes_an_archive_that_a_worker_can_unpack(
         assert json.loads((golden / f"{i}.expected.json").read_text()) == {"label": digit}
 
 
+@pytest.mark.nightly
 def test_same_artifact_gives_the_same_bytes_anywhere(exported: Path, tmp_path: Path) -> None:
     here = archive_digits("digits", exported / "digits.onnx", tmp_path / "here")
     moved = tmp_path / "moved"

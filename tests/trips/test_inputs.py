@@ -183,6 +183,7 @@ def test_complex_numbers_are_exported_archived_and_answered_as_pairs(folder: Pat
     assert f"agree in {reports[1].parity.cases} cases" in checks["parity"].result
 
 
+@pytest.mark.nightly
 def test_lengths_of_packed_sequences_are_stated_or_found_and_bench_takes_them(folder: Path) -> None:
     (stated,) = run(folder, "Packed", PACKED, formats=["torchscript"])
     assert stated.parity.scope["integers"] == {}
@@ -196,6 +197,7 @@ def test_lengths_of_packed_sequences_are_stated_or_found_and_bench_takes_them(fo
     assert [str(spec.values) for spec in timed.inputs] == ["=0..19", "=1..length"]
 
 
+@pytest.mark.nightly
 def test_samples_alone_prove_a_model_that_nothing_made_up_fits(folder: Path) -> None:
     inputs = ["x:float32[batch,2]"]
     with pytest.raises(ModelError, match="rows must sum to 1"):

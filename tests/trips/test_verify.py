@@ -151,6 +151,7 @@ def int8(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return artifact.artifact, twin.artifact
 
 
+@pytest.mark.nightly
 def test_a_quantised_artifact_is_compared_as_its_export_compared_it(
     int8: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -160,6 +161,7 @@ def test_a_quantised_artifact_is_compared_as_its_export_compared_it(
     assert "agree in 40 cases: top-1 agreement 0.99" in check.result
 
 
+@pytest.mark.nightly
 def test_a_quantised_artifact_without_its_weights_is_refused(
     int8: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -185,6 +187,7 @@ def test_a_quantised_artifact_without_its_weights_is_refused(
     assert "top-1 agreement 0." in problem
 
 
+@pytest.mark.nightly
 def test_integers_masks_and_the_size_of_outputs_are_those_of_the_export(tmp_path: Path) -> None:
     path = archived(tmp_path, "Attention", TOKENS, ("onnx", "pt2"), {"scale": 1e3})
 

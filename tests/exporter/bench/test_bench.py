@@ -115,6 +115,7 @@ def test_outputs_are_compared_with_the_first_subject(report: BenchReport) -> Non
         assert cell.max_abs == pytest.approx(1.0, abs=1e-5)
 
 
+@pytest.mark.nightly
 def test_a_model_gives_just_the_outputs_that_its_artifacts_have(tmp_path: Path) -> None:
     """The eager model would give "twice" too, and be no reference for an artifact without."""
     source = """
