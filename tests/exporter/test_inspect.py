@@ -273,6 +273,8 @@ def test_an_archive_of_an_artifact_shows_the_artifact(tmp_path: Path) -> None:
     names = ("net.onnx", "net.pt2", "net.pt2.report.json", "0.request", "0.expected.json")
     files = dict.fromkeys(names, b"{}")
     files["net.onnx"] = _onnx_file(tmp_path / "net.onnx").read_bytes()
+    pin = f"six==1.0 --hash=sha256:{'0' * 64}"
+    files["MAR-INF/requirements.lock"] = f"{pin}\n".encode()
     model = {"modelName": "net", "modelVersion": "1.0", "handler": "base_handler"}
     golden = {"request": "0.request", "content_type": "image/png", "expected": "0.expected.json"}
     seal = {
@@ -280,7 +282,7 @@ def test_an_archive_of_an_artifact_shows_the_artifact(tmp_path: Path) -> None:
         "digests": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
         "golden": [{**golden, "tolerance": 0.1}],
         "explain": {"artifact": "net.pt2", "report": "net.pt2.report.json"},
-        "requirements": [f"six==1.0 --hash=sha256:{'0' * 64}"],
+        "requirements": [pin],
     }
     manifest = {"runtime": "python", "model": {**model, "serializedFile": "net.onnx"}}
     with zipfile.ZipFile(tmp_path / "net.mar", "w") as archive:
