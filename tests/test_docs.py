@@ -37,7 +37,7 @@ PORTS = {
     "8081": "MODELYARD_MANAGEMENT_PORT",
     "8082": "MODELYARD_METRICS_PORT",
 }
-DAILY = ("serve", "CONTRIBUTING", "breadth")
+DAILY = ("http", "CONTRIBUTING", "breadth")
 """Pages whose commands run beside the README's in `make test`; the others' in `make nightly`."""
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="the docs' commands use curl")
 
@@ -221,7 +221,7 @@ def test_a_command_that_is_not_there_is_found(line: str, named: str) -> None:
 
 def rows(page: str, heading: str) -> list[list[str]]:
     """Return the cells of the first table below a heading, without marks of code."""
-    text = (REPO / "docs" / page).read_text().split(f"\n{heading}\n", 1)[1]
+    text = f"\n{(REPO / 'docs' / page).read_text()}".split(f"\n{heading}\n", 1)[1]
     table = re.search(r"(^\|.*\n)+", text, re.M)
     assert table is not None
     lines = table[0].replace("`", "").splitlines()[2:]
@@ -229,7 +229,7 @@ def rows(page: str, heading: str) -> list[list[str]]:
 
 
 def test_the_settings_table_names_every_setting_and_its_default() -> None:
-    documented = {name: default for name, default, _ in rows("serve.md", "## Settings")}
+    documented = {name: default for name, default, _ in rows("settings.md", "# Settings")}
     defaults = {
         name: str(
             int(value) if isinstance(value, float | bool) else "none" if value == () else value
@@ -243,7 +243,7 @@ def test_the_settings_table_names_every_setting_and_its_default() -> None:
 
 
 def test_the_errors_table_names_every_status_and_type() -> None:
-    documented = {(int(status), kind) for status, kind, *_ in rows("serve.md", "## Errors")}
+    documented = {(int(status), kind) for status, kind, *_ in rows("http.md", "## Errors")}
     assert set(STATUS.values()) <= documented
 
 
@@ -252,7 +252,7 @@ def test_the_metrics_table_names_every_metric_with_its_labels() -> None:
         return metric.name + ("_total" if metric.type == "counter" else "")
 
     metrics = Metrics()
-    documented = {row[0]: (row[1], row[2].split()) for row in rows("serve.md", "## Metrics")}
+    documented = {row[0]: (row[1], row[2].split()) for row in rows("metrics.md", "# Metrics")}
     collectors = {
         name: metric
         for name, metric in vars(metrics).items()
@@ -291,6 +291,15 @@ def test_every_link_of_a_page_leads_to_a_file_and_its_heading(page: Path) -> Non
             headings = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
             anchors = [re.sub(r"[^\w -]", "", each).lower().replace(" ", "-") for each in headings]
             assert anchor in anchors, target
+
+
+def test_every_page_is_linked_from_the_first_page_or_the_index() -> None:
+    linked = {
+        (index.parent / target.partition("#")[0]).resolve()
+        for index in (REPO / "README.md", REPO / "docs" / "README.md")
+        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", index.read_text())
+    }
+    assert {*(REPO / "docs").glob("*.md")} <= linked | {REPO / "docs" / "README.md"}
 
 
 def test_each_sentence_about_what_reaches_what_has_its_tests() -> None:
