@@ -23,12 +23,15 @@ _KINDS = {
 _DEVICES = ("cpu", "cuda")
 _MODES = {"interpolation_mode": 3, "padding_mode": 3}
 """Of `grid_sampler`: for a number from here on its kernels leave their output unwritten."""
+_STEPS = ("stride", "padding", "dilation", "output_padding")
+_MAX_STEP = 1 << 14
 
 
 def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the constants of a call.
 
-    To torch a dtype is a number, and a number that is no dtype leads outside a table.
+    To torch a dtype is a number, and a number that is no dtype leads outside a table; some kernels
+    take a tensor for granted where None is given; and convolutions multiply their steps in 32 bits.
     """
     arguments = target._schema.arguments
     given = [*zip(arguments, args, strict=False)]
@@ -36,9 +39,15 @@ def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     for argument, value in given:
         if (modes := _MODES.get(argument.name)) and value not in range(modes):
             return f"gives {value!r} where {argument.name} is one of {modes} modes"
-        stated = str(cast(Any, argument).real_type).removeprefix("Optional[").removesuffix("]")
-        kind = _KINDS.get(stated)
-        if kind is None or value is None:
+        stated = str(cast(Any, argument).real_type)
+        if value is None:
+            if not stated.startswith("Optional["):
+                return f"gives nothing where {argument.name} is a {stated}"
+            continue
+        if argument.name in _STEPS and "conv" in str(target) and not _are_steps(value):
+            return f"gives {value!r} as {argument.name}, expected numbers up to {_MAX_STEP}"
+        kind = _KINDS.get(stated.removeprefix("Optional[").removesuffix("]"))
+        if kind is None:
             continue
         if not isinstance(value, kind):
             return f"gives {value!r} where {argument.name} is a {stated}"
@@ -47,6 +56,13 @@ def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
         if isinstance(value, torch.device) and value.type not in _DEVICES:
             return f"makes a tensor on the device {value}"
     return None
+
+
+def _are_steps(value: object) -> bool:
+    values = value if isinstance(value, list | tuple) else [value]
+    return isinstance(value, str) or all(
+        isinstance(each, int) and abs(each) <= _MAX_STEP for each in values
+    )
 
 
 def calls(program: torch.export.ExportedProgram) -> list[Node]:

@@ -1,7 +1,7 @@
 """Operators whose arguments are compared with each other before they run.
 
-torch's recurrent kernels take the sizes of some weights for those of all, and its bags of
-embeddings take offsets as they are.
+torch's recurrent kernels take the sizes of some weights for those of all, its bags of embeddings
+take offsets as they are, and its group norms read weights as if they were contiguous.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -107,8 +107,31 @@ def checked_embedding_bag(
     return _BAG(weight, indices.contiguous(), offsets.contiguous(), False, mode, False, None)
 
 
+def checked_group_norm(
+    x: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    cudnn_enabled: bool = True,
+) -> Any:
+    """Run aten.group_norm with weights that lie in memory as its kernel reads them."""
+    own = [each if each is None else each.contiguous() for each in (weight, bias)]
+    return torch.ops.aten.group_norm.default(x, num_groups, *own, eps, cudnn_enabled)
+
+
+def checked_native_group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, *sizes: Any
+) -> Any:
+    """Run aten.native_group_norm as `checked_group_norm`."""
+    own = [each if each is None else each.contiguous() for each in (weight, bias)]
+    return torch.ops.aten.native_group_norm.default(x.contiguous(), *own, *sizes)
+
+
 _BAG = torch.ops.aten.embedding_bag.default
 CHECKED: Mapping[Any, Callable[..., Any]] = {
     **{getattr(torch.ops.aten, name).input: checked(name) for name in _GATES},
     torch.ops.aten.embedding_bag.padding_idx: checked_embedding_bag,
+    torch.ops.aten.group_norm.default: checked_group_norm,
+    torch.ops.aten.native_group_norm.default: checked_native_group_norm,
 }

@@ -243,6 +243,7 @@ aten.elu_.default
 aten.embedding.default
 aten.eq.Scalar
 aten.eq.Tensor
+aten.equal.default
 aten.erf.default
 aten.erf_.default
 aten.erfc.default
@@ -279,6 +280,9 @@ aten.flatten.using_ints
 aten.flip.default
 aten.fliplr.default
 aten.flipud.default
+aten.float_power.Scalar
+aten.float_power.Tensor_Scalar
+aten.float_power.Tensor_Tensor
 aten.float_power_.Scalar
 aten.float_power_.Tensor
 aten.floor.default
@@ -311,7 +315,6 @@ aten.greater_equal.Tensor
 aten.grid_sampler.default
 aten.grid_sampler_2d.default
 aten.grid_sampler_3d.default
-aten.group_norm.default
 aten.gt.Scalar
 aten.gt.Tensor
 aten.hardshrink.default
@@ -473,7 +476,6 @@ aten.nan_to_num_.default
 aten.narrow.Tensor
 aten.narrow.default
 aten.native_dropout.default
-aten.native_group_norm.default
 aten.native_layer_norm.default
 aten.ne.Scalar
 aten.ne.Tensor
@@ -505,6 +507,7 @@ aten.pixel_shuffle.default
 aten.pixel_unshuffle.default
 aten.polar.default
 aten.polygamma.default
+aten.polygamma_.default
 aten.positive.default
 aten.pow.Scalar
 aten.pow.Tensor_Scalar
@@ -636,6 +639,7 @@ aten.sum.default
 aten.sum.dim_IntList
 aten.swapaxes.default
 aten.swapdims.default
+aten.sym_is_contiguous.default
 aten.sym_numel.default
 aten.sym_size.int
 aten.sym_stride.int

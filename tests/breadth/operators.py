@@ -4,7 +4,7 @@
 
 Traced are every architecture of the table and every module of torch.nn that torch tests, each in a
 process of its own, as it is and decomposed (`run_decompositions`); `--files` adds the programs below
-a folder, such as the one that pytest leaves behind. Counts are kept below `--output`, one file each.
+a folder, and `tests.breadth.recorded` those that tests make. Counts are kept below `--output`, one file each.
 `--calls` keeps a call of each operator, with sizes and constants but no weights, for the fuzzer.
 `--write` writes the list anew.
 """  # noqa: E501 - a command is not broken
@@ -34,6 +34,7 @@ from tests.breadth.bare import choose_sizes, make_inputs
 from tests.breadth.operator_rules import write_list
 from tests.fuzz.calls import as_call
 
+OUTPUT = Path("build/breadth/operators")
 LIMIT_S = 300
 LARGEST_CALL = 1 << 14  # elements of all tensors of a call that is kept
 
@@ -47,7 +48,7 @@ def main() -> None:
     parser.add_argument("-k", default="", help="run names that this regular expression finds")
     parser.add_argument("--resume", action="store_true", help="leave out what has a count")
     parser.add_argument("--files", type=Path, nargs="*", default=[])
-    parser.add_argument("--output", type=Path, default=Path("build/breadth/operators"))
+    parser.add_argument("--output", type=Path, default=OUTPUT)
     parser.add_argument("--calls", type=Path, help="write a call of each operator into this file")
     parser.add_argument("--write", action="store_true", help="write the list of operators anew")
     options = parser.parse_args()
@@ -70,9 +71,9 @@ def main() -> None:
         for form in passed:
             passed[form] += bool(each.get(form)) and not any(map(operator_problem, each[form]))
         for operator, call in each.get("calls", {}).items():
-            kept = calls.setdefault(operator, [])
-            if len(kept) < 2 and call not in kept:
-                kept.append(call)
+            known = calls.setdefault(operator, [])
+            if len(known) < 2 and call not in known and len(str(call)) < 400:
+                known.append(call)
     traced = [each for each in found.values() if each["operators"]]
     programs = sum(each.get("programs", 1) for each in traced)
     print(f"{programs} programs call {len(counted)} operators of torch {torch.__version__}")
@@ -80,11 +81,12 @@ def main() -> None:
     print(f"and {passed['decomposed']} when they are decomposed")
     for operator, times in counted.most_common():
         print(f"{times:5} {operator}")
-    if options.calls:
-        lines = [f"{json.dumps(name)}: {json.dumps(calls[name])}" for name in sorted(calls)]
-        options.calls.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
     if options.write:
         write_list(set(counted))
+    if options.calls:
+        kept = sorted(name for name in calls if operator_problem(name) is None)
+        lines = [f"{json.dumps(name)}: {json.dumps(calls[name])}" for name in kept]
+        options.calls.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def sources() -> Iterator[tuple[str, Trace]]:

@@ -33,10 +33,15 @@ def main() -> int:
     options = parser.parse_args()
     preload_guard()
     # Only now: what torch allocates must be guarded from its first tensor on.
+    from modelyard.handlers.program.looking import CHECKED
     from modelyard.handlers.program.operators import ALLOWED
     from tests.fuzz.run import Fuzzer, replay
 
-    names = [name for name in sorted(ALLOWED) if re.search(options.operators, name)]
+    names = [
+        name
+        for name in sorted(ALLOWED | set(map(str, CHECKED)))
+        if re.search(options.operators, name)
+    ]
     if options.replay is not None:
         return replay(names, options.replay)
     fuzzer = Fuzzer(names, options.findings)

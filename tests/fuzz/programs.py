@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from modelyard.handlers.program.checked import call_problem
+from modelyard.handlers.program.looking import CHECKED
 
 CALLS = Path(__file__).with_name("calls.json")
 MAX_STEPS = 4
@@ -46,6 +47,8 @@ class Operator:
     name: str
     """As in a `.pt2`, without `torch.ops.`."""
     run: torch._ops.OpOverload
+    stands_in: Callable[..., Any]
+    """What is called in its place."""
     calls: Sequence[Json]
     """Calls of it that a real export holds."""
 
@@ -59,7 +62,8 @@ def operators(names: Sequence[str]) -> list[Operator]:
         for part in name.split("."):
             target = getattr(target, part, None)
         if isinstance(target, torch._ops.OpOverload):
-            found.append(Operator(name, target, known.get(f"torch.ops.{name}", ())))
+            stands_in = CHECKED.get(target, target)
+            found.append(Operator(name, target, stands_in, known.get(f"torch.ops.{name}", ())))
     return found
 
 
@@ -109,7 +113,7 @@ class Program:
                     if self.show:
                         self.show(f"{operator.name} {args} {kwargs}")
                     self.enter(step, chosen)
-                    results = _tensors(operator.run(*args, **kwargs))
+                    results = _tensors(operator.stands_in(*args, **kwargs))
                     self.leave(chosen)
                     yield chosen, _digest(results)
                 except Exception as error:
