@@ -28,6 +28,9 @@ from modelyard.serve.errors import StartError
 logger = logging.getLogger(__name__)
 
 SELF_SIGNED_LIFE = timedelta(days=365)
+SPOKEN = ("http/1.1", "h2")
+"""By ALPN, the one that is chosen first. A client that takes both, as curl and browsers do, asks for
+REST; those of gRPC take nothing but h2. What a connection speaks is told by its first bytes."""
 
 
 def tls_context(
@@ -37,7 +40,7 @@ def tls_context(
     keystore: Path | None = None,
     keystore_pass: str = "",
 ) -> ssl.SSLContext:
-    """Return what the listeners need; TLS 1.2 or later.
+    """Return what the listeners need; TLS 1.2 or later, HTTP/1.1 and HTTP/2 (`SPOKEN`).
 
     The material is a PEM pair, else a PKCS12 keystore, else a new certificate for `hosts` that
     signs itself.
@@ -47,6 +50,7 @@ def tls_context(
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(SPOKEN)
     try:
         if certificate_file is not None and private_key_file is not None:
             # Without a password OpenSSL would ask for one on the terminal.

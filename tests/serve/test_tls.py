@@ -64,10 +64,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def certificate_of(context: ssl.SSLContext) -> x509.Certificate:
-    """Shake hands in memory and return what the server shows."""
+def shake_hands(context: ssl.SSLContext, *speaks: str) -> ssl.SSLObject:
+    """Shake hands in memory, with a client that offers these protocols, and return its side."""
     trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     trusting.check_hostname, trusting.verify_mode = False, ssl.CERT_NONE
+    if speaks:
+        trusting.set_alpn_protocols(speaks)
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     server = context.wrap_bio(to_server, to_client, server_side=True)
     client = trusting.wrap_bio(to_client, to_server)
@@ -76,7 +78,12 @@ def certificate_of(context: ssl.SSLContext) -> x509.Certificate:
             side.do_handshake()
         except ssl.SSLWantReadError:
             continue
-    shown = client.getpeercert(binary_form=True)
+    return client
+
+
+def certificate_of(context: ssl.SSLContext) -> x509.Certificate:
+    """Return what the server shows."""
+    shown = shake_hands(context).getpeercert(binary_form=True)
     assert shown is not None
     return x509.load_der_x509_certificate(shown)
 
@@ -90,6 +97,18 @@ def test_the_named_certificate_is_shown(folder: Path, names: tuple[str, ...]) ->
     shown = certificate_of(context)
     assert shown.public_bytes(Encoding.PEM) == (folder / "cert.pem").read_bytes()
     assert context.minimum_version == ssl.TLSVersion.TLSv1_2
+
+
+@pytest.mark.parametrize(
+    ("speaks", "chosen"),
+    [(("h2",), "h2"), (("h2", "http/1.1"), "http/1.1"), (("http/1.1",), "http/1.1"), ((), None)],
+    ids=["gRPC", "curl", "HTTP/1.1", "says nothing"],
+)
+def test_http2_is_chosen_by_clients_that_speak_nothing_else(
+    folder: Path, speaks: tuple[str, ...], chosen: str | None
+) -> None:
+    context = tls_context((), folder / "cert.pem", folder / "key.pem")
+    assert shake_hands(context, *speaks).selected_alpn_protocol() == chosen
 
 
 def test_without_any_a_certificate_for_the_addresses_is_made() -> None:
