@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 SELF_SIGNED_LIFE = timedelta(days=365)
 SPOKEN = ("http/1.1", "h2")
-"""By ALPN, the one that is chosen first. A client that takes both, as curl and browsers do, asks for
+"""By ALPN, what is chosen first. A client that takes both, as curl and browsers do, asks for
 REST; those of gRPC take nothing but h2. What a connection speaks is told by its first bytes."""
 
 
