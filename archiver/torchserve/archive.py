@@ -123,18 +123,18 @@ def plan_for_torchserve(config: ModelArchiverConfig, warn: Warn) -> Plan:
     """
     handler = _handler_file(config.handler, config.runtime)
     given = [
-        (handler, "handler"),
-        (config.model_file and Path(config.model_file), "model file"),
-        (config.serialized_file and Path(config.serialized_file), "weights"),
+        (handler, "--handler", "handler"),
+        (config.model_file and Path(config.model_file), "--model-file", "model file"),
+        (config.serialized_file and Path(config.serialized_file), "--serialized-file", "weights"),
     ]
-    parts = [_part(file, role) for file, role in given if file]
+    parts = [_part(file, flag, role) for file, flag, role in given if file]
     parts += expand_extra_files(config.extra_files or "", config.keep_tree, warn)
-    for file, role in (
-        (config.requirements_file, "requirements"),
-        (config.config_file, "configuration"),
+    for name, flag, role in (
+        (config.requirements_file, "--requirements-file", "requirements"),
+        (config.config_file, "--config-file", "configuration"),
     ):
-        if file:
-            parts.append(_part(Path(file), role))
+        if name:
+            parts.append(_part(Path(name), flag, role))
     return Plan(_manifest(config), _checked(parts, warn))
 
 
@@ -173,9 +173,9 @@ def _handler_file(handler: str, runtime: str) -> Path | None:
     return Path(path if is_complete else path + suffix)
 
 
-def _part(file: Path, role: str) -> Part:
+def _part(file: Path, flag: str, role: str) -> Part:
     if not file.is_file():
-        raise FileNotFoundError(f"[Errno 2] No such file or directory: '{file}'")
+        raise FileNotFoundError(f"{flag}: [Errno 2] No such file or directory: '{file}'")
     return Part(file.name, file, role)
 
 

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         archive_for_torchserve(config, warn=_warn)
     except FileNotFoundError as error:
-        sys.exit(f"FileNotFoundError: {error}")
+        sys.exit(f"torch-model-archiver: FileNotFoundError: {error}")
     except ArchiveExists as error:
         sys.exit(f"ERROR - {error}")
     except ArchiveError as error:

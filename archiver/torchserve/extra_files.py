@@ -46,7 +46,7 @@ def _matches(piece: str, warn: Callable[[str], None]) -> Iterator[tuple[Path, st
     else:
         path, equals, name = piece.rpartition("=")
         if not equals or not Path(path).is_file():
-            raise FileNotFoundError(f"File does not exist: {piece}")
+            raise FileNotFoundError(f"--extra-files: File does not exist: {piece}")
         yield Path(path), name
 
 

@@ -189,7 +189,7 @@ class CallReply:
         call, calls, model = self._take(), self._calls, self._model
         took_s = monotonic() - call.queued_at
         model.metrics.kinds[call.kind].answered(reply.status, took_s)
-        if calls.observer is not None:
+        if calls.observer is not None and reply.status < 400:
             waited_s = call.taken_at - call.queued_at
             calls.observer.inferred(model.name, self._target.version, waited_s, took_s)
         self.answer(reply)

@@ -53,7 +53,7 @@ class CallObserver(Protocol):
         """Count a request for a prediction or an explanation."""
 
     def inferred(self, model: str, version: str | None, queued_s: float, total_s: float) -> None:
-        """Take note of one answer: how long it waited, and how long it took altogether."""
+        """Take note of an answer, not an error: how long it waited, and how long it took in all."""
 
 
 class Metrics:

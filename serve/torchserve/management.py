@@ -104,7 +104,7 @@ class TorchServeManagement:
                 if method == "GET":
                     return json_answer({"workflows": []})
                 if method == "POST":
-                    raise BadRequest("Registering new workflows is disabled.")
+                    raise BadRequest("workflows are not served by Modelyard")
             case ["workflows", name]:
                 return error_answer(404, "WorkflowNotFoundException", f"Workflow not found: {name}")
             case _:

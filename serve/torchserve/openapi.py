@@ -90,12 +90,7 @@ def server(
     if management:
         _add(paths, "/models", "get", "List models", query=_LIST)
         _add(paths, "/models", "post", "Register", _STATUS, _REGISTER)
-        for path in ("/models/{model_name}", "/models/{model_name}/{model_version}"):
-            _add(paths, path, "get", "Describe", query=_DESCRIBE)
-            _add(paths, path, "put", "Scale", _STATUS, _SCALE)
-            _add(paths, path, "delete", "Unregister", _STATUS)
-        path = "/models/{model_name}/{model_version}/set-default"
-        _add(paths, path, "put", "Set the default version", _STATUS)
+        _add_model(paths)
         _add(paths, "/token", "get", "Replace a key", query={"type": (_TEXT, "of key")})
         _add(paths, "/v1/models/{model_name}", "get", "Ready")
     _add(paths, "/metrics", "get", "Prometheus metrics, on the metrics port")
@@ -119,13 +114,20 @@ def model(name: str) -> Document:
 
 
 def model_management(name: str) -> Document:
-    """Return the document of one model's management."""
+    """Return the document of one model's management; the paths have no name, as TorchServe's."""
     paths: dict[str, Any] = {}
-    path = f"/models/{name}"
-    _add(paths, path, "get", "Describe", query=_DESCRIBE)
-    _add(paths, path, "put", "Scale", _STATUS, _SCALE)
-    _add(paths, path, "delete", "Unregister", _STATUS)
+    _add_model(paths)
     return _document(f"RESTful Management API for: {name}", VERSION, paths)
+
+
+def _add_model(paths: dict[str, Any]) -> None:
+    """Add the routes of one model."""
+    for path in ("/models/{model_name}", "/models/{model_name}/{model_version}"):
+        _add(paths, path, "get", "Describe", query=_DESCRIBE)
+        _add(paths, path, "put", "Scale", _STATUS, _SCALE)
+        _add(paths, path, "delete", "Unregister", _STATUS)
+    path = "/models/{model_name}/{model_version}/set-default"
+    _add(paths, path, "put", "Set the default version", _STATUS)
 
 
 def _document(

@@ -214,18 +214,24 @@ def test_other_formats_are_not_replaced_either(archive_format: str) -> None:
     assert archive("--archive-format", archive_format, "-f") == 0
 
 
+def missing(flag: str, file: str) -> str:
+    """Return what is said of a file that is not there: the program, the flag, the file."""
+    said = f"{flag}: [Errno 2] No such file or directory: '{file}'"
+    return f"torch-model-archiver: FileNotFoundError: {said}"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--serialized-file", "no.pt"], missing("--serialized-file", "no.pt")),
+        (["--model-file", "no.py"], missing("--model-file", "no.py")),
+        (["-r", "no.txt"], missing("--requirements-file", "no.txt")),
+        (["-c", "no.yaml"], missing("--config-file", "no.yaml")),
+        (["--handler", "no"], missing("--handler", "no.py")),
         (
-            ["--serialized-file", "no.pt"],
-            "FileNotFoundError: [Errno 2] No such file or directory: ",
+            ["--extra-files", "no.txt"],
+            "torch-model-archiver: FileNotFoundError: --extra-files: File does not exist: no.txt",
         ),
-        (["--model-file", "no.py"], "FileNotFoundError: [Errno 2] No such file or directory: "),
-        (["-r", "no.txt"], "FileNotFoundError: [Errno 2] No such file or directory: 'no.txt'"),
-        (["-c", "no.yaml"], "FileNotFoundError: [Errno 2] No such file or directory: 'no.yaml'"),
-        (["--handler", "no"], "FileNotFoundError: [Errno 2] No such file or directory: 'no.py'"),
-        (["--extra-files", "no.txt"], "FileNotFoundError: File does not exist: no.txt"),
         (["--export-path", "c.yaml"], "Given export-path c.yaml is not a directory. Point"),
         (["--model-name", "_x"], "Model name contains special characters.\nThe allowed re"),
         (

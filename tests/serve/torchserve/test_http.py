@@ -30,6 +30,8 @@ def handle(data, context):
     headers = context.get_all_request_header(0)
     if headers.get("describe") == "True":
         return [{"a": 1}]
+    if data[0].get("body") == b"fail":
+        raise ValueError("as it was asked")
     row = {k: v.decode() if isinstance(v, bytearray) else v for k, v in data[0].items()}
     said = {k: headers[k] for k in ("explain", "url_path") if k in headers}
     return [{"row": row, "said": said, "name": context.model_name}]
@@ -111,6 +113,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, remote: str) -> Iterator[Home
             "ts_open_inference_protocol": "oip",
             "max_request_size": "5000",
             "default_workers_per_model": "1",
+            "metrics_mode": "prometheus",
         },
     )
     home.wait_for_workers("echo")
@@ -332,7 +335,6 @@ def test_a_client_may_choose_a_uuid_as_its_request_id(client: httpx.Client) -> N
         ("inference", "/", "TorchServe APIs", "/predictions/{model_name}"),
         ("management", "/", "TorchServe APIs", "/models/{model_name}/{model_version}/set-default"),
         ("inference", "/predictions/echo", "RESTful API for: echo", "/prediction/echo"),
-        ("management", "/models/echo", "RESTful Management API for: echo", "/models/echo"),
     ],
 )
 def test_options_describes(home: Home, api: str, path: str, title: str, shown: str) -> None:
@@ -342,6 +344,33 @@ def test_options_describes(home: Home, api: str, path: str, title: str, shown: s
         assert shown in document["paths"]
         if path == "/":
             assert client.get("/api-description").json() == document
+
+
+def test_options_describes_all_three_routes_of_a_model(management: httpx.Client) -> None:
+    document = management.options("/models/echo").json()
+    assert document["info"]["title"] == "RESTful Management API for: echo"
+    model = "/models/{model_name}"
+    versions = f"{model}/{{model_version}}"
+    assert set(document["paths"]) == {model, versions, f"{versions}/set-default"}
+
+
+def test_a_failed_prediction_is_a_request_without_latency(
+    home: Home, client: httpx.Client, management: httpx.Client
+) -> None:
+    given: dict[str, Any] = {"url": "echo.mar", "model_name": "timed", "initial_workers": 1}
+    assert management.post("/models", params=given).status_code == 200
+
+    def series() -> set[str]:
+        lines = home.get("/metrics", "metrics").text.splitlines()
+        return {line.partition("{")[0] for line in lines if 'model_name="timed"' in line}
+
+    assert client.post("/predictions/timed", content=b"fail").status_code == 503
+    counted = {"ts_inference_requests_total"}
+    assert series() == counted
+    assert client.post("/predictions/timed", content=b"1").status_code == 200
+    timed = {"ts_inference_latency_microseconds", "ts_queue_latency_microseconds"}
+    assert series() == counted | timed
+    assert management.delete("/models/timed").status_code == 200
 
 
 def test_a_request_may_say_how_long_it_waits_and_only_then_is_refused_for_that(
@@ -582,7 +611,7 @@ def test_models_are_listed_page_by_page(
         ("GET", "/ping", NO_ROUTE),
         ("GET", "/token?type=inference", NO_ROUTE),
         ("POST", "/workflows", (400, "BadRequestException",
-                                "Registering new workflows is disabled.")),
+                                "workflows are not served by Modelyard")),
         ("PUT", "/models/echo?max_worker=0", (400, "BadRequestException",
                                               "max_worker cannot be less than min_worker.")),
     ],
