@@ -35,6 +35,9 @@ COMMANDS = {
         "modelyard.archiver.cli", "keygen_app", "Make a key pair to sign archives with."
     ),
     "serve": Command("modelyard.serve.cli", "serve_app", "Start, stop and look at the server."),
+    "token": Command(
+        "modelyard.serve.tools.token_cli", "token_app", "Make tokens that outlive a restart."
+    ),
     "tune": Command(
         "modelyard.serve.tools.tune_cli",
         "tune_app",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from modelyard.serve.api.description import DESCRIPTION, described_calls
 from modelyard.serve.api.docs import add_docs
 from modelyard.serve.api.health import OPEN_PATHS, health_routes
-from modelyard.serve.api.inference import Calls
+from modelyard.serve.api.inference import Calls, right_of
 from modelyard.serve.api.management import management_routes
 from modelyard.serve.api.metrics import metrics_routes
 from modelyard.serve.api.oip import oip_routes
@@ -20,12 +20,15 @@ from modelyard.serve.control.state import make_keys
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.worker import frame_bytes
+from modelyard.serve.errors import StartError
 from modelyard.serve.grpc import OPEN_METHODS, LazyServices, services
 from modelyard.serve.http.application import Answers, Application, ServerState
-from modelyard.serve.http.auth import TokenCheck
+from modelyard.serve.http.auth import Grants, TokenCheck
 from modelyard.serve.http.connection import Accepts, Access, Limits
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.http.site import SiteCheck
+from modelyard.serve.http.tokens import make_grant, parse_grants, read_token_file
+from modelyard.serve.http.watched import Watched
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import Address, Settings
 
@@ -57,10 +60,9 @@ def create_server(settings: Settings) -> Server:
     policy, metrics, registry, state = Policy(settings), Metrics(), Registry(), ServerState()
     budget = answer_budget(settings, policy)
     lifecycle = Lifecycle(policy, registry, metrics, budget)
-    keys = make_keys(policy.state.key_file)
-    is_open = settings.auth == "never" or (settings.auth == "auto" and settings.is_loopback)
-    client_key = None if is_open else keys["inference"]
-    operator_key = None if settings.auth == "never" else keys["management"]
+    grants = known_tokens(settings, make_keys(policy.state.key_file))
+    of_clients = grants if settings.asks_for_tokens else None
+    of_operators = None if settings.auth == "never" else grants
     answers = Answers(state)
     clients = Routes(
         "Modelyard",
@@ -78,20 +80,40 @@ def create_server(settings: Settings) -> Server:
     )
     scraper = Routes("Modelyard metrics", "Prometheus metrics.", answers, metrics_routes(metrics))
     calls = Calls(registry, metrics, state, answers)
-    token = TokenCheck(client_key, (*OPEN_PATHS, *OPEN_METHODS))
+    token = TokenCheck(of_clients, right_of, (*OPEN_PATHS, *OPEN_METHODS))
     streams = LazyServices(
         lambda: services(calls, registry, state, token, settings.max_request_bytes)
     )
     apis = (
         Application(token, answers, clients, calls, streams),
-        Application(TokenCheck(operator_key), answers, operators),
-        Application(TokenCheck(client_key), answers, scraper),
+        Application(TokenCheck(of_operators, lambda _: "manage"), answers, operators),
+        Application(TokenCheck(of_clients, lambda _: "metrics"), answers, scraper),
     )
     served = zip(apis, settings.addresses, strict=True)
     inference, management, scraped = listen(served, settings, budget)
     others = {management.url: operators.fastapi, scraped.url: scraper.fastapi}
     add_docs(clients.fastapi, others, inference.url)
     return Server(lifecycle, state, inference, management, scraped)
+
+
+OWN_RIGHTS = {"management": "manage", "inference": "predict,explain,metrics"}
+"""Of the keys that each start makes."""
+
+
+def known_tokens(settings: Settings, keys: Mapping[str, str]) -> Grants:
+    """Return what returns the tokens that a server knows: its own keys, and those that stay.
+
+    Raises:
+        StartError: one that stays cannot be read.
+    """
+    own = [make_grant(f"serve-{api}", OWN_RIGHTS[api], key) for api, key in keys.items()]
+    try:
+        own += parse_grants(settings.tokens)
+    except ValueError as error:
+        raise StartError(f"the setting tokens: {error}") from error
+    if (file := settings.token_file) is None:
+        return lambda: own
+    return Watched([file], lambda: (*own, *read_token_file(file))).get
 
 
 def answer_budget(settings: Settings, policy: Policy) -> AnswerBudget:

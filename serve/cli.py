@@ -74,6 +74,9 @@ def start(
     auth: Annotated[
         str | None, typer.Option(help="Tokens: auto (off on loopback), always, never.")
     ] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="Tokens that stay, as `modelyard token new` writes them.")
+    ] = None,
     insecure: Annotated[
         bool | None,
         typer.Option("--insecure", help="Allow --auth never on an address that others reach."),
@@ -134,6 +137,7 @@ def start(
                 "device": device,
                 "workers": workers,
                 "auth": auth,
+                "token_file": token_file,
                 "insecure": insecure,
                 "explain_share": explain_share,
                 "trusted_keys": trusted_keys,

@@ -85,7 +85,12 @@ class Settings(BaseModel):
     management_port: int = Field(default=8081, ge=0, le=65535)
     metrics_port: int = Field(default=8082, ge=0, le=65535)
     auth: Literal["auto", "always", "never"] = "auto"
-    """Bearer tokens. auto: management always, inference unless the address is loopback."""
+    """Bearer tokens. auto: management always, inference unless the address is loopback, or tokens
+    that stay are named."""
+    tokens: tuple[str, ...] = ()
+    """Tokens that stay: NAME RIGHTS sha256:HASH, as `modelyard token new` prints them."""
+    token_file: Path | None = None
+    """File of such lines; it is read again when it changes."""
     insecure: bool = False
     """Allow auth: never where other machines reach the server."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
@@ -170,6 +175,19 @@ class Settings(BaseModel):
         """Take a comma or space separated list where a list is expected."""
         return value.replace(",", " ").split() if isinstance(value, str) else value
 
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _lines(cls, value: Any) -> Any:
+        """Take lines where a list is expected; a semicolon ends one, too."""
+        return value.replace(";", "\n").splitlines() if isinstance(value, str) else value
+
+    @field_validator("token_file")
+    @classmethod
+    def _are_asked_for(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if (value or info.data.get("tokens")) and info.data.get("auth") == "never":
+            raise ValueError("auth is never, so no token would be asked for")
+        return value
+
     @field_validator("model_settings", mode="before")
     @classmethod
     def _parse(cls, value: Any) -> Any:
@@ -179,7 +197,7 @@ class Settings(BaseModel):
         except yaml.YAMLError as error:
             raise ValueError(f"not valid YAML: {error}") from error
 
-    @field_validator("model_store", "state_dir", "trusted_keys")
+    @field_validator("model_store", "state_dir", "trusted_keys", "token_file")
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return value.expanduser().absolute() if value else None
@@ -247,6 +265,16 @@ class Settings(BaseModel):
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the inference API."""
         return self.addresses[0].is_loopback
+
+    @property
+    def asks_for_tokens(self) -> bool:
+        """Whether the inference and metrics APIs need one; the management API does but for never.
+
+        Who names tokens that stay wants them asked for, on loopback too.
+        """
+        if self.auth == "auto":
+            return not self.is_loopback or bool(self.tokens or self.token_file)
+        return self.auth == "always"
 
     @property
     def warnings(self) -> list[str]:

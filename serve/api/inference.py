@@ -41,9 +41,12 @@ LONGEST_TIME_S = 86_400.0
 
 def find_target(cycle: RequestResponseCycle) -> Target | None:
     """Return what a request asks a model for, by our paths; None for all other requests."""
-    if cycle.method not in METHODS:
-        return None
-    _, first, *rest = cycle.path.split("/")
+    return target_of(cycle.path) if cycle.method in METHODS else None
+
+
+def target_of(path: str) -> Target | None:
+    """Return what a path asks a model for, as `find_target` does for a request."""
+    first, *rest = path.split("/")[1:] or [""]
     if first in KINDS and rest and rest[0]:
         return Target(KINDS[first], rest)
     if first == "v2":
@@ -53,6 +56,20 @@ def find_target(cycle: RequestResponseCycle) -> Target | None:
             case ["models", model, "versions", version, "infer"] if model and version:
                 return Target(PREDICT, [model, version], wire.KSERVE | wire.TENSORS)
     return None
+
+
+GRPC_CALLS = frozenset({
+    "/inference.GRPCInferenceService/ModelInfer",
+    "/inference.GRPCInferenceService/ModelStreamInfer",
+})  # fmt: skip
+
+
+def right_of(path: str) -> str | None:
+    """Return the right that a path, or a method of gRPC, needs; None where any token will do."""
+    if path in GRPC_CALLS:
+        return "predict"
+    target = target_of(path)
+    return None if target is None else ("explain" if target.kind == EXPLAIN else "predict")
 
 
 def _as_it_is(error: Exception, path: list[str]) -> Exception:

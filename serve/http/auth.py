@@ -2,37 +2,53 @@
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
-from modelyard.serve.errors import Unauthorized
+from modelyard.serve.errors import Forbidden, Unauthorized
+from modelyard.serve.http.tokens import Grant, find_grant
+
+Grants = Callable[[], Sequence[Grant]]
+"""Returns the tokens that are known now."""
 
 
 class TokenCheck:
-    """Refuses requests without the right token.
+    """Refuses requests without a token, and those whose token has not the right.
 
     Args:
-        key: the token, or None to let everybody in.
+        grants: the tokens, or None to let everybody in.
+        right: returns the right that a path needs; None where any token will do.
         open_paths: paths that need none.
     """
 
-    def __init__(self, key: str | None, open_paths: Iterable[str] = ()) -> None:
-        self._expected = key.encode() if key is not None else None
+    def __init__(
+        self,
+        grants: Grants | None,
+        right: Callable[[str], str | None],
+        open_paths: Iterable[str] = (),
+    ) -> None:
+        self._grants = grants
+        self._right = right
         self._open_paths = frozenset(open_paths)
 
     def __call__(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
-        """Raise Unauthorized unless the request may pass."""
-        if self._expected is None or path in self._open_paths:
+        """Raise Unauthorized or Forbidden unless the request may pass."""
+        if self._grants is None or path in self._open_paths:
             return
+        right, unfit = self._right(path), None
         for name, value in headers:
             scheme, _, token = value.partition(b" ")
-            if (
-                name == b"authorization"
-                and scheme.lower() == b"bearer"
-                and secrets.compare_digest(token.lstrip(b" "), self._expected)
-            ):
-                return
+            if name == b"authorization" and scheme.lower() == b"bearer":
+                grant = find_grant(self._grants(), token.lstrip(b" "))
+                if grant is not None and (right is None or right in grant.rights):
+                    return
+                unfit = unfit or grant
+        if unfit is not None:
+            raise Forbidden(
+                f"the token {unfit.name!r} may {', '.join(sorted(unfit.rights))}; this needs one "
+                f"that may {right}"
+            )
         raise Unauthorized(
-            "this API needs the header `Authorization: Bearer TOKEN` with its current token; "
-            "`modelyard serve token` prints it"
+            "this API needs the header `Authorization: Bearer TOKEN` with a token that it knows; "
+            "`modelyard serve token` prints the one of this start, `modelyard token new` makes "
+            "one that stays"
         )

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import uvloop
 
-from modelyard.serve.api.inference import Calls
+from modelyard.serve.api.inference import Calls, right_of
 from modelyard.serve.api.routes import Routes
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
@@ -62,7 +62,7 @@ async def inference(folder: Path) -> AsyncIterator[Address]:
     calls = Calls(registry, metrics, state, answers)
     routes = Routes("", "", answers)
     listener = Listener(
-        Application(TokenCheck(None), answers, routes, calls), Address("127.0.0.1", 0)
+        Application(TokenCheck(None, right_of), answers, routes, calls), Address("127.0.0.1", 0)
     )
     try:
         await lifecycle.register("picky", None, 1)

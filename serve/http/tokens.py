@@ -1,0 +1,137 @@
+"""Tokens that outlive a start: each a name, its rights and a hash, on one line.
+
+    # name   rights            hash
+    app      predict,explain   sha256:5e884898da28…
+
+The token itself is written nowhere. It has 256 random bits, or 32 characters at least of whoever
+chose it, so that one round of SHA-256 hides it as well as many would.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from modelyard.serve.errors import StartError
+
+RIGHTS = ("predict", "explain", "manage", "metrics")
+MOST_TOKENS = 100
+"""Each is compared with what a request brings, 0.3 µs."""
+MOST_BYTES = 1 << 20
+LEAST_CHARACTERS = 32
+"""Of a token that somebody chose."""
+_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+_HASH = re.compile(r"sha256:[0-9a-f]{64}")
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+
+
+@dataclass(frozen=True)
+class Grant:
+    """What one token may do."""
+
+    name: str
+    """For logs and messages; two tokens may share one while one takes the other's place."""
+    rights: frozenset[str]
+    digest: bytes
+
+    def __str__(self) -> str:
+        """Return its line."""
+        rights = ",".join(right for right in RIGHTS if right in self.rights)
+        return f"{self.name} {rights} sha256:{self.digest.hex()}"
+
+
+def digest_of(token: bytes) -> bytes:
+    """Return a token's SHA-256."""
+    return hashlib.sha256(token).digest()
+
+
+def make_grant(name: str, rights: str, token: str) -> Grant:
+    """Return what stands for a token; the rights are separated by commas.
+
+    Raises:
+        ValueError: the name, a right or the token is not one; says what is expected.
+    """
+    if len(token) < LEAST_CHARACTERS or not _TOKEN.fullmatch(token):
+        raise ValueError(
+            f"a token has {LEAST_CHARACTERS} characters or more, visible ones of ASCII; without "
+            "--stdin one is made"
+        )
+    return _grant(name, rights, digest_of(token.encode()))
+
+
+def parse_grant(line: str) -> Grant:
+    """Read a line.
+
+    Raises:
+        ValueError: it is not one; says what is expected, and shows nothing that may be a token.
+    """
+    words = line.split()
+    if len(words) != 3:
+        raise ValueError(f"{len(words)} words; expected name, rights and hash")
+    name, rights, hash = words
+    if not _HASH.fullmatch(hash):
+        raise ValueError(
+            "the third word is not sha256: and 64 hexadecimal digits; tokens themselves are not "
+            "kept, `modelyard token new --stdin` writes the line of one"
+        )
+    return _grant(name, rights, bytes.fromhex(hash.removeprefix("sha256:")))
+
+
+def _grant(name: str, rights: str, digest: bytes) -> Grant:
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"{name!a} is not a name; expected letters, digits, '_', '.' or '-'")
+    given = rights.split(",")
+    for right in given:
+        if right not in RIGHTS:
+            raise ValueError(f"{right!r} is not a right; expected some of {','.join(RIGHTS)}")
+    return Grant(name, frozenset(given), digest)
+
+
+def parse_grants(lines: Iterable[str]) -> tuple[Grant, ...]:
+    """Read lines; empty ones, and those that begin with `#`, are passed over.
+
+    Raises:
+        ValueError: says which line is wrong.
+    """
+    grants = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        try:
+            grants.append(parse_grant(line))
+        except ValueError as error:
+            raise ValueError(f"line {number}: {error}") from error
+    if len(grants) > MOST_TOKENS:
+        raise ValueError(f"{len(grants)} tokens; expected {MOST_TOKENS} at most")
+    return tuple(grants)
+
+
+def read_token_file(file: Path) -> tuple[Grant, ...]:
+    """Return the tokens of a file.
+
+    Raises:
+        StartError: it cannot be read, or a line is wrong.
+    """
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            raise ValueError(f"more than {MOST_BYTES} bytes")
+        return parse_grants(content.decode("utf-8").splitlines())
+    except OSError as error:
+        raise StartError(f"cannot read the token file {file}: {error.strerror}") from error
+    except ValueError as error:
+        raise StartError(f"the token file {file}: {error}") from error
+
+
+def find_grant(grants: Sequence[Grant], token: bytes) -> Grant | None:
+    """Return what a token may do. It takes as long for every token, known or not."""
+    digest, found = digest_of(token), None
+    for grant in grants:
+        if secrets.compare_digest(grant.digest, digest):
+            found = grant
+    return found
