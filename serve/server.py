@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import json
 import logging
@@ -105,7 +106,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         memory = Memory()
         await stop.first.wait()
         memory.stop()
-        await _drain(server, settings.drain_timeout_s, stop.second)
+        await _drain(server, settings, stop.second)
     finally:
         await _end(server, state)
         await orphans.stop()
@@ -142,7 +143,7 @@ def _describe(server: Server, state: StateDir, settings: Settings) -> Event:
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "key_file": str(state.key_file),
         "log": str(state.log_file),
-        "drain_timeout_s": settings.drain_timeout_s,
+        "drain_timeout_s": settings.drain_delay_s + settings.drain_timeout_s,
     }
 
 
@@ -166,18 +167,23 @@ def _watch_signals() -> StopSignals:
     return stop
 
 
-async def _drain(server: Server, timeout_s: float, now: asyncio.Event) -> None:
+async def _drain(server: Server, settings: Settings, now: asyncio.Event) -> None:
     """Answer what was accepted, close connections only after an answer, take nothing new.
 
-    First every answer says `Connection: close`, so that clients which keep connections open leave
-    by themselves; then the listening sockets close; then idle connections. A second signal, or the
-    end of the time, skips the waiting.
+    First the server is not ready, so that balancers send no more, and every answer says
+    `Connection: close`, so that clients which keep connections open leave by themselves; then the
+    listening sockets close; then idle connections. A second signal, or the end of the time, skips
+    the waiting.
     """
     loop = asyncio.get_running_loop()
-    deadline = loop.time() + timeout_s
-    logger.info("stopping; up to %g s for requests in progress", timeout_s)
+    delay_s, timeout_s = settings.drain_delay_s, settings.drain_timeout_s
+    logger.info("stopping; requests are taken for %g s more, up to %g s for those in progress",
+                delay_s, timeout_s)  # fmt: skip
     server.state.is_draining = True
-    await asyncio.sleep(min(ANNOUNCE_S, timeout_s))
+    announce_s = max(delay_s, min(ANNOUNCE_S, timeout_s))
+    deadline = loop.time() + delay_s + timeout_s
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(now.wait(), announce_s)
     for listener in server.listeners:
         await listener.stop_accepting()
     while not now.is_set() and loop.time() < deadline:

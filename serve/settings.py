@@ -111,6 +111,8 @@ class Settings(BaseModel):
     """For one batch in a worker; a worker that takes longer is replaced."""
     startup_timeout_s: float = Field(default=120, gt=0)
     """For a worker to load its model and answer the golden requests."""
+    drain_delay_s: float = Field(default=0, ge=0)
+    """After SIGTERM the server is not ready, but takes new requests for this long."""
     drain_timeout_s: float = Field(default=30, ge=0)
     """After SIGTERM, for requests that were accepted."""
     max_request_bytes: int = Field(default=6_553_500, ge=1)

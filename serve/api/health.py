@@ -10,6 +10,8 @@ from modelyard.serve.http.application import ServerState
 
 OPEN_PATHS = ("/ping", "/health/live", "/health/ready")
 """Probes carry no token."""
+RETRY = {"Retry-After": "1"}
+"""Of answers that say not ready."""
 
 
 def health_routes(registry: Registry, state: ServerState) -> APIRouter:
@@ -34,7 +36,7 @@ def health_routes(registry: Registry, state: ServerState) -> APIRouter:
     async def ready() -> JSONResponse:
         """Predictions can be answered now; else the reason."""
         if (reason := why_not_ready(registry, state)) is not None:
-            return JSONResponse({"ready": False, "reason": reason}, 503)
+            return JSONResponse({"ready": False, "reason": reason}, 503, RETRY)
         return JSONResponse({"ready": True})
 
     return router

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 
 from modelyard.archiver.signature import OIP_DATATYPES
 from modelyard.serve.api.description import ModelName, Version, error_responses
-from modelyard.serve.api.health import why_not_ready
+from modelyard.serve.api.health import RETRY, why_not_ready
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.http.application import ServerState
 
@@ -45,7 +45,9 @@ def oip_routes(registry: Registry, state: ServerState) -> APIRouter:
     async def ready() -> JSONResponse:
         """Predictions can be answered now."""
         reason = why_not_ready(registry, state)
-        return JSONResponse({"ready": reason is None}, 200 if reason is None else 503)
+        if reason is not None:
+            return JSONResponse({"ready": False}, 503, RETRY)
+        return JSONResponse({"ready": True})
 
     @router.get("/models", summary="Models")
     async def models() -> dict[str, list[str]]:

@@ -147,7 +147,9 @@ class Builder:
         predicting = replace(plan, shared=self.shared) if shares else plan
         metrics = VersionMetrics(self._metrics, name, manifest.model_version)
         pool = Pool(predicting, metrics, self._policy.workers, self._budget)
-        metrics.watch_workers(lambda: pool.ready_count)
+        metrics.watch_workers(lambda: pool.ready_count, lambda: pool.busy_s)
+        artifact = manifest.serialized_file or ""
+        metrics.describe(archive.digest, artifact.rpartition(".")[2], config.capacity_rps)
         explainers = None
         if config.explain_workers:
             apart = replace(plan, log_stem="explainer", niceness=EXPLAINERS_NICENESS)
@@ -166,6 +168,8 @@ class Builder:
             )
             for kind in (PREDICT, EXPLAIN)
         )
+        _watch(metrics, predictions, pool, PREDICT)
+        _watch(metrics, explanations, explainers or pool, EXPLAIN)
         if explainers is None:
             pool.feed((predictions, explanations))
         else:
@@ -318,6 +322,13 @@ class Builder:
             environment=environment,
             retry_window_s=config.retry_s,
         )
+
+
+def _watch(metrics: VersionMetrics, batcher: Batcher, pool: Pool, kind: int) -> None:
+    """Have the requests of one kind counted at each scrape."""
+    metrics.kinds[kind].watch(
+        lambda: batcher.queued + pool.in_flight(kind), lambda: batcher.oldest_s
+    )
 
 
 def read_reference(archive: Archive) -> Reference:

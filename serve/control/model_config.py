@@ -123,6 +123,9 @@ class ModelConfig:
     this model; what the archive says its workers read [artifact]."""
     threads: int = 0
     """Of each worker; 0 leaves the choice to the server [workerThreads]."""
+    capacity_rps: float = 0.0
+    """Answers per second that `tune` measured for this configuration; 0 where nobody did
+    [tunedRate]."""
     origins: Mapping[str, str] = field(default_factory=dict, compare=False)
     """Key of the file → who says so, for people; keys that nobody says are not there."""
     proven_batch: int | None = field(default=None, compare=False)
@@ -210,6 +213,7 @@ def extensions(
         "network": values.of_operator("network", ("none", "all"), network),
         "files": values.of_operator("files", ("own", "all"), settings.files),
         "shares_workers": values.of_operator("shareWorkers", (True, False), None),
+        "capacity_rps": values.rate("tunedRate"),
     }
 
 
@@ -314,6 +318,14 @@ class Values:
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not (is_number and 0 <= value <= 1):
             return self._wrong(key, "a number from 0 to 1", default)
+        return float(value)
+
+    def rate(self, key: str) -> float:
+        """Return a number per second, 0 where none is said."""
+        value = self._get(key, 0)
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (is_number and 0 <= value < math.inf):
+            return self._wrong(key, "a number from 0 up", 0.0)
         return float(value)
 
     def boolean(self, key: str, default: bool) -> bool:

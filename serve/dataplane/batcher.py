@@ -83,6 +83,16 @@ class Batcher:
         return len(self._queue) + self._engine.handed_over()
 
     @property
+    def queued(self) -> int:
+        """Jobs in the queue alone."""
+        return len(self._queue)
+
+    @property
+    def oldest_s(self) -> float:
+        """How long the first job of the queue has waited; 0 while none waits."""
+        return monotonic() - self._queue[0].queued_at if self._queue else 0.0
+
+    @property
     def remaining(self) -> int:
         """Jobs that the queue still takes."""
         return max(0, self._queue_size - self.waiting)

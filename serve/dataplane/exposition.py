@@ -26,6 +26,7 @@ KINDS = ("counter", "gauge", "histogram")
 _NAME = re.compile(r"[a-zA-Z_:][a-zA-Z0-9_:]*")
 _LABEL = re.compile(r"[a-zA-Z_][a-zA-Z0-9_]*")
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+_HELP_ESCAPES = str.maketrans({"\\": r"\\", "\n": r"\n"})
 
 Values = tuple[str, ...]
 
@@ -78,34 +79,43 @@ class Family:
             at = self.labels.index(label)
             self._series = {k: v for k, v in self._series.items() if k[at] != value}
 
-    def lines(self) -> Iterator[str]:
-        """Yield the text, HELP and TYPE first."""
-        yield f"# HELP {self.name} Torchserve prometheus {self.kind} metric with unit: {self.unit}"
-        yield f"# TYPE {self.name} {self.kind}"
+    def lines(self, is_open: bool = False) -> Iterator[str]:
+        """Yield the text, HELP and TYPE first.
+
+        Args:
+            is_open: whether as OpenMetrics. That has no counter without `_total` and no comma after
+                the last label; a series keeps its name, so such a counter is of type unknown.
+        """
+        kind = "unknown" if is_open and self.kind == "counter" else self.kind
+        unit = self.unit.translate(_HELP_ESCAPES)
+        yield f"# HELP {self.name} Torchserve prometheus {self.kind} metric with unit: {unit}"
+        yield f"# TYPE {self.name} {kind}"
+        last = "" if is_open else ","
         for values, state in list(self._series.items()):
-            pairs = "".join(
-                f'{label}="{value.translate(_ESCAPES)}",'
+            pairs = [
+                f'{label}="{value.translate(_ESCAPES)}"'
                 for label, value in zip(self.labels, values, strict=True)
-            )
+            ]
+            braced = f"{{{','.join(pairs)}{last}}}" if pairs else ""
             if not isinstance(state, list):
-                yield f"{self.name}{{{pairs}}} {state}" if pairs else f"{self.name} {state}"
+                yield f"{self.name}{braced} {state}"
                 continue
             total = 0.0
             for bound, count in zip((*map(str, BUCKETS), "+Inf"), state, strict=False):
                 total += count
-                yield f'{self.name}_bucket{{{pairs}le="{bound}",}} {total}'
-            braced = f"{{{pairs}}}" if pairs else ""
+                inner = ",".join([*pairs, f'le="{bound}"'])
+                yield f"{self.name}_bucket{{{inner}{last}}} {total}"
             yield f"{self.name}_count{braced} {total}"
             yield f"{self.name}_sum{braced} {state[-1]}"
 
 
-def text(families: Iterable[Family], names: Collection[str] = ()) -> str:
+def text(families: Iterable[Family], names: Collection[str] = (), is_open: bool = False) -> str:
     """Return families as Prometheus text; only those of these names unless there are none."""
     return "".join(
         f"{line}\n"
         for family in families
         if not names or family.name in names
-        for line in family.lines()
+        for line in family.lines(is_open)
     )
 
 
@@ -175,9 +185,9 @@ class HandlerMetrics:
         for record in records:
             self.record(record)
 
-    def text(self, names: Collection[str] = ()) -> str:
+    def text(self, names: Collection[str] = (), is_open: bool = False) -> str:
         """Return Prometheus text; only metrics of these names unless there are none."""
-        return text(self.families.values(), names)
+        return text(self.families.values(), names, is_open)
 
     def record(self, record: Record) -> None:
         """Take one record; one that cannot be taken is left out, with a warning."""

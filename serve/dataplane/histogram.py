@@ -6,6 +6,7 @@ prometheus_client's own observe goes through all bounds and takes two locks, fiv
 from __future__ import annotations
 
 import math
+import time
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
@@ -13,23 +14,31 @@ from itertools import accumulate
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Exemplar
 from prometheus_client.utils import floatToGoString
 
 
 class Histogram:
     """One series: observations counted by the first bound that is not below them."""
 
-    __slots__ = ("_bounds", "counts", "total")
+    __slots__ = ("_bounds", "counts", "exemplars", "total")
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self._bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
+        self.exemplars: dict[int, Exemplar] = {}
+        """Of each bucket, the latest value that is known where it comes from."""
 
     def observe(self, value: float) -> None:
         """Count a value."""
         self.counts[bisect_left(self._bounds, value)] += 1
         self.total += value
+
+    def exemplify(self, value: float, trace_id: str) -> None:
+        """Name the trace of a value, which is counted already."""
+        bucket = bisect_left(self._bounds, value)
+        self.exemplars[bucket] = Exemplar({"trace_id": trace_id}, value, time.time())
 
 
 class Histograms(Collector):
@@ -77,6 +86,10 @@ class Histograms(Collector):
             for bound in (*self._bounds, math.inf)
         ]
         for values, series in self._series.items():
-            buckets = list(zip(bounds, accumulate(series.counts), strict=True))
+            counts = zip(bounds, accumulate(series.counts), strict=True)
+            buckets = [
+                (*each, series.exemplars[at]) if at in series.exemplars else each
+                for at, each in enumerate(counts)
+            ]
             family.add_metric(values, buckets, series.total)
         return [family]

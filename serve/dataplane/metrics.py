@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
+import platform
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
+    Info,
+    ProcessCollector,
     disable_created_metrics,
 )
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics.exposition import generate_latest as generate_open
 from prometheus_client.registry import Collector
 
 from modelyard.serve.dataplane.exposition import HandlerMetrics, Record, read_records
 from modelyard.serve.dataplane.histogram import Histograms
+from modelyard.serve.dataplane.readings import Family, Readings
 
 KINDS = ("predict", "explain")
 """Label values by kind of job: index 0 and 1."""
 REFUSED = ("full", "deadline")
 """Label values: why a request was refused."""
 
-SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+SECONDS = (
+    *(0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
+    *(1.0, 2.5, 5.0, 10.0, 30.0, 60.0),
+)
+"""From the smallest models' answers to the longest time that a request has by default."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 SHARES = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0)
 OUTCOMES = ("explained", "busy", "interrupted", "failed")
@@ -42,8 +53,12 @@ class Recorder(Protocol):
     def forget(self, model: str) -> None:
         """Drop the series of a model."""
 
-    def text(self, names: Collection[str] = ()) -> str:
-        """Return Prometheus text; only metrics of these names unless there are none."""
+    def text(self, names: Collection[str] = (), is_open: bool = False) -> str:
+        """Return Prometheus text; only metrics of these names unless there are none.
+
+        Args:
+            is_open: whether it is read as OpenMetrics; what ends that is not written.
+        """
 
 
 class CallObserver(Protocol):
@@ -78,6 +93,11 @@ class Metrics:
         def gauge(name: str, text: str, labels: Sequence[str]) -> Gauge:
             return Gauge(f"modelyard_{name}", text, labels, registry=registry)
 
+        def read(
+            name: str, text: str, labels: Sequence[str], form: type[Family] = GaugeMetricFamily
+        ) -> Readings:
+            return Readings(form, f"modelyard_{name}", text, labels, registry)
+
         coded = (*kind, "code")
         self.requests = count("requests", "Requests answered, by HTTP status.", coded)
         self.errors = count("errors", "Requests answered with status 400 or above.", coded)
@@ -96,6 +116,12 @@ class Metrics:
         )
         self.batch_size = observe("batch_size", "Requests in one handler call.", SIZES)
         self.queue_length = gauge("queue_length", "Requests waiting now.", kind)
+        self.queue_oldest = read(
+            "queue_oldest_seconds", "How long the first request of the queue has waited.", kind
+        )
+        self.in_flight = read(
+            "requests_in_flight", "Requests that wait or are being answered now.", kind
+        )
         self.refused = count(
             "refused_requests",
             "Requests refused because too many waited (full) or none would be answered in its time "
@@ -106,6 +132,18 @@ class Metrics:
             "worker_restarts", "Workers that ended unasked and were replaced.", model
         )
         self.ready_workers = gauge("ready_workers", "Workers that can take work.", model)
+        self.busy_seconds = read(
+            "worker_busy_seconds",
+            "Time in which those workers had work, all of them together.",
+            model,
+            CounterMetricFamily,
+        )
+        self.capacity = gauge(
+            "capacity_requests_per_second",
+            "Rate that `modelyard tune` measured for the model's configuration.",
+            model,
+        )
+        self.model_info = gauge("model_info", "1; what is served.", (*model, "digest", "format"))
         part = (*model, "part")
         self.explained = count(
             "explained_predictions",
@@ -132,14 +170,34 @@ class Metrics:
             "Requests for no registered model, or without the right to it, by HTTP status.",
             ("code",),
         )
+        build = Info("modelyard_build", "Versions of the server.", registry=registry)
+        build.info({
+            "version": _installed("modelyard"),
+            "python": platform.python_version(),
+            "torch": _installed("torch"),
+        })  # fmt: skip
+        ProcessCollector(registry=registry)
 
-    def text(self, names: Collection[str] = ()) -> str:
-        """Return everything as Prometheus text; only these metrics unless there are none."""
-        recorded = self.recorder.text(names)
+    def text(self, names: Collection[str] = (), is_open: bool = False) -> str:
+        """Return everything as Prometheus text; only these metrics unless there are none.
+
+        Args:
+            is_open: whether as OpenMetrics, which has the exemplars.
+        """
+        recorded = self.recorder.text(names, is_open)
         if self.recorder.is_alone:
             return recorded
         registry: Collector = self.registry.restricted_registry(names) if names else self.registry
-        return recorded + generate_latest(registry).decode()
+        generate = generate_open if is_open else generate_latest
+        return recorded + generate(registry).decode()
+
+
+def _installed(package: str) -> str:
+    """Return the version of a package, which need not be imported; empty where there is none."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 class VersionMetrics:
@@ -151,10 +209,19 @@ class VersionMetrics:
         self.kinds = tuple(KindMetrics(metrics, model, version, kind) for kind in KINDS)
         self.restarts = metrics.restarts.labels(model, version)
         self._drift: DriftMetrics | None = None
+        self._about: tuple[str, ...] = ()
 
-    def watch_workers(self, ready: Callable[[], float]) -> None:
-        """Read the number of ready workers from `ready` at each scrape."""
+    def watch_workers(self, ready: Callable[[], float], busy_s: Callable[[], float]) -> None:
+        """Read the number of ready workers, and how long they were busy, at each scrape."""
         self._metrics.ready_workers.labels(*self._labels).set_function(ready)
+        self._metrics.busy_seconds.watch(self._labels, busy_s)
+
+    def describe(self, digest: str, format: str, capacity: float) -> None:
+        """Expose what is served, and the rate that it was tuned to, 0 for none."""
+        self._about = (*self._labels, digest, format)
+        self._metrics.model_info.labels(*self._about).set(1)
+        if capacity:
+            self._metrics.capacity.labels(*self._labels).set(capacity)
 
     def watch_drift(self, reference: Mapping[str, float]) -> DriftMetrics:
         """Return the series of the parts whose mean shares a reference holds."""
@@ -171,6 +238,10 @@ class VersionMetrics:
         metrics.recorder.forget(self._labels[0])
         metrics.restarts.remove(*self._labels)
         metrics.ready_workers.remove(*self._labels)
+        metrics.busy_seconds.remove(*self._labels)
+        metrics.capacity.remove(*self._labels)
+        if self._about:
+            metrics.model_info.remove(*self._about)
         for kind in self.kinds:
             kind.remove()
         if self._drift is not None:
@@ -224,13 +295,18 @@ class KindMetrics:
             metrics.refused.labels(*self._labels, reason) for reason in REFUSED
         )
 
+    def watch(self, in_flight: Callable[[], float], oldest_s: Callable[[], float]) -> None:
+        """Read how many requests there are, and since when the first waits, at each scrape."""
+        self._metrics.in_flight.watch(self._labels, in_flight)
+        self._metrics.queue_oldest.watch(self._labels, oldest_s)
+
     def ran(self, queue_us: int, handler_us: int) -> None:
         """Take the times that a worker's reply states."""
         self.worker_queue.observe(queue_us / 1e6)
         self.handler.observe(handler_us / 1e6)
 
-    def answered(self, code: int, seconds: float) -> None:
-        """Count one answer and how long it took."""
+    def answered(self, code: int, seconds: float, trace_id: str = "") -> None:
+        """Count one answer and how long it took; a trace's id is the exemplar of its latency."""
         counters = self._codes.get(code)
         if counters is None:
             metrics, labels = self._metrics, (*self._labels, str(code))
@@ -239,6 +315,8 @@ class KindMetrics:
         for counter in counters:
             counter.inc()
         self.latency.observe(seconds)
+        if trace_id:
+            self.latency.exemplify(seconds, trace_id)
 
     def remove(self) -> None:
         """Forget the series of this kind."""
@@ -250,6 +328,8 @@ class KindMetrics:
             metrics.handler,
             metrics.batch_size,
             metrics.queue_length,
+            metrics.in_flight,
+            metrics.queue_oldest,
         ):
             family.remove(*labels)
         for reason in REFUSED:

@@ -81,6 +81,8 @@ class Pool:
         self._retries: deque[Call] = deque()
         self._batch_s = [0.0, 0.0]
         self._batch_jobs = [1.0, 1.0]
+        self.worked_s = 0.0
+        """Of all its workers in batches that have ended, by the clock."""
         self._failures = 0
         self._last_failure = ""
         self._sweeper: asyncio.TimerHandle | None = None
@@ -268,6 +270,18 @@ class Pool:
         return sum(worker.is_ready for worker in self.workers)
 
     @property
+    def busy_s(self) -> float:
+        """How long its workers have had work so far, all together."""
+        now = self.clock.read(monotonic())
+        running = (now - worker.began_at for worker in self.workers if worker.flight)
+        return self.worked_s + sum(running)
+
+    def in_flight(self, kind: int) -> int:
+        """Return how many jobs of a kind are in workers, or wait to be tried once more."""
+        held = (job for worker in self.workers for job in worker.flight.values())
+        return sum(job.kind == kind for job in (*held, *self._retries))
+
+    @property
     def healthy_count(self) -> int:
         """How many workers are ready, or started again and again within the retry window."""
         return sum(not slot.has_given_up for slot in self.slots)
@@ -354,6 +368,8 @@ class Pool:
 
         Alone, because one of them may be what kills workers: it must not take the others along.
         """
+        if worker.flight:
+            self.worked_s += self.clock.read(monotonic()) - worker.began_at
         for job in worker.flight.values():
             if job.stream is not None or job.retried or not self.plan.retry:
                 job.fail(worker.death)

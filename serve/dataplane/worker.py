@@ -473,6 +473,7 @@ class Worker(asyncio.BufferedProtocol):
                 self._pool.metrics.kinds[kind].batch_size.observe(count)
                 if not self._pool.clock.stood_still_since(self.began_at, now):
                     self._pool.measured(kind, count, read_at - self.began_at)
+            self._pool.worked_s += read_at - self.began_at
             self.began_at = read_at
             # It takes what has arrived, up to a batch.
             self.running = min(self._plan.batch_size, len(self.flight))

@@ -387,13 +387,15 @@ def merge_config(text: str, changes: Mapping[str, Any]) -> str:
     return yaml.safe_dump(expected, sort_keys=False, allow_unicode=True)
 
 
-def config_changes(old: Mapping[str, Any], setting: Setting) -> dict[str, int | str]:
-    """Return the keys that make a server start this setting.
+def config_changes(
+    old: Mapping[str, Any], setting: Setting, rate: float = 0.0
+) -> dict[str, int | float | str]:
+    """Return the keys that make a server start this setting, and expose the rate that it reached.
 
     TorchServe takes minWorkers only with a maxWorkers that is no less.
     """
     most = old.get("maxWorkers")
-    changes: dict[str, int | str] = {
+    changes: dict[str, int | float | str] = {
         "minWorkers": setting.workers,
         "maxWorkers": max(setting.workers, most if isinstance(most, int) else 0),
         "workerThreads": setting.threads,
@@ -401,4 +403,6 @@ def config_changes(old: Mapping[str, Any], setting: Setting) -> dict[str, int | 
     }
     if setting.artifact:
         changes[KEY] = setting.artifact
+    if rate:
+        changes["tunedRate"] = float(f"{rate:.3g}")
     return changes | ({"maxBatchDelay": 0} if "maxBatchDelay" in old else {})

@@ -232,9 +232,10 @@ def _write(file: Path, tuned: Tuned) -> None:
     from modelyard.serve.errors import StartError
     from modelyard.serve.tools.tune import config_changes, merge_config
 
-    assert tuned.outcome.best is not None
+    best = tuned.outcome.best
+    assert best is not None
     old = yaml.safe_load(tuned.config_text) or {}
-    text = merge_config(tuned.config_text, config_changes(old, tuned.outcome.best.setting))
+    text = merge_config(tuned.config_text, config_changes(old, best.setting, best.rate))
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -244,13 +244,13 @@ class TorchServeMetrics:
 
     # -- the text ------------------------------------------------------------------------------
 
-    def text(self, names: Collection[str] = ()) -> str:
+    def text(self, names: Collection[str] = (), is_open: bool = False) -> str:
         """Return what is exposed: nothing in log mode, all families of these names otherwise."""
         if self.mode == "log":
             return ""
         if self.mode == "legacy":
-            return text((f for f in self._families.values() if f.name in LEGACY), names)
-        return text((*self._families.values(), *self._handlers.families.values()), names)
+            return text((f for f in self._families.values() if f.name in LEGACY), names, is_open)
+        return text((*self._families.values(), *self._handlers.families.values()), names, is_open)
 
     # -- the machine ---------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import httpx
 import pytest
 
 from tests.serve.live import (
@@ -148,14 +149,23 @@ def test_a_second_sigterm_ends_at_once_and_answers_what_is_held(
     assert not (server.state_dir / "server.json").exists()
 
 
-def test_what_is_not_answered_in_the_drain_time_gets_its_503(
+def test_a_server_that_drains_is_not_ready_serves_on_and_answers_503_at_the_end(
     store: Path, tmp_path: Path, options: tuple[str, ...]
 ) -> None:
     config = tmp_path / "modelyard.yaml"
-    config.write_text("drain_timeout_s: 0.5\n", encoding="utf-8")
+    config.write_text("drain_delay_s: 1\ndrain_timeout_s: 0.5\n", encoding="utf-8")
     server = start_server(tmp_path / "state", store, *options, f"--config={config}")
-    with hold(server) as client:
-        server.stop()
+    url = server.about["inference"]
+    assert server.about["drain_timeout_s"] == 1.5
+    with hold(server) as client, ThreadPoolExecutor(1) as threads:
+        ended = threads.submit(server.stop)
+        poll(lambda: httpx.get(f"{url}/health/ready").status_code == 503, "it is not ready")
+        for path in ("/health/ready", "/v2/health/ready"):
+            asked = httpx.get(f"{url}{path}")
+            assert (asked.status_code, asked.headers["retry-after"]) == (503, "1")
+        served = httpx.get(f"{url}/v2/models/mortal")  # by a connection of its own
+        assert (served.status_code, served.headers["connection"]) == (200, "close")
+        ended.result()
         head, body = read_answer(client)
         assert head.startswith(b"HTTP/1.1 503 ")
         assert json.loads(body)["type"] == "ServiceUnavailableException"

@@ -1,7 +1,21 @@
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+
+from prometheus_client import Metric
 from prometheus_client.exposition import generate_latest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
 from modelyard.serve.dataplane.metrics import KINDS, Metrics, VersionMetrics
+
+
+def parse(text: str) -> Iterable[Metric]:
+    """Read OpenMetrics as strictly as its specification asks for."""
+    families: Iterable[Metric] = text_string_to_metric_families(text)  # type: ignore[no-untyped-call]
+    return families
+
 
 ONE = {"model": "digits", "version": "1.0", "kind": "predict"}
 
@@ -28,7 +42,7 @@ def test_answers_are_counted_by_status_and_errors_once_more() -> None:
 def test_ready_workers_are_read_at_each_scrape() -> None:
     metrics = Metrics()
     ready = [1]
-    VersionMetrics(metrics, "digits", "1.0").watch_workers(lambda: ready[0])
+    VersionMetrics(metrics, "digits", "1.0").watch_workers(lambda: ready[0], lambda: 0.0)
     labels = {"model": "digits", "version": "1.0"}
     assert metrics.registry.get_sample_value("modelyard_ready_workers", labels) == 1
     ready[0] = 3
@@ -38,13 +52,81 @@ def test_ready_workers_are_read_at_each_scrape() -> None:
 def test_a_removed_model_leaves_no_series() -> None:
     metrics = Metrics()
     version = VersionMetrics(metrics, "digits", "1.0")
-    version.watch_workers(lambda: 1)
+    version.watch_workers(lambda: 1, lambda: 0.5)
+    version.describe("d1", "onnx", 100.0)
     version.restarts.inc()
     for kind in version.kinds:
         kind.answered(200, 0.1)
         kind.answered(503, 0.1)
         kind.queue_time.observe(0.1)
         kind.batch_size.observe(1)
+        kind.watch(lambda: 2, lambda: 0.1)
     assert b'model="digits"' in generate_latest(metrics.registry)
     version.remove()
     assert b'model="digits"' not in generate_latest(metrics.registry)
+
+
+def test_a_version_tells_what_it_is_and_what_it_can_do() -> None:
+    metrics = Metrics()
+    version = VersionMetrics(metrics, "digits", "1.0")
+    version.watch_workers(lambda: 2, lambda: 7.5)
+    version.describe("sha256:ab", "onnx", 812.0)
+    version.kinds[PREDICT].watch(lambda: 3, lambda: 0.25)
+    value = metrics.registry.get_sample_value
+    model = {"model": "digits", "version": "1.0"}
+    assert value("modelyard_worker_busy_seconds_total", model) == 7.5
+    assert value("modelyard_capacity_requests_per_second", model) == 812
+    info = {**model, "digest": "sha256:ab", "format": "onnx"}
+    assert value("modelyard_model_info", info) == 1
+    assert value("modelyard_requests_in_flight", ONE) == 3
+    assert value("modelyard_queue_oldest_seconds", ONE) == 0.25
+    untuned = VersionMetrics(metrics, "digits", "2.0")
+    untuned.describe("sha256:cd", "onnx", 0.0)
+    of_untuned = {**model, "version": "2.0"}
+    assert value("modelyard_capacity_requests_per_second", of_untuned) is None
+    for each in (version, untuned):
+        each.restarts.inc()
+    version.remove()
+    assert value("modelyard_worker_busy_seconds_total", model) is None
+    assert value("modelyard_model_info", info) is None
+
+
+def test_open_metrics_name_the_trace_of_an_answer_that_has_one() -> None:
+    metrics = Metrics()
+    kind = VersionMetrics(metrics, "digits", "1.0").kinds[PREDICT]
+    kind.answered(200, 0.02, "4bf92f3577b34da6a3ce929d0e0e4736")
+    kind.answered(200, 0.2)
+    families = {each.name: each for each in parse(metrics.text(is_open=True))}
+    latency = families["modelyard_request_latency_seconds"]
+    named = {
+        sample.labels["le"]: sample.exemplar.labels["trace_id"]
+        for sample in latency.samples
+        if sample.exemplar is not None
+    }
+    assert named == {"0.025": "4bf92f3577b34da6a3ce929d0e0e4736"}
+    assert "4bf92f3577b34da6a3ce929d0e0e4736" not in metrics.text()
+
+
+def test_what_handlers_measure_is_open_metrics_too() -> None:
+    metrics = Metrics()
+    of = {"ModelName": 'a",} b', "Level": "Model"}
+    for kind, name in (("counter", "Calls"), ("gauge", "Depth"), ("histogram", "Took")):
+        record = {"name": name, "value": 2, "unit": "a\nb", "type": kind, "dimensions": of}
+        VersionMetrics(metrics, "digits", "1.0").reported([record], 0.1)
+    families = {each.name: each for each in parse(metrics.text(is_open=True))}
+    kinds = {name: families[name].type for name in ("Calls", "Depth", "Took")}
+    assert kinds == {"Calls": "unknown", "Depth": "gauge", "Took": "histogram"}
+    (calls,) = families["Calls"].samples
+    assert (calls.name, calls.value, calls.labels["ModelName"]) == ("Calls", 2, 'a",} b')
+    plain = metrics.text(["Calls"])
+    assert plain.startswith("# HELP Calls ")
+    assert len(plain.splitlines()) == 3, "a unit with a line break is one line"
+
+
+def test_the_process_and_its_versions_are_there() -> None:
+    text = Metrics().text()
+    for name in ("process_resident_memory_bytes", "process_start_time_seconds", "process_open_fds"):
+        assert f"\n{name} " in text
+    (build,) = (line for line in text.splitlines() if line.startswith("modelyard_build_info{"))
+    assert f'python="{platform.python_version()}"' in build
+    assert 'torch="2.' in build

@@ -325,6 +325,7 @@ def test_the_best_setting_is_written_for_the_archive(store: Path, tmp_path: Path
     assert (tmp_path / "model-config.yaml").read_text() == (
         "# kept\nbatchSize: 1\nhandler: {of: its own}\n"
         "minWorkers: 1\nmaxWorkers: 1\nworkerThreads: 1\n"
+        f"tunedRate: {float(format(report['best']['rate'], '.3g'))}\n"
     )
 
 

@@ -89,7 +89,7 @@ def test_a_batch_gives_the_handlers_time_and_the_time_around_it(tmp_path: Path) 
 def test_a_worker_is_named_with_its_model(tmp_path: Path) -> None:
     theirs = make(tmp_path)
     metrics = Metrics(theirs)
-    VersionMetrics(metrics, "dump", "1.0").watch_workers(lambda: 1)
+    VersionMetrics(metrics, "dump", "1.0").watch_workers(lambda: 1, lambda: 0.5)
     TorchServeWorkers(theirs).loaded("W-9000-dump_1.0", 1.5)
     start = f'WorkerLoadTime{{WorkerName="W-9000-dump_1.0",Level="Host",Hostname="{HOST}",}}'
     assert sample(theirs, start) == 1500
