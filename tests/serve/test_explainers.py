@@ -129,12 +129,11 @@ def test_without_workers_nothing_explains_and_none_are_left(server: LiveServer) 
 def test_what_no_explanation_takes_is_refused_without_a_worker(
     server: LiveServer, digits_store: Path, query: str, said: str
 ) -> None:
-    archive = digits_store / "torchscript.mar"
-    if server.management.get("/models/torchscript").status_code == 404:
-        shutil.copy(archive, server.store)
-        server.register_all("torchscript", initial_workers=1)
-    answer = server.client.post(f"/explanations/torchscript?{query}", content=b"not read")
+    if server.management.get("/models/refusing").status_code == 404:
+        shutil.copy(digits_store / "torchscript.mar", server.store / "refusing.mar")
+        server.register_all("refusing.mar", model_name="refusing", initial_workers=1)
+    answer = server.client.post(f"/explanations/refusing?{query}", content=b"not read")
     assert answer.status_code == 400
     assert said in answer.json()["message"]
-    assert explainers(server, "torchscript") == []
+    assert explainers(server, "refusing") == []
     assert explain(server, f"apart?{query}").status_code == 200, "an author's handler decides"
