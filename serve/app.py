@@ -16,14 +16,15 @@ from modelyard.serve.api.oip import oip_routes
 from modelyard.serve.api.routes import Routes
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
+from modelyard.serve.control.repository import Repository
 from modelyard.serve.control.state import make_keys
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.worker import frame_bytes
 from modelyard.serve.errors import StartError
 from modelyard.serve.grpc import OPEN_METHODS, LazyServices, services
-from modelyard.serve.http.application import Answers, Application, ServerState
-from modelyard.serve.http.auth import Grants, TokenCheck
+from modelyard.serve.http.application import Answers, Application, Check, ServerState
+from modelyard.serve.http.auth import Grants, TokenCheck, check_changes
 from modelyard.serve.http.connection import Accepts, Access, Limits
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.http.site import SiteCheck
@@ -60,6 +61,7 @@ def create_server(settings: Settings) -> Server:
     policy, metrics, registry, state = Policy(settings), Metrics(), Registry(), ServerState()
     budget = answer_budget(settings, policy)
     lifecycle = Lifecycle(policy, registry, metrics, budget)
+    repository = Repository(lifecycle, settings.allow_load)
     grants = known_tokens(settings, make_keys(policy.state.key_file))
     of_clients = grants if settings.asks_for_tokens else None
     of_operators = None if settings.auth == "never" else grants
@@ -70,7 +72,7 @@ def create_server(settings: Settings) -> Server:
         answers,
         described_calls(),
         health_routes(registry, state),
-        oip_routes(registry, state),
+        oip_routes(registry, state, repository),
     )
     operators = Routes(
         "Modelyard management",
@@ -80,13 +82,16 @@ def create_server(settings: Settings) -> Server:
     )
     scraper = Routes("Modelyard metrics", "Prometheus metrics.", answers, metrics_routes(metrics))
     calls = Calls(registry, metrics, state, answers)
-    token = TokenCheck(of_clients, right_of, (*OPEN_PATHS, *OPEN_METHODS))
+    operator = TokenCheck(of_operators, lambda _: "manage")
+    check: Check = TokenCheck(of_clients, right_of, (*OPEN_PATHS, *OPEN_METHODS))
+    if settings.allow_load:
+        check = check_changes(check, operator)
     streams = LazyServices(
-        lambda: services(calls, registry, state, token, settings.max_request_bytes)
+        lambda: services(calls, registry, state, repository, check, settings.max_request_bytes)
     )
     apis = (
-        Application(token, answers, clients, calls, streams),
-        Application(TokenCheck(of_operators, lambda _: "manage"), answers, operators),
+        Application(check, answers, clients, calls, streams),
+        Application(operator, answers, operators),
         Application(TokenCheck(of_clients, lambda _: "metrics"), answers, scraper),
     )
     served = zip(apis, settings.addresses, strict=True)

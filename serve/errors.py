@@ -21,7 +21,7 @@
     │   └── HeadTooLarge
     ├── RequestTooSlow        its head or body did not come in time
     ├── Unauthorized
-    ├── Forbidden             by a foreign name, or from a foreign web page
+    ├── Forbidden             by a foreign name, from a foreign web page, or off by a setting
     ├── Unavailable           no worker can take the request now
     │   ├── QueueFull
     │   ├── TooLate           an answer is not to be expected within the request's time
@@ -80,8 +80,8 @@ class MethodNotAllowed(ServeError):
 class ModelNotFound(ServeError):
     """No model of that name is registered."""
 
-    def __init__(self, name: str) -> None:
-        super().__init__(f"Model not found: {name}")
+    def __init__(self, name: str, hint: str = "") -> None:
+        super().__init__(f"Model not found: {name}{hint}")
 
 
 class VersionNotFound(ModelNotFound):
@@ -196,7 +196,7 @@ class Unauthorized(ServeError):
 
 
 class Forbidden(ServeError):
-    """A request by a name that is not this server's, or from a web page of elsewhere."""
+    """By a name that is not this server's, from a web page of elsewhere, or off by a setting."""
 
 
 class Unavailable(ServeError):

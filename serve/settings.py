@@ -93,6 +93,8 @@ class Settings(BaseModel):
     """File of such lines; it is read again when it changes."""
     insecure: bool = False
     """Allow auth: never where other machines reach the server."""
+    allow_load: bool = False
+    """Let operators load and unload models by name with the inference API, /v2/repository."""
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     """Where models run; auto takes CUDA where there is one."""
     workers: int = Field(default=0, ge=0, le=MOST_WORKERS)

@@ -8,20 +8,23 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from modelyard.archiver.signature import OIP_DATATYPES
+from modelyard.archiver.untrusted.json import parse_json
 from modelyard.serve.api.description import ModelName, Version, error_responses
 from modelyard.serve.api.health import RETRY, why_not_ready
 from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.control.repository import Repository
+from modelyard.serve.errors import BadRequest
 from modelyard.serve.http.application import ServerState
 
 EXTENSIONS = ("model_repository", "binary_tensor_data", "parameters", "classification")
 """What clients test for; Triton's names."""
 
 
-def oip_routes(registry: Registry, state: ServerState) -> APIRouter:
+def oip_routes(registry: Registry, state: ServerState, repository: Repository) -> APIRouter:
     """Return the routes that describe; those that infer are the inference API's."""
     router = APIRouter(prefix="/v2", tags=["open inference protocol"])
     of_model = error_responses(404)
@@ -55,9 +58,24 @@ def oip_routes(registry: Registry, state: ServerState) -> APIRouter:
         return {"models": list(dict.fromkeys(model.name for model in registry))}
 
     @router.post("/repository/index", summary="Model versions and their state")
-    async def index() -> list[dict[str, str]]:
-        """Every version, with its state."""
-        return list_repository(registry)
+    async def index(request: Request) -> list[dict[str, str]]:
+        """Every version, with its state; only those that are ready where the body asks for them."""
+        return repository.index(asks_for_ready(await request.body()))
+
+    of_change = error_responses(400, 401, 403, 404, 500, 507)
+
+    @router.post("/repository/models/{model}/load", summary="Load", responses=of_change)
+    async def load(model: ModelName, request: Request) -> dict[str, Any]:
+        """Serve the archive of this name of the model store, if the setting `allow_load` is on."""
+        refuse_overrides(await request.body())
+        await repository.load(model)
+        return {"name": model, "load": True}
+
+    @router.post("/repository/models/{model}/unload", summary="Unload", responses=of_change)
+    async def unload(model: ModelName) -> dict[str, Any]:
+        """Remove all versions of a model, if the setting `allow_load` is on."""
+        await repository.unload(model)
+        return {"name": model, "unload": True}
 
     @router.get("/models/{model}", summary="A model's inputs and outputs", responses=of_model)
     async def describe(model: ModelName) -> dict[str, Any]:
@@ -96,17 +114,40 @@ def readiness(model: ModelVersion) -> tuple[dict[str, Any], int]:
     return {"name": model.name, "ready": is_ready}, 200 if is_ready else 503
 
 
-def list_repository(registry: Registry, only_ready: bool = False) -> list[dict[str, str]]:
-    """Return every model version and its state."""
-    found = []
-    for model in registry:
-        is_ready = model.pool.ready_count > 0
-        reason = "" if is_ready else "no worker is ready"
-        if is_ready or not only_ready:
-            found.append({
-                "name": model.name, "version": model.version,
-                "state": "READY" if is_ready else "UNAVAILABLE", "reason": reason,
-            })  # fmt: skip
+def asks_for_ready(body: bytes) -> bool:
+    """Return whether a request for the repository's index wants only what is ready.
+
+    Raises:
+        BadRequest: it is no such request.
+    """
+    ready = _object(body).get("ready")
+    if ready is not None and not isinstance(ready, bool):
+        raise BadRequest(f"ready is {ready!r}; expected true or false")
+    return bool(ready)
+
+
+def refuse_overrides(body: bytes) -> None:
+    """Refuse what a request to load a model would have otherwise than its archive.
+
+    Raises:
+        BadRequest: it is no such request, or has parameters.
+    """
+    parameters = _object(body).get("parameters") or {}
+    if not isinstance(parameters, dict) or parameters:
+        raise BadRequest(
+            "a model is loaded as its archive has it; expected no parameters, such as config or "
+            "file:NAME"
+        )
+
+
+def _object(body: bytes) -> dict[str, Any]:
+    """Return a body's object; empty where there is no body."""
+    try:
+        found = parse_json(body) if body.strip() else {}
+    except ValueError as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise BadRequest("the body is not a JSON object")
     return found
 
 

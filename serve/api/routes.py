@@ -19,6 +19,8 @@ from modelyard.serve.http.application import Answers
 from modelyard.serve.http.connection import RequestResponseCycle
 
 Message = MutableMapping[str, Any]
+READ = "/v2/repository/"
+"""Paths whose routes read bodies."""
 Send = Callable[[Message], Awaitable[None]]
 
 
@@ -46,13 +48,17 @@ class Routes:
             self.fastapi.include_router(router)
 
     def __call__(self, cycle: RequestResponseCycle, id: str) -> None:
-        """Have a task route a request, which need not have its body yet, and answer it.
+        """Have a task route a request, and answer it.
 
-        HEAD is answered as GET; the connection leaves the body out.
+        Few need their bodies; the others are not waited for. HEAD is answered as GET; the
+        connection leaves the body out.
         """
-        cycle.run(self._run(cycle, id))
+        if cycle.path.startswith(READ):
+            cycle.read_body(lambda parts: cycle.run(self._run(cycle, id, b"".join(parts))))
+        else:
+            cycle.run(self._run(cycle, id))
 
-    async def _run(self, cycle: RequestResponseCycle, id: str) -> None:
+    async def _run(self, cycle: RequestResponseCycle, id: str, body: bytes = b"") -> None:
         scope = {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -67,10 +73,10 @@ class Routes:
             **cycle.connection.endpoints,
         }
 
-        messages: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
+        messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def receive() -> Message:
-            """Return an empty body once: no route reads one, or looks for a client that leaves."""
+            """Return the body once: no route looks for a client that leaves."""
             return messages.pop() if messages else await asyncio.get_running_loop().create_future()
 
         async def send(message: Message) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from modelyard.serve.api.inference import Calls
     from modelyard.serve.control.registry import Registry
+    from modelyard.serve.control.repository import Repository
     from modelyard.serve.grpc.rpc import Rpc, Services
     from modelyard.serve.http.application import Check, ServerState
     from modelyard.serve.http.connection import Access
@@ -44,8 +45,8 @@ class LazyServices:
 
 
 def services(
-    calls: Calls, registry: Registry, state: ServerState, check: Check, most_bytes: int,
-    access: Access | None = None,
+    calls: Calls, registry: Registry, state: ServerState, repository: Repository, check: Check,
+    most_bytes: int, access: Access | None = None,
 ) -> Services:  # fmt: skip
     """Return what answers on the inference API: inference, health and reflection.
 
@@ -66,7 +67,7 @@ def services(
 
     names = (SERVICE, HEALTH)
     methods = {
-        **Inference(calls, registry, state).methods(),
+        **Inference(calls, registry, state, repository).methods(),
         **Health(names, lambda: why_not_ready(registry, state) is None).methods(),
         **Reflection(names).methods(),
     }

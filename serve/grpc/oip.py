@@ -8,9 +8,10 @@ answered raw, what comes as typed contents is answered so.
 from __future__ import annotations
 
 import array
+import asyncio
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from time import monotonic
@@ -21,8 +22,9 @@ from google.protobuf.message import DecodeError
 
 from modelyard.serve.api.health import why_not_ready
 from modelyard.serve.api.inference import CallReply, Calls, pack_fields, unpack_headers
-from modelyard.serve.api.oip import EXTENSIONS, describe_signature, list_repository
+from modelyard.serve.api.oip import EXTENSIONS, describe_signature
 from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply, Stream, Target
 from modelyard.serve.dataplane.wire import Buffer
@@ -163,7 +165,10 @@ class Inference:
         calls: makes calls of requests.
     """
 
-    def __init__(self, calls: Calls, registry: Registry, state: ServerState) -> None:
+    def __init__(
+        self, calls: Calls, registry: Registry, state: ServerState, repository: Repository
+    ) -> None:
+        self._repository = repository
         self._calls = calls
         self._registry = registry
         self._state = state
@@ -182,6 +187,8 @@ class Inference:
             name: partial(_answer, name, answer) for name, answer in unary.items()
         }
         methods["ModelInfer"] = lambda rpc: rpc.unary(partial(self._infer, rpc))
+        methods["RepositoryModelLoad"] = partial(_change, "Load", self._repository.load)
+        methods["RepositoryModelUnload"] = partial(_change, "Unload", self._repository.unload)
         methods["ModelStreamInfer"] = lambda rpc: _InferStream(self, rpc).start()
         return {f"/{SERVICE}/{name}": method for name, method in methods.items()}
 
@@ -218,7 +225,7 @@ class Inference:
 
     def _index(self, request: Any) -> Any:
         answer = message("inference.RepositoryIndexResponse")()
-        for entry in list_repository(self._registry, request.ready):
+        for entry in self._repository.index(request.ready):
             answer.models.add(**entry)
         return answer
 
@@ -277,6 +284,37 @@ def _answer(name: str, answer: Callable[[Any], Any], rpc: Rpc) -> None:
             raise error_of(error) from error
 
     rpc.unary(reply)
+
+
+def _change(name: str, change: Callable[[str], Awaitable[None]], rpc: Rpc) -> None:
+    """Answer a call that loads or unloads a model, when that is done."""
+
+    async def run(model: str) -> None:
+        try:
+            await change(model)
+        except Exception as error:
+            failure = error_of(error)
+            rpc.fail(failure.status, str(failure))
+        else:
+            done = {"model_name": model, f"is{name}ed": True}
+            rpc.reply(
+                message(f"inference.RepositoryModel{name}Response")(**done).SerializeToString()
+            )
+
+    def begin(data: Buffer) -> None:
+        request = parse(f"inference.RepositoryModel{name}Request", data)
+        # KServe's messages have the model's name where Triton's have that of a repository.
+        task = asyncio.get_running_loop().create_task(
+            run(request.model_name or request.repository_name)
+        )
+        _changing.add(task)
+        task.add_done_callback(_changing.discard)
+
+    rpc.unary(begin)
+
+
+_changing: set[asyncio.Task[None]] = set()
+"""The loop holds its tasks weakly."""
 
 
 class _InferStream:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 
 from modelyard.serve.errors import Forbidden, Unauthorized
@@ -9,6 +10,23 @@ from modelyard.serve.http.tokens import Grant, find_grant
 
 Grants = Callable[[], Sequence[Grant]]
 """Returns the tokens that are known now."""
+
+CHANGES = re.compile(
+    r"/v2/repository/models/.*|/inference\.GRPCInferenceService/RepositoryModel(Load|Unload)",
+    re.DOTALL,
+)
+"""Paths of the inference API that change what is served: by HTTP, and as gRPC has them."""
+
+
+def check_changes(
+    clients: Callable[..., None], operators: Callable[..., None]
+) -> Callable[..., None]:
+    """Return a check that asks for the operators' token where something is changed."""
+
+    def check(path: str, headers: list[tuple[bytes, bytes]]) -> None:
+        (operators if CHANGES.fullmatch(path) else clients)(path, headers)
+
+    return check
 
 
 class TokenCheck:

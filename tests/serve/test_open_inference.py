@@ -200,6 +200,22 @@ def test_metadata_says_what_is_served(server: LiveServer, ask: Callable[..., Any
     assert [each.name for each in ask("RepositoryIndex").models] == [each["name"] for each in index]
 
 
+def test_nothing_is_loaded_by_a_server_that_does_not_say_so(
+    server: LiveServer, ask: Callable[..., Any]
+) -> None:
+    codes = grpc.StatusCode
+    for model, status, code in (
+        ("tensors", 403, codes.PERMISSION_DENIED),
+        ("nope", 404, codes.NOT_FOUND),
+    ):
+        for change in ("load", "unload"):
+            answer = server.client.post(f"/v2/repository/models/{model}/{change}")
+            assert (answer.status_code, "allow_load" in answer.json()["error"]) == (status, True)
+            with pytest.raises(grpc.RpcError, match="allow_load") as raised:
+                ask(f"RepositoryModel{change.title()}", model_name=model)
+            assert raised.value.code() == code
+
+
 @pytest.mark.parametrize(
     ("change", "code"),
     [

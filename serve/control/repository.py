@@ -1,0 +1,113 @@
+"""The models of the store by name: what is there, loaded or not; loading and unloading.
+
+As the Open Inference Protocol has it. Changes are off unless the settings allow them, since clients
+reach them where they infer.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from modelyard.archiver.untrusted.names import check_name
+from modelyard.serve.control.model_config import Options
+from modelyard.serve.control.register import Lifecycle
+from modelyard.serve.errors import Forbidden, ModelNotFound
+
+IS_OFF = (
+    "This API loads and unloads nothing: the setting allow_load is off. The management API "
+    "registers and removes models"
+)
+
+
+class _Unloaded(NamedTuple):
+    """A version that was served, and how."""
+
+    version: str
+    url: str
+    workers: int
+    options: Options
+
+
+class Repository:
+    """What may be loaded, and who asks for it by name.
+
+    Args:
+        is_open: whether models may be loaded and unloaded.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, is_open: bool) -> None:
+        self._lifecycle = lifecycle
+        self._registry = lifecycle.registry
+        self._is_open = is_open
+        self._unloaded: dict[str, list[_Unloaded]] = {}
+        """By name; the default version first."""
+
+    def index(self, only_ready: bool = False) -> list[dict[str, str]]:
+        """Return every model version and its state; those that were unloaded among them."""
+        found = []
+        for model in self._registry:
+            is_ready = model.pool.ready_count > 0
+            if is_ready or not only_ready:
+                reason = "" if is_ready else "no worker is ready"
+                found.append(_entry(model.name, model.version, is_ready, reason))
+        if not only_ready:
+            for name, versions in self._unloaded.items():
+                if not self._is_served(name):  # by the management API, since then
+                    found += [_entry(name, each.version, False, "unloaded") for each in versions]
+        return found
+
+    async def load(self, name: str) -> None:
+        """Serve the archive of this name, or what was unloaded under it; answers when it is ready.
+
+        What is served already stays as it is, but for versions without workers, which get some.
+
+        Raises:
+            Forbidden: the settings do not allow it.
+            ArchiveError, ServeError: nothing was changed, or not all of it.
+        """
+        self._check(name)
+        check_name(name)
+        if self._is_served(name):
+            for model in self._registry.versions(name):
+                if not model.pool.least:
+                    await self._lifecycle.scale(model, 1)
+            return
+        for each in list(self._unloaded.get(name, ())):
+            await self._lifecycle.register(each.url, name, each.workers or None, each.options)
+            self._forget(name, each)
+        if not self._is_served(name):
+            await self._lifecycle.register(name, name)
+
+    async def unload(self, name: str) -> None:
+        """Remove all versions of a model, whose archives stay in the store.
+
+        Raises:
+            Forbidden: the settings do not allow it.
+            ModelNotFound, ServeError.
+        """
+        self._check(name)
+        versions = self._registry.versions(name)
+        for model in sorted(versions, key=self._registry.is_default):  # the default one goes last
+            known = _Unloaded(model.version, model.url, model.pool.least, model.options)
+            await self._lifecycle.unregister(model)
+            self._unloaded.setdefault(name, []).insert(0, known)
+
+    def _check(self, name: str) -> None:
+        if self._is_open:
+            return
+        if not self._is_served(name):
+            raise ModelNotFound(name, f". {IS_OFF}")
+        raise Forbidden(IS_OFF)
+
+    def _is_served(self, name: str) -> bool:
+        return any(model.name == name for model in self._registry)
+
+    def _forget(self, name: str, each: _Unloaded) -> None:
+        self._unloaded[name].remove(each)
+        if not self._unloaded[name]:
+            del self._unloaded[name]
+
+
+def _entry(name: str, version: str, is_ready: bool, reason: str) -> dict[str, str]:
+    state = "READY" if is_ready else "UNAVAILABLE"
+    return {"name": name, "version": version, "state": state, "reason": reason}

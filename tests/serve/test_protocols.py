@@ -1,0 +1,133 @@
+"""One server, every protocol: a request is the same request whatever it came by."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from modelyard.serve.grpc.protos import message
+from modelyard.serve.http.auth import CHANGES
+from tests.serve.live import LiveServer, build_archive, running
+
+SERVICE = "/inference.GRPCInferenceService/"
+INDEX, MODELS = "/v2/repository/index", "/v2/repository/models"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Start a server whose models may be loaded and unloaded by name."""
+    folder = tmp_path_factory.mktemp("protocols")
+    (store := folder / "store").mkdir()
+    build_archive(store, "tensors")
+    build_archive(store, "streamer")
+    (folder / "config.yaml").write_text("allow_load: true\n")
+    with running(folder / "state", store, f"--config={folder / 'config.yaml'}") as server:
+        server.register_all("tensors.mar")
+        yield server
+
+
+@pytest.fixture
+def operator(server: LiveServer) -> Iterator[httpx.Client]:
+    """Return a client of the inference API that may change what is served."""
+    headers = {"Authorization": f"Bearer {server.token}"}
+    with httpx.Client(base_url=server.client.base_url, headers=headers, timeout=60) as client:
+        yield client
+
+
+def call(server: LiveServer, name: str, token: str = "", **fields: Any) -> Any:
+    """Call a method of the Open Inference Protocol."""
+    request, answer = (message(f"inference.{name}{end}") for end in ("Request", "Response"))
+    host, port = server.address
+    metadata = [("authorization", f"Bearer {token}")] if token else []
+    with grpc.insecure_channel(f"{host}:{port}") as channel:
+        method = channel.unary_unary(
+            SERVICE + name, lambda m: m.SerializeToString(), answer.FromString
+        )
+        return method(request(**fields), timeout=60, metadata=metadata)
+
+
+def states(answer: httpx.Response) -> dict[str, str]:
+    assert answer.status_code == 200, answer.text
+    return {each["name"]: each["state"] for each in answer.json()}
+
+
+def test_models_are_loaded_and_unloaded_by_name(server: LiveServer, operator: httpx.Client) -> None:
+    assert operator.post(f"{MODELS}/streamer/load").json() == {"name": "streamer", "load": True}
+    assert states(server.client.post(INDEX))["streamer"] == "READY"
+    assert operator.post(f"{MODELS}/streamer/load", json={}).status_code == 200  # once more
+    unload = {"parameters": {"unload_dependents": False}}  # as tritonclient sends it
+    assert operator.post(f"{MODELS}/streamer/unload", json=unload).status_code == 200
+    assert states(server.client.post(INDEX))["streamer"] == "UNAVAILABLE"
+    assert "streamer" not in states(server.client.post(INDEX, json={"ready": True}))
+    assert server.predict("streamer").status_code == 404
+
+    assert call(server, "RepositoryModelLoad", server.token, model_name="streamer").isLoaded
+    ready = call(server, "RepositoryIndex", ready=True)
+    assert {"streamer", "tensors"} == {each.name for each in ready.models}
+    # As KServe's client sends it, whose messages have the model's name first.
+    kserve = call(server, "RepositoryModelUnload", server.token, repository_name="streamer")
+    assert kserve.isUnloaded
+    assert "streamer" not in {
+        each.name for each in call(server, "RepositoryIndex", ready=True).models
+    }
+
+
+def test_versions_come_back_as_they_were(server: LiveServer, operator: httpx.Client) -> None:
+    for version in ("1", "2"):
+        file = build_archive(server.store, "echo", name="echoes", version=version)
+        shutil.move(file, server.store / f"e-{version}.mar")
+        server.register_all(f"e-{version}.mar", model_name="echoes", initial_workers=1)
+    server.management.put("/models/echoes/2/set-default")
+    for change in ("unload", "load"):
+        assert operator.post(f"{MODELS}/echoes/{change}").status_code == 200
+    about = server.management.get("/models/echoes/all").json()
+    assert {each["modelVersion"]: each["isDefault"] for each in about} == {"1": False, "2": True}
+    operator.post(f"{MODELS}/echoes/unload")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("models/nothing/load", b"", 404),
+        ("models/nothing/unload", b"", 404),
+        ("models/..%2Fkeys/load", b"", 404),
+        ("models/.hidden/load", b"", 400),
+        ("models/streamer/load", b'{"parameters": {"config": "{}"}}', 400),
+        ("models/streamer/load", b"nonsense", 400),
+        ("index", b"[]", 400),
+        ("index", b'{"ready": 1}', 400),
+        ("index", b'{"ready": true, "ready": false}', 400),
+    ],
+)
+def test_what_a_repository_refuses(
+    operator: httpx.Client, path: str, body: bytes, status: int
+) -> None:
+    answer = operator.post(f"/v2/repository/{path}", content=body)
+    assert answer.status_code == status, answer.text
+    assert answer.json()["error"]
+
+
+def test_changes_need_the_token_of_operators(server: LiveServer) -> None:
+    paths = [f"{MODELS}/streamer/load", f"{MODELS}/tensors/unload"]
+    for path in paths:
+        assert server.client.post(path).status_code == 401
+        headers = {"Authorization": f"Bearer {server.inference_token}"}
+        assert server.client.post(path, headers=headers).status_code == 403
+    for name in ("RepositoryModelLoad", "RepositoryModelUnload"):
+        with pytest.raises(grpc.RpcError) as raised:
+            call(server, name, model_name="tensors")
+        assert raised.value.code() == grpc.StatusCode.UNAUTHENTICATED
+    assert states(server.client.post(INDEX))["tensors"] == "READY"
+
+
+def test_every_change_is_one_by_its_path() -> None:
+    service = SERVICE.removeprefix("/").removesuffix("/")
+    for path in (f"{MODELS}/a/load", f"{MODELS}/a/unload", f"/{service}/RepositoryModelLoad"):
+        assert CHANGES.fullmatch(path)
+    for path in (INDEX, "/v2/models/a/infer", f"/{service}/RepositoryIndex"):
+        assert not CHANGES.fullmatch(path)
