@@ -1,6 +1,7 @@
 """Warn of what an author's code does that goes wrong elsewhere: found in the source, never run."""
 
 import ast
+import functools
 import importlib.metadata
 import re
 import sys
@@ -53,6 +54,13 @@ class Source:
     name: str
     code: bytes
 
+    def parse(self) -> ast.Module | None:
+        """Return what it says; None for a file of another Python, or a template."""
+        try:
+            return ast.parse(self.code, filename=self.name)
+        except (SyntaxError, ValueError, RecursionError):
+            return None
+
 
 def source_warnings(
     names: Collection[str], sources: Iterable[Source], pins: Collection[Pin]
@@ -64,17 +72,38 @@ def source_warnings(
         sources: the Python files among them.
         pins: the packages that the archive's requirements pin.
     """
-    packages = _import_names(pins)
+    packages = _import_names(pin.name for pin in pins)
     warnings = [*_shadows(names, packages)]
-    known = {*_modules(names), *OUR_MODULES, *sys.stdlib_module_names, *packages}
+    known = _known(names, packages)
     for source in sources:
-        try:
-            tree = ast.parse(source.code, filename=source.name)
-        except (SyntaxError, ValueError, RecursionError):
-            continue  # a file for another Python, or a template; the handler itself was parsed
-        warnings += _unknown_imports(source.name, tree, known)
-        warnings += _absolute_paths(source.name, tree)
+        if (tree := source.parse()) is not None:  # the handler itself was parsed before
+            warnings += map(_describe, unmet_imports(source.name, tree, known))
+            warnings += _absolute_paths(source.name, tree)
     return warnings
+
+
+@dataclass(frozen=True)
+class Unmet:
+    """An import that neither the archive nor every server meets."""
+
+    file: str
+    line: int
+    module: str
+    """Its first part; in full where it is one of TorchServe's."""
+
+
+def known_modules(names: Iterable[str], packages: Iterable[str]) -> set[str]:
+    """Return the modules that a worker of an archive can import whatever the server has.
+
+    Args:
+        names: of the archive's files.
+        packages: that its requirements name.
+    """
+    return _known(names, _import_names(map(canonicalize_name, packages)))
+
+
+def _known(names: Iterable[str], packages: Iterable[str]) -> set[str]:
+    return {*_modules(names), *OUR_MODULES, *sys.stdlib_module_names, *packages}
 
 
 def _modules(names: Iterable[str]) -> set[str]:
@@ -109,40 +138,52 @@ def _shadows(names: Iterable[str], packages: Mapping[str, str]) -> Iterator[str]
             )
 
 
-def _import_names(pins: Iterable[Pin]) -> dict[str, str]:
-    """Return what the pinned packages are imported as → package.
+def _import_names(packages: Iterable[str]) -> dict[str, str]:
+    """Return what packages are imported as → package.
 
     A package says so where it is installed; of the others, the package's own name is taken.
     """
-    names = {pin.name.replace("-", "_"): pin.name for pin in pins}
-    required = {pin.name for pin in pins}
-    for module, distributions in importlib.metadata.packages_distributions().items():
-        for distribution in map(canonicalize_name, distributions):
+    required = set(packages)
+    names = {name.replace("-", "_"): name for name in required}
+    for module, distributions in _installed().items():
+        for distribution in distributions:
             if distribution in required:
                 names[module] = distribution
     return names
 
 
-def _unknown_imports(name: str, tree: ast.Module, known: Collection[str]) -> Iterator[str]:
+def unmet_imports(name: str, tree: ast.Module, known: Collection[str]) -> Iterator[Unmet]:
+    """Yield the imports of a file that nothing meets, each module once.
+
+    Args:
+        name: of the file.
+        tree: what it says.
+        known: modules that are there, of `known_modules`.
+    """
     unknown: dict[str, int] = {}
     for imported, line in _imports(tree.body):
         module = imported.partition(".")[0]
         if module not in known:
             unknown.setdefault(module, line)
         elif module == "ts" and imported not in TS_MODULES:
-            yield (
-                f"{name}:{line} imports {imported}, a module of TorchServe that workers do not "
-                "have; do without it, or pack a copy under a name of your own"
-            )
+            yield Unmet(name, line, imported)
     if not unknown:
         return
     provided = _provided_by_modelyard()
-    for module, line in unknown.items():
-        if module not in provided:
-            yield (
-                f"{name}:{line} imports {module}, which is neither in the archive nor in every "
-                "server: add its file with --extra-files, or its package with --requirements"
-            )
+    yield from (Unmet(name, line, each) for each, line in unknown.items() if each not in provided)
+
+
+def _describe(unmet: Unmet) -> str:
+    where = f"{unmet.file}:{unmet.line} imports {unmet.module}"
+    if unmet.module.partition(".")[0] == "ts":
+        return (
+            f"{where}, a module of TorchServe that workers do not have; do without it, or pack a "
+            "copy under a name of your own"
+        )
+    return (
+        f"{where}, which is neither in the archive nor in every server: add its file with "
+        "--extra-files, or its package with --requirements"
+    )
 
 
 def _imports(body: Iterable[ast.stmt]) -> Iterator[tuple[str, int]]:
@@ -170,8 +211,17 @@ def _provided_by_modelyard() -> set[str]:
     own = own_distributions()
     return {
         module
+        for module, distributions in _installed().items()
+        if any(distribution in own for distribution in distributions)
+    }
+
+
+@functools.cache
+def _installed() -> Mapping[str, list[str]]:
+    """Return each module of this environment with the packages that bring it; half a second."""
+    return {
+        module: [canonicalize_name(each) for each in distributions]
         for module, distributions in importlib.metadata.packages_distributions().items()
-        if any(canonicalize_name(distribution) in own for distribution in distributions)
     }
 
 

@@ -46,6 +46,11 @@ COMMANDS = {
     "doctor": Command(
         "modelyard.serve.tools.doctor_cli", "doctor_app", "Report what works here, and what to do."
     ),
+    "migrate": Command(
+        "modelyard.serve.torchserve.migrate.cli",
+        "migrate_app",
+        "Say what becomes of a TorchServe installation.",
+    ),
     "predict": Command(
         "modelyard.serve.tools.client_cli",
         "predict_app",

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 MAX_SOURCE_BYTES = 1 << 20
 """Of an author's files that are searched for what they need."""
-_NEEDS_TORCH = re.compile(rb"torch|transformers|modelyard.*Handler")
+NEEDS_TORCH = re.compile(rb"torch|transformers|modelyard.*Handler")
 _SETS_VARIABLES = re.compile(rb"environ|putenv|setenv")
 CODE = (".py", ".pyc", ".pyd", ".so", ".zip", ".whl", ".egg", ".mar")
 """Ends of the names of files that may hold code."""
@@ -373,7 +373,7 @@ def choose_preload(archive: Archive, handler: str | None) -> Preload | None:
         if sum(file.size_bytes for file in sources) > MAX_SOURCE_BYTES:
             return None
         text = b"\n".join(archive.read(file.name) for file in sources)
-        if not _NEEDS_TORCH.search(text) or _SETS_VARIABLES.search(text):
+        if not NEEDS_TORCH.search(text) or _SETS_VARIABLES.search(text):
             return None
     own = set()
     for *folders, file in (name.split("/") for name in archive.names):

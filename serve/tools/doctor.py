@@ -259,16 +259,19 @@ def check_cores() -> Check:
 def check_memory() -> Check:
     """Return how much memory workers may still take, by the machine and the control group."""
     memory = psutil.virtual_memory()
-    available = memory.available
-    found = f"{_size(available)} of {_size(memory.total)} available"
-    limits = list(_memory_limits())
-    if limits and min(limits) < memory.total:
-        found += f", the control group may hold {_size(min(limits))}"
-        available = min(available, *limits)
-    if available < LEAST_MEMORY_BYTES:
+    found = f"{_size(memory.available)} of {_size(memory.total)} available"
+    limit = min(_memory_limits(), default=memory.total)
+    if limit < memory.total:
+        found += f", the control group may hold {_size(limit)}"
+    if available_memory() < LEAST_MEMORY_BYTES:
         advice = f"a worker takes {_size(WORKER_BYTES)} and its model; start few, with --workers"
         return Check("memory", WARN, found, advice)
     return Check("memory", OK, found)
+
+
+def available_memory() -> int:
+    """Return how many bytes workers may still take."""
+    return min([int(psutil.virtual_memory().available), *_memory_limits()])
 
 
 def _memory_limits() -> Iterator[int]:

@@ -100,10 +100,7 @@ class UrlRules:
         Raises:
             UrlRefused: the URL or one of its host's addresses is not allowed.
         """
-        text = str(url)
-        matching = [pattern for pattern in self._patterns if pattern.fullmatch(text)]
-        if not matching:
-            raise UrlRefused(text, "no pattern of allowed_urls matches it")
+        text, matching = str(url), self.matching(url)
         if url.scheme == "file":
             return []
         addresses = _resolve(url)
@@ -117,6 +114,17 @@ class UrlRules:
                     "that names the host itself allows that",
                 )
         return addresses
+
+    def matching(self, url: Url) -> list[re.Pattern[str]]:
+        """Return the patterns that a URL matches, before anything is asked about its host.
+
+        Raises:
+            UrlRefused: there is none.
+        """
+        text = str(url)
+        if not (found := [pattern for pattern in self._patterns if pattern.fullmatch(text)]):
+            raise UrlRefused(text, "no pattern of allowed_urls matches it")
+        return found
 
 
 def is_url(location: str) -> bool:

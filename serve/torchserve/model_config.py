@@ -52,10 +52,12 @@ def load_torchserve_config(
             )
     parallel_type = values.choice("parallelType", PARALLEL_TYPES, "")
     parallel_level = values.integer("parallelLevel", 0, least=0) if parallel_type else 0
-    if parallel_level and parallel_type in LAUNCHED_TYPES:
+    processes = _processes(values)
+    if (parallel_level or processes > 1) and parallel_type in LAUNCHED_TYPES:
+        said = f"torchrun with {processes} processes" if processes > 1 else ""
         raise BadModelConfig(
-            f"{values.file}: parallelType {parallel_type}: a worker of several processes is not "
-            "supported; `custom` starts one process"
+            f"{values.file}: {said or f'parallelType {parallel_type}'}: a worker of several "
+            "processes is not supported; `parallelType: custom` starts one process"
         )
     workers, most = _workers(values)
     if spec.at_start and not workers:  # only then the setting `models` says how many
@@ -98,6 +100,13 @@ def load_torchserve_config(
         parallel_level=parallel_level,
         **extensions(values, archive, settings, options),
     )
+
+
+def _processes(values: Values) -> int:
+    """Return how many processes torchrun starts for each worker; 0 where nothing is said."""
+    torchrun = values.values.get("torchrun")
+    count = torchrun.get("nproc-per-node") if isinstance(torchrun, dict) else None
+    return count if isinstance(count, int) else 0
 
 
 def _workers(values: Values) -> tuple[int, int]:

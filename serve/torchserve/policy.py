@@ -86,7 +86,8 @@ class TorchServePolicy(Policy):
             StartError: the store lacks an archive of the snapshot.
         """
         store, options = self.settings.model_store, list(self.settings.models)
-        clear_leftovers(store)
+        if not is_trial:
+            clear_leftovers(store)
         if self._dialect.model_snapshot is not None:
             snapshot = parse_model_snapshot(self._dialect.model_snapshot)
             return [_from_snapshot(store, *entry) for entry in snapshot]

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ts._refused import REASONS
 from ts.handler_utils.distributed import deepspeed, pt_pippy
 from ts.handler_utils.preprocess import dali
 from ts.handler_utils.utils import import_class, send_intermediate_predict_response
@@ -22,6 +21,7 @@ from ts.torch_handler.distributed.base_pippy_handler import BasePippyHandler
 from ts.torch_handler.unit_tests.test_utils.mock_context import MockContext
 from ts.utils import util
 
+from modelyard.archiver.torchserve.refused import REASONS
 from modelyard.handlers.context import Context
 from modelyard.handlers.entry_point import import_class as import_place
 from modelyard.handlers.errors import LoadError

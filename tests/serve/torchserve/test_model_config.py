@@ -164,6 +164,7 @@ def test_a_value_of_the_wrong_type_is_warned_of_and_left_out(
         "continuousBatching: true",
         "asyncCommunication: true",
         "parallelType: tp\nparallelLevel: 2",
+        "parallelType: pp\ntorchrun:\n  nproc-per-node: 4",
         "no: [yaml",
     ],
 )

@@ -1,0 +1,1 @@
+"""`modelyard migrate`: what becomes of a TorchServe installation, before it moves."""
