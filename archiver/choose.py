@@ -28,9 +28,12 @@ from modelyard.archiver.untrusted.json import parse_json
 
 AUTO = "auto"
 
-_LABELS = (LABELS_FILE, CONFIG_FILE)
+LABELS = (LABELS_FILE, CONFIG_FILE)
+"""Files that name the classes."""
 _TOKENIZER = (TOKENIZER_FILE,)
 
+_CLASSES = ("logits", "probabilities", "probs", "scores")
+"""Names that an output has whose numbers are of classes."""
 _LIBRARY = "transformers"
 _SAMPLES = 4000
 """In a row of so many numbers, a sound is likelier than features of a table."""
@@ -49,28 +52,28 @@ class Rule:
     """Of transformers' classes that are made for it."""
     needs: Sequence[str] = ()
     """Files without which the handler does not start, one of them."""
-    brings: Sequence[str] = _LABELS
+    brings: Sequence[str] = LABELS
     """Files that it reads where they are there."""
     has_labels: bool = False
 
 
 RULES = (
     Rule("audio_classifier", "sound", ["classes"], ["ForSequenceClassification",
-         "ForAudioClassification"], brings=(*_LABELS, *PROCESSOR_FILES), has_labels=True),
+         "ForAudioClassification"], brings=(*LABELS, *PROCESSOR_FILES), has_labels=True),
     Rule("fill_mask", "text", ["places"], ["ForMaskedLM"], _TOKENIZER),
     Rule("forecaster", "series", ["places", "classes", "map"], ["ForPrediction"],
          brings=(SCALER_FILE,)),
     Rule("forecaster", "numbers", ["places", "classes"], [], (SCALER_FILE,), brings=()),
     Rule("generate", "text and its cache", ["classes"], [], _TOKENIZER, brings=()),
     Rule("image_classifier", "image", ["classes"], ["ForImageClassification"],
-         brings=(*_LABELS, *PROCESSOR_FILES), has_labels=True),
+         brings=(*LABELS, *PROCESSOR_FILES), has_labels=True),
     Rule("image_encoder", "image", ["classes", "places"], ["Model"], brings=PROCESSOR_FILES),
     Rule("image_segmenter", "image", ["map"], ["ForSemanticSegmentation"],
-         brings=(*_LABELS, *PROCESSOR_FILES), has_labels=True),
+         brings=(*LABELS, *PROCESSOR_FILES), has_labels=True),
     Rule("image_text", "image and text", ["classes"], ["Model"], _TOKENIZER,
          brings=(CONFIG_FILE, *PROCESSOR_FILES)),
     Rule("object_detector", "image", ["boxes"], ["ForObjectDetection"],
-         brings=(*_LABELS, *PROCESSOR_FILES), has_labels=True),
+         brings=(*LABELS, *PROCESSOR_FILES), has_labels=True),
     Rule("question_answering", "text", ["spans"], ["ForQuestionAnswering"], _TOKENIZER),
     Rule("speech_recognizer", "sound", ["places"], ["ForCTC"], (VOCABULARY_FILE, TOKENIZER_FILE),
          brings=(CONFIG_FILE, TOKENIZER_CONFIG_FILE, *PROCESSOR_FILES)),
@@ -98,7 +101,11 @@ class Choice:
 
 
 def choose(
-    handler: str, report: Report | None, folder: Path | None, packed: Collection[str]
+    handler: str,
+    report: Report | None,
+    folder: Path | None,
+    packed: Collection[str],
+    artifact: Path | None = None,
 ) -> Choice:
     """Choose the handler, where it is `auto`, and the files of its checkpoint's folder.
 
@@ -107,6 +114,7 @@ def choose(
         report: of the artifact.
         folder: of the checkpoint; without one, the folder that the report's command names.
         packed: names of the files that are packed anyway, which come before those of the folder.
+        artifact: the file, for messages.
 
     Raises:
         CannotArchive: no handler fits, several do, or a file that it needs is missing.
@@ -114,9 +122,16 @@ def choose(
     if folder is not None and not folder.is_dir():
         raise CannotArchive(f"--from {folder}: there is no such folder")
     if report is None:
+        if artifact is not None and artifact.suffix == ".onnx":
+            command = shlex.join(["modelyard", "export", str(artifact), "-o", "build"])
+            advice = f"`{command}` checks the file and writes it with one"
+        else:
+            advice = "write both with `modelyard export`, or name the handler with --handler"
         raise CannotArchive(
-            f"--handler {handler} needs the artifact's report, which says what the model takes; "
-            "write both with `modelyard export`"
+            f"the handler is chosen by the artifact's report, which says what the model takes, and "
+            f"there is none beside it: {advice}"
+            if handler == AUTO
+            else f"--from needs the artifact's report, which says what the model is: {advice}"
         )
     folder = folder or _folder_of(report)
     if folder is None and report.model.startswith(_LIBRARY):
@@ -155,32 +170,44 @@ def _choose(
     if by_class := [rule for rule in found if any(name.endswith(end) for end in rule.endings)]:
         found, reason = by_class, f"the model is a {name}"
     else:
-        found, reason = _by_files(found, folder, packed)
+        found, reason = _by_files(found, folder, packed, report)
     if len(found) == 1:
         return found[0], reason
     inputs, outputs = (", ".join(map(str, each)) for each in (signature.inputs, signature.outputs))
     shown = f"the model takes {inputs} and gives {outputs}"
     if not found:
         raise CannotArchive(
-            f"--handler auto: no built-in handler is made for it: {shown}; give --handler "
-            "base_handler (JSON numbers), or a FILE.py"
+            f"no built-in handler is made for this model: {shown}; give --handler base_handler "
+            "(JSON numbers), or a FILE.py"
         )
-    reasons = "; ".join(
-        f"{rule.handler} for {rule.takes} to {' or '.join(_WORDS[each] for each in rule.gives)}"
-        for rule in found
+    reasons = "; ".join(map(_reason, found))
+    raise CannotArchive(
+        f"several handlers fit: {reasons}; base_handler for JSON numbers as they are. {shown}; "
+        "give one as --handler"
     )
-    raise CannotArchive(f"--handler auto: several fit: {reasons}. {shown}; give one as --handler")
+
+
+def _reason(rule: Rule) -> str:
+    """Return what a handler is for, and the file that it cannot do without."""
+    needs = f", with {' or '.join(rule.needs)}" if rule.needs else ""
+    gives = " or ".join(_WORDS[each] for each in rule.gives)
+    return f"{rule.handler} for {rule.takes} to {gives}{needs}"
 
 
 def _by_files(
-    rules: list[Rule], folder: Path | None, packed: Collection[str]
+    rules: list[Rule], folder: Path | None, packed: Collection[str], report: Report
 ) -> tuple[list[Rule], str]:
     """Keep the rules whose files are there, then those with labels where there are labels."""
+    by_shape = "by the artifact's inputs and outputs"
     have = {*packed, *(file.name for rule in rules for file in _files(rule, folder, packed))}
     rules = [rule for rule in rules if not rule.needs or have & set(rule.needs)] or rules
-    if with_labels := [rule for rule in rules if rule.has_labels and LABELS_FILE in have]:
-        return with_labels, "by the artifact's inputs and outputs, and the labels"
-    return rules, "by the artifact's inputs and outputs"
+    with_labels = [rule for rule in rules if rule.has_labels]
+    if with_labels and (LABELS_FILE in have or report.labels):
+        return with_labels, f"{by_shape}, and the labels"
+    first = report.signature.outputs[0].name
+    if with_labels and (first in _CLASSES or report.probabilities.get(first)):
+        return with_labels, f"{by_shape}: {first} are those of classes"
+    return rules, by_shape
 
 
 def _files(rule: Rule, folder: Path | None, packed: Collection[str]) -> Iterator[Path]:
@@ -259,7 +286,7 @@ def _outputs_of(signature: Signature) -> set[str]:
 def _described(file: Path) -> str:
     """Return a file's name, and of a configuration how many labels it has."""
     try:
-        content = parse_json(file.read_bytes(), MAX_JSON_BYTES) if file.name in _LABELS else None
+        content = parse_json(file.read_bytes(), MAX_JSON_BYTES) if file.name in LABELS else None
     except (OSError, ValueError) as error:
         raise CannotArchive(f"{file} cannot be read: {error}") from error
     if not isinstance(content, dict):

@@ -22,7 +22,7 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from modelyard.archiver.errors import ArchiveError, BadName, Differs
+from modelyard.archiver.errors import ArchiveError, BadName, Differs, WrongUsage
 from modelyard.archiver.terminal import err
 
 if TYPE_CHECKING:
@@ -54,18 +54,25 @@ def archive(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="The model's name; the archive is NAME.mar.")
     ],
-    artifact: Annotated[Path, typer.Option(help="Exported file; its report is packed too.")],
+    artifact: Annotated[
+        Path | None,
+        typer.Option(
+            help="Exported file; its report is packed too. Not needed by a FILE.py that does "
+            "without one."
+        ),
+    ] = None,
     handler: Annotated[
         str,
         typer.Option(
-            metavar="auto|NAME|FILE.py[:Class]",
-            help="A built-in handler, `auto` for the one that fits, or a file and its class.",
+            metavar="auto|NAME|FILE.py[:NAME]",
+            help="A built-in handler, or a file with a class or a function of yours; `auto` "
+            "chooses a built-in one by what the model takes and gives.",
         ),
-    ],
-    version: Annotated[str, typer.Option(help="The model's version, as 1.0.")],
+    ] = "auto",
+    version: Annotated[str, typer.Option(help="The model's version.")] = "1.0",
     output_dir: Annotated[
         Path, typer.Option("-o", "--output-dir", help="Folder for the archive; made when missing.")
-    ],
+    ] = Path("model_store"),
     example: Annotated[
         list[str] | None,
         typer.Option(
@@ -140,7 +147,10 @@ def archive(
     force: Annotated[bool, typer.Option("--force", help="Replace an archive that exists.")] = False,
     as_json: JsonOutput = False,
 ) -> None:
-    """Pack an artifact, its handler and extra files into one sealed archive."""
+    """Pack an artifact, its handler and extra files into one sealed archive.
+
+    A handler of your own needs no artifact: modelyard archive NAME --handler FILE.py.
+    """
     # Here, as in every command: `--help` does not wait for what it does not use.
     from modelyard.archiver.collect import plan_archive
     from modelyard.archiver.signing import read_expiry, read_signing_key
@@ -274,7 +284,7 @@ class _Failed(typer.Exit):
 
     def __init__(self, error: ArchiveError) -> None:
         # 2 is wrong usage, 1 a job that failed.
-        super().__init__(2 if isinstance(error, BadName) else 1)
+        super().__init__(2 if isinstance(error, (BadName, WrongUsage)) else 1)
         self.problems = list(error.problems)
 
 

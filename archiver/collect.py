@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import TypeVar
 
 from modelyard.archiver.alternatives import difference
-from modelyard.archiver.choose import AUTO, Choice, choose
+from modelyard.archiver.choose import AUTO, LABELS, Choice, choose
 from modelyard.archiver.entry_point import EntryPoint, parse_handler
-from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.errors import CannotArchive, WrongUsage
 from modelyard.archiver.example import TOLERANCE, parse_example
+from modelyard.archiver.handler_files import LABELS_FILE
 from modelyard.archiver.manifest import ARCHIVER_VERSION, Explain, Golden, Manifest, Seal
 from modelyard.archiver.report import Report, read_report
 from modelyard.archiver.requirements import Resolved, resolve
 from modelyard.archiver.source_checks import Source, source_warnings
 from modelyard.archiver.untrusted.container import MAX_ENTRIES
+from modelyard.archiver.untrusted.json import format_json
 from modelyard.archiver.untrusted.names import (
     LOCK_NAME,
     MANIFEST_NAME,
@@ -129,8 +131,8 @@ def plan_archive(
     name: str,
     *,
     version: str,
-    artifact: Path,
-    handler: str,
+    artifact: Path | None = None,
+    handler: str = AUTO,
     explain_artifact: Path | None = None,
     extra_files: Sequence[Path] = (),
     config_file: Path | None = None,
@@ -149,12 +151,15 @@ def plan_archive(
     check_name(name)
     check_version(version)
     collector = _Collector()
-    report = collector.add_artifact(artifact)
-    explain = collector.add_twin(artifact, report, explain_artifact)
-    choice = None
+    report = explain = choice = None
+    if artifact is not None:
+        report = collector.add_artifact(artifact)
+        explain = collector.add_twin(artifact, report, explain_artifact)
+    else:
+        _check_alone(name, handler, explain_artifact, source_folder)
     if handler == AUTO or source_folder is not None:
         packed = {file.name for file in extra_files}
-        choice = collector.attempt(lambda: choose(handler, report, source_folder, packed))
+        choice = collector.attempt(lambda: choose(handler, report, source_folder, packed, artifact))
         for file in choice.files if choice else ():
             collector.add_file(file, "file of the checkpoint's folder")
     known = choice.handler if choice else handler
@@ -163,6 +168,7 @@ def plan_archive(
         collector.add_file(file, "extra file")
     if config_file is not None:
         collector.add_file(config_file, "configuration")
+    collector.add_labels(report)
     golden = collector.add_examples(examples)
     collector.set_reference(reference)
     resolved = collector.add_requirements(requirements_file, wheels_dir)
@@ -174,7 +180,7 @@ def plan_archive(
         model_name=name,
         model_version=version,
         handler=entry_point.recorded,
-        serialized_file=artifact.name,
+        serialized_file=artifact.name if artifact else None,
         requirements_file=requirements_file.name if requirements_file else None,
         config_file=config_file.name if config_file else None,
         created_on=created,
@@ -192,6 +198,29 @@ def plan_archive(
     sources = source_warnings(names, _python_sources(parts), resolved.pins)
     warnings = (*collector.warnings, *sources)
     return Plan(manifest, parts, warnings, choice, tuple(collector.unanswered), reference)
+
+
+def _check_alone(
+    name: str, handler: str, explain_artifact: Path | None, source_folder: Path | None
+) -> None:
+    """Refuse what needs an artifact, where there is none: a handler of the author's may do without.
+
+    Raises:
+        WrongUsage: what is missing, and what to give.
+    """
+    place = handler.rpartition(":")[0] or handler
+    if not place.endswith(".py"):
+        built_in = "" if handler == AUTO else f", which the handler {handler} needs"
+        raise WrongUsage(
+            f"cannot archive {name}: no --artifact is given{built_in}; give the file that "
+            "`modelyard export` wrote, or --handler FILE.py alone for code that needs none"
+        )
+    for option, value in (("--explain-with", explain_artifact), ("--from", source_folder)):
+        if value is not None:
+            raise WrongUsage(
+                f"cannot archive {name}: {option} {value} goes with an --artifact, and none is "
+                "given; leave it out, or pack files with --extra-files"
+            )
 
 
 class _Collector:
@@ -237,8 +266,8 @@ class _Collector:
                 )
         elif len(self.problems) == problems_before:
             self.warnings.append(
-                f"{artifact.name} has no report beside it: its signature and parity are unknown "
-                "and it cannot be explained; write both with `modelyard export`"
+                f"{artifact.name} has no report beside it: its signature and parity are unknown; "
+                "`modelyard export` writes it"
             )
         return report
 
@@ -258,8 +287,9 @@ class _Collector:
         twin = twin or self._sibling(artifact)
         if twin is None:
             self.warnings.append(
-                f"{artifact.name} ({report.format}) gives no gradients and cannot be explained; "
-                f"export it as pt2 too, into the same folder, or name one with --explain-with"
+                f"{artifact.name} ({report.format}) gives no gradients: only methods that take "
+                "parts of the input away explain it (kernel_shap, occlusion); for the others "
+                "export it as pt2 too, into the same folder, or name one with --explain-with"
             )
             return None
         return self._add_other(artifact, report, twin)
@@ -270,6 +300,11 @@ class _Collector:
         if entry_point and entry_point.file:
             self.add_file(entry_point.file, "handler")
         return entry_point
+
+    def add_labels(self, report: Report | None) -> None:
+        """Pack the names that the checkpoint has for its classes, where no file has others."""
+        if report and report.labels and not {p.name for p in self.parts} & set(LABELS):
+            self.parts.append(Part(LABELS_FILE, format_json(report.labels), "labels of the report"))
 
     def add_examples(self, texts: Iterable[str]) -> tuple[Golden, ...]:
         """Pack each example's request and expected answer, numbered from 0."""

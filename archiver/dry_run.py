@@ -23,7 +23,13 @@ def rehearse(plan: Plan, folder: Path) -> Mapping[str, bytes]:
     """
     summary = f"cannot archive {plan.manifest.model_name}, its dry run failed"
     try:
-        outcome = replay(folder, plan.manifest, record=plan.unanswered, reference=plan.reference)
+        outcome = replay(
+            folder,
+            plan.manifest,
+            record=plan.unanswered,
+            reference=plan.reference,
+            doubts=True,
+        )
     except DoesNotRun as error:
         raise CannotArchive(summary, error.problems) from error
     problems = [_problem(plan, result) for result in outcome.golden if result.difference]

@@ -32,7 +32,7 @@ def parse_handler(text: str) -> EntryPoint:
             f"{', '.join(BUILTIN_HANDLERS)}"
         )
     if colon and stem.endswith(".py") and not class_name.isidentifier():
-        raise CannotArchive(f"handler {quoted(text)}: {quoted(class_name)} is not a class name")
+        raise CannotArchive(f"handler {quoted(text)}: {quoted(class_name)} is not a name")
     _check_source(file, class_name)
     return EntryPoint(f"{file.name}:{class_name}" if class_name else file.name, file)
 
@@ -48,9 +48,10 @@ def _check_source(file: Path, class_name: str) -> None:
         raise CannotArchive(f"handler {file} cannot be read: {error}") from error
     names = _bound_names(tree)
     if class_name and class_name not in names and "*" not in names:
-        classes = sorted(node.name for node in tree.body if isinstance(node, ast.ClassDef))
+        kinds = (ast.ClassDef, ast.FunctionDef)
+        own = [node.name for node in tree.body if isinstance(node, kinds) and node.name[0] != "_"]
         raise CannotArchive(
-            f"handler {file} has no class {class_name}; it has: {', '.join(classes) or 'none'}"
+            f"handler {file} has no {class_name}; it has: {', '.join(sorted(own)) or 'nothing'}"
         )
 
 

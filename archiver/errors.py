@@ -3,6 +3,7 @@
 ArchiveError
 ├── BadName          a model name or version breaks the one rule for names
 ├── CannotArchive    the given files cannot become an archive
+│   └── WrongUsage   what was given means nothing together, whatever the files hold
 ├── ArchiveExists    the archive is there already and may not be replaced
 ├── ArchiveNotFound  there is no archive at the given path
 ├── BadManifest      MAR-INF/MANIFEST.json cannot be read as a manifest
@@ -35,6 +36,10 @@ class BadName(ArchiveError):
 
 class CannotArchive(ArchiveError):
     """Raise when the files given to `write_archive` cannot become an archive."""
+
+
+class WrongUsage(CannotArchive):
+    """Raise when something is missing, or does not go with something else that was given."""
 
 
 class ArchiveExists(ArchiveError):

@@ -79,6 +79,7 @@ def replay(
     pair: Pair | None = None,
     reference: Path | None = None,
     device: str = "auto",
+    doubts: bool = False,
 ) -> Replay:
     """Load the archive that is unpacked in `folder`, and answer its golden requests.
 
@@ -90,6 +91,7 @@ def replay(
         record: golden requests without an expected answer yet; their results hold the answer.
         pair: two artifacts to compare on seeded inputs.
         reference: requests whose reasons are averaged.
+        doubts: whether to end where nothing says what the model's numbers are.
         device: auto, cpu, cuda or cuda:N.
 
     Raises:
@@ -105,6 +107,7 @@ def replay(
         ],
         "parity": asdict(pair) if pair else None,
         "reference": str(reference.absolute()) if reference else None,
+        "doubts": doubts,
     }
     result = _run_child(task)
     if "error" in result:

@@ -62,6 +62,10 @@ class Report:
     """What it was recognised as, such as `state dict`."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Of Python and of the packages that made the artifact."""
+    probabilities: Mapping[str, bool] = field(default_factory=dict)
+    """Output → whether its numbers are probabilities already, where the export found it out."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+    """What the checkpoint calls its classes, by index."""
     trusted_operators: tuple[str, ...] = ()
     """What a program calls beside the operators of the list; its author said `--trust`."""
 
@@ -99,6 +103,8 @@ def parse_report(data: bytes, path: Path) -> Report:
         raise CannotArchive("cannot read the report", [f"{path.name}: {error}"]) from error
     signature = read_signature(fields.object("signature"))
     checkpoint, versions = fields.object("checkpoint"), _optional(fields, "versions")
+    details = _optional(fields, "details")
+    stated, labels = _optional(details, "probabilities"), _optional(details, "labels")
     report = Report(
         path,
         format=fields.text("format"),
@@ -108,11 +114,13 @@ def parse_report(data: bytes, path: Path) -> Report:
         parity=_parity(fields, signature) if "parity" in fields.values else None,
         model=fields.text_or_none("model") or "",
         command=fields.text_or_none("command") or "",
-        end_tokens=_end_tokens(_optional(_optional(fields, "details"), "generation")),
+        end_tokens=_end_tokens(_optional(details, "generation")),
         checkpoint=checkpoint.text_or_none("file") or "",
         checkpoint_kind=checkpoint.text_or_none("kind") or "",
         versions={name: versions.text(name) for name in versions.values},
-        trusted_operators=_trusted(_optional(fields, "details")),
+        probabilities={name: stated.boolean(name) for name in stated.values},
+        labels={index: labels.text_or_none(index) or "" for index in labels.values},
+        trusted_operators=_trusted(details),
     )
     if problems:
         raise CannotArchive("cannot read the report", [f"{path.name}: {p}" for p in problems])

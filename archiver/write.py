@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from modelyard.archiver.choose import AUTO
 from modelyard.archiver.collect import Part, Plan, plan_archive
 from modelyard.archiver.digest import Digest
 from modelyard.archiver.dry_run import rehearse
@@ -56,9 +57,9 @@ def write_archive(
     name: str,
     *,
     version: str,
-    artifact: Path,
-    handler: str,
     output_dir: Path,
+    artifact: Path | None = None,
+    handler: str = AUTO,
     explain_artifact: Path | None = None,
     extra_files: Sequence[Path] = (),
     config_file: Path | None = None,

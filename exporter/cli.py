@@ -48,7 +48,7 @@ def export_command(
     ],
     output_dir: Annotated[
         Path, typer.Option("--output-dir", "-o", help="Where the artifacts go; made if need be.")
-    ],
+    ] = Path("build"),
     inputs: Annotated[
         list[str] | None,
         typer.Option(

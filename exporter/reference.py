@@ -4,7 +4,7 @@ import copy
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, overload
 
 import torch
@@ -24,6 +24,7 @@ from modelyard.archiver.values import Values
 from modelyard.exporter.arguments import choose_outputs, flatten, give_outputs, own_name, pick
 from modelyard.exporter.errors import ModelError, UsageError, cause
 from modelyard.exporter.from_onnx import file_of
+from modelyard.exporter.probabilities import find_probabilities
 from modelyard.exporter.ranges import advice, find_values
 from modelyard.exporter.sample_batches import choose_example, regroup, two_batches, why_no_rows
 from modelyard.exporter.samples import Sample
@@ -38,6 +39,7 @@ from modelyard.exporter.watch import (
 )
 from modelyard.handlers.agree import compare, full_precision, split
 from modelyard.handlers.backends import dtype_name, torch_dtype, type_name
+from modelyard.handlers.bounds import Bounds
 from modelyard.handlers.plan import (
     GFLOP_PER_OPERATOR,
     ONLY_SAMPLES,
@@ -187,6 +189,8 @@ class Reference:
     """Whether all that it computes is float64, so that its outputs are good to that."""
     keys: tuple[str, ...] = ()
     """The way to each output inside what the checkpoint's own model gives."""
+    probabilities: Mapping[str, bool] = field(default_factory=dict)
+    """Output → whether its numbers are probabilities already, where that could be found out."""
     warnings: tuple[str, ...] = ()
     """What the author may want to change, in a sentence each."""
 
@@ -263,7 +267,16 @@ def observe(
         chosen = ONLY_SAMPLES if sample_only else _plan(kept, original, tried, quick=quick)
         compared = regroup(samples, signature) if sample_only else samples
         cases = Cases(tried, chosen.probes, compared, run, kept)
-        seen = [_remember(cases[place]) for place in range(len(cases))]
+        bounds = {name: Bounds() for name in named}
+        seen = []
+        for place in range(len(cases)):
+            case = cases[place]
+            seen.append(_remember(case))
+            for name, given in zip(named, case.outputs, strict=True):
+                bounds[name].see(given)
+        probabilities = find_probabilities(
+            bounds, signature, functools.partial(run, example_probe), example
+        )
         outputs = tuple(
             _describe(name, [case[place] for case in seen], cases.probes, signature.dims)
             for place, name in enumerate(named)
@@ -292,6 +305,7 @@ def observe(
         is_lowered=lowered is not original,
         is_double=lowered is original and watched.precisions == {torch.float64},
         keys=chosen_outputs.keys,
+        probabilities=probabilities,
         warnings=(
             *chosen_outputs.notes,
             *watched.warnings(),

@@ -214,6 +214,10 @@ def export(request: ExportRequest) -> list[ExportReport]:
             # Values outside of what it is calibrated for are cut off, as made-up ones would be.
             sample_only=request.sample_only or request.quantize == STATIC,
         )
+        if reference.probabilities:
+            known["probabilities"] = dict(reference.probabilities)
+        if labels := _labels(checkpoint):
+            known["labels"] = labels
         writers = _writers(reference, request.quantize, calibration)
         with _workspace(request.output_dir) as folder, _exchange(folder) as checker:
             for format in request.chosen_formats():
@@ -616,6 +620,12 @@ def _named(model: str, rename: Callable[[str], str]) -> str:
     """Return `--model` with its file, where it is one, under another name."""
     source, colon, attribute = model.rpartition(":")
     return f"{rename(source)}{colon}{attribute}" if source.endswith(".py") else model
+
+
+def _labels(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return what the checkpoint calls its classes; none where it only numbers them."""
+    names = {str(index): label for index, label in checkpoint.labels.items()}
+    return {} if all(label == f"LABEL_{index}" for index, label in names.items()) else names
 
 
 def _ingested(checkpoint: Checkpoint) -> dict[str, object]:

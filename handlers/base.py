@@ -128,7 +128,11 @@ class BaseHandler:
         self.output_kind = "values"
         """What the numbers of the output are, one of `rows.OUTPUT_KINDS`."""
         self.stated_kind: str | None = None
-        """The same where the archive says it."""
+        """The same where the archive's configuration says it."""
+        self.found_kind: str | None = None
+        """The same where the export's report says it."""
+        self.knows_kind = False
+        """Whether the archive says what they are, or what they are not."""
         self.agreement: Rule | None = None
         self.digest: str | None = None
         self.reference: Reference | None = None
@@ -169,6 +173,10 @@ class BaseHandler:
         self.config = read_config(folder)
         self.stated_kind = read_output_kind(self.handler_settings)
         self.output_kind = self.stated_kind or self.output_kind
+        name = self.output_names[0] if self.output_names else ""
+        found = packed.report.probabilities if packed.report else {}
+        self.found_kind = "probabilities" if found.get(name) else None
+        self.knows_kind = name in found or bool(self.config.get("architectures"))
         if self.inputs and self._pad_id is not None and not any(s.is_float for s in self.inputs):
             self.default_baseline = "pad"
         self.reference = read_reference(folder)
@@ -695,8 +703,9 @@ class Classifier(BaseHandler):
     def initialize(self, context: Context) -> None:
         """Load the archive, and how its logits become answers."""
         super().initialize(context)
-        self.top_labels = TopLabels(self.handler_settings, self.label, self.config)
+        self.top_labels = TopLabels(self.handler_settings, self.label, self.config, self.found_kind)
         self.output_kind = self.top_labels.kind
+        self.knows_kind |= any(key in self.handler_settings for key in ("output_kind", "function"))
 
     def postprocess(self, outputs: Output) -> list[Any]:
         """Turn logits (N, K) into one dict per request: labels and probabilities, descending."""

@@ -9,10 +9,33 @@ from pathlib import PurePosixPath
 from types import ModuleType
 from typing import Any
 
+from modelyard.handlers.body import body_of
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import NoEntryPoint
 
 Entry = Callable[[list[dict[str, Any]], Context], Any]
+
+
+@dataclass(frozen=True)
+class OneByOne:
+    """A callable that takes one request's content, as a handler of batches.
+
+    The content is the body, as `Context` has it: parsed JSON, text, or bytes; a form is a dict.
+    """
+
+    call: Callable[[Any], Any]
+
+    def initialize(self, context: Context) -> None:
+        """Do nothing: what it needs, it loaded when its file was imported, or it was made."""
+
+    def handle(self, data: list[dict[str, Any]], context: Context) -> list[Any]:
+        """Answer each request by itself."""
+        return [self.call(_content(row)) for row in data]
+
+
+def _content(row: dict[str, Any]) -> Any:
+    is_form = row and not row.keys() & {"body", "data"}
+    return dict(row) if is_form else body_of(row)
 
 
 @dataclass(frozen=True)
@@ -42,6 +65,9 @@ def find_handler(handler: str, built_in: Mapping[str, str]) -> FoundHandler:
     or where the file has no such thing, the function `handle` is taken, and else the file's one
     class. Of several classes, the one with a `BaseHandler` among its bases is taken.
 
+    Beyond those rules, a function of one argument, and a class without `handle` that makes such
+    callables, answer requests one by one.
+
     Args:
         handler: as the manifest has it.
         built_in: name → `module:Class`, for names that no file has.
@@ -58,7 +84,9 @@ def find_handler(handler: str, built_in: Mapping[str, str]) -> FoundHandler:
     entry = getattr(module, wanted or "handle", None)
     if inspect.isclass(entry):
         return _from_class(entry)
-    return FoundHandler(entry) if callable(entry) else _from_class(_only_class(module))
+    if callable(entry):
+        return FoundHandler(OneByOne(entry) if _takes_one(entry) else entry)
+    return _from_class(_only_class(module))
 
 
 def import_class(place: str) -> type[Any]:
@@ -103,6 +131,22 @@ def _only_class(module: ModuleType) -> type[Any]:
 
 def _from_class(kind: type[Any]) -> FoundHandler:
     found = kind()
+    if not hasattr(found, "handle") and callable(found) and _takes_one(found):
+        return FoundHandler(OneByOne(found))
     if not hasattr(found, "handle"):
         raise NoEntryPoint(f"Expect handle method in class {kind}")
     return FoundHandler(found)
+
+
+def _takes_one(call: Callable[..., Any]) -> bool:
+    """Return whether a callable can be called with one argument, and not with two."""
+    try:
+        signature = inspect.signature(call)
+        signature.bind(None)
+    except (TypeError, ValueError):  # the latter of what C code made
+        return False
+    try:
+        signature.bind(None, None)
+    except TypeError:
+        return True
+    return False

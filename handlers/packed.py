@@ -49,7 +49,8 @@ def open_packed(
     if not isinstance(file, str) or not file:
         raise LoadError(
             "the manifest names no artifact (model.serializedFile); "
-            "build the archive with `modelyard archive … --artifact FILE`"
+            "build the archive with `modelyard archive … --artifact FILE`, or override initialize, "
+            "which loads it"
         )
     ours = manifest.get("modelyard") or {}
     explain = ours.get("explain") or {}

@@ -270,14 +270,16 @@ class TopLabels:
 
     `handler.output_kind` of model-config.yaml says what the outputs are, and so what becomes of
     them; `handler.function` says the same by what is to be done: `softmax`, `sigmoid` where labels
-    do not exclude each other, or `none`. Without either, `problem_type` of `config.json` decides as
-    in transformers' pipelines, and without that there is a softmax over several labels and a
-    sigmoid of one. A single value is a number: a model that measures.
+    do not exclude each other, or `none`. Without either, what the export found them to be counts,
+    then `problem_type` of `config.json` as in transformers' pipelines; without that there is a
+    softmax over several labels and a sigmoid of one. A single value is a number: a model that
+    measures.
 
     Args:
         section: `handler` of model-config.yaml, whose `top_k` says how many.
         label: output index → its name.
         config: `config.json`.
+        found: what the export found the outputs to be.
 
     Raises:
         LoadError: `top_k` is not a whole number from 1, `output_kind` or `function` unknown.
@@ -288,6 +290,7 @@ class TopLabels:
         section: Mapping[str, Any],
         label: Callable[[int], str],
         config: Mapping[str, Any] = MappingProxyType({}),
+        found: str | None = None,
     ) -> None:
         self.top_k = read_whole("handler.top_k", section.get("top_k", DEFAULT_TOP_K))
         problem = config.get("problem_type")
@@ -296,7 +299,8 @@ class TopLabels:
         if function not in (None, *FUNCTIONS):
             known = ", ".join(FUNCTIONS)
             raise LoadError(f"handler.function is {function!r}; expected one of {known}")
-        self.kind = read_output_kind(section) or KINDS[function or by_problem or "softmax"][0]
+        by_function = KINDS[function][0] if function else found
+        self.kind = read_output_kind(section) or by_function or KINDS[by_problem or "softmax"][0]
         self._label = label
         self._names: list[str] = []
 

@@ -8,7 +8,8 @@ archive is written and to verify one that is. Both sides meet in files of FOLDER
                   "golden": the manifest's; an entry whose "expected" is null is recorded,
                   "parity": {"artifact": file, "twin": file, "report": file, "twin_report": file}
                             or null,
-                  "reference": path of the requests whose reasons are averaged, or null}
+                  "reference": path of the requests whose reasons are averaged, or null,
+                  "doubts": whether to end where nothing says what the model's numbers are}
     result.json  {"device": …, "golden": [{"answer": …, "difference": text or null}, …],
                   "parity": {"cases": count, "summary": text, "differences": [text, …]} or null,
                   "reference": the content of `archiver.reference`'s file, where there is a path}
@@ -29,6 +30,8 @@ from modelyard.serve.worker import load
 from modelyard.serve.worker.golden import answer_golden, compare_golden, value_of
 
 DEFAULT_BATCH_SIZE = 8
+MOST_TRIED = 8
+"""Examples whose inputs are tried again, changed."""
 
 
 def run(task: dict[str, Any]) -> dict[str, Any]:
@@ -41,8 +44,11 @@ def run(task: dict[str, Any]) -> dict[str, Any]:
     """
     message = {**task["load"], "worker": 1, "batch_size": _batch_size(task)}
     service = load.load_service(message)
-    wrong = _watch_outputs(service.handler)
+    seen: list[Any] = []
+    wrong = _watch_outputs(service.handler, seen)
     golden = [_replay(service, example, i, wrong) for i, example in enumerate(task["golden"])]
+    if task.get("doubts") and not any(each["difference"] for each in golden):
+        _refuse_doubts(service.handler, seen[:MOST_TRIED])
     result: dict[str, Any] = {"device": service.device, "golden": golden, "parity": None}
     if task.get("reference"):
         result["reference"] = _explain_reference(service, Path(task["reference"]))
@@ -100,13 +106,31 @@ def _batch_size(task: dict[str, Any]) -> int:
     return min(size, task["proven_batch"] or size)
 
 
-def _watch_outputs(handler: Any) -> list[str]:
-    """Return a list that gets what is wrong about outputs of the handler's model, as they come."""
+def _refuse_doubts(handler: Any, seen: list[Any]) -> None:
+    """End the dry run of one of our classifiers whose numbers may be probabilities already.
+
+    Raises:
+        LoadError: why, and what to say.
+    """
+    if not load.is_classifier(handler):
+        return
+    from modelyard.handlers.doubt import doubt
+
+    if problem := doubt(handler, seen):
+        raise LoadError(problem)
+
+
+def _watch_outputs(handler: Any, seen: list[Any]) -> list[str]:
+    """Return a list that gets what is wrong about outputs of the handler's model, as they come.
+
+    `seen` gets the inputs of its calls.
+    """
     wrong: list[str] = []
     if handler is not None:
         inference = handler.inference
 
         def watched(*args: Any, **kwargs: Any) -> Any:
+            seen.extend(args[:1])
             outputs = inference(*args, **kwargs)
             if problem := handler.wrong_kind(outputs):
                 wrong.append(problem)

@@ -203,6 +203,12 @@ def _is_ours(target: object) -> bool:
     return base is not None and isinstance(target, base.BaseHandler)
 
 
+def is_classifier(target: object) -> bool:
+    """Return whether a handler answers labels as ours do."""
+    base = sys.modules.get("modelyard.handlers.base")
+    return base is not None and isinstance(target, base.Classifier)
+
+
 def _tensor_entry(handler: FoundHandler) -> Entry:
     """Return what answers requests of tensors by name; most workers never get one."""
     entries: list[Entry] = []

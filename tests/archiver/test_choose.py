@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -98,7 +99,7 @@ def test_a_net_of_ones_own_gets_the_one_that_fits(folder: Path) -> None:
 def test_a_row_of_numbers_is_what_its_file_says(file: str, handler: str) -> None:
     numbers = report(["x:float32[batch,12]"], ["y[batch,2]"])
     assert choose("auto", numbers, None, [file]).handler == handler
-    with pytest.raises(CannotArchive, match=r"several fit: forecaster for numbers .*; tabular for"):
+    with pytest.raises(CannotArchive, match=r"fit: forecaster .*, with scaler.json; tabular"):
         choose("auto", numbers, None, ())
 
 
@@ -112,15 +113,22 @@ def test_a_decoder_with_its_cache_gets_generate(folder: Path) -> None:
 
 
 def test_labels_make_a_classifier_of_what_may_be_an_encoder() -> None:
-    vectors = report(IMAGE, [LOGITS])
+    vectors = report(IMAGE, ["y[batch,3]"])
     assert choose("auto", vectors, None, ["index_to_name.json"]).handler == "image_classifier"
+    named = replace(vectors, labels={"0": "cat"})
+    assert choose("auto", named, None, ()).handler == "image_classifier"
+    assert choose("auto", report(IMAGE, [LOGITS]), None, ()) == Choice(
+        "image_classifier", "by the artifact's inputs and outputs: logits are those of classes", ()
+    )
+    chances = replace(vectors, probabilities={"y": True})
+    assert choose("auto", chances, None, ()).handler == "image_classifier"
     with pytest.raises(CannotArchive) as caught:
         choose("auto", vectors, None, ())
     assert str(caught.value) == (
-        "--handler auto: several fit: image_classifier for image to one row of numbers; "
-        "image_encoder for image to one row of numbers or a row for each place. the model takes "
-        "pixel_values:float32[batch=1..8,3,32,32] and gives logits:float32[batch=1..8,3]; give "
-        "one as --handler"
+        "several handlers fit: image_classifier for image to one row of numbers; image_encoder for "
+        "image to one row of numbers or a row for each place; base_handler for JSON numbers as "
+        "they are. the model takes pixel_values:float32[batch=1..8,3,32,32] and gives "
+        "y:float32[batch=1..8,3]; give one as --handler"
     )
 
 
@@ -150,9 +158,10 @@ def test_a_file_that_is_given_comes_before_the_folders(folder: Path) -> None:
         ("auto", report(["x:float32[batch,4,4,4,4]"], ["y[batch,2]"]), "no built-in handler is"),
         ("text", report(IDS, [LOGITS]), "the handler text needs tokenizer.json, and .* holds none"),
         ("net.py", report(IDS, [LOGITS]), "--from goes with a built-in handler"),
-        ("auto", None, "--handler auto needs the artifact's report"),
+        ("auto", None, "chosen by the artifact's report, .* there is none beside it: write both"),
+        ("text", None, "--from needs the artifact.s report, .* write both"),
     ],
-    ids=["five dims", "no tokenizer", "handler of one's own", "no report"],
+    ids=["five dims", "no tokenizer", "handler of one's own", "no report", "from without"],
 )
 def test_what_cannot_be_chosen_says_what_to_give(
     tmp_path: Path, handler: str, given: Report | None, message: str
@@ -174,7 +183,9 @@ def test_the_command_packs_what_it_chose_and_says_so(inputs: Path) -> None:
 
 
 def test_the_command_refuses_in_one_line(inputs: Path) -> None:
+    file = inputs / "digits.onnx.report.json"
+    file.write_text(file.read_text().replace('"logits"', '"y"'))
     result = run_archive(inputs, handler="auto")
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: cannot archive digits: --handler auto: several fit:")
+    assert result.stderr.startswith("error: cannot archive digits: several handlers fit: image_cl")
     assert not (inputs.parent / "store").exists()

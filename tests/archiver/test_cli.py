@@ -100,10 +100,24 @@ def test_name_outside_the_rule_is_wrong_usage(inputs: Path, name: str) -> None:
     assert result.stderr.startswith(f'error: model name "{name}": expected 1 to 128 letters')
 
 
-def test_missing_option_is_wrong_usage(inputs: Path) -> None:
-    result = CliRunner().invoke(archive_app, ["digits"])
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "no --artifact is given; give the file that `modelyard export` wrote, or --handler"),
+        (["--handler", "text"], "no --artifact is given, which the handler text needs"),
+        (["--handler", "mine.py", "--explain-with", "a.pt2"], "--explain-with a.pt2 goes with an"),
+        (
+            ["--handler", "mine.py:Mine", "--from", "folder"],
+            "--from folder goes with an --artifact",
+        ),
+    ],
+    ids=["nothing", "built in", "twin", "folder"],
+)
+def test_what_needs_an_artifact_is_wrong_usage_without_one(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(archive_app, ["digits", *arguments])
 
     assert result.exit_code == 2
+    assert said in result.stderr
 
 
 def test_verify_lists_the_files_of_a_sound_archive(inputs: Path) -> None:

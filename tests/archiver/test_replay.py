@@ -170,6 +170,33 @@ def test_probabilities_under_a_softmax_are_not_archived(tmp_path: Path) -> None:
     assert not (tmp_path / "chances.mar").exists()
 
 
+def archive_chances(folder: Path, *, handler: str = "tabular", settings: str = "") -> Path:
+    """Archive a model of `Chances` that has no report, as one of another tool, and no example."""
+    torch.jit.save(torch.jit.script(Chances()), folder / "chances.pt")
+    (folder / "features.json").write_text('{"features": [{"name": "a"}, {"name": "b"}]}')
+    (folder / "index_to_name.json").write_text('{"0": "yes", "1": "no"}')
+    (folder / "row.json").write_text("[0.5, 2]")
+    (folder / "model-config.yaml").write_text(settings)
+    return write_archive(
+        "chances",
+        version="1.0",
+        artifact=folder / "chances.pt",
+        handler=handler,
+        output_dir=folder,
+        extra_files=[folder / "features.json", folder / "index_to_name.json"],
+        config_file=folder / "model-config.yaml",
+        dry_run=True,
+    )
+
+
+def test_what_nothing_says_is_asked_and_not_guessed(tmp_path: Path) -> None:
+    (said,) = problems(lambda: archive_chances(tmp_path))
+    assert "nothing says whether the model's numbers are logits or probabilities" in said
+    assert "give an --example, or say `handler: {output_kind: probabilities}`" in said
+    # Which is all that it takes.
+    assert archive_chances(tmp_path, settings="handler: {output_kind: probabilities}").is_file()
+
+
 def test_the_dry_run_is_skipped_when_asked(tmp_path: Path) -> None:
     path = echo(tmp_path / "in", "raise OSError('no licence')\n", dry_run=False)
 

@@ -207,7 +207,18 @@ def test_a_decoder_brings_no_twin_and_no_warning(
         assert archive.manifest.modelyard is not None
         assert archive.manifest.modelyard.explain is None
         assert "digits.pt2" not in archive.names
-    assert "cannot be explained" not in caplog.text
+    assert "gives no gradients" not in caplog.text
+
+
+def test_labels_of_the_report_are_packed_where_no_file_has_others(
+    inputs: Path, tmp_path: Path
+) -> None:
+    change_report(inputs, "digits.onnx", details={"labels": {"0": "zero", "1": "one"}})
+
+    with open_archive(digits(inputs, tmp_path / "given")) as archive:
+        assert archive.read("index_to_name.json") == b'{"0": "0"}'
+    with open_archive(digits(inputs, tmp_path / "none", extra_files=[])) as archive:
+        assert json.loads(archive.read("index_to_name.json")) == {"0": "zero", "1": "one"}
 
 
 def test_twin_of_another_checkpoint_is_refused(inputs: Path, tmp_path: Path) -> None:
@@ -257,7 +268,10 @@ def test_onnx_without_twin_is_archived_with_a_warning(
     with caplog.at_level(logging.WARNING), open_archive(digits(inputs, tmp_path)) as archive:
         assert archive.manifest.modelyard is not None
         assert archive.manifest.modelyard.explain is None
-    assert "digits.onnx (onnx) gives no gradients and cannot be explained" in caplog.text
+    assert (
+        "digits.onnx (onnx) gives no gradients: only methods that take parts of the input away"
+        in caplog.text
+    )
 
 
 def test_artifact_without_report_is_archived_with_a_warning(
@@ -326,9 +340,9 @@ def test_handler_file_is_packed_and_recorded(
             "expected FILE.py, FILE.py:Class, or one of audio_classifier, base_handler, ",
         ),
         ("{inputs}/lost.py", "lost.py: there is no such file"),
-        ("{inputs}/handler.py:Lost", "handler.py has no class Lost; it has: DigitsHandler"),
-        ("{inputs}/handler.py:1x", '"1x" is not a class name'),
-        ("{inputs}/handler.py:", '"" is not a class name'),
+        ("{inputs}/handler.py:Lost", "handler.py has no Lost; it has: DigitsHandler"),
+        ("{inputs}/handler.py:1x", '"1x" is not a name'),
+        ("{inputs}/handler.py:", '"" is not a name'),
         ("{inputs}/broken.py", "broken.py, line 2: "),
         ("{inputs}", "expected FILE.py, FILE.py:Class, or one of audio_classifier, base_handler, "),
     ],

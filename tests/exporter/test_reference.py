@@ -226,3 +226,32 @@ def test_values_that_the_dtype_of_the_artifact_does_not_hold_are_refused() -> No
         '--dtype: the values of input "x": they go from 0 to 100000.0, and float16 from -65504.0 '
         "to 65504.0"
     )
+
+
+class Heads(nn.Module):
+    """One head for each way in which numbers may end."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {
+            "shares": x.softmax(1),
+            "chances": x.sigmoid(),
+            "one": x[:, :1].sigmoid(),
+            "logits": 2 * x,
+            "flat": 0.5 + 0.01 * x,  # between 0 and 1 in every usual case
+            "map": x[:, None].softmax(2),
+        }
+
+
+def test_probabilities_are_found_by_what_the_model_gives() -> None:
+    found = _observe(Heads(), ["x:float32[batch,3]"]).probabilities
+    assert found == {
+        "shares": True, "chances": True, "one": True, "logits": False, "flat": False
+    }  # fmt: skip
+
+
+def test_what_token_ids_give_between_0_and_1_stays_open() -> None:
+    class Half(nn.Module):
+        def forward(self, tokens: Tensor) -> Tensor:
+            return 0.5 + 0.001 * tokens[:, :1].float()
+
+    assert _observe(Half(), ["tokens:int64[batch,4]<100"]).probabilities == {}
