@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
+from modelyard.archiver.extras import what_is_missing
 from modelyard.archiver.signature import Signature
 from modelyard.exporter import to_aoti, to_exported_program, to_onnx, to_torchscript
 from modelyard.exporter.arguments import read_inputs, take_inputs, take_submodule
@@ -169,6 +170,8 @@ def export(request: ExportRequest) -> list[ExportReport]:
     if checkpoint.kind == ONNX:
         request = _as_onnx(request)
         announce_step = _step_announcer(request)
+    elif "onnx" in request.chosen_formats() and (advice := what_is_missing("onnxscript")):
+        raise UsageError(f"--format onnx: {advice}, or export --format pt2")
     is_trusted = request.announce is not None
     notes = _checkpoint_warnings(checkpoint)
     with open_model(

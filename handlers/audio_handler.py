@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelyard.archiver.extras import how_to_install
 from modelyard.archiver.handler_files import TOKENIZER_CONFIG_FILE, TOKENIZER_FILE, VOCABULARY_FILE
 from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers.backends import Output
@@ -352,10 +353,8 @@ def _import_libraries() -> tuple[Any, Any]:
         import soundfile
         import soxr
     except (ImportError, OSError) as error:  # OSError: libsndfile is not there
-        raise LoadError(
-            f"sounds need soundfile and soxr, which cannot be imported here ({error}); install "
-            '"modelyard[audio]"'
-        ) from error
+        advice = isinstance(error, ImportError) and how_to_install(error)
+        raise LoadError(f"sounds need soundfile and soxr: {advice or error}") from error
     return soundfile, soxr
 
 

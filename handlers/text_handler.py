@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelyard.archiver.extras import how_to_install
 from modelyard.archiver.handler_files import MASKS, TOKEN_IDS, TOKENIZER_FILE, TYPES
 from modelyard.archiver.signature import UNLIMITED, Dim
 from modelyard.handlers.base import Classifier, Inputs
@@ -363,8 +364,8 @@ def load_tokenizer(path: Path) -> Any:
         from tokenizers import Tokenizer
     except ImportError as error:
         raise LoadError(
-            "this handler needs the package tokenizers, which is not installed here; name it "
-            "among the archive's requirements and start with --install-requirements"
+            f"this handler needs the package tokenizers: {how_to_install(error) or error}; or name "
+            "it among the archive's requirements and start with --install-requirements"
         ) from error
     if not path.is_file():
         raise LoadError(

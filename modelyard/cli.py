@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import typer
 
+from modelyard.archiver.extras import how_to_install
+
 
 class Command(NamedTuple):
     """Where a subcommand lives, and its line in the overview."""
@@ -69,8 +71,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] in COMMANDS:
         command = COMMANDS[given[0]]
-        app = getattr(importlib.import_module(command.module), command.app)
-        app(args=given[1:], prog_name=f"modelyard {given[0]}")
+        try:
+            app = getattr(importlib.import_module(command.module), command.app)
+            app(args=given[1:], prog_name=f"modelyard {given[0]}")
+        except ImportError as error:
+            if advice := how_to_install(error):
+                sys.exit(f"error: modelyard {given[0]}: {advice}")
+            raise
     else:
         _overview()(args=given, prog_name="modelyard")
 

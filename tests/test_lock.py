@@ -10,33 +10,53 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from modelyard.archiver import extras
+
 REPO = Path(__file__).parent.parent
 LOCK = (REPO / "requirements.lock").read_text()
 TORCH = (REPO / "requirements-torch.lock").read_text()
+FILE = tomllib.loads((REPO / "pyproject.toml").read_text())
+PROJECT = FILE["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+USERS_EXTRAS = [name for name in EXTRAS if name not in ("all", "dev")]
 PINNED = dict(re.findall(r"^([a-z0-9-]+)==([^ \n]+)", LOCK + TORCH, re.M))
 
 
 def test_every_dependency_of_the_project_is_pinned_at_a_version_that_it_allows() -> None:
-    project = tomllib.loads((REPO / "pyproject.toml").read_text())
-    wanted = [
-        *project["project"]["dependencies"],
-        *project["project"]["optional-dependencies"]["dev"],
-        *project["build-system"]["requires"],
-    ]
-    for requirement in wanted:
+    optional = [line for extra in EXTRAS.values() for line in extra]
+    for requirement in [*PROJECT["dependencies"], *optional, *FILE["build-system"]["requires"]]:
         parsed = Requirement(requirement)
-        assert parsed.specifier.contains(PINNED[parsed.name.lower()]), requirement
+        if parsed.name != "modelyard":
+            assert parsed.specifier.contains(PINNED[parsed.name.lower()]), requirement
+
+
+def test_no_major_version_is_allowed_that_was_not_tested() -> None:
+    """Of what users install; developers have the lock."""
+    for_users = [line for name in USERS_EXTRAS for line in EXTRAS[name]]
+    for requirement in [*PROJECT["dependencies"], *for_users]:
+        parsed = Requirement(requirement)
+        if parsed.name not in ("modelyard", "torch"):
+            beyond = int(PINNED[parsed.name].partition(".")[0]) + 1
+            assert f"<{beyond}" in str(parsed.specifier).split(","), requirement
+
+
+def test_all_is_every_extra_of_users_and_who_misses_one_is_told_its_name() -> None:
+    (everything,) = map(Requirement, EXTRAS["all"])
+    assert everything.extras == set(USERS_EXTRAS)
+    assert set(extras.EXTRAS.values()) == set(USERS_EXTRAS)
+    for module, extra in extras.EXTRAS.items():
+        brings = [line for line in EXTRAS[extra] if line.startswith(module.partition("_")[0])]
+        assert brings, f"{module} is not in modelyard[{extra}]"
 
 
 def test_the_versions_that_are_allowed_are_those_that_are_tested() -> None:
-    project = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
-    named = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
-    allowed = SpecifierSet(project["requires-python"])
+    named = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    allowed = SpecifierSet(PROJECT["requires-python"])
     assert [minor for minor in range(30) if f"3.{minor}" in allowed] == [
         int(version.split(".")[1]) for version in named
     ]
     assert f"{sys.version_info.major}.{sys.version_info.minor}" in named
-    (torch,) = (one for one in project["dependencies"] if one.startswith("torch"))
+    (torch,) = (one for one in PROJECT["dependencies"] if one.startswith("torch"))
     release = re.match(r"\d+\.\d+", PINNED["torch"])
     assert release is not None
     major, minor = map(int, release[0].split("."))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from modelyard.archiver.extras import how_to_install
 from modelyard.exporter.errors import CheckpointError, ModelError, UsageError, cause
 from modelyard.exporter.ingest.value import (
     Checkpoint,
@@ -101,7 +102,8 @@ def build_hugging_face(
         transformers: Any = importlib.import_module("transformers")
     except ImportError as error:
         raise ModelError(
-            f'"{name}" needs transformers to build its class; install it, or give --model'
+            f'"{name}" needs transformers to build its class: {how_to_install(error) or error}; '
+            "or give --model"
         ) from error
     if "auto_map" in content:
         return _remote(transformers, checkpoint, task, model_args or {}, keeps_cache, notes)

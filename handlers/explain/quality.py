@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelyard.archiver.extras import how_to_install
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribution import AttributionRequest, Tensors
 from modelyard.handlers.explain.methods import Method, seeded
@@ -47,12 +48,16 @@ def measure(
         seed: of the draws.
 
     Raises:
-        BadInput: inputs that cannot be varied by a little.
+        BadInput: inputs that cannot be varied by a little; or captum is not installed.
 
     Source: Yeh et al. 2019, https://arxiv.org/abs/1901.09392
     """
-    from captum.metrics import infidelity, infidelity_perturb_func_decorator, sensitivity_max
-
+    try:
+        from captum.metrics import infidelity, infidelity_perturb_func_decorator, sensitivity_max
+    except ImportError as error:
+        raise BadInput(
+            f"quality=true: {how_to_install(error) or error} where the server runs, or leave it out"
+        ) from error
     if not all(each.is_floating_point() for each in request.inputs):
         raise BadInput("quality does not apply: the explained inputs are not real numbers")
     ranges = tuple(each if each.any() else torch.ones_like(each) for each in request.scales)

@@ -25,6 +25,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from modelyard.archiver.exits import describe_exit
+from modelyard.archiver.extras import EXTRAS
 from modelyard.serve.control.sandbox import examine_machine
 from modelyard.serve.control.sizing import control_groups, this_machine
 from modelyard.serve.control.state import StateDir
@@ -36,9 +37,13 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 MODULES = {"pillow": "PIL", "protobuf": "google.protobuf", "pyyaml": "yaml"}
 """Distribution → what is imported, where the names differ by more than a hyphen."""
 OPTIONAL = {
+    "onnxscript": "to export to ONNX",
+    "safetensors": "to export and inspect checkpoints",
     "transformers": "to export Hugging Face checkpoints",
-    "safetensors": "for transformers to read its weights",
-    "tokenizers": "for archives with the handler `text`",
+    "captum": "for measures of explanations (quality=true), and those of TorchServe's handlers",
+    "tokenizers": "for handlers of text",
+    "soundfile": "for handlers of sounds",
+    "soxr": "for handlers of sounds",
 }
 PROBE_S = 180.0
 COMMAND_S = 300.0
@@ -133,7 +138,7 @@ def _check_package(
     install = f"pip install '{name}{bound}'"
     if version is None:
         if needed_for:
-            return Check(name, OK, f"not installed; only {needed_for}")
+            return Check(name, OK, f"not installed; only {needed_for}{_extra_of(requirement)}")
         return Check(name, FAIL, "not installed", install)
     if not requirement.specifier.contains(version, prereleases=True):
         return Check(name, bad, f"{version}, expected {bound}", install)
@@ -142,6 +147,11 @@ def _check_package(
         advice = f"pip install --force-reinstall '{name}{bound}'"
         return Check(name, bad, f"{version} does not work: {error}", advice)
     return Check(name, OK, version)
+
+
+def _extra_of(requirement: Requirement) -> str:
+    extra = EXTRAS.get(_module(requirement))
+    return f": pip install 'modelyard[{extra}]'" if extra else ""
 
 
 def _module(requirement: Requirement) -> str:

@@ -17,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from modelyard.archiver.extras import how_to_install
 from modelyard.handlers.backends import detect_format, open_artifact, open_session
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import LoadError
@@ -247,6 +248,20 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
         if torch.device(self.device).type == "cuda":
             torch.cuda.set_device(self.device)
         return torch._export.aot_load(model_so_path, str(self.map_location))
+
+
+def import_captum() -> Any:
+    """Import `captum.attr`.
+
+    Raises:
+        LoadError: it is not installed.
+    """
+    try:
+        return importlib.import_module("captum.attr")
+    except ImportError as error:
+        raise LoadError(
+            f"explanations of this handler: {how_to_install(error) or error}"
+        ) from error
 
 
 def load_weights(path: Path, device: Any = "cpu") -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import LoadError
 from ts.handler_utils.text_utils import get_tokenizer
-from ts.torch_handler.base_handler import BaseHandler, load_weights
+from ts.torch_handler.base_handler import BaseHandler, import_captum, load_weights
 from ts.torch_handler.vocabulary import Vocabulary
 from ts.utils.util import CLEANUP_REGEX
 
@@ -75,9 +75,7 @@ class TextHandler(BaseHandler):
     @functools.cached_property
     def lig(self) -> Any:
         """Captum's integrated gradients of the model's `embedding`."""
-        from captum.attr import LayerIntegratedGradients
-
-        return LayerIntegratedGradients(self.model, self.model.embedding)
+        return import_captum().LayerIntegratedGradients(self.model, self.model.embedding)
 
     def initialize(self, context: Context) -> None:
         """Load the archive and its vocabulary.

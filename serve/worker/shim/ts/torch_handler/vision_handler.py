@@ -15,7 +15,7 @@ from torch import Tensor
 from modelyard.handlers.context import Context
 from modelyard.handlers.pictures import ImageSettings
 from ts.handler_utils.timer import timed
-from ts.torch_handler.base_handler import BaseHandler
+from ts.torch_handler.base_handler import BaseHandler, import_captum
 from ts.torch_handler.image_processing import ImageProcessing, ToTensor
 
 
@@ -27,9 +27,7 @@ class VisionHandler(BaseHandler):
     @functools.cached_property
     def ig(self) -> Any:
         """Captum's integrated gradients of the model."""
-        from captum.attr import IntegratedGradients
-
-        return IntegratedGradients(self.model)
+        return import_captum().IntegratedGradients(self.model)
 
     def initialize(self, context: Context) -> None:
         """Load the archive; the server's `limit_max_image_pixels=false` lifts Pillow's limit."""

@@ -1,0 +1,39 @@
+"""What an installation may leave out, and which extra of `modelyard` brings it."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+
+EXTRAS: Mapping[str, str] = {
+    "captum": "explain",
+    "onnx_ir": "export",
+    "onnxscript": "export",
+    "opentelemetry": "otel",
+    "safetensors": "export",
+    "soundfile": "audio",
+    "soxr": "audio",
+    "tokenizers": "text",
+    "transformers": "huggingface",
+}
+"""Module → the extra."""
+
+
+def how_to_install(error: ImportError) -> str | None:
+    """Return what to do about a module that an extra brings; None for any other."""
+    name = (error.name or "").partition(".")[0]
+    return _advise(name) if name in EXTRAS else None
+
+
+def what_is_missing(*modules: str) -> str | None:
+    """Return the same of the first of these modules of `EXTRAS` that is not installed."""
+    return next((_advise(name) for name in modules if not _is_installed(name)), None)
+
+
+def _advise(name: str) -> str:
+    return f"{name} is not installed; pip install 'modelyard[{EXTRAS[name]}]'"
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # it is None in sys.modules: somebody says that it is not to be found
+        return False
