@@ -110,6 +110,7 @@ def test_an_archive_that_does_not_load_is_not_written(tmp_path: Path, code: str,
     assert list((tmp_path / "in" / "store").iterdir()) == []
 
 
+@pytest.mark.nightly
 def test_every_example_that_is_answered_otherwise_is_named(
     digits_artifacts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -263,6 +264,7 @@ def test_verify_replays_digests_golden_requests_and_parity(digits: Path) -> None
     assert "onnx and digits.pt2 agree in 40 cases" in checks["parity"]
 
 
+@pytest.mark.nightly
 def test_verify_prints_an_aligned_table(digits: Path) -> None:
     result = CliRunner().invoke(verify_app, [str(digits)])
 
@@ -284,6 +286,7 @@ def test_verify_without_running_runs_nothing(tmp_path: Path) -> None:
     assert canary.exists()
 
 
+@pytest.mark.nightly
 def test_changed_labels_are_found(digits: Path) -> None:
     def swap(content: dict[str, bytes]) -> None:
         content["index_to_name.json"] = b'{"7": "2", "2": "7"}'

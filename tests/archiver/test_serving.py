@@ -181,6 +181,7 @@ def test_wheels_that_travel_inside_are_installed_once_per_digest(tmp_path: Path)
         assert len(list((tmp_path / "state" / "environments").glob("*/complete"))) == 1
 
 
+@pytest.mark.nightly
 def test_requirements_of_torchserves_archives_are_installed_where_that_is_allowed(
     tmp_path: Path,
 ) -> None:

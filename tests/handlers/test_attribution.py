@@ -340,18 +340,14 @@ def test_errors_bound_the_truth_on_scans(digits_net: nn.Module) -> None:
     """150 of them: `python -m benchmarks.explain --truth`."""
     scans = torch.stack([scan(digit) for digit in range(10)]).double()
     net = copy.deepcopy(digits_net).double().requires_grad_(False)
-    requests = [
-        ask(net, scans, scans[:1] * 0, [(digit + more) % 10 for digit in range(10)], 250)
-        for more in (0, 1)
-    ]
-    for request in requests:
-        truth = integrated_gradients(request, n_steps=900).attributions
-        for tolerance in (0.01, 0.001):
-            found = integrated_gradients(request, tolerance=tolerance)
-            off = norms_of((found.attributions[0] - truth[0],)) / norms_of(truth)
-            assert found.error is not None
-            assert int((off <= 1.3 * found.error).sum()) >= 9
-            assert bool((off > 0.1 * found.error).any())  # nor is it idly large
+    request = ask(net, scans, scans[:1] * 0, [*range(1, 10), 0], 250)
+    truth = integrated_gradients(request, n_steps=900).attributions
+    for tolerance in (0.01, 0.001):
+        found = integrated_gradients(request, tolerance=tolerance)
+        off = norms_of((found.attributions[0] - truth[0],)) / norms_of(truth)
+        assert found.error is not None
+        assert int((off <= 1.3 * found.error).sum()) >= 9
+        assert bool((off > 0.1 * found.error).any())  # nor is it idly large
 
 
 def test_attributions_of_several_inputs_add_up_together() -> None:

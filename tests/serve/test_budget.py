@@ -132,7 +132,7 @@ def test_headers_that_frame_the_answer_are_the_servers_own() -> None:
 # -- all answers ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", ["give", "stream"])
+@pytest.mark.parametrize("verb", ["give", pytest.param("stream", marks=pytest.mark.nightly)])
 def test_clients_that_read_nothing_cost_what_the_budget_says_and_are_cut_off(
     server: LiveServer, verb: str
 ) -> None:

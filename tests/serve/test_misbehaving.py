@@ -311,7 +311,9 @@ def test_an_answer_that_is_odd_but_can_be_sent_is_sent(
 # -- F5: what prints ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("misdeed", ["print_much", "print_bytes"])
+@pytest.mark.parametrize(
+    "misdeed", [pytest.param("print_much", marks=pytest.mark.nightly), "print_bytes"]
+)
 def test_what_is_printed_holds_nobody_up_and_stays_out_of_the_servers_log(
     server: LiveServer, threads: ThreadPoolExecutor, tmp_path: Path, misdeed: str
 ) -> None:

@@ -357,6 +357,7 @@ def test_a_killed_tune_leaves_no_server(store: Path, tmp_path: Path) -> None:
     poll(lambda: not any(map(is_alive, started)), "the server ends with it", 30)
 
 
+@pytest.mark.nightly
 def test_a_model_that_answers_only_errors_is_not_measured(tmp_path: Path) -> None:
     (tmp_path / "ask").write_bytes(b"bad")
     build_archive(tmp_path, "picky")

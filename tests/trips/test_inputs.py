@@ -153,6 +153,7 @@ def test_a_graph_is_exported_archived_and_answered(folder: Path) -> None:
     assert f"agree in {reports[1].parity.cases} cases" in checks["parity"].result
 
 
+@pytest.mark.nightly
 def test_complex_numbers_are_exported_archived_and_answered_as_pairs(folder: Path) -> None:
     reports = run(folder, "Spectrum", ["spectrum:complex64[batch,64]"],
                   output_names=["filtered", "power"])  # fmt: skip
@@ -228,6 +229,7 @@ def test_samples_alone_prove_a_model_that_nothing_made_up_fits(folder: Path) -> 
     assert "not compared: their export used samples alone" in verified(archive)["parity"].result
 
 
+@pytest.mark.nightly
 def test_a_file_says_what_the_model_takes_and_a_single_row_not_whether_rows_mix(
     folder: Path, tmp_path: Path
 ) -> None:

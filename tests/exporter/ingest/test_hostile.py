@@ -93,6 +93,7 @@ def test_a_hostile_file_does_nothing(
     assert results[name]["said"].startswith("refused: ") == expected.is_refused
 
 
+@pytest.mark.nightly
 def test_the_same_files_do_harm_to_a_careless_reader(
     results: Mapping[str, Mapping[str, Any]],
     places: Mapping[str, tuple[Path, Path]],
