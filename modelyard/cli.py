@@ -37,6 +37,11 @@ COMMANDS = {
         "modelyard.archiver.cli", "keygen_app", "Make a key pair to sign archives with."
     ),
     "serve": Command("modelyard.serve.cli", "serve_app", "Start, stop and look at the server."),
+    "models": Command(
+        "modelyard.serve.tools.models_cli",
+        "models_app",
+        "List, register, scale and remove models of the running server.",
+    ),
     "token": Command(
         "modelyard.serve.tools.token_cli", "token_app", "Make tokens that outlive a restart."
     ),

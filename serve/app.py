@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -26,8 +25,9 @@ from modelyard.serve.grpc import OPEN_METHODS, LazyServices, services
 from modelyard.serve.http.application import Answers, Application, Check, ServerState
 from modelyard.serve.http.auth import Grants, TokenCheck, check_changes
 from modelyard.serve.http.connection import Accepts, Access, Limits
-from modelyard.serve.http.listener import Listener
+from modelyard.serve.http.listener import Listener, Tls
 from modelyard.serve.http.site import SiteCheck
+from modelyard.serve.http.tls import watched_tls
 from modelyard.serve.http.tokens import make_grant, parse_grants, read_token_file
 from modelyard.serve.http.watched import Watched
 from modelyard.serve.policy import Policy
@@ -81,7 +81,7 @@ def create_server(settings: Settings) -> Server:
         management_routes(registry, lifecycle),
     )
     scraper = Routes("Modelyard metrics", "Prometheus metrics.", answers, metrics_routes(metrics))
-    calls = Calls(registry, metrics, state, answers)
+    calls = Calls(registry, metrics, state, answers, hides_tokens=of_clients is not None)
     operator = TokenCheck(of_operators, lambda _: "manage")
     check: Check = TokenCheck(of_clients, right_of, (*OPEN_PATHS, *OPEN_METHODS))
     if settings.allow_load:
@@ -95,7 +95,10 @@ def create_server(settings: Settings) -> Server:
         Application(TokenCheck(of_clients, lambda _: "metrics"), answers, scraper),
     )
     served = zip(apis, settings.addresses, strict=True)
-    inference, management, scraped = listen(served, settings, budget)
+    cert, tls = settings.tls_cert, None
+    if cert is not None:
+        tls = watched_tls((), cert, settings.tls_key)
+    inference, management, scraped = listen(served, settings, budget, tls)
     others = {management.url: operators.fastapi, scraped.url: scraper.fastapi}
     add_docs(clients.fastapi, others, inference.url)
     return Server(lifecycle, state, inference, management, scraped)
@@ -133,7 +136,7 @@ def listen(
     apis: Iterable[tuple[Accepts, Address]],
     settings: Settings,
     budget: AnswerBudget,
-    tls: ssl.SSLContext | None = None,
+    tls: Tls | None = None,
     access: Access | None = None,
     allowed_origins: Iterable[str] = (),
 ) -> list[Listener]:
@@ -143,7 +146,7 @@ def listen(
         apis: what answers where.
         settings: of every server.
         budget: of answers.
-        tls: for addresses that ask for it.
+        tls: returns certificate and key, for addresses that ask for them.
         access: called with each answer, for an access log.
         allowed_origins: web pages of elsewhere that may call, as CORS writes them.
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
-from urllib.parse import quote
 
 import typer
 from rich.markup import escape
@@ -33,6 +32,21 @@ StateDirOption = Annotated[
     typer.Option("--state-dir", help="Folder of pid file, keys and logs; one server each."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+UrlOption = Annotated[
+    str | None, typer.Option(help="Base URL of the API; default: the one of the state folder.")
+]
+TokenOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="MODELYARD_TOKEN", help="For --url; in the state folder the token is found."
+    ),
+]
+CaOption = Annotated[
+    Path | None,
+    typer.Option(
+        envvar="MODELYARD_CA", help="Certificates (PEM) to trust, for https; default: the system's."
+    ),
+]
 STOP_GRACE_S = 10.0
 """Beyond the server's own drain time."""
 
@@ -74,6 +88,10 @@ def start(
     auth: Annotated[
         str | None, typer.Option(help="Tokens: auto (off on loopback), always, never.")
     ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="Certificate (PEM); all three APIs then speak TLS.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Its private key (PEM).")] = None,
     token_file: Annotated[
         Path | None, typer.Option(help="Tokens that stay, as `modelyard token new` writes them.")
     ] = None,
@@ -137,6 +155,8 @@ def start(
                 "device": device,
                 "workers": workers,
                 "auth": auth,
+                "tls_cert": tls_cert,
+                "tls_key": tls_key,
                 "token_file": token_file,
                 "insecure": insecure,
                 "explain_share": explain_share,
@@ -217,7 +237,7 @@ def stop(state_dir: StateDirOption = None) -> None:
         state = state_folder(state_dir)
         running = state.running()
         if running is None:
-            out.print("no server is running")
+            out.print(state.how_it_died() or "no server is running", soft_wrap=True)
             return
         if not running:
             raise StartError("the server is just starting; try again in a moment")
@@ -238,25 +258,21 @@ def status(state_dir: StateDirOption = None, json_output: JsonOption = False) ->
 
     Example: modelyard serve status
     """
-    from modelyard.serve.control.state import read_key
-    from modelyard.serve.tools.client import call
+    from modelyard.serve.tools.client import find_endpoint
+    from modelyard.serve.tools.models_cli import all_versions, print_models
 
     with known_errors():
         state = state_folder(state_dir)
         running = state.running()
         if not running:
-            text = "no server is running" if running is None else "a server is starting"
-            out.print_json(json.dumps({"running": False})) if json_output else out.print(text)
+            none = state.how_it_died() or "no server is running"
+            text = none if running is None else "a server is starting"
+            if json_output:
+                out.print_json(json.dumps({"running": False}))
+            else:
+                out.print(text, soft_wrap=True)
             raise typer.Exit(1)
-        token = read_key(state.key_file, "management")
-        names = _all_models(running["management"], token)
-        models = [
-            model
-            for name in names
-            for model in call(
-                running["management"], "GET", f"/models/{quote(name)}/all", token=token
-            ).json()
-        ]
+        models = all_versions(find_endpoint("management", state))
     if json_output:
         out.print_json(json.dumps({"running": True, **running, "models": models}))
         return
@@ -265,35 +281,7 @@ def status(state_dir: StateDirOption = None, json_output: JsonOption = False) ->
     for name, measure in running["sandbox"].items():
         if measure["status"] == "lacking":
             err.print(f"[yellow]warning:[/yellow] no wall for {name}: {escape(measure['found'])}")
-    table = Table("model", "version", "file", "workers", "pids", "restarts", "memory", "queue")
-    for model in models:
-        workers = model["workers"]
-        ready = sum(worker["status"] == "READY" for worker in workers)
-        queue = model["jobQueueStatus"]
-        capacity = queue["remainingCapacity"] + queue["pendingRequests"]
-        table.add_row(
-            model["modelName"],
-            model["modelVersion"] + (" (default)" if model["isDefault"] else ""),
-            model["modelUrl"],
-            f"{ready}/{len(workers)} ready",
-            " ".join(str(worker["pid"]) for worker in workers),
-            str(sum(worker["restarts"] for worker in workers)),
-            f"{sum(worker['memoryUsage'] for worker in workers) / 1e6:.0f} MB",
-            f"{queue['pendingRequests']} of {capacity}",
-        )
-    out.print(table)
-
-
-def _all_models(url: str, token: str) -> list[str]:
-    from modelyard.serve.tools.client import call
-
-    names: list[str] = []
-    page: str | None = "0"
-    while page is not None:
-        answer = call(url, "GET", "/models", query={"next_page_token": page}, token=token).json()
-        names += [model["modelName"] for model in answer["models"]]
-        page = answer.get("nextPageToken")
-    return names
+    print_models(models)
 
 
 @serve_app.command()

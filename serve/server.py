@@ -141,6 +141,7 @@ def _describe(server: Server, state: StateDir, settings: Settings) -> Event:
         "management": server.management.url,
         "metrics": server.metrics.url if server.metrics else None,
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "certificate": str(settings.tls_cert) if settings.tls_cert else None,
         "key_file": str(state.key_file),
         "log": str(state.log_file),
         "drain_timeout_s": settings.drain_delay_s + settings.drain_timeout_s,

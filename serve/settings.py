@@ -84,6 +84,11 @@ class Settings(BaseModel):
     """Port of the inference API; 0 lets the system choose, for the other two as well."""
     management_port: int = Field(default=8081, ge=0, le=65535)
     metrics_port: int = Field(default=8082, ge=0, le=65535)
+    tls_cert: Path | None = None
+    """Certificate of all three APIs, and those that lead to its root (PEM); read again when it
+    changes."""
+    tls_key: Path | None = None
+    """Its private key (PEM, without a password)."""
     auth: Literal["auto", "always", "never"] = "auto"
     """Bearer tokens. auto: management always, inference unless the address is loopback, or tokens
     that stay are named."""
@@ -185,6 +190,13 @@ class Settings(BaseModel):
         """Take lines where a list is expected; a semicolon ends one, too."""
         return value.replace(";", "\n").splitlines() if isinstance(value, str) else value
 
+    @field_validator("tls_key")
+    @classmethod
+    def _has_certificate(cls, value: Path | None, info: ValidationInfo) -> Path | None:
+        if "tls_cert" in info.data and (value is None) != (info.data["tls_cert"] is None):
+            raise ValueError("tls_cert and tls_key go together; one is missing")
+        return value
+
     @field_validator("token_file")
     @classmethod
     def _are_asked_for(cls, value: Path | None, info: ValidationInfo) -> Path | None:
@@ -201,7 +213,9 @@ class Settings(BaseModel):
         except yaml.YAMLError as error:
             raise ValueError(f"not valid YAML: {error}") from error
 
-    @field_validator("model_store", "state_dir", "trusted_keys", "token_file")
+    @field_validator(
+        "model_store", "state_dir", "trusted_keys", "token_file", "tls_cert", "tls_key"
+    )
     @classmethod
     def _absolute(cls, value: Path | None) -> Path | None:
         return value.expanduser().absolute() if value else None
@@ -262,7 +276,8 @@ class Settings(BaseModel):
     def addresses(self) -> tuple[Address, Address, Address]:
         """Where the inference, the management and the metrics API listen."""
         ports = (self.port, self.management_port, self.metrics_port)
-        inference, management, metrics = (Address(self.host, port) for port in ports)
+        is_tls = self.tls_cert is not None
+        inference, management, metrics = (Address(self.host, port, is_tls=is_tls) for port in ports)
         return inference, management, metrics
 
     @property

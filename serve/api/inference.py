@@ -85,6 +85,7 @@ class Calls:
         target: returns what a request asks a model for, by the dialect's paths.
         rephrase: returns the dialect's error for one of ours, given the target's path.
         takes_codings: whether compressed bodies go to handlers as they are.
+        hides_tokens: whether handlers, whose authors are others, do not see Authorization.
     """
 
     def __init__(
@@ -96,7 +97,9 @@ class Calls:
         target: Callable[[RequestResponseCycle], Target | None] = find_target,
         rephrase: Callable[[Exception, list[str]], Exception] = _as_it_is,
         takes_codings: bool = False,
+        hides_tokens: bool = False,
     ) -> None:
+        self._hides_tokens = hides_tokens
         self._takes_codings = takes_codings
         self.target = target
         self._models = registry
@@ -131,6 +134,8 @@ class Calls:
         except (BadRequest, Unavailable, UnknownCoding) as error:
             reply.fail(error, 0.0)
             return
+        if self._hides_tokens:
+            cycle.spelled = without_token(cycle.spelled)
         call = reply.call = Call(
             model,
             kind,
@@ -283,6 +288,12 @@ def pack_head(cycle: RequestResponseCycle, rest: str, id: str) -> bytes:
     """Pack what a worker needs of the request's head; `worker.codec` reads it."""
     # The path is decoded already and may hold a NUL, which separates the fields.
     return pack_fields(rest.replace("\0", "%00").encode(), cycle.query, id, cycle.spelled)
+
+
+def without_token(spelled: list[bytes]) -> list[bytes]:
+    """Return headers, name after value, but for Authorization."""
+    pairs = zip(spelled[::2], spelled[1::2], strict=True)
+    return [word for pair in pairs if pair[0].lower() != b"authorization" for word in pair]
 
 
 def pack_fields(rest: bytes, query: bytes, id: str, headers: Sequence[bytes]) -> bytes:

@@ -105,6 +105,14 @@ class StateDir:
             return {}  # it is just starting
         return content if isinstance(content, dict) and content.keys() >= _OF_A_SERVER else {}
 
+    def how_it_died(self) -> str | None:
+        """Return that the last server died, where none runs: one that stops takes its file away."""
+        try:
+            pid = read_json(self.server_file)["pid"]
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+        return f"the server of this state folder, pid {pid}, died; {self.log_file} may say why"
+
 
 _OF_A_SERVER = {"pid", "inference", "management", "metrics", "log", "started", "drain_timeout_s"}
 """Without one of which a server's file is damaged."""

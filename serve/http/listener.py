@@ -13,6 +13,7 @@ import logging
 import resource
 import socket
 import ssl
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +52,9 @@ SPARE_DESCRIPTORS = 64
 where there are fewer than 256."""
 
 
+Tls = Callable[[], ssl.SSLContext]
+
+
 class Listening(Protocol):
     """What a listener needs of its socket."""
 
@@ -78,7 +82,7 @@ class Listener:
         app: the application that answers; what it has as `streams` answers HTTP/2.
         address: where to listen.
         limits: of its connections.
-        tls: certificate and key, for an address that asks for TLS.
+        tls: returns certificate and key for the next client, of an address that asks for TLS.
         access: called with each answer, for an access log.
         site: whose requests are refused; None decides by the address.
         budget: of answers; None has one for this listener.
@@ -94,7 +98,7 @@ class Listener:
         app: Accepts,
         address: Address,
         limits: Limits = Limits(),  # noqa: B008 - frozen
-        tls: ssl.SSLContext | None = None,
+        tls: Tls | None = None,
         access: Access | None = None,
         site: SiteCheck | None = None,
         budget: AnswerBudget | None = None,
@@ -211,7 +215,7 @@ class Listener:
             await self._loop.connect_accepted_socket(
                 partial(self._connect, accepted),
                 accepted,
-                ssl=self._tls,
+                ssl=self._tls() if self._tls else None,
                 ssl_handshake_timeout=timeout_s,
             )
         except OSError as error:

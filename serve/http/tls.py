@@ -7,8 +7,9 @@ import logging
 import os
 import ssl
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from cryptography.hazmat.primitives.serialization import (
 from cryptography.x509.oid import NameOID
 
 from modelyard.serve.errors import StartError
+from modelyard.serve.http.watched import Watched
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +65,25 @@ def tls_context(
         source = certificate_file or keystore
         raise StartError(f"cannot use the TLS key or certificate in {source}: {error}") from error
     return context
+
+
+def watched_tls(
+    hosts: Iterable[str],
+    certificate_file: Path | None = None,
+    private_key_file: Path | None = None,
+    keystore: Path | None = None,
+    keystore_pass: str = "",
+) -> Callable[[], ssl.SSLContext]:
+    """Return what returns the context for the next client: of files, as they are by now.
+
+    Raises:
+        StartError: as `tls_context`; later on the certificate stays, and the log says why.
+    """
+    files = [file for file in (certificate_file, private_key_file, keystore) if file is not None]
+    read = partial(
+        tls_context, tuple(hosts), certificate_file, private_key_file, keystore, keystore_pass
+    )
+    return Watched(files, read).get
 
 
 def _from_keystore(keystore: Path, password: str) -> Sequence[bytes]:

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import SplitResult, urlencode, urlsplit
 
+from modelyard.serve.control.state import StateDir, read_key
 from modelyard.serve.errors import ServeError, StartError
 
 TIMEOUT_S = 600.0
+MOST_CERTIFICATE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """One API of a server, and how it is called."""
+
+    url: str
+    token: str | None = None
+    tls: ssl.SSLContext | None = None
+    """Whom to trust, where the URL starts with https."""
 
 
 class Answer(NamedTuple):
@@ -27,46 +42,126 @@ class RequestFailed(ServeError):
     """The server answered with an error; the message is the server's."""
 
 
+def find_endpoint(
+    api: str, state: StateDir, url: str | None = None, token: str | None = None,
+    ca: Path | None = None,
+) -> Endpoint:  # fmt: skip
+    """Return where an API is: the one of a URL, else the one of a state folder.
+
+    The server of a state folder is called with its own token, and trusted by its own certificate,
+    whatever names that holds.
+
+    Args:
+        api: inference or management.
+        ca: certificates to trust in place of the system's.
+
+    Raises:
+        StartError: no server runs in the state folder, or a file cannot be read.
+    """
+    if url is not None:
+        scheme, _, rest = url.partition("://")
+        if scheme not in ("http", "https") or not rest:
+            raise StartError(f"{url} is not a URL; expected http://HOST:PORT or https://HOST:PORT")
+        return Endpoint(url.rstrip("/"), token, _trust(ca) if scheme == "https" else None)
+    running = state.running()
+    if running is None:
+        none = state.how_it_died() or "no server is running in this state folder"
+        raise StartError(f"{none}; start one with `modelyard serve start`, or name one with --url")
+    if not running:
+        raise StartError("the server is just starting; try again in a moment")
+    url, certificate, tls = str(running[api]), running.get("certificate"), None
+    if ca is not None:
+        tls = _trust(ca)
+    elif certificate:
+        tls = _trust_only(Path(certificate))
+    return Endpoint(url, token or read_key(state.key_file, api), tls)
+
+
+def _trust(ca: Path | None) -> ssl.SSLContext:
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:  # ssl.SSLError is one
+        raise StartError(f"cannot use the certificates in {ca}: {error}") from error
+
+
+def _trust_only(certificate: Path) -> ssl.SSLContext:
+    """Trust who has the key of the first certificate of a file, by any name."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    try:
+        with certificate.open("rb") as file:
+            text = file.read(MOST_CERTIFICATE_BYTES).decode("latin-1")
+        # Whoever issued it may have issued others, so no more than the first.
+        first = text[text.index(ssl.PEM_HEADER) : text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)]
+        context.load_verify_locations(cadata=first)
+    except (OSError, ValueError) as error:
+        raise StartError(
+            f"cannot read the server's certificate {certificate}: {error}; --ca names whom to trust"
+        ) from error
+    return context
+
+
 def call(
-    url: str,
+    at: Endpoint,
     method: str,
     path: str,
     *,
     query: dict[str, Any] | None = None,
     body: bytes | None = None,
     headers: dict[str, str] | None = None,
-    token: str | None = None,
 ) -> Answer:
     """Send one request.
 
     Args:
-        url: base URL of an API.
         query: parameters; those that are None are left out.
 
     Raises:
-        StartError: nobody answers at `url`.
+        StartError: nobody answers there, or somebody who is not trusted.
         RequestFailed: the answer is an error.
     """
-    parts = urlsplit(url)
+    parts, port = _split(at.url)
     if parameters := {name: value for name, value in (query or {}).items() if value is not None}:
         path = f"{path}?{urlencode(parameters)}"
     sent = dict(headers or {})
-    if token is not None:
-        sent["Authorization"] = f"Bearer {token}"
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=TIMEOUT_S)
+    if at.token is not None:
+        sent["Authorization"] = f"Bearer {at.token}"
+    connection = _connect(parts.scheme, parts.hostname or "", port, at.tls)
     try:
-        connection.request(method, path, body, sent)
+        connection.request(method, parts.path + path, body, sent)
         response = connection.getresponse()
         content = response.read()
+    except ssl.SSLCertVerificationError as error:
+        raise StartError(
+            f"the certificate of {at.url} is not trusted: {error.verify_message}; --ca FILE names "
+            "whom to trust"
+        ) from error
     except (OSError, http.client.HTTPException) as error:
         raise StartError(
-            f"no answer from {url} ({error}); is the server running? see `modelyard serve status`"
+            f"no answer from {at.url} ({error}); is the server running? see "
+            "`modelyard serve status`"
         ) from error
     finally:
         connection.close()
     if not 200 <= response.status < 300:
         raise RequestFailed(_message(response.status, content))
     return Answer(response.headers.get("content-type", ""), content)
+
+
+def _split(url: str) -> tuple[SplitResult, int | None]:
+    parts = urlsplit(url)
+    try:
+        return parts, parts.port
+    except ValueError as error:
+        raise StartError(f"{url} is not a URL: {error}") from error
+
+
+def _connect(
+    scheme: str, host: str, port: int | None, tls: ssl.SSLContext | None
+) -> http.client.HTTPConnection:
+    if scheme == "https":
+        return http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=tls)
+    return http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
 
 
 def _message(status: int, content: bytes) -> str:

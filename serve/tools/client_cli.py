@@ -18,18 +18,23 @@ from rich.table import Table
 from modelyard.archiver import explain_words as words
 from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
 from modelyard.archiver.terminal import out
-from modelyard.serve.cli import JsonOption, StateDirOption, known_errors, state_folder
+from modelyard.serve.cli import (
+    CaOption,
+    JsonOption,
+    StateDirOption,
+    TokenOption,
+    UrlOption,
+    known_errors,
+    state_folder,
+)
 from modelyard.serve.errors import StartError
 
 if TYPE_CHECKING:
-    from modelyard.serve.tools.client import Answer
+    from modelyard.serve.tools.client import Answer, Endpoint
 
 predict_app = typer.Typer(add_completion=False)
 explain_app = typer.Typer(add_completion=False)
 
-UrlOption = Annotated[
-    str | None, typer.Option(help="Base URL of the server; default: the one of the state folder.")
-]
 ModelArgument = Annotated[str, typer.Argument(metavar="NAME[/VERSION]")]
 FileArgument = Annotated[Path, typer.Argument(help="The input; - reads standard input.")]
 
@@ -39,6 +44,8 @@ def predict(
     model: ModelArgument,
     file: FileArgument,
     url: UrlOption = None,
+    token: TokenOption = None,
+    ca: CaOption = None,
     state_dir: StateDirOption = None,
     json_output: JsonOption = False,
 ) -> None:
@@ -47,7 +54,8 @@ def predict(
     Example: modelyard predict digits examples/digits/scans/7.png
     """
     with known_errors():
-        answer = _ask("predictions", model, file, url, state_dir, {}, {})
+        at = _server(url, token, ca, state_dir)
+        answer = _ask(at, "predictions", model, file, {}, {})
     if json_output or not _print_labels(answer):
         _print_answer(answer)
 
@@ -60,6 +68,8 @@ def explain(
         typer.Option("-o", "--output", help="A picture (.png), a page (.html), .json or .npy."),
     ] = None,
     url: UrlOption = None,
+    token: TokenOption = None,
+    ca: CaOption = None,
     state_dir: StateDirOption = None,
     json_output: JsonOption = False,
     **options: Any,
@@ -77,7 +87,8 @@ def explain(
         query["format"] = _PICTURES.get(picture.suffix.lower())
     accept = {"Accept": "application/json"}
     with known_errors():
-        answer = _ask("explanations", model, file, url, state_dir, query, accept)
+        at = _server(url, token, ca, state_dir)
+        answer = _ask(at, "explanations", model, file, query, accept)
         if picture is not None:
             try:
                 write_file(picture, answer.body, mode=0o644)
@@ -114,17 +125,23 @@ explain.__signature__ = inspect.Signature(list(_explain_parameters()))  # type: 
 explain_app.command()(explain)
 
 
+def _server(
+    url: str | None, token: str | None, ca: Path | None, state_dir: Path | None
+) -> Endpoint:
+    from modelyard.serve.tools.client import find_endpoint
+
+    return find_endpoint("inference", state_folder(state_dir), url, token, ca)
+
+
 def _ask(
+    at: Endpoint,
     api: str,
     model: str,
     file: Path,
-    url: str | None,
-    state_dir: Path | None,
     query: dict[str, Any],
     headers: dict[str, str],
 ) -> Answer:
-    """Send a file to the running server."""
-    from modelyard.serve.control.state import read_key
+    """Send a file to a server."""
     from modelyard.serve.tools.client import call
 
     try:
@@ -132,20 +149,8 @@ def _ask(
     except OSError as error:
         raise StartError(f"cannot read {file}: {error.strerror}") from error
     media_type, _ = mimetypes.guess_type(file.name)
-    key = None
-    if url is None:
-        state = state_folder(state_dir)
-        running = state.running()
-        if not running:
-            raise StartError(
-                "no server is running in this state folder; start one with "
-                "`modelyard serve start`, or name one with --url"
-            )
-        url = str(running["inference"])
-        key = read_key(state.key_file, "inference")
     sent = {"Content-Type": media_type or "application/octet-stream", **headers}
-    path = f"/{api}/{quote(model)}"
-    return call(url, "POST", path, query=query, body=body, headers=sent, token=key)
+    return call(at, "POST", f"/{api}/{quote(model)}", query=query, body=body, headers=sent)
 
 
 def _print_answer(answer: Answer) -> None:

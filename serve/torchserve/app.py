@@ -10,7 +10,7 @@ from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.http.application import Check, ServerState, open_to_all
 from modelyard.serve.http.connection import Access
 from modelyard.serve.http.listener import Listener
-from modelyard.serve.http.tls import tls_context
+from modelyard.serve.http.tls import watched_tls
 from modelyard.serve.settings import Address, Settings
 from modelyard.serve.torchserve.combined import Combined
 from modelyard.serve.torchserve.dialect import Dialect, dialect_answers
@@ -82,7 +82,7 @@ def _listen(
     ]
     tls = None
     if hosts := [address.host for address in groups if address.is_tls]:
-        tls = tls_context(
+        tls = watched_tls(
             hosts,
             dialect.certificate_file,
             dialect.private_key_file,

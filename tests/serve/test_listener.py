@@ -146,7 +146,7 @@ def test_a_tls_handshake_that_does_not_end_is_closed() -> None:
     async def scenario() -> None:
         context = tls_context(())
         address = Address("127.0.0.1", 0, is_tls=True)
-        listener = Listener(app, address, Limits(head_timeout_s=0.2), context)
+        listener = Listener(app, address, Limits(head_timeout_s=0.2), lambda: context)
         await listener.start()
         for data in (b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):
             await is_closed(listener.address, data)

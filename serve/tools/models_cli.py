@@ -1,0 +1,237 @@
+"""The commands `modelyard models …`, which look at and change what a running server serves."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+from urllib.parse import quote
+
+import typer
+from rich.markup import escape
+
+from modelyard.archiver.terminal import format_bytes, out, plain_table
+from modelyard.serve.cli import (
+    CaOption,
+    JsonOption,
+    StateDirOption,
+    TokenOption,
+    UrlOption,
+    known_errors,
+    state_folder,
+)
+from modelyard.serve.errors import StartError
+
+if TYPE_CHECKING:
+    from modelyard.serve.tools.client import Endpoint
+
+models_app = typer.Typer(
+    help="List, register, scale and remove models of the running server.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+ModelArgument = Annotated[str, typer.Argument(metavar="NAME[/VERSION]", help="What is served.")]
+VersionArgument = Annotated[str, typer.Argument(metavar="NAME/VERSION", help="A version of it.")]
+
+
+def _server(
+    url: str | None, token: str | None, ca: Path | None, state_dir: Path | None
+) -> Endpoint:
+    from modelyard.serve.tools.client import find_endpoint
+
+    return find_endpoint("management", state_folder(state_dir), url, token, ca)
+
+
+def _ask(at: Endpoint, method: str, path: str, query: dict[str, Any] | None = None) -> Any:
+    from modelyard.serve.tools.client import call
+
+    return call(at, method, path, query=query).json()
+
+
+def _path(model: str) -> str:
+    name, slash, version = model.partition("/")
+    return f"/models/{quote(name, safe='')}" + (f"/{quote(version, safe='')}" if slash else "")
+
+
+def _print(answer: Any, json_output: bool) -> None:
+    if json_output:
+        out.print_json(json.dumps(answer))
+    else:
+        out.print(escape(answer["status"]), soft_wrap=True)
+
+
+def all_versions(at: Endpoint) -> list[dict[str, Any]]:
+    """Return the description of every version of every model."""
+    names: list[str] = []
+    page: str | None = "0"
+    while page is not None:
+        answer = _ask(at, "GET", "/models", {"next_page_token": page})
+        names += [model["modelName"] for model in answer["models"]]
+        page = answer.get("nextPageToken")
+    return [model for name in names for model in _ask(at, "GET", f"{_path(name)}/all")]
+
+
+def print_models(models: list[dict[str, Any]]) -> None:
+    """Print a line for each version; one that was given no name answers as the default."""
+    if not models:
+        out.print("no models are served; `modelyard models register FILE.mar` adds one")
+        return
+    table = plain_table(
+        ("model", "left"), ("version", "left"), ("workers", "right"), ("waiting", "right"),
+        ("restarts", "right"), ("memory", "right"), ("file", "left"),
+    )  # fmt: skip
+    for model in models:
+        workers, queue = model["workers"], model["jobQueueStatus"]
+        ready = sum(worker["status"] == "READY" for worker in workers)
+        waiting = queue["pendingRequests"]
+        table.add_row(
+            escape(model["modelName"]),
+            escape(model["modelVersion"]) + ("*" if model["isDefault"] else ""),
+            f"{ready}/{len(workers)}",
+            f"{waiting}/{queue['remainingCapacity'] + waiting}",
+            str(sum(worker["restarts"] for worker in workers)),
+            format_bytes(sum(worker["memoryUsage"] for worker in workers)),
+            escape(model["modelUrl"]),
+        )
+    out.print(table)
+    if len(models) > len({model["modelName"] for model in models}):
+        out.print("* answers where no version is named")
+
+
+@models_app.command("list")
+def list_models(
+    url: UrlOption = None,
+    token: TokenOption = None,
+    ca: CaOption = None,
+    state_dir: StateDirOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Show every version of every model; workers are ready/all, waiting is of the queue's room.
+
+    Example: modelyard models list
+    """
+    with known_errors():
+        models = all_versions(_server(url, token, ca, state_dir))
+    if json_output:
+        out.print_json(json.dumps(models))
+    else:
+        print_models(models)
+
+
+@models_app.command()
+def describe(
+    model: ModelArgument,
+    url: UrlOption = None,
+    token: TokenOption = None,
+    ca: CaOption = None,
+    state_dir: StateDirOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Show how a model is run, and each of its workers: the default version, or the one named.
+
+    Example: modelyard models describe digits
+    """
+    with known_errors():
+        found = _ask(_server(url, token, ca, state_dir), "GET", _path(model))
+    if json_output:
+        out.print_json(json.dumps(found))
+        return
+    for each in found:
+        grid = plain_table(("", "left"), ("", "left"), show_header=False)
+        workers = [*each.pop("workers"), *each.pop("explainWorkers", ())]
+        for name, value in (each | each.pop("jobQueueStatus", {})).items():
+            if not isinstance(value, dict):
+                grid.add_row(name, escape(str(value)))
+        out.print(grid)
+        table = plain_table(
+            ("worker", "left"), ("pid", "right"), ("status", "left"), ("restarts", "right"),
+            ("memory", "right"),
+        )  # fmt: skip
+        for worker in workers:
+            table.add_row(
+                worker["id"], str(worker["pid"]), worker["status"].lower(),
+                str(worker["restarts"]), format_bytes(worker["memoryUsage"]),
+            )  # fmt: skip
+        out.print()
+        out.print(table)
+
+
+@models_app.command()
+def register(
+    archive: Annotated[str, typer.Argument(help="File name of an archive in the model store.")],
+    name: Annotated[str | None, typer.Option(help="Default: the archive's own.")] = None,
+    workers: Annotated[int | None, typer.Option(min=0, help="Default: as at a start.")] = None,
+    url: UrlOption = None,
+    token: TokenOption = None,
+    ca: CaOption = None,
+    state_dir: StateDirOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Serve an archive of the model store; returns when its workers are ready.
+
+    Example: modelyard models register digits.mar --workers 2
+    """
+    query = {"url": archive, "model_name": name, "initial_workers": workers}
+    with known_errors():
+        answer = _ask(_server(url, token, ca, state_dir), "POST", "/models", query)
+    _print(answer, json_output)
+
+
+@models_app.command()
+def scale(
+    model: ModelArgument,
+    workers: Annotated[int, typer.Argument(min=0, help="How many it should have.")],
+    url: UrlOption = None,
+    token: TokenOption = None,
+    ca: CaOption = None,
+    state_dir: StateDirOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Give a model this many workers; returns when they are ready.
+
+    Example: modelyard models scale digits 2
+    """
+    with known_errors():
+        at = _server(url, token, ca, state_dir)
+        answer = _ask(at, "PUT", _path(model), {"min_worker": workers})
+    _print(answer, json_output)
+
+
+@models_app.command()
+def default(
+    model: VersionArgument,
+    url: UrlOption = None,
+    token: TokenOption = None,
+    ca: CaOption = None,
+    state_dir: StateDirOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Send the requests that name no version to this one.
+
+    Example: modelyard models default digits/1.0
+    """
+    with known_errors():
+        if not model.partition("/")[2]:
+            raise StartError(f'"{model}" names no version; expected NAME/VERSION')
+        at = _server(url, token, ca, state_dir)
+        answer = _ask(at, "PUT", f"{_path(model)}/set-default")
+    _print(answer, json_output)
+
+
+@models_app.command()
+def unregister(
+    model: ModelArgument,
+    url: UrlOption = None,
+    token: TokenOption = None,
+    ca: CaOption = None,
+    state_dir: StateDirOption = None,
+    json_output: JsonOption = False,
+) -> None:
+    """Stop serving a model, after what it has accepted is answered; its archive stays.
+
+    Example: modelyard models unregister digits/1.0
+    """
+    with known_errors():
+        answer = _ask(_server(url, token, ca, state_dir), "DELETE", _path(model))
+    _print(answer, json_output)

@@ -1,0 +1,257 @@
+"""One server as an operator runs it: TLS, tokens that stay; and the commands that call it."""
+
+from __future__ import annotations
+
+import json
+import ssl
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.x509.oid import NameOID
+
+from modelyard.cli import main
+from modelyard.serve.http.tokens import make_grant
+from tests.serve.live import LiveServer, build_archive, poll, running
+
+HOST = "models.example"
+TOKENS = {
+    "app": "app-token-of-this-test-0123456789",
+    "looker": "looker-token-of-this-test-0123456",
+    "graphs": "graphs-token-of-this-test-0123456",
+    "admin": "admin-token-of-this-test-01234567",
+}
+RIGHTS = {"app": "predict", "looker": "explain", "graphs": "metrics", "admin": "manage"}
+
+
+def write_pair(folder: Path, host: str) -> None:
+    """Write a new key and a certificate for a host, as two files that are replaced."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, host)])
+    now = datetime.now(UTC)
+    names = x509.SubjectAlternativeName([x509.DNSName(host)])
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(names, critical=False)
+        .sign(key, SHA256())
+    )
+    (folder / "cert.pem").write_bytes(certificate.public_bytes(Encoding.PEM))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("operating")
+    write_pair(folder, HOST)
+    lines = [f"{make_grant(name, RIGHTS[name], token)}\n" for name, token in TOKENS.items()]
+    (folder / "tokens.txt").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[LiveServer]:
+    store = folder / "store"
+    build_archive(store, "echo")
+    build_archive(store, "echo", name="second", version="2.0")
+    config = folder / "modelyard.yaml"
+    config.write_text(f"allowed_hosts: [{HOST}]\n")
+    options = [
+        f"--config={config}",
+        f"--tls-cert={folder / 'cert.pem'}",
+        f"--tls-key={folder / 'key.pem'}",
+        f"--token-file={folder / 'tokens.txt'}",
+    ]
+    with running(folder / "state", store, "--workers=1", "--models=echo", *options) as server:
+        yield server
+
+
+def client(server: LiveServer, api: str, folder: Path, token: str | None = None) -> httpx.Client:
+    """Return a client that checks the certificate for the server's name."""
+    trust = ssl.create_default_context(cafile=folder / "cert.pem")
+    headers = {"Authorization": f"Bearer {TOKENS[token]}"} if token else {}
+    port = server.about[api].rpartition(":")[2]
+    return httpx.Client(
+        base_url=f"https://127.0.0.1:{port}",
+        headers={**headers, "Host": f"{HOST}:{port}"},
+        verify=trust,
+        timeout=20,
+    )
+
+
+def ask(server: LiveServer, api: str, folder: Path, token: str | None, *request: Any) -> Any:
+    method, path = request
+    with client(server, api, folder, token) as asking:
+        return asking.request(method, path, content=b"x", extensions={"sni_hostname": HOST})
+
+
+# -- tokens and TLS ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("api", "request_", "takes"),
+    [
+        ("inference", ("POST", "/predictions/echo"), ["app"]),
+        ("inference", ("POST", "/explanations/echo"), ["looker"]),
+        ("inference", ("GET", "/v2/models/echo"), [*TOKENS]),
+        ("inference", ("GET", "/ping"), [None, *TOKENS]),
+        ("management", ("GET", "/models"), ["admin"]),
+        ("metrics", ("GET", "/metrics"), ["graphs"]),
+    ],
+)
+def test_each_token_opens_what_it_has_the_right_for(
+    server: LiveServer, folder: Path, api: str, request_: tuple[str, str], takes: list[str | None]
+) -> None:
+    for token in (None, *TOKENS):
+        answer = ask(server, api, folder, token, *request_)
+        expected = 200 if token in takes else 401 if token is None else 403
+        assert answer.status_code == expected, (token, answer.text)
+
+
+def test_a_handler_sees_no_token(server: LiveServer, folder: Path) -> None:
+    answer = ask(server, "inference", folder, "app", "POST", "/predictions/echo")
+    assert "Host" in answer.json()["headers"]
+    assert TOKENS["app"] not in answer.text and "uthorization" not in answer.text
+
+
+def test_grpc_takes_the_same_tokens_over_tls(server: LiveServer, folder: Path) -> None:
+    port = server.about["inference"].rpartition(":")[2]
+    trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
+    options = [("grpc.ssl_target_name_override", HOST), ("grpc.default_authority", HOST)]
+    with grpc.secure_channel(f"127.0.0.1:{port}", trust, options) as channel:
+
+        def call(method: str, token: str | None) -> grpc.StatusCode:
+            metadata = [("authorization", f"Bearer {TOKENS[token]}")] if token else []
+            path = f"/inference.GRPCInferenceService/{method}"
+            try:
+                channel.unary_unary(path)(b"", metadata=metadata, timeout=20)
+            except grpc.RpcError as error:
+                code: grpc.StatusCode = error.code()
+                return code
+            return grpc.StatusCode.OK
+
+        assert call("ServerLive", None) == grpc.StatusCode.OK
+        assert call("ServerMetadata", None) == grpc.StatusCode.UNAUTHENTICATED
+        assert call("ServerMetadata", "graphs") == grpc.StatusCode.OK
+        assert call("ModelInfer", "graphs") == grpc.StatusCode.PERMISSION_DENIED
+        assert call("ModelInfer", "app") == grpc.StatusCode.NOT_FOUND  # of a model without a name
+
+
+def test_a_client_without_tls_gets_nothing(server: LiveServer) -> None:
+    plain = server.about["inference"].replace("https", "http")
+    with pytest.raises(httpx.TransportError):
+        httpx.get(f"{plain}/ping")
+
+
+def test_a_certificate_that_is_replaced_is_shown_without_a_restart(
+    server: LiveServer, folder: Path
+) -> None:
+    before = {name: (folder / name).read_bytes() for name in ("cert.pem", "key.pem")}
+    port = int(server.about["management"].rpartition(":")[2])
+
+    def shown() -> str:
+        return ssl.get_server_certificate(("127.0.0.1", port))
+
+    write_pair(folder, "other.example")
+    new_key = (folder / "key.pem").read_bytes()
+    (folder / "key.pem").write_bytes(before["key.pem"])
+    poll(lambda: "cannot be used" in server.log if shown() else False, "half of a pair is refused")
+    assert shown().encode() == before["cert.pem"]
+    (folder / "key.pem").write_bytes(new_key)
+    poll(lambda: shown().encode() != before["cert.pem"], "the new certificate is shown")
+    for name, content in before.items():
+        (folder / name).write_bytes(content)
+    poll(lambda: shown().encode() == before["cert.pem"], "the old one is shown again")
+
+
+# -- commands ----------------------------------------------------------------------------------
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run a command in this process."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def run(*arguments: str | Path) -> tuple[int, str, str]:
+        with pytest.raises(SystemExit) as end:
+            main([*map(str, arguments)])
+        said = capfd.readouterr()
+        return int(end.value.code or 0), said.out, said.err
+
+    return run
+
+
+def test_commands_find_and_trust_the_server_of_their_state_folder(
+    server: LiveServer, folder: Path, run: Run
+) -> None:
+    where = f"--state-dir={server.state_dir}"
+    code, out, err = run("predict", "echo", folder / "modelyard.yaml", where)
+    assert (code, json.loads(out)["version"]) == (0, "1.0"), err
+    code, out, _ = run("serve", "status", where)
+    assert code == 0
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+    assert "echo   1.0*         1/1    0/100         0" in out
+
+
+def test_a_url_is_called_with_a_token_and_who_is_trusted(
+    server: LiveServer, folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = server.about["management"].replace("127.0.0.1", "localhost")
+    code, _, err = run("models", "list", "--url", url)
+    assert code == 1 and "is not trusted: self-signed certificate; --ca FILE names" in err
+    code, _, err = run("models", "list", "--url", url, "--ca", folder / "cert.pem")
+    assert code == 1 and "certificate is not valid for 'localhost'" in err
+    code, _, err = run("models", "list", "--url", url, "--ca", folder / "tokens.txt")
+    assert code == 1 and "cannot use the certificates in" in err
+    code, _, err = run("models", "list", "--url", "localhost:8081")
+    assert code == 1 and "localhost:8081 is not a URL; expected http://HOST:PORT or" in err
+    code, _, err = run("models", "list", "--url", "http://localhost:port")
+    assert code == 1 and "http://localhost:port is not a URL" in err
+
+
+def test_models_are_managed_by_commands(server: LiveServer, run: Run) -> None:
+    where = f"--state-dir={server.state_dir}"
+    assert run("models", "register", "second.mar", "--name=echo", "--workers=0", where)[0] == 0
+    code, out, _ = run("models", "list", where, "--json")
+    versions = [(each["modelVersion"], each["isDefault"]) for each in json.loads(out)]
+    assert (code, versions) == (0, [("1.0", True), ("2.0", False)])
+    code, out, _ = run("models", "default", "echo/2.0", where)
+    assert (code, out) == (0, 'Default version successfully updated for model "echo" to "2.0"\n')
+    code, out, _ = run("models", "list", where)
+    assert [line.split()[:3] for line in out.splitlines()[1:3]] == [
+        ["echo", "1.0", "1/1"],
+        ["echo", "2.0*", "0/0"],
+    ]
+    assert out.endswith("* answers where no version is named\n")
+    assert run("models", "default", "echo/1.0", where)[0] == 0
+    code, out, _ = run("models", "scale", "echo/2.0", "1", where)
+    assert (code, out) == (0, "Workers scaled to 1 for model: echo, version: 2.0\n")
+    code, out, _ = run("models", "describe", "echo/2.0", where)
+    assert code == 0 and "modelVersion          2.0" in out and "ready" in out
+    assert run("models", "unregister", "echo/2.0", where)[0] == 0
+    for arguments, message in (
+        (("default", "echo"), '"echo" names no version; expected NAME/VERSION'),
+        (("describe", "cats"), "404 ModelNotFoundException: Model not found: cats"),
+        (("register", "cats.mar"), "404 ModelNotFoundException: Model not found at: cats.mar"),
+        (("unregister", "echo/3"), "404 ModelVersionNotFoundException: "),
+    ):
+        code, out, err = run("models", *arguments, where)
+        assert (code, out) == (1, "") and message in err
+        assert err.count("\n") == 1
