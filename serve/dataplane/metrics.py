@@ -12,7 +12,6 @@ from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Info,
     ProcessCollector,
     disable_created_metrics,
 )
@@ -27,6 +26,7 @@ from modelyard.serve.dataplane.readings import Family, Readings
 
 KINDS = ("predict", "explain")
 """Label values by kind of job: index 0 and 1."""
+BUILD = ("version", "python", "torch")
 REFUSED = ("full", "deadline")
 """Label values: why a request was refused."""
 
@@ -170,12 +170,9 @@ class Metrics:
             "Requests for no registered model, or without the right to it, by HTTP status.",
             ("code",),
         )
-        build = Info("modelyard_build", "Versions of the server.", registry=registry)
-        build.info({
-            "version": _installed("modelyard"),
-            "python": platform.python_version(),
-            "torch": _installed("torch"),
-        })  # fmt: skip
+        self.build_info = gauge("build_info", "1; the server's own versions.", BUILD)
+        build = (_installed("modelyard"), platform.python_version(), _installed("torch"))
+        self.build_info.labels(*build).set(1)
         ProcessCollector(registry=registry)
 
     def text(self, names: Collection[str] = (), is_open: bool = False) -> str:
