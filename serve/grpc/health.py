@@ -8,10 +8,9 @@ from typing import Any
 
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
 
-from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.grpc.oip import parse
 from modelyard.serve.grpc.protos import files, message, pool
-from modelyard.serve.grpc.rpc import Method, Rpc, RpcError, Status
+from modelyard.serve.grpc.rpc import Message, Method, Rpc, RpcError, Status
 
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = "grpc.reflection.v1.ServerReflection"
@@ -44,7 +43,7 @@ class Health:
         return SERVING if self._is_ready() else NOT_SERVING
 
     def _check(self, rpc: Rpc) -> None:
-        def reply(data: Buffer) -> None:
+        def reply(data: Message) -> None:
             service = parse("grpc.health.v1.HealthCheckRequest", data).service
             status = self._status(service)
             if status == SERVICE_UNKNOWN:
@@ -54,7 +53,7 @@ class Health:
         rpc.unary(reply)
 
     def _watch(self, rpc: Rpc) -> None:
-        def begin(data: Buffer) -> None:
+        def begin(data: Message) -> None:
             service = parse("grpc.health.v1.HealthCheckRequest", data).service
             last = -1
 
@@ -96,7 +95,7 @@ class Reflection:
         }
 
     def _begin(self, rpc: Rpc) -> None:
-        def take(data: Buffer) -> None:
+        def take(data: Message) -> None:
             request = parse("grpc.reflection.v1.ServerReflectionRequest", data)
             rpc.send(self._answer(request).SerializeToString())
 

@@ -12,7 +12,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from importlib.metadata import version
 from time import monotonic
 from typing import Any, NamedTuple
@@ -29,14 +29,22 @@ from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply, Stream, Target
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import BadRequest, Unavailable, error_body, http_status
+from modelyard.serve.grpc.fields import begin_bytes, cut_out
 from modelyard.serve.grpc.protos import message
-from modelyard.serve.grpc.rpc import Method, Rpc, RpcError, Status, status_of
+from modelyard.serve.grpc.rpc import Message, Method, Rpc, RpcError, Status, status_of
 from modelyard.serve.http.application import ServerState
 
 SERVICE = "inference.GRPCInferenceService"
 LENGTH_HEADER = b"inference-header-content-length"
 HELD = 16
 """Requests of one stream that wait for the one before them; the client waits with further ones."""
+
+
+REQUEST, RESPONSE = "inference.ModelInferRequest", "inference.ModelInferResponse"
+ID, RAW_INPUT, RAW_OUTPUT, INFER_RESPONSE = 3, 7, 6, 2
+"""Numbers of fields: of a request and its answer, of a request, of an answer, of a stream's."""
+CACHED_BYTES = 1 << 11
+"""Of what a request or an answer says beside its tensors: what is longer is read each time."""
 
 
 class _Contents(NamedTuple):
@@ -65,16 +73,20 @@ CONTENTS: Mapping[str, _Contents] = {
 _FIELDS = frozenset(each.field for each in CONTENTS.values())
 
 
-def parse(name: str, data: Buffer) -> Any:
+def parse(name: str, data: Message | bytes) -> Any:
     """Return a message of bytes.
 
     Raises:
         RpcError: they are not one.
     """
     try:
-        return message(name).FromString(bytes(data) if isinstance(data, memoryview) else data)
+        return message(name).FromString(bytes(data))
     except DecodeError as error:
-        raise RpcError(Status.INVALID_ARGUMENT, f"the message is not a {name}") from error
+        raise _not_a(name) from error
+
+
+def _not_a(name: str) -> RpcError:
+    return RpcError(Status.INVALID_ARGUMENT, f"the message is not a {name}")
 
 
 def error_of(error: Exception) -> RpcError:
@@ -231,52 +243,44 @@ class Inference:
 
     # -- what infers -----------------------------------------------------------------------------
 
-    def _infer(self, rpc: Rpc, data: Buffer) -> None:
+    def _infer(self, rpc: Rpc, data: Message) -> None:
         self.begin(
-            rpc, data, lambda answer: rpc.reply(answer.SerializeToString()),
+            rpc, data, lambda parts: rpc.reply(*parts),
             lambda error: rpc.fail(error.status, str(error)),
         )  # fmt: skip
 
     def begin(
         self,
         rpc: Rpc,
-        data: Buffer,
-        send: Callable[[Any], None],
+        data: Message,
+        send: Callable[[list[Buffer]], None],
         failed: Callable[[RpcError], None],
     ) -> None:
         """Begin to answer one request.
 
         Args:
-            send: called with the answer, a message.
+            send: called with the answer, a message in parts.
             failed: called with the error that there is instead.
 
         Raises:
             RpcError: it cannot be begun.
         """
-        request = parse("inference.ModelInferRequest", data)
-        is_raw = bool(request.raw_input_contents) or not any(
-            each.HasField("contents") for each in request.inputs
-        )
-        head, tail = to_body(request)
-        path = [request.model_name, request.model_version]
-        target = Target(PREDICT, path, wire.KSERVE | wire.TENSORS)
-        rows = request.inputs[0].shape[0] if request.inputs and request.inputs[0].shape else 1
-        timeout_us = request.parameters["timeout"].int64_param if "timeout" in request.parameters \
-            else 0  # fmt: skip
+        asked, id, tail = read_request(data)
+        target = asked.target
         begin_call(
-            self._calls, rpc, target, (LENGTH_HEADER, b"%d" % len(head)), [head, *tail],
+            self._calls, rpc, target, asked.headers, [asked.head, *tail],
             lambda model: InferReply(
-                self._calls, model, target, lambda reply: send(to_message(reply, is_raw)), failed
+                self._calls, model, target,
+                lambda reply: send(write_answer(reply, asked.is_raw, id)), failed,
             ),
-            timeout_us / 1e6 if timeout_us > 0 else math.inf,
-            max(1, min(rows, wire.MOST_ROWS)),
+            asked.timeout_s, asked.rows,
         )  # fmt: skip
 
 
 def _answer(name: str, answer: Callable[[Any], Any], rpc: Rpc) -> None:
     """Answer a call whose answer is there at once."""
 
-    def reply(data: Buffer) -> None:
+    def reply(data: Message) -> None:
         request = parse(f"inference.{name}Request", data)
         try:
             rpc.reply(answer(request).SerializeToString())
@@ -301,7 +305,7 @@ def _change(name: str, change: Callable[[str], Awaitable[None]], rpc: Rpc) -> No
                 message(f"inference.RepositoryModel{name}Response")(**done).SerializeToString()
             )
 
-    def begin(data: Buffer) -> None:
+    def begin(data: Message) -> None:
         request = parse(f"inference.RepositoryModel{name}Request", data)
         # KServe's messages have the model's name where Triton's have that of a repository.
         task = asyncio.get_running_loop().create_task(
@@ -323,89 +327,144 @@ class _InferStream:
     def __init__(self, service: Inference, rpc: Rpc) -> None:
         self._service = service
         self._rpc = rpc
-        self._waiting: deque[Buffer] = deque()
-        self._is_busy = self._is_whole = False
+        self._waiting: deque[Message] = deque()
+        """The first of them is being answered."""
+        self._is_begun = self._is_whole = self._is_running = False
 
     def start(self) -> None:
         """Take the requests as they come."""
+        self._rpc.keeps_messages = True
         self._rpc.on_message, self._rpc.on_whole = self._take, self._end
 
-    def _take(self, data: Buffer) -> None:
+    def _take(self, data: Message) -> None:
         self._waiting.append(data)
         if len(self._waiting) > HELD:
-            self._rpc.stream.hold()
-        if not self._is_busy:
-            self._next()
+            self._rpc.pause()
+        self._run()
 
     def _end(self) -> None:
         self._is_whole = True
-        if not self._is_busy:
+        self._run()
+
+    def _run(self) -> None:
+        """Begin with one request after the other, as long as they are answered at once."""
+        if self._is_running:
+            return
+        self._is_running = True
+        while self._waiting and not self._is_begun:
+            self._is_begun = True
+            try:
+                self._service.begin(self._rpc, self._waiting[0], self._send, self._fail)
+            except RpcError as error:
+                self._fail(error)
+        self._is_running = False
+        if self._is_whole and not self._waiting:
             self._rpc.finish()
 
-    def _next(self) -> None:
-        """Begin with the next request."""
-        self._is_busy = True
-        try:
-            self._service.begin(self._rpc, self._waiting.popleft(), self._send, self._fail)
-        except RpcError as error:
-            self._fail(error)
-
-    def _send(self, answer: Any) -> None:
-        self._put(message("inference.ModelStreamInferResponse")(infer_response=answer))
+    def _send(self, answer: list[Buffer]) -> None:
+        self._put(begin_bytes(INFER_RESPONSE, sum(map(len, answer))), *answer)
 
     def _fail(self, error: RpcError) -> None:
-        self._put(message("inference.ModelStreamInferResponse")(error_message=str(error)))
+        answer = message("inference.ModelStreamInferResponse")(error_message=str(error))
+        self._put(answer.SerializeToString())
 
-    def _put(self, answer: Any) -> None:
-        self._rpc.send(answer.SerializeToString())
-        self._is_busy = False
-        if self._waiting:
-            self._rpc.stream.release()
-            self._next()
-        elif self._is_whole:
-            self._rpc.finish()
+    def _put(self, *answer: Buffer) -> None:
+        self._rpc.send(*answer)
+        self._rpc.release(self._waiting.popleft())
+        self._is_begun = False
+        if len(self._waiting) == HELD:
+            self._rpc.resume()
+        self._run()
 
 
 # -- messages ↔ the form that HTTP has -----------------------------------------------------------
 
 
-def to_body(request: Any) -> tuple[bytes, list[bytes]]:
-    """Return the JSON of a ModelInferRequest, and the tensors' bytes that come behind it.
+class Asked(NamedTuple):
+    """What a request says beside its id and its raw tensors."""
+
+    target: Target
+    head: bytes
+    """The JSON, as it has it by HTTP."""
+    headers: Sequence[bytes]
+    tail: Sequence[bytes]
+    """Typed contents as bytes."""
+    rows: int
+    timeout_s: float
+    is_raw: bool
+    """Whether the answer is to be raw."""
+
+
+def read_request(data: Message) -> tuple[Asked, bytes, Sequence[Buffer]]:
+    """Return what a ModelInferRequest says, its id, and the bytes behind its JSON, uncopied.
 
     Raises:
-        RpcError: raw and typed contents are mixed, or typed ones stand in another type's field.
+        RpcError: it is none; raw and typed contents are mixed, or typed ones stand in another
+            type's field.
     """
-    raw = request.raw_input_contents
-    if raw and len(raw) != len(request.inputs):
+    try:
+        rest, cut = cut_out(data.pieces, (ID, RAW_INPUT))
+        id, sizes, raw = "", [], []
+        for number, value in cut:
+            if number == ID:
+                id = b"".join(value).decode()
+            else:
+                raw += value
+                sizes.append(sum(map(len, value)))
+    except ValueError as error:
+        raise _not_a(REQUEST) from error
+    read = _read if len(rest) > CACHED_BYTES else _read_again
+    asked = read(rest, tuple(sizes))
+    return asked, id.encode(), raw or asked.tail
+
+
+def _read(rest: bytes, sizes: tuple[int, ...]) -> Asked:
+    """Return what a request says whose raw tensors have these sizes."""
+    request = parse(REQUEST, rest)
+    if sizes and len(sizes) != len(request.inputs):
         raise RpcError(
             Status.INVALID_ARGUMENT,
-            f"{len(raw)} raw_input_contents for {len(request.inputs)} inputs; expected as many",
+            f"{len(sizes)} raw_input_contents for {len(request.inputs)} inputs; expected as many",
         )
     inputs, tail = [], []
     for at, each in enumerate(request.inputs):
-        if raw and each.HasField("contents"):
+        if sizes and each.HasField("contents"):
             raise RpcError(
                 Status.INVALID_ARGUMENT,
                 f'input "{each.name}" has contents beside raw_input_contents; expected one of them',
             )
-        data = raw[at] if raw else _to_raw(each)
-        tail.append(data)
+        if not sizes:
+            tail.append(_to_raw(each))
         inputs.append({
             "name": each.name, "datatype": each.datatype, "shape": list(each.shape),
-            "parameters": _parameters(each.parameters) | {"binary_data_size": len(data)},
+            "parameters": _parameters(each.parameters)
+            | {"binary_data_size": sizes[at] if sizes else len(tail[-1])},
         })  # fmt: skip
+    parameters = _parameters(request.parameters)
     head: dict[str, Any] = {
-        "inputs": inputs,
-        "parameters": _parameters(request.parameters) | {"binary_data_output": True},
-    }
-    if request.id:
-        head["id"] = request.id
+        "inputs": inputs, "parameters": parameters | {"binary_data_output": True}
+    }  # fmt: skip
     if request.outputs:
         head["outputs"] = [
             {"name": each.name, "parameters": _parameters(each.parameters) | {"binary_data": True}}
             for each in request.outputs
         ]
-    return orjson.dumps(head), tail
+    body = orjson.dumps(head)
+    first = request.inputs[0].shape[:1] if request.inputs else ()
+    timeout_us = parameters.get("timeout", 0)
+    return Asked(
+        Target(PREDICT, [request.model_name, request.model_version], wire.KSERVE | wire.TENSORS),
+        body,
+        (LENGTH_HEADER, b"%d" % len(body)),
+        tail,
+        max(1, min(*first, wire.MOST_ROWS)) if first else 1,
+        timeout_us / 1e6 if type(timeout_us) is int and timeout_us > 0 else math.inf,
+        bool(sizes) or not any(each.HasField("contents") for each in request.inputs),
+    )
+
+
+_read_again = lru_cache(256)(_read)
+"""Of one client's requests all but the tensors and the id is the same, most of the time."""
 
 
 def _parameters(given: Any) -> dict[str, Any]:
@@ -447,37 +506,62 @@ def _to_raw(tensor: Any) -> bytes:
         ) from error
 
 
-def to_message(reply: Reply, is_raw: bool) -> Any:
-    """Return a worker's answer as a ModelInferResponse.
+def write_answer(reply: Reply, is_raw: bool, id: bytes) -> list[Buffer]:
+    """Return a worker's answer as a ModelInferResponse, in parts, its tensors uncopied.
 
     Raises:
         RpcError: it holds no tensors, as of a handler behind an envelope.
     """
-    headers = dict(unpack_headers(reply.headers))
-    if isinstance(reply.body, Stream) or LENGTH_HEADER not in headers:
+    length = _head_length(reply.headers)
+    if isinstance(reply.body, Stream) or length is None:
         raise RpcError(
             Status.UNIMPLEMENTED,
             "this model does not answer with tensors: its handler reads bodies through an envelope",
         )
-    length = int(headers[LENGTH_HEADER])
     view = memoryview(reply.body)
-    head = orjson.loads(view[:length])
-    answer = message("inference.ModelInferResponse")(
-        model_name=head["model_name"], model_version=head["model_version"], id=head.get("id") or ""
-    )
+    describe = _describe if length > CACHED_BYTES else _describe_again
+    described, sizes, has_fields = describe(bytes(view[:length]))
+    own = begin_bytes(ID, len(id)) + id if id else b""
+    if not is_raw and has_fields:
+        return [_with_contents(described, view[length:], sizes), own]
+    parts: list[Buffer] = [described + own]
     at = length
-    is_raw = is_raw or any(each["datatype"] not in CONTENTS for each in head["outputs"])
-    for each in head["outputs"]:
-        size = each["parameters"]["binary_data_size"]
-        data, at = bytes(view[at : at + size]), at + size
-        tensor = answer.outputs.add(
-            name=each["name"], datatype=each["datatype"], shape=each["shape"]
-        )
-        if is_raw:
-            answer.raw_output_contents.append(data)
-        else:
-            _put_contents(tensor, data)
-    return answer
+    for size in sizes:
+        parts += (begin_bytes(RAW_OUTPUT, size), view[at : at + size])
+        at += size
+    return parts
+
+
+@lru_cache(64)
+def _head_length(headers: bytes) -> int | None:
+    found = dict(unpack_headers(headers)).get(LENGTH_HEADER)
+    return None if found is None else int(found)
+
+
+def _describe(head: bytes) -> tuple[bytes, tuple[int, ...], bool]:
+    """Return an answer without its tensors, their sizes, and whether each has typed contents."""
+    found = orjson.loads(head)
+    answer = message(RESPONSE)(
+        model_name=found["model_name"], model_version=found["model_version"]
+    )  # fmt: skip
+    for each in found["outputs"]:
+        answer.outputs.add(name=each["name"], datatype=each["datatype"], shape=each["shape"])
+    sizes = tuple(each["parameters"]["binary_data_size"] for each in found["outputs"])
+    has_fields = all(each["datatype"] in CONTENTS for each in found["outputs"])
+    return answer.SerializeToString(), sizes, has_fields
+
+
+_describe_again = lru_cache(256)(_describe)
+
+
+def _with_contents(described: bytes, tail: memoryview, sizes: Sequence[int]) -> bytes:
+    """Return an answer with its tensors as typed contents."""
+    answer = message(RESPONSE).FromString(described)
+    at = 0
+    for tensor, size in zip(answer.outputs, sizes, strict=True):
+        _put_contents(tensor, bytes(tail[at : at + size]))
+        at += size
+    return bytes(answer.SerializeToString())
 
 
 def _put_contents(tensor: Any, data: bytes) -> None:

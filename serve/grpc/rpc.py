@@ -10,6 +10,7 @@ import math
 import re
 import struct
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from time import monotonic
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 PREFIX = struct.Struct(">BI")
 """Before each message: whether it is compressed, and its length."""
+PIECE_BYTES = 1 << 14
+"""Shorter pieces of a message are put together: each would keep alive all that it came with."""
 MESSAGE_BYTES = 1500
 """Longest text of a status; grpcio refuses trailers of more than 8 KB, each byte may become 3."""
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
@@ -92,6 +95,23 @@ class RpcError(Exception):
         self.status = status
 
 
+class Message:
+    """One message, in pieces as it came; at least one."""
+
+    __slots__ = ("held", "pieces")
+
+    def __init__(self, pieces: list[Buffer]) -> None:
+        self.pieces = pieces
+        self.held = 0
+        """Bytes of it that count among the bodies that the server holds."""
+
+    def __len__(self) -> int:
+        return sum(map(len, self.pieces))
+
+    def __bytes__(self) -> bytes:
+        return b"".join(self.pieces)
+
+
 class Rpc:
     """One call, as a service sees it.
 
@@ -106,6 +126,7 @@ class Rpc:
         timeout_s: how long the client waits; infinite where it does not say.
         has_left: nobody waits for the answer any more.
         on_message: called with each message.
+        keeps_messages: whether they count among the bodies that the server holds until `release`.
         on_whole: called when there are no more.
         on_left: called when the client gives up.
     """
@@ -113,17 +134,23 @@ class Rpc:
     __slots__ = (
         "_encoding",
         "_held",
+        "_is_compressed",
+        "_is_paused",
+        "_is_reading",
         "_is_started",
-        "_keeps_messages",
+        "_is_whole",
+        "_is_within",
+        "_missing",
         "_most_bytes",
         "_on_end",
         "_parts",
-        "_size",
-        "_wanted",
+        "_prefix",
+        "_unread",
         "began",
         "has_left",
         "id",
         "is_over",
+        "keeps_messages",
         "method",
         "on_left",
         "on_message",
@@ -144,18 +171,25 @@ class Rpc:
         self.has_left = self.is_over = self._is_started = False
         self.status = Status.UNKNOWN
         self.timeout_s = math.inf
-        self.on_message: Callable[[Buffer], None] | None = None
+        self.on_message: Callable[[Message], None] | None = None
         self.on_whole: Callable[[], None] | None = None
         self.on_left: Callable[[], None] | None = None
         self._encoding = fields.get(b"grpc-encoding", b"identity")
         self._most_bytes = most_bytes
         self._on_end = on_end
+        self._prefix = b""
+        """Of a message, as long as it is not whole."""
         self._parts: list[Buffer] = []
+        """Of a message that is not whole."""
+        self._is_within = self._is_compressed = False
+        self._missing = 0
+        """Bytes of a message that has begun."""
         self._held = 0
         """Bytes that count among the bodies that the server holds."""
-        self._keeps_messages = False
-        self._size = 0
-        self._wanted = PREFIX.size
+        self.keeps_messages = False
+        self._is_paused = self._is_reading = self._is_whole = False
+        self._unread: deque[Buffer] = deque()
+        """What came since the pause."""
         stream.take, stream.finished, stream.gone = self._take, self._finished, self._gone
 
     @property
@@ -169,10 +203,10 @@ class Rpc:
 
     # -- messages in -----------------------------------------------------------------------------
 
-    def unary(self, then: Callable[[Buffer], None]) -> None:
+    def unary(self, then: Callable[[Message], None]) -> None:
         """Call `then` with the one message, when the client has sent it and ended."""
-        messages: list[Buffer] = []
-        self._keeps_messages = True
+        messages: list[Message] = []
+        self.keeps_messages = True
 
         def finished() -> None:
             if len(messages) == 1:
@@ -180,45 +214,111 @@ class Rpc:
             else:
                 self.fail(Status.UNIMPLEMENTED, f"{len(messages)} messages; expected one")
 
-        def take(message: Buffer) -> None:
+        def take(message: Message) -> None:
             messages.append(message)
             if len(messages) > 1:
                 finished()
 
         self.on_message, self.on_whole = take, finished
 
+    def pause(self) -> None:
+        """Hand on no more messages, and have the client send no more than it may already."""
+        self._is_paused = True
+        self.stream.hold()
+
+    def resume(self) -> None:
+        """Go on."""
+        self._is_paused = False
+        if self._is_reading:
+            return
+        while self._unread and not self._is_paused:
+            self._read(self._unread.popleft())
+        if not self._is_paused:
+            self.stream.release()
+            if self._is_whole:
+                self._finished()
+
     def _take(self, piece: Buffer) -> None:
-        self._parts.append(piece)
-        self._size += len(piece)
         self._hold(len(piece))
-        while self._size >= self._wanted and not self.is_over:
-            if len(self._parts) > 1:
-                self._parts = [memoryview(b"".join(self._parts))]
-            data = memoryview(self._parts[0])
-            is_compressed, length = PREFIX.unpack_from(data)
-            if length > self._most_bytes:
-                self.fail(
-                    Status.RESOURCE_EXHAUSTED,
-                    f"a message of {length} bytes; at most {self._most_bytes} are taken",
-                )
-                return
-            self._wanted = PREFIX.size + length
-            if self._size < self._wanted:
-                return
-            message: Buffer = data[PREFIX.size : self._wanted]
-            self._size -= self._wanted
-            self._parts = [data[self._wanted :]] if self._size else []
-            self._wanted = PREFIX.size
+        if not self._is_paused:
+            self._read(piece)
+            if not self._is_paused:
+                self.stream.release()  # it may have been paused for a moment
+        elif self._unread and isinstance(self._unread[-1], bytearray):
+            self._unread[-1] += piece
+        else:
+            self._unread.append(bytearray(piece))
+
+    def _read(self, data: Buffer) -> None:
+        """Take messages out of what came."""
+        self._is_reading = True
+        piece = memoryview(data)
+        while not self.is_over:
+            if self._is_paused and piece:
+                self._unread.appendleft(piece)
+                break
+            if not self._is_within:
+                prefix: Buffer = piece
+                if self._prefix or len(piece) < PREFIX.size:
+                    size = PREFIX.size - len(self._prefix)
+                    prefix = self._prefix = self._prefix + bytes(piece[:size])
+                    if len(prefix) < PREFIX.size:
+                        break
+                    piece = piece[size:]
+                else:
+                    piece = piece[PREFIX.size :]
+                self._begin_message(*PREFIX.unpack_from(prefix))
+                continue
+            part = piece[: self._missing]
+            piece = piece[self._missing :]
+            self._missing -= len(part)
+            self._keep(part)
+            if self._missing:
+                break
+            self._end_message()
+        self._is_reading = False
+
+    def _begin_message(self, is_compressed: int, length: int) -> None:
+        self._prefix = b""
+        if length > self._most_bytes:
+            self.fail(
+                Status.RESOURCE_EXHAUSTED,
+                f"a message of {length} bytes; at most {self._most_bytes} are taken",
+            )
+        self._is_within, self._is_compressed, self._missing = True, bool(is_compressed), length
+
+    def _keep(self, part: Buffer) -> None:
+        parts = self._parts
+        if len(part) >= PIECE_BYTES or not (parts or self._missing):
+            parts.append(part)
+        elif parts and isinstance(parts[-1], bytearray):
+            parts[-1] += part
+        else:
+            parts.append(bytearray(part))
+
+    def _end_message(self) -> None:
+        """Hand on a message that is whole."""
+        message = Message(self._parts)
+        self._is_within, self._parts = False, []
+        length = len(message)
+        if self._is_compressed:
             try:
-                if is_compressed:
-                    message = self._decompress(message)
+                message.pieces = [self._decompress(bytes(message))]
             except RpcError as error:
                 self.fail(error.status, str(error))
                 return
-            if self.on_message is not None:
-                self.on_message(message)
-            if not self._keeps_messages and not self.is_over:
-                self._hold(-(PREFIX.size + length))
+            self._hold(len(message) - length)
+            length = len(message)
+        message.held = PREFIX.size + length
+        if self.on_message is not None and not self.is_over:
+            self.on_message(message)
+        if not self.keeps_messages:
+            self.release(message)
+
+    def release(self, message: Message) -> None:
+        """Count a message no more among the bodies that the server holds."""
+        if not self.is_over:
+            self._hold(-message.held)
 
     def _hold(self, size: int) -> None:
         """Count so many bytes more among the bodies that the server holds."""
@@ -232,7 +332,7 @@ class Rpc:
                 "allowed (request_memory_bytes)",
             )
 
-    def _decompress(self, message: Buffer) -> bytes:
+    def _decompress(self, message: bytes) -> bytes:
         bits = _WINDOW_BITS.get(self._encoding)
         if bits is None:
             encoding = self._encoding.decode("latin-1")
@@ -256,9 +356,10 @@ class Rpc:
         return data
 
     def _finished(self) -> None:
-        if self.is_over:
+        self._is_whole = True
+        if self.is_over or self._is_paused:
             return
-        if self._size:
+        if self._is_within or self._prefix:
             self.fail(Status.INTERNAL, "the call ends within a message")
         elif self.on_whole is not None:
             self.on_whole()
@@ -288,8 +389,9 @@ class Rpc:
         if not self._is_started:
             self._is_started = True
             self.stream.send(HEADERS, _HEAD)
-        prefix = PREFIX.pack(0, sum(map(len, message)))
-        if sum(map(len, message)) < 1 << 14:
+        size = sum(map(len, message))
+        prefix = PREFIX.pack(0, size)
+        if size < 1 << 14:
             self.stream.send(DATA, b"".join((prefix, *message)))
             return
         self.stream.send(DATA, prefix)
@@ -331,6 +433,7 @@ class Rpc:
             self.status = status
             self._hold(-self._held)
             self._parts.clear()
+            self._unread.clear()
             self.stream.take = _ignore
             self._on_end(self)
 

@@ -41,6 +41,8 @@ from modelyard.serve.settings import Address
 
 ECHO = "/x.Y/Echo"
 HANG = "/x.Y/Hang"
+COUNT = "/x.Y/Count"
+"""Answers with the number of pieces that its message has."""
 LIMIT = 1 << 20
 
 
@@ -50,7 +52,12 @@ class App:
     def __init__(self) -> None:
         self.left: list[Rpc] = []
         self.begun: list[Rpc] = []
-        self.streams = Services({ECHO: self._echo, HANG: self._hang}, _pass, LIMIT)
+        self.streams = Services(
+            {ECHO: self._echo, HANG: self._hang, COUNT: self._count}, _pass, LIMIT
+        )
+
+    def _count(self, rpc: Rpc) -> None:
+        rpc.unary(lambda message: rpc.reply(b"%d" % len(message.pieces)))
 
     def _echo(self, rpc: Rpc) -> None:
         rpc.unary(lambda message: rpc.reply(bytes(message)))
@@ -260,6 +267,20 @@ def test_a_message_in_many_frames_with_padding_and_continuations() -> None:
                 client.send(frame(DATA, PADDED, 1, b"\x03" + data[at : at + 7] + b"\0\0\0"))
             client.send(frame(DATA, END_STREAM, 1))
             assert await client.answer(1) == b"x" * 1000
+
+    run(test)
+
+
+def test_short_pieces_are_put_together_and_long_ones_kept() -> None:
+    async def test() -> None:
+        async with connected() as (client, _, _):
+            data = grpc(bytes(50_000))
+            for id, step, count in ((1, 10, 1), (3, 20_000, 3), (5, len(data), 1)):
+                client.open(id, COUNT)
+                for at in range(0, len(data), step):
+                    flags = END_STREAM if at + step >= len(data) else 0
+                    client.send(frame(DATA, flags, id, data[at : at + step]))
+                assert int(await client.answer(id)) <= count
 
     run(test)
 

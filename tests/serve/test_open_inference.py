@@ -284,6 +284,21 @@ def test_a_stream_answers_in_order_and_goes_on_after_an_error(channel: grpc.Chan
             assert np.frombuffer(raw, np.float32).argmax() == (3, 7)[at % 3]
 
 
+def test_a_stream_may_run_ahead_of_its_answers(channel: grpc.Channel) -> None:
+    answer = message("inference.ModelStreamInferResponse")
+    method = channel.stream_stream(
+        SERVICE + "ModelStreamInfer", lambda m: m.SerializeToString(), answer.FromString
+    )
+    # All of them are there before the first is answered, and refused one behind the other.
+    many = [as_message(scans(3)), *[as_message(scans(1), model="no")] * 1500, as_message(scans(7))]
+    first, *refused, last = method(iter(many), timeout=60)
+    for found, digit in ((first, 3), (last, 7)):
+        raw = found.infer_response.raw_output_contents[0]
+        assert np.frombuffer(raw, np.float32).argmax() == digit
+    assert len(refused) == 1500
+    assert all("no" in found.error_message for found in refused)
+
+
 def test_health_and_reflection(channel: grpc.Channel) -> None:
     check = channel.unary_unary(
         "/grpc.health.v1.Health/Check",
