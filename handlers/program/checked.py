@@ -1,6 +1,7 @@
 """The calls of a program that torch has read: their constants, and checked ones that stand in."""
 
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -23,19 +24,26 @@ _KINDS = {
 _DEVICES = ("cpu", "cuda")
 _MODES = {"interpolation_mode": 3, "padding_mode": 3}
 """Of `grid_sampler`: for a number from here on its kernels leave their output unwritten."""
-_STEPS = ("stride", "padding", "dilation", "output_padding")
+_STEPS = ("kernel_size", "stride", "padding", "dilation", "output_padding")
+_STEPPING = re.compile("conv|max_pool1d")
 _MAX_STEP = 1 << 14
+_PAD = torch.ops.aten.pad.default
 
 
 def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the constants of a call.
 
     To torch a dtype is a number, and a number that is no dtype leads outside a table; some kernels
-    take a tensor for granted where None is given; and convolutions multiply their steps in 32 bits.
+    take a tensor for granted where None is given; convolutions and max_pool1d multiply their steps
+    without looking; and what is cut off while it is padded in a circle leaves places unwritten.
     """
     arguments = target._schema.arguments
     given = [*zip(arguments, args, strict=False)]
     given += [(each, kwargs[each.name]) for each in arguments if each.name in kwargs]
+    values = {argument.name: value for argument, value in given}
+    pads, is_circle = values.get("pad"), values.get("mode") == "circular"
+    if target is _PAD and is_circle and not _are_steps(pads, least=0):
+        return f"pads by {pads!r} in a circle, expected 0 to {_MAX_STEP}"
     for argument, value in given:
         if (modes := _MODES.get(argument.name)) and value not in range(modes):
             return f"gives {value!r} where {argument.name} is one of {modes} modes"
@@ -44,7 +52,7 @@ def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
             if not stated.startswith("Optional["):
                 return f"gives nothing where {argument.name} is a {stated}"
             continue
-        if argument.name in _STEPS and "conv" in str(target) and not _are_steps(value):
+        if argument.name in _STEPS and _STEPPING.search(str(target)) and not _are_steps(value):
             return f"gives {value!r} as {argument.name}, expected numbers up to {_MAX_STEP}"
         kind = _KINDS.get(stated.removeprefix("Optional[").removesuffix("]"))
         if kind is None:
@@ -58,10 +66,10 @@ def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
     return None
 
 
-def _are_steps(value: object) -> bool:
+def _are_steps(value: object, least: int = -_MAX_STEP) -> bool:
     values = value if isinstance(value, list | tuple) else [value]
     return isinstance(value, str) or all(
-        isinstance(each, int) and abs(each) <= _MAX_STEP for each in values
+        isinstance(each, int) and least <= each <= _MAX_STEP for each in values
     )
 
 

@@ -26,6 +26,7 @@ from modelyard.handlers import LoadError
 from modelyard.handlers.backends import open_artifact
 from modelyard.handlers.errors import UnsafeProgram
 from modelyard.handlers.program.check import check, load_program
+from modelyard.handlers.program.checked import call_problem
 from modelyard.handlers.program.grammar import expression_problem, guard_problem, operator_problem
 from modelyard.handlers.program.operators import ALLOWED
 from tests.breadth.operator_rules import problem
@@ -930,6 +931,28 @@ def test_a_number_where_torch_expects_a_dtype_is_refused(tmp_path: Path) -> None
     _zip(path, {**entries, MODEL: doubled})
     with pytest.raises(UnsafeProgram, match="gives 255 where dtype is a ScalarType"):
         load_program(path)
+
+
+@pytest.mark.parametrize(
+    ("call", "args", "kwargs", "said"),
+    [
+        ("max_pool1d", [ROWS, [(1 << 63) - 1]], {}, "as kernel_size, expected numbers up to 16384"),
+        ("conv1d", [ROWS, ROWS, None, [1 << 31]], {}, "as stride, expected numbers up to 16384"),
+        ("pad", [ROWS, [2, -2], "circular"], {}, "pads by [2, -2] in a circle"),
+        ("pad", [ROWS, [2, -2]], {"mode": "circular"}, "pads by [2, -2] in a circle"),
+        ("relu", [None], {}, "gives nothing where self is a Tensor"),
+        ("conv1d", [ROWS, ROWS, None, [1], "same"], {}, None),
+        ("pad", [ROWS, [2, -2]], {}, None),
+    ],
+)
+def test_constants_that_lead_a_kernel_outside_are_named(
+    call: str, args: list[object], kwargs: dict[str, object], said: str | None
+) -> None:
+    """What the fuzzer found: each of them ended the process or gave memory that nobody wrote."""
+    operators = getattr(torch.ops.aten, call)
+    target = getattr(operators, "padding" if "same" in args else "default")
+    found = call_problem(target, args, kwargs)
+    assert found is None if said is None else said in (found or "")
 
 
 def test_memory_that_a_program_never_writes_is_zeros(tmp_path: Path) -> None:
