@@ -9,6 +9,7 @@ from modelyard.serve.api.description import DESCRIPTION, described_calls
 from modelyard.serve.api.docs import add_docs
 from modelyard.serve.api.health import OPEN_PATHS, health_routes
 from modelyard.serve.api.inference import Calls, right_of
+from modelyard.serve.api.kserve import kserve_routes
 from modelyard.serve.api.management import management_routes
 from modelyard.serve.api.metrics import metrics_routes
 from modelyard.serve.api.oip import oip_routes
@@ -73,6 +74,7 @@ def create_server(settings: Settings) -> Server:
         described_calls(),
         health_routes(registry, state),
         oip_routes(registry, state, repository),
+        kserve_routes(registry),
     )
     operators = Routes(
         "Modelyard management",

@@ -142,6 +142,20 @@ CALLS = [
         "Attribute one version's answer to each input value.",
     ),
     (
+        "predict_instances",
+        "/v1/models/{model}:predict",
+        BODY,
+        "Predict instances",
+        "Run the default version on each of `instances`, as KServe's v1 protocol has them.",
+    ),
+    (
+        "explain_instances",
+        "/v1/models/{model}:explain",
+        EXPLAIN_BODY,
+        "Explain instances",
+        "Attribute the default version's answer to each of `instances`.",
+    ),
+    (
         "infer",
         "/v2/models/{model}/infer",
         BODY,

@@ -7,12 +7,15 @@ machinery (1.5 µs instead of 80): `Application` takes it before routing.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 from urllib.parse import parse_qsl
+
+import orjson
 
 from modelyard.archiver.explain_options import check_query
 from modelyard.serve.control.registry import ModelVersion, Registry
@@ -55,7 +58,20 @@ def target_of(path: str) -> Target | None:
                 return Target(PREDICT, [model], wire.KSERVE | wire.TENSORS)
             case ["models", model, "versions", version, "infer"] if model and version:
                 return Target(PREDICT, [model, version], wire.KSERVE | wire.TENSORS)
+    if first == "v1":
+        match rest:
+            case ["models", last] if (found := split_verb(last)) is not None:
+                return Target(found[1], [found[0]], wire.KSERVE | wire.INSTANCES)
     return None
+
+
+_VERBS = {"predict": PREDICT, "explain": EXPLAIN}
+
+
+def split_verb(last: str) -> tuple[str, int] | None:
+    """Return model and kind of `model:predict` or `model:explain`, as KServe's v1 paths end."""
+    name, _, verb = last.rpartition(":")
+    return (name, _VERBS[verb]) if name and verb in _VERBS else None
 
 
 GRPC_CALLS = frozenset({
@@ -150,6 +166,8 @@ class Calls:
         put = call.put if is_checked else call.submit
         if flags & wire.TENSORS:
             put = partial(put_tensors, call)
+        elif flags & wire.INSTANCES:
+            put = partial(put_instances, call)
         cycle.read_body(put)
 
     def count_unrouted(self, status: int) -> None:
@@ -282,6 +300,35 @@ def put_tensors(call: Call, parts: Sequence[Buffer]) -> None:
         call.timeout_s = min(call.timeout_s, int(timeout[1]) / 1e6)
         call.must_fit = True
     call.submit(parts)
+
+
+COUNTED_BYTES = 1 << 14
+"""Of a body of instances that are counted one by one, which takes the server half a millisecond."""
+_FIRST = re.compile(rb'"instances"\s*:\s*\[\s*')
+_DECODER = json.JSONDecoder()
+
+
+def put_instances(call: Call, parts: Sequence[Buffer]) -> None:
+    """Queue a call of several instances as so many rows; of a long body by the first one's size."""
+    body = b"".join(parts)
+    call.rows = max(1, min(count_instances(body), MOST_ROWS))
+    call.submit([body])
+
+
+def count_instances(body: bytes) -> int:
+    """Return how many instances a request seems to have; 0 where it has none."""
+    try:
+        if len(body) <= COUNTED_BYTES:
+            found = orjson.loads(body)
+            return len(found["instances"])
+        start = _FIRST.search(body[:COUNTED_BYTES])
+        if start is None:
+            return 0
+        text = body[start.end() : start.end() + LOOKED_AT_BYTES].decode("latin-1")
+        _, size = _DECODER.raw_decode(text)
+        return round((len(body) - start.end()) / (size + 1))
+    except (ValueError, TypeError, LookupError, RecursionError):
+        return 0
 
 
 def pack_head(cycle: RequestResponseCycle, rest: str, id: str) -> bytes:

@@ -29,6 +29,8 @@ WINDOW = 100
 reference's, by so small a part of its distance."""
 _OF_A_JOB = wire.LEGACY | wire.KSERVE
 """Flags by which a worker reads a request."""
+_OTHER_FORMS = wire.TENSORS | wire.INSTANCES
+"""Of requests that are not one body for the handler."""
 
 
 class Drift:
@@ -67,7 +69,7 @@ class Drift:
 
     def offer(self, job: Call) -> None:
         """Explain a prediction that was just answered, if it is drawn and a worker has time."""
-        if self._draw() >= self._share or self._is_ended or job.flags & wire.TENSORS:
+        if self._draw() >= self._share or self._is_ended or job.flags & _OTHER_FORMS:
             return
         if not self._explainers.slots:
             self._start()

@@ -78,6 +78,9 @@ SHARES = 32
 TENSORS = 64
 """The body holds tensors by name, in the form of the Open Inference Protocol; `code` says how many
 rows, as far as the server can see it, where that is not 1."""
+INSTANCES = 128
+"""The body holds the bodies of as many requests as `code` says, as far as the server can see it, in
+the form of KServe's first protocol; their answers are one."""
 
 # Flags of a reply.
 MORE = 1

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from modelyard.serve.api.health import why_not_ready
-from modelyard.serve.api.inference import KINDS, Calls
+from modelyard.serve.api.inference import KINDS, Calls, split_verb
 from modelyard.serve.api.oip import describe_signature, readiness
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
@@ -79,10 +79,8 @@ class TorchServeInference:
         match path:
             case ["predictions" | "explanations" as first, name, *rest] if name:
                 return Target(KINDS[first], [name, *rest])
-            case ["v1", "models", last]:
-                name, _, verb = last.rpartition(":")
-                if verb in ("predict", "explain"):
-                    return Target(_KSERVE[verb], [name], wire.KSERVE)
+            case ["v1", "models", last] if (found := split_verb(last)) is not None:
+                return Target(found[1], [found[0]], wire.KSERVE)
             case ["v2", "models", name, "infer" | "explain" as verb]:
                 return Target(_KSERVE[verb], [name], wire.KSERVE)
             case ["v2", "models", name, "versions", version, "infer" | "explain" as verb]:

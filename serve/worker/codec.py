@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
@@ -25,6 +25,7 @@ from modelyard.handlers.accept import weights_of
 from modelyard.handlers.body import parse_strictly
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, NoGradients, PredictionException
+from modelyard.handlers.instances import as_prediction, read_instances
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.form import MAX_PARTS, read_parts
 
@@ -54,12 +55,15 @@ class Request:
 
     Attributes:
         row: parameter name → value; `body` unless the request is a form.
+        rows: `row`, or those of all instances of the request.
+        has_instances: whether the answers to all of them are one.
         headers: name as the client spelled it → value, and TorchServe's own entries.
         query: query parameter → value; the last one wins.
     """
 
     __slots__ = (
-        "_added", "_fields", "_flags", "_headers", "_item", "id", "query", "request_id", "row"
+        "_added", "_fields", "_flags", "_headers", "_item", "has_instances", "id", "query",
+        "request_id", "row", "rows",
     )  # fmt: skip
 
     def __init__(self, item: wire.Item) -> None:
@@ -70,6 +74,8 @@ class Request:
         query = fields[1].decode("latin-1")
         self.request_id = fields[2].decode("latin-1")
         self.row: Row = {}
+        self.rows: Sequence[Row] = (self.row,)
+        self.has_instances = bool(item.flags & wire.INSTANCES)
         self.query = dict(parse_qsl(query, keep_blank_values=True)) if query else {}
         self._headers: dict[str, Any] | None = None
         self._added: dict[str, str] = {}
@@ -77,6 +83,11 @@ class Request:
         if self._flags & wire.LEGACY:
             for name, value in parse_qsl(query, keep_blank_values=True, encoding="latin-1"):
                 self._add(name, bytearray(value, "latin-1"), "")
+
+    @property
+    def is_explained(self) -> bool:
+        """Whether it asks for an explanation."""
+        return bool(self._flags & wire.EXPLAIN)
 
     @property
     def headers(self) -> dict[str, Any]:
@@ -122,6 +133,11 @@ class Request:
             BadInput: a form that cannot be read, or what `read_json` refuses.
         """
         if self._flags & wire.DESCRIBE:
+            return
+        if self.has_instances:
+            instances = read_instances(body, read_json or parse_strictly)
+            self.rows = [{"body": each} for each in instances]
+            self._added["body"] = JSON
             return
         if holds_tensors and self._flags & wire.TENSORS:
             self.row["body"] = body
@@ -294,6 +310,24 @@ def answer_output(context: Context, index: int, output: object, rules: Rules) ->
         if lower.encode("latin-1") not in wire.FRAMING:
             headers[lower] = text
     return Answer(status, headers, body)
+
+
+def answer_instances(
+    outputs: Sequence[object], statuses: Sequence[int], is_explained: bool, rules: Rules
+) -> Answer:
+    """Turn the answers to all instances of one request into one.
+
+    Raises:
+        WrongAnswer: it cannot be sent.
+    """
+    if any(not is_status(status) for status in statuses):
+        raise WrongAnswer(f"the handler set the status {list(statuses)!r}")
+    for output, status in zip(outputs, statuses, strict=True):
+        if status >= 400:
+            raise PredictionException(text_of(output), status)
+    key = "explanations" if is_explained else "predictions"
+    body, headers = encode_value({key: [as_prediction(output) for output in outputs]}, rules)
+    return Answer(200, headers, body)
 
 
 def compressed(answer: Answer, request: Request) -> Answer:

@@ -14,13 +14,15 @@ import logging
 import os
 import socket
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 from modelyard.handlers.context import Context
 from modelyard.handlers.entry_point import Entry
 from modelyard.handlers.errors import BadInput
+from modelyard.handlers.instances import join_chunks
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.lengths import CALL_BYTES, choose_alike
 from modelyard.serve.worker.codec import (
@@ -32,6 +34,7 @@ from modelyard.serve.worker.codec import (
     NotFinite,
     Request,
     Rules,
+    answer_instances,
     answer_output,
     check_outputs,
     compressed,
@@ -174,10 +177,13 @@ class Sender:
         """By job of this batch, how long the handler's last call took that had it."""
         self.has_sent = False
         """Whether the running call has sent a chunk."""
+        self._kept: dict[int, list[Any]] = {}
+        """Chunks of instances by their place, whose answers are one with others."""
 
     def begin(self, requests: Sequence[Request]) -> None:
         """Take note of whom the next chunks are for, and of the time."""
         self._requests = requests
+        self._kept.clear()
         self.has_sent = False
         self._began_us = wire.now_us()
 
@@ -211,11 +217,25 @@ class Sender:
         if not waiting:
             raise ClientsLeft
         for at, request in waiting:
+            if request.has_instances:
+                self._kept.setdefault(at, []).append(values[at])
+                continue
             answer = answer_output(self._context, at, values[at], self._rules)
             headers = {} if self.has_sent else {**answer.headers, **STREAMED}
             frame.add(request.id, answer.status, wire.MORE, pack_headers(headers), [answer.body])
-        self._reader.send(frame)
-        self.has_sent = True
+        if len(frame):
+            self._reader.send(frame)
+            self.has_sent = True
+
+    def has_sent_to(self, request: Request) -> bool:
+        """Return whether a request's client has a chunk of this call's."""
+        return self.has_sent and not request.has_instances
+
+    def with_kept(self, outputs: list[Any]) -> list[Any]:
+        """Return the last answers, each in one with the chunks before it that were not sent."""
+        for at, chunks in self._kept.items():
+            outputs[at] = join_chunks([*chunks, outputs[at]])
+        return outputs
 
     def send(self, batch: Sequence[wire.Item], began_us: int, answers: Sequence[Answer]) -> None:
         """Send the answers of a batch, one per item, and what its handler measured.
@@ -414,27 +434,84 @@ def _call(
     service: Service, entry: Entry, requests: list[Request], sender: Sender | None
 ) -> list[Answer]:
     """Run the handler on these requests, and on each alone when that fails."""
-    context = service.context
-    context.reset(
-        request_ids=[request.request_id for request in requests],
-        headers=lambda: [request.headers for request in requests],
-        queries=[request.query for request in requests],
-    )
-    if sender is not None:
-        sender.begin(requests)
-    began = perf_counter()
+    if any(request.has_instances for request in requests):
+        return _call_instances(service, entry, requests, sender)
     try:
-        try:
-            outputs = entry([request.row for request in requests], context)
-        finally:
-            if sender is not None:
-                sender.end()
-        outputs = check_outputs(outputs, len(requests))
+        outputs = _run(service, entry, [request.row for request in requests], requests, sender)
     except BaseException as error:
         return _answer_failure(service, entry, error, requests, sender)
+    return _answer_outputs(service, outputs, requests, sender)
+
+
+def _call_instances(
+    service: Service, entry: Entry, requests: list[Request], sender: Sender | None
+) -> list[Answer]:
+    """Run the handler on requests of which some have several rows, at most a batch of them each."""
+    rows = [row for request in requests for row in request.rows]
+    size = service.batch_size
+    if len(requests) > 1 and len(rows) > size:  # the server has seen fewer
+        return [_call(service, entry, [one], sender)[0] for one in requests]
+    owners = [request for request in requests for _ in request.rows]
+    outputs: list[Any] = []
+    statuses: list[int] = []
+    try:
+        for start in range(0, len(rows), size):
+            part = slice(start, start + size)
+            outputs += _run(service, entry, rows[part], owners[part], sender)
+            statuses += _statuses(service.context, len(outputs) - start)
+    except BaseException as error:
+        return _answer_failure(service, entry, error, requests, sender)
+    answers = []
+    at = 0
+    for request in requests:
+        own = slice(at, at + len(request.rows))
+        if request.has_instances:
+            write = partial(
+                answer_instances, outputs[own], statuses[own], request.is_explained, service.rules
+            )
+        else:
+            write = partial(answer_output, service.context, at, outputs[at], service.rules)
+        answers.append(_written(service, write, request, sender))
+        at = own.stop
+    return answers
+
+
+def _run(
+    service: Service,
+    entry: Entry,
+    rows: list[dict[str, Any]],
+    owners: Sequence[Request],
+    sender: Sender | None,
+) -> list[Any]:
+    """Return what the handler answers to rows, each of which is of a request.
+
+    Raises:
+        BaseException: of an author's code.
+    """
+    context = service.context
+    context.reset(
+        request_ids=[request.request_id for request in owners],
+        headers=lambda: [request.headers for request in owners],
+        queries=[request.query for request in owners],
+    )
+    if sender is not None:
+        sender.begin(owners)
+    began = perf_counter()
+    try:
+        outputs = entry(rows, context)
+    finally:
+        if sender is not None:
+            sender.end()
+    outputs = check_outputs(outputs, len(rows))
     if (metric := service.rules.time_metric) and context.metrics is not None:
         context.metrics.add_time(metric, round((perf_counter() - began) * 1000, 2))
-    return _answer_outputs(service, outputs, requests, sender)
+    return outputs if sender is None else sender.with_kept(outputs)
+
+
+def _statuses(context: Context, count: int) -> list[int]:
+    if context.is_answer_plain:
+        return [200] * count
+    return [context.get_response_status(index)[0] for index in range(count)]
 
 
 def _answer_failure(
@@ -471,24 +548,33 @@ def _answer_outputs(
     service: Service, outputs: list[Any], requests: list[Request], sender: Sender | None
 ) -> list[Answer]:
     """Turn what the handler returned into answers, each that cannot be sent into an error."""
-    answers = []
+    return [
+        _written(
+            service, partial(answer_output, service.context, index, output, service.rules),
+            requests[index], sender,
+        )
+        for index, output in enumerate(outputs)
+    ]  # fmt: skip
+
+
+def _written(
+    service: Service, write: Callable[[], Answer], request: Request, sender: Sender | None
+) -> Answer:
+    """Return an answer, or the error that there is in its place."""
     rules = service.rules
-    for index, output in enumerate(outputs):
-        try:
-            answers.append(answer_output(service.context, index, output, rules))
-        except Exception as failure:  # an answer is an author's object: its methods may fail
-            error: Exception = failure
-            if isinstance(failure, NotFinite) and service.is_built_in:
-                error = BadInput(
-                    "the model gives infinity or NaN for this input, which JSON does not have; "
-                    "send smaller numbers"
-                )
-            if sender is not None and sender.has_sent:
-                answers += _broken(rules, error, [requests[index]])
-            else:
-                log_failure(rules, error, requests[index].request_id)
-                answers.append(rules.refuse(error, requests[index].request_id))
-    return answers
+    try:
+        return write()
+    except Exception as failure:  # an answer is an author's object: its methods may fail
+        error: Exception = failure
+        if isinstance(failure, NotFinite) and service.is_built_in:
+            error = BadInput(
+                "the model gives infinity or NaN for this input, which JSON does not have; "
+                "send smaller numbers"
+            )
+        if sender is not None and sender.has_sent_to(request):
+            return _broken(rules, error, [request])[0]
+        log_failure(rules, error, request.request_id)
+        return rules.refuse(error, request.request_id)
 
 
 def _broken(rules: Rules, error: BaseException, requests: Sequence[Request]) -> list[Answer]:

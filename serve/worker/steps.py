@@ -92,7 +92,7 @@ class Stepping:
         """Let requests join in order, while there is room and none is to run by itself."""
         while self._waiting and len(self._running) < self._service.batch_size:
             item = self._waiting[0]
-            kind = item.flags & KIND
+            kind = item.flags & (KIND | wire.INSTANCES)
             is_alone = bool(kind) or item.id in self._alone
             if self._running and (is_alone or self._runs_alone):
                 return

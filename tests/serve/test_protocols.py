@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import grpc
 import httpx
+import numpy as np
 import pytest
 
+from modelyard.archiver import write_archive
+from modelyard.serve.api.inference import COUNTED_BYTES, count_instances
 from modelyard.serve.grpc.protos import message
 from modelyard.serve.http.auth import CHANGES
 from tests.serve.live import LiveServer, build_archive, running
@@ -19,15 +25,21 @@ INDEX, MODELS = "/v2/repository/index", "/v2/repository/models"
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+def server(
+    tmp_path_factory: pytest.TempPathFactory, digits_artifacts: dict[str, Path]
+) -> Iterator[LiveServer]:
     """Start a server whose models may be loaded and unloaded by name."""
     folder = tmp_path_factory.mktemp("protocols")
     (store := folder / "store").mkdir()
     build_archive(store, "tensors")
     build_archive(store, "streamer")
+    write_archive(
+        "numbers", version="1.0", artifact=digits_artifacts["onnx"], handler="base_handler",
+        output_dir=store,
+    )  # fmt: skip
     (folder / "config.yaml").write_text("allow_load: true\n")
     with running(folder / "state", store, f"--config={folder / 'config.yaml'}") as server:
-        server.register_all("tensors.mar")
+        server.register_all("tensors.mar", "numbers.mar", initial_workers=1)
         yield server
 
 
@@ -68,7 +80,7 @@ def test_models_are_loaded_and_unloaded_by_name(server: LiveServer, operator: ht
 
     assert call(server, "RepositoryModelLoad", server.token, model_name="streamer").isLoaded
     ready = call(server, "RepositoryIndex", ready=True)
-    assert {"streamer", "tensors"} == {each.name for each in ready.models}
+    assert {"numbers", "streamer", "tensors"} == {each.name for each in ready.models}
     # As KServe's client sends it, whose messages have the model's name first.
     kserve = call(server, "RepositoryModelUnload", server.token, repository_name="streamer")
     assert kserve.isUnloaded
@@ -131,3 +143,89 @@ def test_every_change_is_one_by_its_path() -> None:
         assert CHANGES.fullmatch(path)
     for path in (INDEX, "/v2/models/a/infer", f"/{service}/RepositoryIndex"):
         assert not CHANGES.fullmatch(path)
+
+
+# -- KServe's first protocol ----------------------------------------------------------------------
+
+
+def picture(seed: int) -> list[Any]:
+    """Return what the digits network takes, (1, 8, 8)."""
+    numbers: list[Any] = np.random.default_rng(seed).random((1, 8, 8)).round(3).tolist()
+    return numbers
+
+
+def test_each_instance_is_a_body_of_its_own(server: LiveServer) -> None:
+    given = [picture(seed) for seed in range(20)]  # more than a batch
+    apart = [server.client.post("/predictions/numbers", json=each).json() for each in given]
+    answer = server.client.post("/v1/models/numbers:predict", json={"instances": given})
+    assert answer.headers["content-type"] == "application/json"
+    assert np.allclose(answer.json()["predictions"], apart, atol=1e-5)
+
+
+def test_models_of_kserve(server: LiveServer) -> None:
+    assert {"numbers", "tensors"} <= set(server.client.get("/v1/models").json()["models"])
+    assert server.client.get("/v1/models/numbers").json() == {"name": "numbers", "ready": True}
+    assert server.client.get("/v1/models/nothing").status_code == 404
+    assert server.client.post("/v1/models/nothing:predict", json={}).status_code == 404
+    for path in ("/v1/models/numbers:predict", "/v1/models/numbers:explain"):
+        assert server.client.get(path).status_code == 405
+    assert server.client.post("/v1/models/numbers:classify").status_code in (404, 405)
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "JSON"),
+        (b"[1]", "instances"),
+        (b"{}", "instances"),
+        (b'{"instances": []}', "0 of them"),
+        (b'{"instances": {"a": 1}}', "instances"),
+        (b'{"instances": [NaN]}', "JSON"),
+        (b'{"instances": [[1, 2]]}', "image"),
+        (b'{"instances": [{"b64": 1}]}', "base64"),
+    ],
+)
+def test_instances_that_are_refused(server: LiveServer, body: bytes, reason: str) -> None:
+    answer = server.client.post("/v1/models/numbers:predict", content=body)
+    assert answer.status_code == 400, answer.text
+    assert reason in answer.json()["error"]
+
+
+def test_a_bad_instance_is_its_own_requests_fault(
+    server: LiveServer, threads: ThreadPoolExecutor
+) -> None:
+    bodies = [{"instances": [picture(1), [at] if at % 3 == 0 else picture(2)]} for at in range(12)]
+    post = server.client.post
+    url = "/v1/models/numbers:predict"
+    answers = list(threads.map(lambda body: post(url, json=body), bodies))
+    assert [each.status_code for each in answers] == [400, 200, 200] * 4
+
+
+def test_explained_instances(server: LiveServer) -> None:
+    url = "/v1/models/numbers:explain?method=feature_ablation&target=3"
+    answer = server.client.post(url, json={"instances": [picture(1), picture(2)]})
+    assert answer.status_code == 200, answer.text
+    assert [each["target"] for each in answer.json()["explanations"]] == [3, 3]
+    wrong = server.client.post("/v1/models/numbers:explain?method=nothing", json={"instances": [1]})
+    assert wrong.status_code == 400
+
+
+def test_what_is_streamed_comes_in_one_for_each_instance(
+    server: LiveServer, operator: httpx.Client
+) -> None:
+    operator.post(f"{MODELS}/streamer/load")
+    body = {"instances": ["count 2", "count 2"]}
+    answer = server.client.post("/v1/models/streamer:predict", json=body)
+    assert answer.json() == {"predictions": [["2.0 ", "2.1 ", {"end": "2"}]] * 2}
+    failed = server.client.post("/v1/models/streamer:predict", json={"instances": ["fail 1"]})
+    assert failed.status_code == 500
+    operator.post(f"{MODELS}/streamer/unload")
+
+
+def test_instances_are_counted_before_they_are_read() -> None:
+    assert count_instances(json.dumps({"instances": [[1, 2], "]["]}).encode()) == 2
+    assert count_instances(b'{"instances": 7}') == count_instances(b"[") == 0
+    assert count_instances(b"[" * (COUNTED_BYTES + 1)) == 0
+    long = json.dumps({"instances": [picture(seed) for seed in range(100)]}).encode()
+    assert len(long) > COUNTED_BYTES
+    assert abs(count_instances(long) - 100) <= 5

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from modelyard.handlers.instances import decode_instance
 from ts.torch_handler.request_envelope.base import BaseEnvelope, document, split
 
 
@@ -19,21 +19,8 @@ class JSONEnvelope(BaseEnvelope):
         """Return all instances in one list."""
         instances = [document(row)["instances"] for row in data]
         self._lengths = [len(rows) for rows in instances]
-        return [_decoded(row) for rows in instances for row in rows]
+        return [decode_instance(row) for rows in instances for row in rows]
 
     def format_output(self, data: Sequence[Any]) -> list[str]:
         """Return each request the JSON text of its predictions."""
         return [json.dumps({"predictions": rows}) for rows in split(data, self._lengths)]
-
-
-def _decoded(row: Any) -> Any:
-    if not isinstance(row, dict):
-        return row
-    if row.keys() == {"b64"}:
-        return b64decode(row["b64"])
-    return {
-        name: b64decode(value["b64"])
-        if isinstance(value, dict) and value.keys() == {"b64"}
-        else value
-        for name, value in row.items()
-    }

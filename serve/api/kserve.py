@@ -1,0 +1,38 @@
+"""KServe's first protocol: models, and whether they are ready. What infers is the inference API's.
+
+https://kserve.github.io/website/docs/concepts/architecture/data-plane/v1-protocol
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from modelyard.serve.api.description import ModelName, error_responses
+from modelyard.serve.api.oip import readiness
+from modelyard.serve.control.registry import Registry
+from modelyard.serve.errors import MethodNotAllowed
+
+
+def kserve_routes(registry: Registry) -> APIRouter:
+    """Return the routes that describe."""
+    router = APIRouter(prefix="/v1", tags=["KServe v1"])
+    of_model = {**error_responses(404), 503: {"description": "Not ready."}}
+
+    @router.get("/models", summary="Models")
+    async def models() -> dict[str, list[str]]:
+        """The names of all models."""
+        return {"models": list(dict.fromkeys(model.name for model in registry))}
+
+    @router.get("/models/{model}", summary="A model is ready", responses=of_model)
+    async def model_ready(model: ModelName) -> JSONResponse:
+        """Return whether a worker of the default version is ready."""
+        if ":" in model:
+            raise MethodNotAllowed  # no model has such a name; `model:predict` is posted to
+        found, status = readiness(registry.get(model))
+        about: dict[str, Any] = {"error": f"Model {model} is not ready"} if status != 200 else {}
+        return JSONResponse({**found, **about}, status)
+
+    return router
