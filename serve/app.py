@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from modelyard.serve.control.repository import Repository
 from modelyard.serve.control.state import make_keys
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.dataplane.tracing import Tracing, open_tracing
 from modelyard.serve.dataplane.worker import frame_bytes
 from modelyard.serve.errors import StartError
 from modelyard.serve.grpc import OPEN_METHODS, LazyServices, services
@@ -45,6 +47,8 @@ class Server:
     management: Listener
     metrics: Listener | None
     """None where nobody wants it."""
+    tracing: Tracing | None = None
+    """None where no request is traced."""
 
     @property
     def listeners(self) -> list[Listener]:
@@ -83,7 +87,9 @@ def create_server(settings: Settings) -> Server:
         management_routes(registry, lifecycle),
     )
     scraper = Routes("Modelyard metrics", "Prometheus metrics.", answers, metrics_routes(metrics))
-    calls = Calls(registry, metrics, state, answers, hides_tokens=of_clients is not None)
+    tracing = open_tracing(os.environ) if settings.tracing else None
+    hides_tokens = of_clients is not None
+    calls = Calls(registry, metrics, state, answers, hides_tokens=hides_tokens, tracing=tracing)
     operator = TokenCheck(of_operators, lambda _: "manage")
     check: Check = TokenCheck(of_clients, right_of, (*OPEN_PATHS, *OPEN_METHODS))
     if settings.allow_load:
@@ -103,7 +109,7 @@ def create_server(settings: Settings) -> Server:
     inference, management, scraped = listen(served, settings, budget, tls)
     others = {management.url: operators.fastapi, scraped.url: scraper.fastapi}
     add_docs(clients.fastapi, others, inference.url)
-    return Server(lifecycle, state, inference, management, scraped)
+    return Server(lifecycle, state, inference, management, scraped, tracing)
 
 
 OWN_RIGHTS = {"management": "manage", "inference": "predict,explain,metrics"}

@@ -204,6 +204,8 @@ async def _end(server: Server, state: StateDir) -> None:
     for listener in server.listeners:
         await listener.stop_accepting()
         listener.close_idle(0)
+    if server.tracing is not None:
+        await server.tracing.close()
     state.server_file.unlink(missing_ok=True)
     logger.info("stopped")
 

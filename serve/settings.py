@@ -144,6 +144,8 @@ class Settings(BaseModel):
     """A connection without a request for this long is closed; more than a balancer's own time."""
     explain_share: float = Field(default=0, ge=0, le=1)
     """Of the predictions of archives with a reference, those that are explained unasked."""
+    tracing: bool = False
+    """Export spans of sampled requests, as OpenTelemetry's variables say; needs the extra otel."""
     log_bytes: int = Field(default=10 << 20, ge=4096)
     """Size of the server's log and of each worker's; a full one is put aside as FILE.1."""
     log_keep: int = Field(default=3, ge=1)

@@ -288,7 +288,7 @@ def test_export_is_the_function_whatever_was_imported_before(first: str) -> None
         ("archiver", HEAVY | {"yaml", "pydantic", "typer", "rich"}),
         ("cli", HEAVY | {f"modelyard.{package}" for package in PACKAGES}),
         ("serve.server", HEAVY - {"fastapi", "starlette"} | {"modelyard.handlers"}),
-        ("serve.app", {"torch", "numpy", "modelyard.handlers"}),
+        ("serve.app", {"torch", "numpy", "modelyard.handlers", "opentelemetry.sdk"}),
         ("serve.worker.boot", HEAVY | {"pydantic", "typer"}),
         # A worker is tied to its server's life before it imports what takes time.
         ("serve.worker.__main__", {"modelyard.handlers", "modelyard.archiver", "yaml"}),

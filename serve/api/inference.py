@@ -18,10 +18,12 @@ from urllib.parse import parse_qsl
 import orjson
 
 from modelyard.archiver.explain_options import check_query
+from modelyard.serve.api.traces import begin_trace
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
-from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, Target
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, Stream, Target
 from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.dataplane.tracing import PARENT, Trace, Tracing
 from modelyard.serve.dataplane.wire import MOST_ROWS, Buffer
 from modelyard.serve.errors import (
     BadRequest,
@@ -102,6 +104,7 @@ class Calls:
         rephrase: returns the dialect's error for one of ours, given the target's path.
         takes_codings: whether compressed bodies go to handlers as they are.
         hides_tokens: whether handlers, whose authors are others, do not see Authorization.
+        tracing: what traces requests; None where nobody asked for that.
     """
 
     def __init__(
@@ -114,8 +117,10 @@ class Calls:
         rephrase: Callable[[Exception, list[str]], Exception] = _as_it_is,
         takes_codings: bool = False,
         hides_tokens: bool = False,
+        tracing: Tracing | None = None,
     ) -> None:
         self._hides_tokens = hides_tokens
+        self.tracing = tracing
         self._takes_codings = takes_codings
         self.target = target
         self._models = registry
@@ -133,7 +138,10 @@ class Calls:
         """
         kind, path, flags = target
         model = self.find(target)
-        reply = DirectReply(self, cycle, id, model, target)
+        trace = None
+        if self.tracing is not None:
+            trace = begin_trace(self.tracing, cycle, id, model, target)
+        reply = DirectReply(self, cycle, id, model, target, trace)
         try:
             if kind == EXPLAIN and cycle.query and model.takes_our_options:
                 check_options(cycle.query)
@@ -155,12 +163,13 @@ class Calls:
         call = reply.call = Call(
             model,
             kind,
-            pack_head(cycle, "/".join(path[2:]), id),
+            pack_head(cycle, "/".join(path[2:]), id, trace),
             reply,
             timeout_s - waited_s,
             cycle.is_left,
             flags,
             must_fit,
+            trace,
         )
         is_checked = kind == PREDICT and cycle.is_received
         put = call.put if is_checked else call.submit
@@ -197,15 +206,18 @@ class CallReply:
     What sends it is of the protocol: `answer` and `refuse`.
     """
 
-    __slots__ = ("_calls", "_model", "_target", "call")
+    __slots__ = ("_calls", "_model", "_target", "call", "trace")
     call: Call | None
     """Given up with the reply: the two hold each other, and what is left to the collector stops
     this process for it."""
 
-    def __init__(self, calls: Calls, model: ModelVersion, target: Target) -> None:
+    def __init__(
+        self, calls: Calls, model: ModelVersion, target: Target, trace: Trace | None = None
+    ) -> None:
         self._calls = calls
         self._model = model
         self._target = target
+        self.trace = trace
 
     def answer(self, reply: Reply) -> None:
         """Send a worker's reply."""
@@ -221,28 +233,39 @@ class CallReply:
 
     def cancel(self) -> bool:
         """Note that nobody waits for it any more."""
-        self.call = None
+        call, self.call = self.call, None
+        if self.trace is not None:
+            self.trace.left(call)
         return True
 
     def set_result(self, reply: Reply, /) -> None:
         """Count a reply and send it."""
         call, calls, model = self._take(), self._calls, self._model
         took_s = monotonic() - call.queued_at
-        model.metrics.kinds[call.kind].answered(reply.status, took_s)
+        trace = self.trace
+        trace_id = trace.id if trace is not None else ""
+        model.metrics.kinds[call.kind].answered(reply.status, took_s, trace_id)
         if calls.observer is not None and reply.status < 400:
             waited_s = call.taken_at - call.queued_at
             calls.observer.inferred(model.name, self._target.version, waited_s, took_s)
         self.answer(reply)
+        if trace is not None:
+            stream = reply.body if isinstance(reply.body, Stream) else None
+            trace.answered(call, reply.status, stream)
 
     def set_exception(self, error: Exception, /) -> None:
         """Count an error and send it."""
-        self.fail(error, monotonic() - self._take().queued_at)
+        call = self._take()
+        self.fail(error, monotonic() - call.queued_at, call)
 
-    def fail(self, error: Exception, took_s: float) -> None:
+    def fail(self, error: Exception, took_s: float, call: Call | None = None) -> None:
         """Count an error, after this time, and send it."""
         kind, path, _ = self._target
-        self._model.metrics.kinds[kind].answered(http_status(error)[0], took_s)
+        status = http_status(error)[0]
+        self._model.metrics.kinds[kind].answered(status, took_s)
         self.refuse(self._calls.rephrase(error, path))
+        if self.trace is not None:
+            self.trace.failed(call, status, error)
 
     def _take(self) -> Call:
         call, self.call = self.call, None
@@ -262,8 +285,9 @@ class DirectReply(CallReply):
         id: str,
         model: ModelVersion,
         target: Target,
+        trace: Trace | None = None,
     ) -> None:
-        super().__init__(calls, model, target)
+        super().__init__(calls, model, target, trace)
         self._cycle = cycle
         self._id = id
 
@@ -331,10 +355,18 @@ def count_instances(body: bytes) -> int:
         return 0
 
 
-def pack_head(cycle: RequestResponseCycle, rest: str, id: str) -> bytes:
-    """Pack what a worker needs of the request's head; `worker.codec` reads it."""
+def pack_head(cycle: RequestResponseCycle, rest: str, id: str, trace: Trace | None = None) -> bytes:
+    """Pack what a worker needs of the request's head; `worker.codec` reads it.
+
+    The handler of a traced request finds the server's span as its parent.
+    """
+    headers = cycle.spelled
+    if trace is not None:
+        pairs = zip(headers[::2], headers[1::2], strict=True)
+        kept = (pair for pair in pairs if pair[0].lower() != PARENT)
+        headers = [*(each for pair in kept for each in pair), PARENT, trace.parent]
     # The path is decoded already and may hold a NUL, which separates the fields.
-    return pack_fields(rest.replace("\0", "%00").encode(), cycle.query, id, cycle.spelled)
+    return pack_fields(rest.replace("\0", "%00").encode(), cycle.query, id, headers)
 
 
 def without_token(spelled: list[bytes]) -> list[bytes]:

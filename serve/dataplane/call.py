@@ -12,11 +12,14 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.errors import StreamBroken
+
+if TYPE_CHECKING:
+    from modelyard.serve.dataplane.tracing import Trace
 
 PREDICT, EXPLAIN = 0, 1
 """Kinds of call; a batch has one."""
@@ -63,7 +66,10 @@ class Stream:
         self._arrived = asyncio.Event()
         self._is_complete = False
         self._is_closed = False
-        self._error: Exception | None = None
+        self.error: Exception | None = None
+        """Why the rest will not come."""
+        self.on_close: Callable[[], None] | None = None
+        """Called once when nobody reads on: it has all, or does not want the rest."""
 
     def put(self, chunk: Payload, is_last: bool = False) -> None:
         """Add what the worker sent."""
@@ -79,8 +85,8 @@ class Stream:
 
     def fail(self, error: Exception) -> None:
         """End the stream early; the client must not take what it has for the whole answer."""
-        if not self._is_complete and self._error is None:
-            self._error = error
+        if not self._is_complete and self.error is None:
+            self.error = error
         self._arrived.set()
 
     def close(self) -> None:
@@ -90,6 +96,8 @@ class Stream:
             self._drop()
             if not self._is_complete:
                 self._cancel()
+            if self.on_close is not None:
+                self.on_close()
 
     def _drop(self) -> None:
         self._chunks.clear()
@@ -110,8 +118,8 @@ class Stream:
                 self._size -= len(chunk)
                 self._budget.give_back(len(chunk))
                 yield chunk
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self._is_complete:
                 return
             self._arrived.clear()
@@ -200,6 +208,7 @@ class Call:
         has_left: returns whether the client has left; None where there is none.
         flags: of `wire`, beside what the kind says.
         must_fit: whether it is refused as soon as its answer cannot be expected by the deadline.
+        trace: of the request, where it is sampled.
     """
 
     __slots__ = (
@@ -218,6 +227,7 @@ class Call:
         "stream",
         "taken_at",
         "timeout_s",
+        "trace",
     )
     parts: Sequence[Buffer]
     """The body as it arrived."""
@@ -237,6 +247,7 @@ class Call:
         has_left: HasLeft | None = None,
         flags: int = 0,
         must_fit: bool = True,
+        trace: Trace | None = None,
     ) -> None:
         self.model = model
         self.kind = kind
@@ -246,6 +257,7 @@ class Call:
         self.has_left = has_left
         self.flags = flags
         self.must_fit = must_fit
+        self.trace = trace
         self.retried = False
         self.rows = 1
         """Of a batch, that it fills; known when the body is there."""

@@ -29,6 +29,7 @@ from modelyard.serve.dataplane.fork_server import ForkServer, Preload, start_pro
 from modelyard.serve.dataplane.log_file import LogFile, Pipe
 from modelyard.serve.dataplane.process import ChildProcess
 from modelyard.serve.dataplane.shared import Guest, SharedWorkers
+from modelyard.serve.dataplane.tracing import Batch
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import (
     DeadlinePassed,
@@ -434,6 +435,7 @@ class Worker(asyncio.BufferedProtocol):
         now = self._replied_at = monotonic()
         read_at = self._pool.clock.read(now)
         kind = count = 0
+        batch: Batch | None = None
         before = len(self.flight)
         for item in frame:
             id, status, flags, headers, body, queue_us, handler_us = item
@@ -455,6 +457,11 @@ class Worker(asyncio.BufferedProtocol):
                 kind = job.kind
                 count += 1
                 self._pool.metrics.kinds[kind].ran(queue_us, handler_us)
+                if job.trace is not None:
+                    if batch is None:
+                        size = sum(each.id > 0 for each in frame) + self._partial[1]
+                        batch = Batch(self.pid, size)
+                    job.trace.ran(batch, now, queue_us, handler_us)
             if job.stream is not None:
                 if flags & wire.BROKEN:
                     job.fail(StreamBroken(body.decode("utf-8", "replace")))

@@ -23,10 +23,12 @@ from google.protobuf.message import DecodeError
 from modelyard.serve.api.health import why_not_ready
 from modelyard.serve.api.inference import CallReply, Calls, pack_fields, unpack_headers
 from modelyard.serve.api.oip import EXTENSIONS, describe_signature
+from modelyard.serve.api.traces import describe_call
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply, Stream, Target
+from modelyard.serve.dataplane.tracing import PARENT, STATE, Attributes, Trace, Tracing
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import BadRequest, Unavailable, error_body, http_status
 from modelyard.serve.grpc.fields import begin_bytes, cut_out
@@ -153,6 +155,9 @@ def begin_call(
         calls.count_unrouted(http_status(error)[0])
         raise failure from error
     sink = reply(model)
+    trace = None
+    if calls.tracing is not None:
+        trace = sink.trace = _begin_trace(calls.tracing, rpc, model, target)
     asked_s = min(timeout_s, rpc.timeout_s)
     must_fit = model.config.refuses_late or asked_s < math.inf
     asked_s = min(asked_s, model.request_timeout_s)
@@ -161,13 +166,42 @@ def begin_call(
     except (BadRequest, Unavailable) as error:
         sink.fail(error, 0.0)
         return
-    head = pack_fields(b"", b"", rpc.id, headers)
+    head = pack_fields(b"", b"", rpc.id, [*headers, *_trace_headers(rpc, trace)])
     call = Call(
-        model, target.kind, head, sink, asked_s, rpc.is_left, target.flags, must_fit
+        model, target.kind, head, sink, asked_s, rpc.is_left, target.flags, must_fit, trace
     )  # fmt: skip
     sink.call = call
     call.rows = rows
     call.submit(parts)
+
+
+def _begin_trace(tracing: Tracing, rpc: Rpc, model: ModelVersion, target: Target) -> Trace | None:
+    """Begin the trace of a call; None where it is not sampled.
+
+    Names and attributes are those of OpenTelemetry's conventions for gRPC.
+    """
+    service, _, method = rpc.method.removeprefix("/").partition("/")
+
+    def about() -> tuple[str, Attributes]:
+        return f"{service}/{method}", {
+            "rpc.system": "grpc",
+            "rpc.service": service,
+            "rpc.method": method,
+            **describe_call(model, target, rpc.id),
+        }
+
+    return tracing.begin(rpc.metadata, rpc.began, about, _describe_status)
+
+
+def _describe_status(status: int) -> Attributes:
+    return {"rpc.grpc.status_code": int(status_of(status)) if status >= 400 else 0}
+
+
+def _trace_headers(rpc: Rpc, trace: Trace | None) -> list[bytes]:
+    """Return what the handler finds of a trace among its headers, name after value."""
+    names = (STATE,) if trace is not None else (PARENT, STATE)
+    found = [each for pair in rpc.metadata if pair[0] in names for each in pair]
+    return [*found, PARENT, trace.parent] if trace is not None else found
 
 
 class Inference:
