@@ -139,12 +139,17 @@ class Frame:
         handler_us: int = 0,
     ) -> None:
         """Add one item; its body may come in several parts."""
-        length = len(parts[0]) if len(parts) == 1 else sum(map(len, parts))
+        if len(parts) == 1:
+            length = len(parts[0])
+        else:
+            parts = [part for part in parts if part]
+            length = sum(map(len, parts))
         self._bytes += len(meta) + length
         self._count += 1
         self._heads.append(HEAD.pack(id, code, flags, queue_us, handler_us, len(meta), length))
         self._payloads.append(meta)
-        self._payloads += parts
+        if length:
+            self._payloads += parts  # none of them empty: `split` goes by lengths
 
     def __len__(self) -> int:
         return self._count

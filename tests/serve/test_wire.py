@@ -147,6 +147,17 @@ def test_control_items_have_a_limit_of_their_own() -> None:
         wire.Decoder(1000, 100).feed(text)
 
 
+def test_empty_parts_do_not_shift_what_stands_behind_them() -> None:
+    bodies = [[b"a" * (9 << 20)], [b""], [b"b", b""], [b"c"]]
+    frame = wire.Frame()
+    for at, parts in enumerate(bodies):
+        frame.add(at + 1, 200, 0, b"longer", parts)
+    decoder = wire.Decoder(1 << 24)
+    found = [decoder.feed(b"".join(buffers)) for buffers in frame.split()]
+    arrived = [bytes(item.body) for frames in found for items in frames for item in items]
+    assert arrived == [b"".join(parts) for parts in bodies]
+
+
 def test_a_frame_that_is_too_long_goes_out_as_several() -> None:
     sizes = [3, 4, 0, 4, 9, 1]
     items = [
