@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from modelyard.serve.api.description import DESCRIPTION, described_calls
 from modelyard.serve.api.docs import add_docs
@@ -49,12 +49,14 @@ class Server:
     """None where nobody wants it."""
     tracing: Tracing | None = None
     """None where no request is traced."""
+    more: Sequence[Listener] = ()
+    """Further addresses of the same APIs."""
 
     @property
     def listeners(self) -> list[Listener]:
         """Each of them once, the inference API's first; APIs may share one."""
-        all_three = (self.inference, self.management, self.metrics)
-        return list(dict.fromkeys(listener for listener in all_three if listener))
+        every = (self.inference, self.management, self.metrics, *self.more)
+        return list(dict.fromkeys(listener for listener in every if listener))
 
 
 def create_server(settings: Settings) -> Server:
@@ -147,6 +149,7 @@ def listen(
     tls: Tls | None = None,
     access: Access | None = None,
     allowed_origins: Iterable[str] = (),
+    ages: Mapping[Address, tuple[float, float]] | None = None,
 ) -> list[Listener]:
     """Bind every address, or none.
 
@@ -157,6 +160,7 @@ def listen(
         tls: returns certificate and key, for addresses that ask for them.
         access: called with each answer, for an access log.
         allowed_origins: web pages of elsewhere that may call, as CORS writes them.
+        ages: `age_s` and `age_grace_s` of `Limits`, where an address has its own.
 
     Raises:
         StartError: an address cannot be bound.
@@ -174,7 +178,9 @@ def listen(
         for api, address in apis:
             is_first = not listeners
             site = SiteCheck(address, settings.allowed_hosts, tuple(allowed_origins))
-            listeners.append(Listener(api, address, limits, tls, access, site, budget, is_first))
+            age_s, grace_s = (ages or {}).get(address, (limits.age_s, limits.age_grace_s))
+            own = replace(limits, age_s=age_s, age_grace_s=grace_s)
+            listeners.append(Listener(api, address, own, tls, access, site, budget, is_first))
     except BaseException:
         for listener in listeners:
             listener.abandon()

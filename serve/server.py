@@ -140,6 +140,7 @@ def _describe(server: Server, state: StateDir, settings: Settings) -> Event:
         "inference": server.inference.url,
         "management": server.management.url,
         "metrics": server.metrics.url if server.metrics else None,
+        **({"more": [listener.url for listener in server.more]} if server.more else {}),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "certificate": str(settings.tls_cert) if settings.tls_cert else None,
         "key_file": str(state.key_file),

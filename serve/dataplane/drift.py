@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 WINDOW = 100
 """Explanations over which shares are averaged: each moves the mean, which begins as the
 reference's, by so small a part of its distance."""
-_OF_A_JOB = wire.LEGACY | wire.KSERVE
+_OF_A_JOB = wire.LEGACY | wire.KSERVE | wire.PARTS
 """Flags by which a worker reads a request."""
 _OTHER_FORMS = wire.TENSORS | wire.INSTANCES
 """Of requests that are not one body for the handler."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ PROTOCOL = 3
 
 COUNT = struct.Struct("<I")
 HEAD = struct.Struct("<IHHIIII")
+PART = struct.Struct("<II")
 
 RECEIVE_BYTES = 1 << 18
 """Of one receive. A payload of which more is missing is received in its own place."""
@@ -81,6 +82,8 @@ rows, as far as the server can see it, where that is not 1."""
 INSTANCES = 128
 """The body holds the bodies of as many requests as `code` says, as far as the server can see it, in
 the form of KServe's first protocol; their answers are one."""
+PARTS = 256
+"""The body holds named values (`pack_parts`), which the handler gets as they are."""
 
 # Flags of a reply.
 MORE = 1
@@ -230,6 +233,25 @@ def pack_meta(fields: Iterable[bytes]) -> bytes:
 def unpack_meta(meta: bytes) -> list[bytes]:
     """Undo `pack_meta`; an empty meta has no fields."""
     return meta.split(b"\0") if meta else []
+
+
+def pack_parts(values: Mapping[str, bytes]) -> list[Buffer]:
+    """Return a body of named values: of each u32 its name's length, u32 its own, name, value."""
+    parts: list[Buffer] = []
+    for name, value in values.items():
+        encoded = name.encode()
+        parts += (PART.pack(len(encoded), len(value)) + encoded, value)
+    return parts or [b""]
+
+
+def unpack_parts(body: Payload) -> Iterator[tuple[str, bytearray]]:
+    """Undo `pack_parts`, whose body is whole."""
+    view, at = memoryview(body), 0
+    while at < len(body):
+        name_length, length = PART.unpack_from(body, at)
+        value_at = at + PART.size + name_length
+        at, name = value_at + length, str(view[at + PART.size : value_at], "utf-8")
+        yield name, bytearray(view[value_at:at])
 
 
 class Decoder:

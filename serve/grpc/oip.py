@@ -142,8 +142,12 @@ def _worker_error(reply: Reply) -> RpcError:
 def begin_call(
     calls: Calls, rpc: Rpc, target: Target, headers: Sequence[bytes], parts: Sequence[Buffer],
     reply: Callable[[ModelVersion], CallReply], timeout_s: float = math.inf, rows: int = 1,
+    form: Callable[[Exception], RpcError] = error_of,
 ) -> None:  # fmt: skip
     """Queue a call that came by gRPC, as `Calls.begin` does one that came by HTTP.
+
+    Args:
+        form: makes a status of the error where there is no such model.
 
     Raises:
         RpcError: there is no such model.
@@ -151,7 +155,7 @@ def begin_call(
     try:
         model = calls.find(target)
     except Exception as error:
-        failure = error_of(error)
+        failure = form(error)
         calls.count_unrouted(http_status(error)[0])
         raise failure from error
     sink = reply(model)

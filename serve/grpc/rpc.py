@@ -5,15 +5,17 @@ https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import re
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from enum import IntEnum
 from time import monotonic
+from typing import Any
 from urllib.parse import quote
 
 from modelyard.serve.dataplane.wire import Buffer, Payload
@@ -157,6 +159,7 @@ class Rpc:
         "on_whole",
         "status",
         "stream",
+        "task",
         "timeout_s",
     )
 
@@ -423,6 +426,13 @@ class Rpc:
         self.stream.send(HEADERS, block if self._is_started else _HEAD + block, ends=True)
         self._end(status)
 
+    def run(self, answering: Coroutine[Any, Any, None]) -> None:
+        """Have a task answer; the call ends with the error that it raises."""
+        self.task = asyncio.get_running_loop().create_task(answering)
+        self.task.add_done_callback(
+            lambda task: None if task.cancelled() else self.guard(task.result)
+        )
+
     async def drain(self) -> None:
         """Wait until the client has taken most of what was sent."""
         await self.stream.drain()
@@ -508,7 +518,7 @@ class Services:
         if self._access is not None:
             client = rpc.stream.connection.client
             took_s = monotonic() - rpc.began
-            self._access(client, "GRPC", rpc.method, rpc.status, took_s)
+            self._access(client, "gRPC", rpc.method.removeprefix("/"), rpc.status, took_s)
 
 
 def _refuse(stream: Stream, status: bytes, text: bytes) -> None:

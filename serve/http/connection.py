@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import re
 import socket
 import sys
@@ -111,6 +112,9 @@ class Limits:
     keep_alive_s: float = 75
     connections: int = 4096
     body_bytes: int = 6_553_500
+    age_s: float = math.inf
+    """After which a connection of HTTP/2 takes no new requests; those that it has get this long:"""
+    age_grace_s: float = math.inf
 
 
 IDLE, HEAD, BODY, ENDING = range(4)

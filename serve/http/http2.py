@@ -361,6 +361,7 @@ class Http2Connection(asyncio.Protocol):
         """Since when the client takes less than it is sent."""
         self._drain_until: float | None = None
         """When the last id is told, after the client was told that there will be one."""
+        self._opened_at = self.since
         self._is_over = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -603,23 +604,30 @@ class Http2Connection(asyncio.Protocol):
             raise _StreamFailed(Code.REFUSED_STREAM, f"more than {STREAMS} requests at a time")
         if error is not None:
             raise _StreamFailed(Code.PROTOCOL_ERROR, error)
-        self._check_site(headers)
         self.since = self.now()
         stream = Stream(self, id, headers, self._initial_window)
         stream.length = length
         if length and flags & END_STREAM:
             raise _StreamFailed(Code.PROTOCOL_ERROR, "a body of another length")
         self._streams[id] = stream
-        self._app.accept(stream)
+        if (refusal := self._refusal(headers)) is None:
+            self._app.accept(stream)
+        else:
+            logger.warning("%s: refused: %s", self.client or "a client", refusal)
+            head = [(b":status", b"403"), (b"content-type", b"text/plain")]
+            stream.send(HEADERS, header_block(head))
+            stream.send(DATA, str(refusal).encode(), ends=True)
         if flags & END_STREAM:
             self._finish(stream)
 
-    def _check_site(self, headers: Headers) -> None:
+    def _refusal(self, headers: Headers) -> Forbidden | None:
+        """Return why a request by this name, or of this web page, is not taken."""
         fields = dict(headers)
         try:
             self._site("POST", {**fields, b"host": fields.get(b":authority", b"")})
         except Forbidden as refused:
-            raise _StreamFailed(Code.REFUSED_STREAM, str(refused)) from refused
+            return refused
+        return None
 
     def _decode(self, block: bytes) -> _Block:
         """Return what a header block means.
@@ -824,10 +832,13 @@ class Http2Connection(asyncio.Protocol):
     def _close_if_drained(self) -> None:
         until = self._drain_until
         if until is not None and not self._streams and not self._is_over and self.now() >= until:
-            self._out.append(
-                frame(GOAWAY, 0, 0, _NUMBER.pack(self._last_id) + _NUMBER.pack(Code.NO_ERROR))
-            )
-            self._end()
+            self._close_well()
+
+    def _close_well(self) -> None:
+        self._out.append(
+            frame(GOAWAY, 0, 0, _NUMBER.pack(self._last_id) + _NUMBER.pack(Code.NO_ERROR))
+        )
+        self._end()
 
     @property
     def is_busy(self) -> bool:
@@ -845,16 +856,21 @@ class Http2Connection(asyncio.Protocol):
         self._allowance = min(ALLOWANCE, self._allowance + ALLOWANCE_PER_S * took_s)
         limits = self.limits
         paused_s = now - self._paused_at if self._paused_at is not None else 0.0
+        aged_s = now - self._opened_at - limits.age_s
         if self._is_over or paused_s > limits.transfer_timeout_s:
             self.transport.abort()  # it does not even take what has been written
+        elif aged_s > limits.age_grace_s:
+            self._close_well()
         elif self._block is not None and now - self._block_since > limits.head_timeout_s:
             self._fail(_ConnectionFailed(Code.ENHANCE_YOUR_CALM, "a header block takes too long"))
         elif not self._streams:
             self._close_if_drained()
-            if not self._is_over and now - self.since > limits.keep_alive_s:
+            if not self._is_over and (now - self.since > limits.keep_alive_s or aged_s > 0):
                 self._drain_until = now
                 self._close_if_drained()
         else:
+            if aged_s > 0:
+                self.announce_end()
             for stream in tuple(self._streams.values()):
                 is_slow = now - stream.moved_at > limits.transfer_timeout_s
                 is_ours = stream.is_received or stream.is_held

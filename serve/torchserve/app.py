@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from modelyard.serve.api.health import why_not_ready
 from modelyard.serve.app import Server, answer_budget, listen
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
+from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.http.application import Check, ServerState, open_to_all
+from modelyard.serve.grpc import LazyServices
+from modelyard.serve.http.application import (
+    Answers,
+    Application,
+    Check,
+    ServerState,
+    open_to_all,
+)
 from modelyard.serve.http.connection import Access
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.http.tls import watched_tls
 from modelyard.serve.settings import Address, Settings
 from modelyard.serve.torchserve.combined import Combined
-from modelyard.serve.torchserve.dialect import Dialect, dialect_answers
+from modelyard.serve.torchserve.dialect import Dialect, dialect_answers, refuse_http
 from modelyard.serve.torchserve.inference import PROBES, TorchServeInference
 from modelyard.serve.torchserve.log_config import ACCESS_LOG
 from modelyard.serve.torchserve.logs import Logs, access_line
@@ -23,6 +35,9 @@ from modelyard.serve.torchserve.policy import TorchServePolicy
 from modelyard.serve.torchserve.scrape import Scrape
 from modelyard.serve.torchserve.settings import TorchServeSettings
 from modelyard.serve.torchserve.tokens import Tokens
+
+if TYPE_CHECKING:
+    from modelyard.serve.grpc.rpc import Services
 
 
 def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Settings) -> Server:
@@ -45,43 +60,81 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     lifecycle = Lifecycle(policy, registry, metrics, budget)
     is_off = dialect.disable_token_authorization
     tokens = None if is_off else Tokens(dialect.directory, dialect.token_expiration_min)
-    check: Check = open_to_all
-    if tokens is not None and not (is_off is None and dialect.inference_address.is_loopback):
-        check = tokens.check("inference", PROBES)
+
+    def check_at(address: Address) -> Check:
+        """Return the token check of the inference API there."""
+        if tokens is None or (is_off is None and address.is_loopback):
+            return open_to_all
+        return tokens.check("inference", PROBES)
+
     answers = dialect_answers(state, dialect, observer.answered if observer else None)
-    apis = [
-        TorchServeInference(registry, metrics, check, state, answers, dialect).dialect,
-        TorchServeManagement(
-            registry, lifecycle, tokens, answers, dialect.enable_model_api
-        ).dialect,
-    ]
+    inference = TorchServeInference(
+        registry, metrics, check_at(dialect.inference_address), state, answers, dialect,
+        Repository(lifecycle, is_open=False),
+    )  # fmt: skip
+    management = TorchServeManagement(
+        registry, lifecycle, tokens, answers, dialect.enable_model_api
+    )
     recorder.start()
+    apis = [inference.dialect, management.dialect]
     if dialect.enable_metrics_api:
         apis.append(Scrape(metrics, dialect_answers(state, dialect)).dialect)
     lines = logs.lines(ACCESS_LOG) if logs else None
     access = lines.writer(access_line) if lines else None
-    return Server(lifecycle, state, *_listen(apis, dialect, settings, budget, access))
+
+    def streams(spoken: Sequence[Dialect], address: Address) -> LazyServices:
+        """Return what answers gRPC at an address, for these of the first two APIs."""
+
+        def make() -> Services:
+            from modelyard.serve.torchserve.grpc_services import Face, services
+
+            faces = []
+            if inference.dialect in spoken:
+                faces.append(Face(inference.rpc_methods(), check_at(address)))
+            if management.dialect in spoken:
+                faces.append(Face(management.rpc_methods(), management.check))
+            most_bytes = settings.max_request_bytes
+            return services(
+                faces, lambda: why_not_ready(registry, state) is None, most_bytes, access
+            )
+
+        return LazyServices(make)
+
+    listeners = _listen(apis, streams, answers, dialect, settings, budget, access)
+    return Server(lifecycle, state, *listeners[:3], more=listeners[3])
 
 
 def _listen(
     apis: list[Dialect],
+    streams: Callable[[Sequence[Dialect], Address], LazyServices],
+    answers: Answers,
     dialect: TorchServeSettings,
     settings: Settings,
     budget: AnswerBudget,
     access: Access | None,
-) -> tuple[Listener, Listener, Listener | None]:
+) -> tuple[Listener, Listener, Listener | None, Sequence[Listener]]:
     addresses = dialect.addresses[: len(apis)]
     groups: dict[Address, list[Dialect]] = {}
     for api, address in zip(apis, addresses, strict=True):
         groups.setdefault(address, []).append(api)
     if addresses[0] == addresses[1]:  # such a port answers for all three
         groups[addresses[0]] = apis
-    ports = [
-        (Combined(group) if len(group) > 1 else group[0].application, address)
+    ports = {
+        address: Combined(group) if len(group) > 1 else group[0].application
         for address, group in groups.items()
-    ]
+    }
+    spoken = {
+        address: [api for api in group if api in apis[:2]] for address, group in groups.items()
+    }
+    for api, address in zip(apis[:2], dialect.grpc_addresses, strict=True):
+        if address not in ports:
+            ports[address] = Application(open_to_all, answers, refuse_http)
+        if api not in spoken.setdefault(address, []):
+            spoken[address].append(api)
+    for address, port in ports.items():
+        port.streams = streams(spoken[address], address) if spoken[address] else None
     tls = None
-    if hosts := [address.host for address in groups if address.is_tls]:
+    if hosts := [address.host for address in ports if address.is_tls]:
         tls = watched_tls(
             hosts,
             dialect.certificate_file,
@@ -90,7 +143,12 @@ def _listen(
             dialect.keystore_pass,
         )
     origins = [dialect.cors_allowed_origin] if dialect.cors_allowed_origin else []
-    bound = listen(ports, settings, budget, tls, access, origins)
-    listeners = dict(zip(groups, bound, strict=True))
+    ages: dict[Address, tuple[float, float]] = {}
+    for address, age in zip(dialect.grpc_addresses, dialect.grpc_ages, strict=True):
+        ages[address] = min(age, ages.get(address, age))
+    bound = listen([(port, at) for at, port in ports.items()], settings, budget, tls, access,
+                   origins, ages)  # fmt: skip
+    listeners = dict(zip(ports, bound, strict=True))
     inference, management, *scraped = (listeners[address] for address in addresses)
-    return inference, management, scraped[0] if scraped else None
+    more = [listeners[address] for address in dialect.grpc_addresses]
+    return inference, management, scraped[0] if scraped else None, more

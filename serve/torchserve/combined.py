@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from modelyard.serve.http.application import Application
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
 from modelyard.serve.torchserve.dialect import Dialect
+
+if TYPE_CHECKING:
+    from modelyard.serve.http.http2 import AcceptsStreams
 
 
 class Combined:
@@ -21,6 +25,9 @@ class Combined:
         self._first, *self._others = apis
         paths = {path: item for api in apis for path, item in api.document["paths"].items()}
         self._first.document = {**self._first.document, "paths": paths}
+
+    streams: AcceptsStreams | None = None
+    """What answers clients that speak HTTP/2."""
 
     def accept(self, cycle: RequestResponseCycle) -> None:
         """Dispatch by path."""

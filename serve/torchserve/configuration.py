@@ -104,22 +104,12 @@ DEFAULT_URLS = "MODELYARD_ALLOWED_URLS"
 default, any URL, is unsafe, and ours is none."""
 
 _NO_JAVA = "there is no Java here"
-_NO_GRPC = "gRPC is not served; REST answers the same requests"
 _NO_INTEL = "Intel's extensions are not supported"
 WITHOUT_EFFECT = {
     "async_logging": "logs are always written beside the work",
     "cpp_log_config": "there is no C++ backend",
     "cpu_launcher_args": _NO_INTEL,
     "cpu_launcher_enable": _NO_INTEL,
-    "enable_grpc_ssl": _NO_GRPC,
-    "grpc_inference_address": _NO_GRPC,
-    "grpc_inference_max_connection_age_grace_ms": _NO_GRPC,
-    "grpc_inference_max_connection_age_ms": _NO_GRPC,
-    "grpc_inference_port": _NO_GRPC,
-    "grpc_management_address": _NO_GRPC,
-    "grpc_management_max_connection_age_grace_ms": _NO_GRPC,
-    "grpc_management_max_connection_age_ms": _NO_GRPC,
-    "grpc_management_port": _NO_GRPC,
     "initial_distribution_port": "models on several devices are not served",
     "initial_worker_port": "workers are joined without ports; it only numbers them from 9000",
     "io_ratio": _NO_JAVA,

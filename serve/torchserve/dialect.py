@@ -13,6 +13,7 @@ from modelyard.archiver import ArchiveError
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import (
     BadMessage,
+    BadRequest,
     BodyTooLarge,
     FetchFailed,
     MethodNotAllowed,
@@ -101,6 +102,11 @@ class Dialect:
         except Exception as error:
             answer = self._answers.error(error, id)
         self._answers.send(cycle, id, *answer)
+
+
+def refuse_http(cycle: RequestResponseCycle, id: str) -> None:
+    """Refuse a request by HTTP/1.1 on a port of gRPC."""
+    raise BadRequest("this port speaks gRPC; HTTP is answered at inference_address and its like")
 
 
 def dialect_answers(

@@ -12,11 +12,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from modelyard.serve.api.health import why_not_ready
 from modelyard.serve.api.inference import KINDS, Calls, split_verb
 from modelyard.serve.api.oip import describe_signature, readiness
 from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Target
 from modelyard.serve.dataplane.metrics import Metrics
@@ -36,6 +38,9 @@ from modelyard.serve.torchserve.dialect import (
 from modelyard.serve.torchserve.forms import form_field
 from modelyard.serve.torchserve.settings import TorchServeSettings
 
+if TYPE_CHECKING:
+    from modelyard.serve.grpc.rpc import Method
+
 PROBES = ("/ping", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
 """Paths that need no token."""
 OIP_NAMES = ("oip", "true")
@@ -53,20 +58,23 @@ class TorchServeInference:
         state: ServerState,
         answers: Answers,
         settings: TorchServeSettings,
+        repository: Repository,
     ) -> None:
+        self._repository = repository
         self._registry = registry
         self._state = state
-        self._has_oip = (settings.ts_open_inference_protocol or "").lower() in OIP_NAMES
-        self._calls = Calls(
+        self._most_bytes = settings.max_response_size
+        self.has_oip = (settings.ts_open_inference_protocol or "").lower() in OIP_NAMES
+        self.calls = Calls(
             registry, metrics, state, answers, self._target, rephrase, takes_codings=True
         )
         self.dialect = Dialect(
             check,
             answers,
-            openapi.server(inference=True, oip=self._has_oip),
+            openapi.server(inference=True, oip=self.has_oip),
             self._respond,
             lambda path: True,
-            self._calls,
+            self.calls,
             self._begin,
         )
 
@@ -84,7 +92,7 @@ class TorchServeInference:
             case ["v2", "models", name, "infer" | "explain" as verb]:
                 return Target(_KSERVE[verb], [name], wire.KSERVE)
             case ["v2", "models", name, "versions", version, "infer" | "explain" as verb]:
-                if self._has_oip:
+                if self.has_oip:
                     return Target(_KSERVE[verb], [name, version], wire.KSERVE)
             case ["models", name, "invoke"]:
                 return Target(PREDICT, [name], wire.LEGACY)
@@ -103,7 +111,7 @@ class TorchServeInference:
         if not (name := name or self._only_model()):
             raise BadRequest("Parameter model_name is required.")
         cycle.parts = list(parts)  # the call reads them again
-        self._calls.begin(cycle, id, Target(PREDICT, [name], wire.LEGACY))
+        self.calls.begin(cycle, id, Target(PREDICT, [name], wire.LEGACY))
         return True
 
     def _only_model(self) -> str | None:
@@ -127,18 +135,34 @@ class TorchServeInference:
                 return self._ready()
             case ["wfpredict", name, *_]:
                 return error_answer(404, "WorkflowNotFoundException", f"Workflow not found: {name}")
-            case ["v2", *rest] if self._has_oip:
+            case ["v2", *rest] if self.has_oip:
                 return self._inference_protocol(rest)
         raise NoSuchRoute
 
-    def _ping(self) -> Answer:
-        """Healthy unless a default version has lost workers for good."""
-        sick = any(
+    def rpc_methods(self) -> dict[str, Method]:
+        """Return what answers by gRPC."""
+        from modelyard.serve.grpc.oip import SERVICE, Inference
+        from modelyard.serve.torchserve.grpc_inference import InferenceApi, open_inference
+
+        methods = InferenceApi(self.calls, self.is_healthy, self._most_bytes).methods()
+        if self.has_oip:
+            oip = Inference(self.calls, self._registry, self._state, self._repository)
+            methods |= open_inference(oip.methods(), SERVICE)
+        return methods
+
+    def is_healthy(self) -> bool:
+        """Return whether no default version has lost workers for good."""
+        return not any(
             model.pool.healthy_count < model.pool.least
             for model in self._registry
             if self._registry.is_default(model)
         )
-        return json_answer({"status": "Unhealthy" if sick else "Healthy"}, 500 if sick else 200)
+
+    def _ping(self) -> Answer:
+        healthy = self.is_healthy()
+        return json_answer(
+            {"status": "Healthy" if healthy else "Unhealthy"}, 200 if healthy else 500
+        )
 
     def _ready(self) -> Answer:
         if (reason := why_not_ready(self._registry, self._state)) is not None:

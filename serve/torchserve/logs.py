@@ -116,12 +116,13 @@ def access_line(
         second: of the answer.
         client: host and port, or None on a Unix socket.
         method: of the request.
-        target: path and query as the client wrote them.
+        target: path and query as the client wrote them; the full name of gRPC's method.
         status: of the answer.
         seconds: from the request's last header to the answer.
     """
     address = f"{client[0]}:{client[1]}" if isinstance(client, tuple) else "unix"
-    return (f'/{address} "{method} {target} HTTP/1.1" {status} {int(1000 * seconds + 0.5)}',)
+    protocol = "HTTP/2.0" if method == "gRPC" else "HTTP/1.1"
+    return (f'/{address} "{method} {target} {protocol}" {status} {int(1000 * seconds + 0.5)}',)
 
 
 class Logs(logging.Handler):

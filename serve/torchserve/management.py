@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from modelyard.serve.api.inference import pack_head
 from modelyard.serve.api.management import describe_settings, memory_bytes
@@ -40,6 +40,9 @@ from modelyard.serve.torchserve.dialect import (
 )
 from modelyard.serve.torchserve.tokens import Tokens
 
+if TYPE_CHECKING:
+    from modelyard.serve.grpc.rpc import Method
+
 PAGE = 100
 MOST_WORKERS = 1024
 RUNTIMES = ("python", "python3", "LSP")
@@ -68,10 +71,17 @@ class TorchServeManagement:
         self._registry = registry
         self._lifecycle = lifecycle
         self._tokens = tokens
-        self._has_model_api = has_model_api
-        check = tokens.check("management", ["/token"]) if tokens else open_to_all
+        self.has_model_api = has_model_api
+        self.check = tokens.check("management", ["/token"]) if tokens else open_to_all
+        self._answers = answers
         document = openapi.server(management=True)
-        self.dialect = Dialect(check, answers, document, self._respond, is_management)
+        self.dialect = Dialect(self.check, answers, document, self._respond, is_management)
+
+    def rpc_methods(self) -> dict[str, Method]:
+        """Return what answers by gRPC."""
+        from modelyard.serve.torchserve.grpc_management import ManagementApi
+
+        return ManagementApi(self, self._answers).methods()
 
     async def _respond(
         self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
@@ -83,16 +93,16 @@ class TorchServeManagement:
         match path:
             case ["models"]:
                 if method == "GET":
-                    return self._list(query)
-                if method == "POST" and self._has_model_api:
-                    return await self._register(_body_or_query(cycle, body, query))
+                    return self.list_models(query)
+                if method == "POST" and self.has_model_api:
+                    return await self.register(_body_or_query(cycle, body, query))
             case ["models", name]:
                 return await self._one(cycle, method, name, None, query, id)
             case ["models", name, version]:
                 return await self._one(cycle, method, name, version, query, id)
             case ["models", name, version, "set-default"]:
                 if method == "PUT":
-                    return self._set_default(name, version)
+                    return self.set_default(name, version)
             case ["v1", "models", name]:
                 if method == "GET":
                     model = self._registry.get(name)
@@ -123,13 +133,12 @@ class TorchServeManagement:
         """Answer a request for a model or one of its versions."""
         if method == "GET":
             if boolean(query, "customized", False) and version != "all":
-                return await self._describe_customized(cycle, self._get(name, version), id)
-            return self._describe(name, version)
+                return await self.describe_customized(name, version, pack_head(cycle, "", id))
+            return self.describe(name, version)
         if method == "PUT":
-            return await self._scale(name, version or query.get("model_version"), query)
-        if method == "DELETE" and self._has_model_api:
-            await self._lifecycle.unregister(self._get(name, version))
-            return status_answer(f'Model "{name}" unregistered')
+            return await self.scale(name, version or query.get("model_version"), query)
+        if method == "DELETE" and self.has_model_api:
+            return await self.unregister(name, version)
         if method == "OPTIONS":
             return json_answer(openapi.model_management(self._get(name, version).name))
         raise MethodNotAllowed
@@ -137,7 +146,8 @@ class TorchServeManagement:
     def _get(self, name: str, version: str | None) -> ModelVersion:
         return self._registry.get(name, version)
 
-    def _list(self, query: Mapping[str, str]) -> Answer:
+    def list_models(self, query: Mapping[str, Any]) -> Answer:
+        """Answer with a page of the models' names and locations."""
         limit, start = integer(query, "limit", PAGE), integer(query, "next_page_token", 0)
         limit = limit if 0 <= limit <= PAGE else PAGE
         start = max(0, start)
@@ -149,7 +159,8 @@ class TorchServeManagement:
         answer["models"] = [{"modelName": model.name, "modelUrl": model.url} for model in page]
         return json_answer(answer)
 
-    async def _register(self, values: Mapping[str, Any]) -> Answer:
+    async def register(self, values: Mapping[str, Any]) -> Answer:
+        """Register a model version as the parameters say."""
         if (url := values.get("url")) is None:
             raise BadRequest("Parameter url is required.")
         if boolean(values, "s3_sse_kms", False):
@@ -176,7 +187,13 @@ class TorchServeManagement:
             f"workers{more}"
         )
 
-    async def _scale(self, name: str, version: str | None, query: Mapping[str, str]) -> Answer:
+    async def unregister(self, name: str, version: str | None) -> Answer:
+        """Remove a model version."""
+        await self._lifecycle.unregister(self._get(name, version))
+        return status_answer(f'Model "{name}" unregistered')
+
+    async def scale(self, name: str, version: str | None, query: Mapping[str, Any]) -> Answer:
+        """Change how many workers a model version has."""
         least = integer(query, "min_worker", 1)
         most = integer(query, "max_worker", least)
         if most < least:
@@ -193,7 +210,8 @@ class TorchServeManagement:
         suffix = f", version: {version}" if version else ""
         return status_answer(f"Workers scaled to {least} for model: {name}{suffix}")
 
-    def _set_default(self, name: str, version: str) -> Answer:
+    def set_default(self, name: str, version: str) -> Answer:
+        """Have a version answer where clients name none."""
         try:
             self._lifecycle.set_default(name, version)
         except VersionNotFound as error:
@@ -204,17 +222,20 @@ class TorchServeManagement:
             f'Default version successfully updated for model "{name}" to "{version}"'
         )
 
-    def _describe(self, name: str, version: str | None) -> Answer:
+    def describe(self, name: str, version: str | None) -> Answer:
+        """Answer with what a version, or `all`, is run with."""
         if version == "all":
             return json_answer([describe(model) for model in self._registry.versions(name)])
         return json_answer([describe(self._get(name, version))])
 
-    async def _describe_customized(
-        self, cycle: RequestResponseCycle, model: ModelVersion, id: str
-    ) -> Answer:
-        """Ask the handler too; an answer that is not an object counts as none."""
+    async def describe_customized(self, name: str, version: str | None, head: bytes) -> Answer:
+        """Ask the handler too; an answer that is not an object counts as none.
+
+        Args:
+            head: of the request, as `pack_head` makes it.
+        """
+        model = self._get(name, version)
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        head = pack_head(cycle, "", id)
         Call(model, PREDICT, head, future, flags=wire.DESCRIBE, must_fit=False).submit([b""])
         try:
             reply = await future

@@ -52,7 +52,6 @@ def main() -> int:
     for notice in (*unfollowed, *configuration.notices):
         logger.warning("%s", notice)
     logger.info("\n%s", "\n".join(_describe(configuration, own)))
-    logger.info("gRPC is not served: its ports, 7070 and 7071 in TorchServe, stay closed")
     if not own.disable_token_authorization:
         is_open = own.disable_token_authorization is None and own.inference_address.is_loopback
         logger.info(
@@ -138,6 +137,8 @@ def _describe(configuration: Configuration, own: TorchServeSettings) -> list[str
         "Inference address": own.inference_address,
         "Management address": own.management_address,
         "Metrics address": own.metrics_address,
+        "gRPC inference address": own.grpc_addresses[0],
+        "gRPC management address": own.grpc_addresses[1],
         "Model Store": settings.model_store,
         "Initial Models": ",".join(settings.models) or "N/A",
         "Log dir": own.log_dir,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from math import inf
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from modelyard.serve.settings import Address
+
+_HOST = r"^([\w.-]+|\[?[0-9A-Fa-f:.]+\]?)$"
+"""A name or an address, without scheme and port."""
 
 
 class TorchServeSettings(BaseModel):
@@ -22,6 +26,19 @@ class TorchServeSettings(BaseModel):
     management_address: Address = Address(port=8081)
     metrics_address: Address = Address(port=8082)
     """Equal addresses share one listener."""
+    grpc_inference_address: str = Field(default="127.0.0.1", pattern=_HOST)
+    """Where gRPC is listened to as well; the addresses above speak it, too."""
+    grpc_inference_port: int = Field(default=7070, ge=0, le=65535)
+    grpc_inference_max_connection_age_ms: int | None = None
+    """After which clients are told to open another connection; then the calls that they have end
+    within the grace."""
+    grpc_inference_max_connection_age_grace_ms: int | None = None
+    grpc_management_address: str = Field(default="127.0.0.1", pattern=_HOST)
+    grpc_management_port: int = Field(default=7071, ge=0, le=65535)
+    grpc_management_max_connection_age_ms: int | None = None
+    grpc_management_max_connection_age_grace_ms: int | None = None
+    enable_grpc_ssl: bool = False
+    """TLS on the two ports of gRPC."""
     certificate_file: Path | None = None
     """PEM, of every address that starts with https."""
     private_key_file: Path | None = None
@@ -77,6 +94,32 @@ class TorchServeSettings(BaseModel):
     metrics_dir: Path = Path("logs")
 
     @property
+    def grpc_addresses(self) -> tuple[Address, Address]:
+        """Where the inference and the management API listen for gRPC alone."""
+        named = (
+            (self.grpc_inference_address, self.grpc_inference_port),
+            (self.grpc_management_address, self.grpc_management_port),
+        )
+        inference, management = (
+            Address(host.strip("[]"), port, is_tls=self.enable_grpc_ssl) for host, port in named
+        )
+        return inference, management
+
+    @property
+    def grpc_ages(self) -> tuple[tuple[float, float], tuple[float, float]]:
+        """How long a connection to each of them may last, and its grace, in seconds."""
+        return (
+            (_seconds(self.grpc_inference_max_connection_age_ms),
+             _seconds(self.grpc_inference_max_connection_age_grace_ms)),
+            (_seconds(self.grpc_management_max_connection_age_ms),
+             _seconds(self.grpc_management_max_connection_age_grace_ms)),
+        )  # fmt: skip
+
+    @property
     def addresses(self) -> tuple[Address, Address, Address]:
         """Where the inference, the management and the metrics API listen."""
         return self.inference_address, self.management_address, self.metrics_address
+
+
+def _seconds(milliseconds: int | None) -> float:
+    return inf if milliseconds is None else milliseconds / 1000

@@ -142,6 +142,10 @@ class Request:
         if holds_tensors and self._flags & wire.TENSORS:
             self.row["body"] = body
             return
+        if self._flags & wire.PARTS:
+            for name, value in wire.unpack_parts(body):
+                self._add(name, value, "")
+            return
         content_type = self._content_type
         media_type = content_type.partition(";")[0].strip() if content_type else ""
         form = media_type.lower()

@@ -48,6 +48,8 @@ def test_every_object_is_initialised_once(
         inference_address=HERE,
         management_address=HERE if is_one_port else Address("127.0.0.2", 0),
         metrics_address=HERE if is_one_port else Address("127.0.0.3", 0),
+        grpc_inference_port=0,
+        grpc_management_port=0,
     )
     settings = Settings(
         port=0,

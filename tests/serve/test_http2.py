@@ -449,8 +449,6 @@ HEADERS_REFUSED: dict[str, list[tuple[str, str]]] = {
     "a line break": [(":method", "POST"), (":scheme", "http"), (":path", "/"), ("a", "b\r\nc: d")],
     "two lengths": [(":method", "POST"), (":scheme", "http"), (":path", "/"),
                     ("content-length", "1"), ("content-length", "2")],
-    "a foreign name": [(":method", "POST"), (":scheme", "http"), (":path", "/"),
-                       (":authority", "evil.example")],
 }  # fmt: skip
 
 
@@ -464,6 +462,39 @@ def test_a_head_that_is_none_resets_its_stream_only(what: str) -> None:
             assert set(client.resets) == {1}
             client.ask(3)
             assert await client.answer(3) == b"hello"
+
+    run(test)
+
+
+def test_a_connection_of_some_age_takes_no_more_and_ends_with_its_calls() -> None:
+    async def test() -> None:
+        async with connected(Limits(age_s=0.0)) as (client, app, _):
+            client.open(1)
+            await client.until(lambda: client.goaways)
+            assert client.goaways == [(http2.LAST_ID, 0)]
+            client.send(frame(DATA, END_STREAM, 1, grpc(b"hello")))
+            assert await client.answer(1) == b"hello"
+            await client.end()
+            assert client.goaways[-1] == (1, 0)
+        async with connected(Limits(age_s=0.0, age_grace_s=0.5)) as (client, app, _):
+            client.open(1, HANG, END_STREAM)
+            await client.end()
+            assert client.goaways[-1] == (1, 0)
+            assert app.left
+
+    run(test)
+
+
+def test_a_foreign_name_is_answered_403() -> None:
+    async def test() -> None:
+        async with connected() as (client, _, _):
+            head = [(":method", "POST"), (":scheme", "http"), (":path", "/"),
+                    (":authority", "evil.example")]  # fmt: skip
+            block = bytes(client.encoder.encode(head))
+            client.send(frame(HEADERS, END_HEADERS | END_STREAM, 1, block))
+            await client.until(lambda: client.data.get(1))
+            assert client.headers[1][0][":status"] == "403"
+            assert b"evil.example" in client.data[1]
 
     run(test)
 

@@ -36,6 +36,7 @@ def make_pair() -> tuple[ec.EllipticCurvePrivateKey, x509.Certificate]:
         .serial_number(1)
         .not_valid_before(now - timedelta(days=1))
         .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("models.example")]), False)
         .sign(key, SHA256())
     )
     return key, certificate

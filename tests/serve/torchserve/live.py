@@ -20,8 +20,10 @@ ANY_PORTS = {
     "inference_address": "http://127.0.0.1:0",
     "management_address": "http://localhost:0",
     "metrics_address": "http://127.0.0.2:0",
+    "grpc_inference_port": "0",
+    "grpc_management_port": "0",
 }
-"""Three addresses: APIs with equal ones would share a port."""
+"""Three addresses: APIs with equal ones would share a port, as both APIs by gRPC do the first."""
 
 
 class Home:

@@ -214,7 +214,7 @@ def test_walls_are_as_everywhere_but_for_files(tmp_path: Path) -> None:
         settings(tmp_path, "sandbox=maybe")
 
 
-@pytest.mark.parametrize("key", ["grpc_inference_port", "number_of_netty_threads"])
+@pytest.mark.parametrize("key", ["io_ratio", "number_of_netty_threads"])
 def test_a_key_without_effect_is_accepted_and_the_log_says_why(tmp_path: Path, key: str) -> None:
     assert any(
         note.startswith(f"{key} has no effect:") for note in configure(tmp_path, f"{key}=1").notices

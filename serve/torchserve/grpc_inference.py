@@ -1,0 +1,218 @@
+"""TorchServe's inference API by gRPC: `Ping`, `Predictions`, `StreamPredictions`.
+
+The values of a request go to the handler as they came, under their names, without headers. Its
+answer is what it returned; a status that it set does not count, as in TorchServe.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import orjson
+
+from modelyard.serve.api.inference import CallReply, Calls
+from modelyard.serve.control.registry import ModelVersion
+from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.call import PREDICT, Reply, Stream, Target
+from modelyard.serve.dataplane.wire import Payload
+from modelyard.serve.errors import (
+    ModelNotFound,
+    ServeError,
+    StreamBroken,
+    error_body,
+    http_status,
+)
+from modelyard.serve.grpc.oip import begin_call, parse
+from modelyard.serve.grpc.protos import message
+from modelyard.serve.grpc.rpc import Message, Method, Rpc, RpcError, Status, status_of
+from modelyard.serve.torchserve.dialect import Refused
+from modelyard.serve.torchserve.grpc_services import with_class
+
+logger = logging.getLogger(__name__)
+
+PACKAGE = "org.pytorch.serve.grpc.inference"
+SERVICE = f"{PACKAGE}.InferenceAPIsService"
+INTERNAL = "InternalServerException"
+OUT_OF_RESOURCES = "Out of resources"
+REFUSAL = {"code", "type", "message"}
+"""What a worker writes of an error."""
+
+
+class InferenceApi:
+    """The service.
+
+    Args:
+        calls: makes calls of requests.
+        is_healthy: what `Ping` says.
+        most_bytes: of the chunks that make one answer.
+    """
+
+    def __init__(self, calls: Calls, is_healthy: Callable[[], bool], most_bytes: int) -> None:
+        self._calls = calls
+        self._is_healthy = is_healthy
+        self._most_bytes = most_bytes
+
+    def methods(self) -> dict[str, Method]:
+        """Return the methods by full name."""
+        return {
+            f"/{SERVICE}/Ping": self._ping,
+            f"/{SERVICE}/Predictions": lambda rpc: rpc.unary(partial(self._begin, rpc, False)),
+            f"/{SERVICE}/StreamPredictions": lambda rpc: rpc.unary(partial(self._begin, rpc, True)),
+            f"/{SERVICE}/StreamPredictions2": _refuse_sequences,
+        }
+
+    def _ping(self, rpc: Rpc) -> None:
+        def reply(data: Message) -> None:
+            parse("google.protobuf.Empty", data)
+            text = json.dumps(
+                {"status": "Healthy" if self._is_healthy() else "Unhealthy"}, indent=2
+            )
+            rpc.reply(
+                message(f"{PACKAGE}.TorchServeHealthResponse")(health=text).SerializeToString()
+            )
+
+        rpc.unary(reply)
+
+    def _begin(self, rpc: Rpc, takes_parts: bool, data: Message) -> None:
+        request = parse(f"{PACKAGE}.PredictionsRequest", data)
+        if not request.model_name:
+            text = "Parameter model_name is required.\nBadRequestException.()"
+            raise RpcError(Status.INTERNAL, text)
+        # LEGACY: none of the headers that HTTP's requests have is made.
+        path = [request.model_name, request.model_version]
+        target = Target(PREDICT, path, wire.PARTS | wire.LEGACY)
+        begin_call(
+            self._calls, rpc, target, (), wire.pack_parts(request.input),
+            lambda model: _Prediction(self._calls, model, target, rpc, takes_parts,
+                                      self._most_bytes),
+            form=_error_of,
+        )  # fmt: skip
+
+
+def _refuse_sequences(rpc: Rpc) -> None:
+    """Answer as TorchServe does for a model that does not batch sequences."""
+    raise RpcError(
+        Status.UNKNOWN, "sequence batching is not supported here; StreamPredictions streams answers"
+    )
+
+
+class _Prediction(CallReply):
+    """Sends the reply to a call on.
+
+    Args:
+        takes_parts: whether the client takes several messages.
+    """
+
+    __slots__ = ("_most_bytes", "_rpc", "_takes_parts")
+
+    def __init__(
+        self, calls: Calls, model: ModelVersion, target: Target, rpc: Rpc, takes_parts: bool,
+        most_bytes: int,
+    ) -> None:  # fmt: skip
+        super().__init__(calls, model, target)
+        self._rpc = rpc
+        self._takes_parts = takes_parts
+        self._most_bytes = most_bytes
+
+    def answer(self, reply: Reply) -> None:
+        """Send a worker's reply."""
+        if isinstance(reply.body, Stream):
+            send = self._send_each if self._takes_parts else self._send_all
+            self._rpc.run(send(reply.body))
+        elif reply.status >= 400 and (refusal := _read_refusal(reply.body)) is not None:
+            self._rpc.fail(refusal.status, str(refusal))
+        else:
+            self._rpc.reply(*_prediction(reply.body))
+
+    def refuse(self, error: Exception) -> None:
+        """Send an error."""
+        failure = _error_of(error)
+        self._rpc.fail(failure.status, str(failure))
+
+    async def _send_each(self, stream: Stream) -> None:
+        """Send each chunk as it comes."""
+        rpc = self._rpc
+        try:
+            async for chunk in stream.read():
+                rpc.send(*_prediction(chunk))
+                await rpc.drain()
+            rpc.finish()
+        except ServeError as error:
+            self._break(error)
+        finally:
+            stream.close()
+
+    async def _send_all(self, stream: Stream) -> None:
+        """Send all chunks as one answer, once the last has come."""
+        chunks, size = list[Payload](), 0
+        budget = self._rpc.stream.connection.budget
+        try:
+            async for chunk in stream.read():
+                chunks.append(chunk)
+                size += len(chunk)
+                budget.add(len(chunk))
+                if size > self._most_bytes:
+                    raise RpcError(
+                        Status.RESOURCE_EXHAUSTED,
+                        f"the answer is a stream of more than {self._most_bytes} bytes "
+                        "(max_response_size); StreamPredictions takes it in parts",
+                    )
+            self._rpc.reply(*_prediction(b"".join(chunks)))
+        except ServeError as error:
+            self._break(error)
+        finally:
+            stream.close()
+            budget.give_back(size)
+
+    def _break(self, error: ServeError) -> None:
+        """End an answer whose rest will not come."""
+        logger.error("request %s: the stream is broken: %s", self._rpc.id, error)
+        refusal = _read_refusal(str(error)) if isinstance(error, StreamBroken) else None
+        failure = refusal or _error_of(error)
+        self._rpc.fail(failure.status, str(failure))
+
+
+def _prediction(body: Payload) -> tuple[bytes, Payload]:
+    """Return a PredictionResponse of one answer, which is not copied: its field 1."""
+    head, left = bytearray(b"\x0a"), len(body)
+    while left >= 128:
+        head.append(left & 127 | 128)
+        left >>= 7
+    head.append(left)
+    return bytes(head), body
+
+
+def _read_refusal(body: Payload | str) -> RpcError | None:
+    """Return the status of an error that a worker writes; None for what a handler answers."""
+    try:
+        said = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+    if not isinstance(said, dict) or said.keys() != REFUSAL:
+        return None
+    code, text = said["code"], str(said["message"])
+    # By HTTP an answer of 413 is one of 507, as is memory that ran out.
+    is_too_large = code == 507 and text != OUT_OF_RESOURCES
+    return RpcError(status_of(413 if is_too_large else code), with_class(text, INTERNAL))
+
+
+def _error_of(error: Exception) -> RpcError:
+    """Return an error of ours with TorchServe's status and text."""
+    text, kind = str(error_body(error, "")["message"]), http_status(error)[1]
+    if isinstance(error, ModelNotFound):
+        return RpcError(Status.INTERNAL, with_class(text, kind))
+    if isinstance(error, Refused):
+        return RpcError(Status.INTERNAL, f"{text}\n{INTERNAL}.()")
+    return RpcError(status_of(http_status(error)[0]), with_class(text, INTERNAL))
+
+
+def open_inference(methods: dict[str, Method], service: str) -> dict[str, Any]:
+    """Return the methods of the Open Inference Protocol by TorchServe's name of it, too."""
+    own = f"{PACKAGE.rpartition('.')[0]}.openinference.{service.rpartition('.')[2]}"
+    return methods | {
+        name.replace(f"/{service}/", f"/{own}/"): method for name, method in methods.items()
+    }
