@@ -11,12 +11,7 @@ from typing import NamedTuple
 from modelyard.archiver.untrusted.names import check_name
 from modelyard.serve.control.model_config import Options
 from modelyard.serve.control.register import Lifecycle
-from modelyard.serve.errors import Forbidden, ModelNotFound
-
-IS_OFF = (
-    "This API loads and unloads nothing: the setting allow_load is off. The management API "
-    "registers and removes models"
-)
+from modelyard.serve.errors import FileNotInStore, Forbidden, ModelNotFound
 
 
 class _Unloaded(NamedTuple):
@@ -33,9 +28,11 @@ class Repository:
 
     Args:
         is_open: whether models may be loaded and unloaded.
+        setting: what says so, for messages.
     """
 
-    def __init__(self, lifecycle: Lifecycle, is_open: bool) -> None:
+    def __init__(self, lifecycle: Lifecycle, is_open: bool, setting: str = "allow_load") -> None:
+        self._setting = setting
         self._lifecycle = lifecycle
         self._registry = lifecycle.registry
         self._is_open = is_open
@@ -76,7 +73,10 @@ class Repository:
             await self._lifecycle.register(each.url, name, each.workers or None, each.options)
             self._forget(name, each)
         if not self._is_served(name):
-            await self._lifecycle.register(name, name)
+            try:
+                await self._lifecycle.register(name, name)
+            except FileNotInStore:  # as TorchServe's rules name files, whole
+                await self._lifecycle.register(f"{name}.mar", name)
 
     async def unload(self, name: str) -> None:
         """Remove all versions of a model, whose archives stay in the store.
@@ -95,9 +95,13 @@ class Repository:
     def _check(self, name: str) -> None:
         if self._is_open:
             return
+        reason = (
+            f"This API loads and unloads nothing: the setting {self._setting} is off. The "
+            "management API registers and removes models"
+        )
         if not self._is_served(name):
-            raise ModelNotFound(name, f". {IS_OFF}")
-        raise Forbidden(IS_OFF)
+            raise ModelNotFound(name, f". {reason}")
+        raise Forbidden(reason)
 
     def _is_served(self, name: str) -> bool:
         return any(model.name == name for model in self._registry)

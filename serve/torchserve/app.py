@@ -20,13 +20,14 @@ from modelyard.serve.http.application import (
     ServerState,
     open_to_all,
 )
+from modelyard.serve.http.auth import check_changes
 from modelyard.serve.http.connection import Access
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.http.tls import watched_tls
 from modelyard.serve.settings import Address, Settings
 from modelyard.serve.torchserve.combined import Combined
 from modelyard.serve.torchserve.dialect import Dialect, dialect_answers, refuse_http
-from modelyard.serve.torchserve.inference import PROBES, TorchServeInference
+from modelyard.serve.torchserve.inference import PROBES, TorchServeInference, has_tensors
 from modelyard.serve.torchserve.log_config import ACCESS_LOG
 from modelyard.serve.torchserve.logs import Logs, access_line
 from modelyard.serve.torchserve.management import TorchServeManagement
@@ -63,15 +64,21 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
 
     def check_at(address: Address) -> Check:
         """Return the token check of the inference API there."""
-        if tokens is None or (is_off is None and address.is_loopback):
+        if tokens is None:
             return open_to_all
-        return tokens.check("inference", PROBES)
+        is_open = is_off is None and address.is_loopback
+        clients = open_to_all if is_open else tokens.check("inference", PROBES)
+        return check_changes(clients, tokens.check("management"))
 
+    # Clients may reach what the port of the management API is not open to.
+    faces = (dialect.inference_address, dialect.grpc_addresses[0])
+    is_safe = tokens is not None or all(address.is_loopback for address in faces)
+    repository = Repository(lifecycle, dialect.enable_model_api and is_safe, "enable_model_api")
     answers = dialect_answers(state, dialect, observer.answered if observer else None)
+    answers.adds_error = has_tensors(dialect)
     inference = TorchServeInference(
-        registry, metrics, check_at(dialect.inference_address), state, answers, dialect,
-        Repository(lifecycle, is_open=False),
-    )  # fmt: skip
+        registry, metrics, check_at(dialect.inference_address), state, answers, dialect, repository
+    )
     management = TorchServeManagement(
         registry, lifecycle, tokens, answers, dialect.enable_model_api
     )

@@ -10,7 +10,8 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from modelyard.archiver import ArchiveError
-from modelyard.serve.dataplane.wire import Buffer
+from modelyard.serve.dataplane.call import Stream
+from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.errors import (
     BadMessage,
     BadRequest,
@@ -113,7 +114,7 @@ def dialect_answers(
     state: ServerState,
     settings: TorchServeSettings,
     on_status: Callable[[int], None] | None = None,
-) -> Answers:
+) -> DialectAnswers:
     """Return the form of TorchServe's answers: its errors, request ids and CORS headers."""
     cors = (
         (b"access-control-allow-origin", settings.cors_allowed_origin),
@@ -121,7 +122,58 @@ def dialect_answers(
         (b"access-control-allow-headers", settings.cors_allowed_headers),
     )
     more = [(name, value.encode("latin-1")) for name, value in cors if value]
-    return Answers(state, form_error, UUID, more, closes_after_errors=True, on_status=on_status)
+    return DialectAnswers(
+        state, form_error, UUID, more, closes_after_errors=True, on_status=on_status
+    )
+
+
+class DialectAnswers(Answers):
+    """TorchServe's answers; an error says `error`, too, where requests of tensors are answered.
+
+    That is the name that clients of the Open Inference Protocol know.
+    """
+
+    adds_error = False
+    """Whether such requests are read as TorchServe does not."""
+
+    def send(
+        self, cycle: RequestResponseCycle, id: str, status: int, headers: Headers,
+        body: Payload | Stream,
+    ) -> None:  # fmt: skip
+        """Send an answer."""
+        if status >= 400 and self._is_of_tensors(cycle) and isinstance(body, bytes | bytearray):
+            body = _with_error(body)
+        super().send(cycle, id, status, headers, body)
+
+    def send_refusal(self, cycle: RequestResponseCycle, id: str, error: Unavailable) -> None:
+        """Send the answer to a call that is not taken."""
+        if self._is_of_tensors(cycle):
+            self.send(cycle, id, *self.error(error, id))
+        else:
+            super().send_refusal(cycle, id, error)
+
+    def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
+        """Return the last answer on a connection."""
+        status, headers, body = super().refuse(error, cycle)
+        if cycle is not None and self._is_of_tensors(cycle):
+            if not body:
+                headers, body = [*JSON, *headers], error_answer(status, "", str(error))[2]
+            body = _with_error(body)
+        return status, headers, body
+
+    def _is_of_tensors(self, cycle: RequestResponseCycle) -> bool:
+        return self.adds_error and cycle.path.startswith("/v2/")
+
+
+def _with_error(body: bytes | bytearray) -> bytes:
+    """Return the JSON of an error with its message under `error`, too; else the body itself."""
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return bytes(body)
+    if not isinstance(content, dict) or "message" not in content:
+        return bytes(body)
+    return (json.dumps({**content, "error": content["message"]}, indent=2) + "\n").encode()
 
 
 class Refused(Unavailable):

@@ -4,8 +4,10 @@
 | --- | --- |
 | /predictions/{m}[/{v}[/rest]], /explanations/… | the hot path |
 | /v1/models/{m}:predict, :explain · /v2/models/{m}[/versions/{v}]/infer, explain | KServe's |
+| /v2/models/{m}[/versions/{v}]/infer | tensors, if that protocol is on and no envelope is |
 | /invocations, /models/{m}/invoke, /{m}[/{v}]/predict | the query is the handler's too |
 | /v2, /v2/health/…, /v2/models/{m}[/versions/{v}][/ready] | Open Inference Protocol, if on |
+| /v2/models, /v2/repository/… | the same, where infer takes tensors |
 | /ping, /health/live, /health/ready | for probes, without a token |
 """
 
@@ -15,15 +17,21 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from modelyard.serve.api.health import why_not_ready
-from modelyard.serve.api.inference import KINDS, Calls, split_verb
-from modelyard.serve.api.oip import describe_signature, readiness
+from modelyard.serve.api.inference import KINDS, METHODS, Calls, split_verb
+from modelyard.serve.api.oip import (
+    EXTENSIONS,
+    asks_for_ready,
+    describe_signature,
+    readiness,
+    refuse_overrides,
+)
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Target
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.wire import Buffer
-from modelyard.serve.errors import BadRequest, NoSuchRoute, Unavailable
+from modelyard.serve.errors import BadRequest, MethodNotAllowed, NoSuchRoute, Unavailable
 from modelyard.serve.http.application import Answers, Check, ServerState
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
 from modelyard.serve.torchserve import TORCHSERVE_VERSION, openapi
@@ -47,6 +55,16 @@ OIP_NAMES = ("oip", "true")
 """What switches the Open Inference Protocol on: by environment, and by file."""
 
 
+def has_oip(settings: TorchServeSettings) -> bool:
+    """Return whether the Open Inference Protocol is on."""
+    return (settings.ts_open_inference_protocol or "").lower() in OIP_NAMES
+
+
+def has_tensors(settings: TorchServeSettings) -> bool:
+    """Return whether its requests are read as tensors: an envelope reads bodies itself."""
+    return has_oip(settings) and settings.service_envelope is None
+
+
 class TorchServeInference:
     """Routes for clients."""
 
@@ -64,7 +82,8 @@ class TorchServeInference:
         self._registry = registry
         self._state = state
         self._most_bytes = settings.max_response_size
-        self.has_oip = (settings.ts_open_inference_protocol or "").lower() in OIP_NAMES
+        self.has_oip = has_oip(settings)
+        self._has_tensors = has_tensors(settings)
         self.calls = Calls(
             registry, metrics, state, answers, self._target, rephrase, takes_codings=True
         )
@@ -80,7 +99,10 @@ class TorchServeInference:
 
     def _target(self, cycle: RequestResponseCycle) -> Target | None:
         """Return what a request asks a model for; None for all other requests."""
-        return None if cycle.method == "OPTIONS" else self._aim(segments(cycle.path))
+        target = None if cycle.method == "OPTIONS" else self._aim(segments(cycle.path))
+        if target is not None and target.flags & wire.TENSORS and cycle.method not in METHODS:
+            return None
+        return target
 
     def _aim(self, path: list[str]) -> Target | None:
         """Return what a path asks a model for; None for all other paths."""
@@ -90,15 +112,18 @@ class TorchServeInference:
             case ["v1", "models", last] if (found := split_verb(last)) is not None:
                 return Target(found[1], [found[0]], wire.KSERVE)
             case ["v2", "models", name, "infer" | "explain" as verb]:
-                return Target(_KSERVE[verb], [name], wire.KSERVE)
+                return Target(_KSERVE[verb], [name], self._flags(verb))
             case ["v2", "models", name, "versions", version, "infer" | "explain" as verb]:
                 if self.has_oip:
-                    return Target(_KSERVE[verb], [name, version], wire.KSERVE)
+                    return Target(_KSERVE[verb], [name, version], self._flags(verb))
             case ["models", name, "invoke"]:
                 return Target(PREDICT, [name], wire.LEGACY)
             case [_, "predict"] | [_, _, "predict"]:
                 return Target(PREDICT, path[:-1], wire.LEGACY)
         return None
+
+    def _flags(self, verb: str) -> int:
+        return wire.KSERVE | (wire.TENSORS if verb == "infer" and self._has_tensors else 0)
 
     def _begin(
         self, cycle: RequestResponseCycle, path: list[str], parts: Sequence[Buffer], id: str
@@ -136,6 +161,8 @@ class TorchServeInference:
             case ["wfpredict", name, *_]:
                 return error_answer(404, "WorkflowNotFoundException", f"Workflow not found: {name}")
             case ["v2", *rest] if self.has_oip:
+                if self._has_tensors and (answer := await self._of_tensors(rest, body)) is not None:
+                    return answer
                 return self._inference_protocol(rest)
         raise NoSuchRoute
 
@@ -175,7 +202,8 @@ class TorchServeInference:
             case []:
                 names = ["kserve", "kubeflow"]
                 # The key without its slip is the protocol's; TorchServe's clients know the other.
-                about = {"extensions": names, "extenstion": names}
+                own = list(EXTENSIONS) if self._has_tensors else names
+                about = {"extensions": own, "extenstion": names}
                 return json_answer({"name": "Torchserve", "version": TORCHSERVE_VERSION, **about})
             case ["health", "live"]:
                 return json_answer({"live": True})
@@ -190,6 +218,25 @@ class TorchServeInference:
             case ["models", name, "versions", version, "ready"]:
                 return json_answer(*readiness(self._registry.get(name, version)))
         raise NoSuchRoute
+
+    async def _of_tensors(self, path: list[str], body: bytes) -> Answer | None:
+        """Answer what belongs to requests of tensors, and TorchServe does not have."""
+        match path:
+            case ["models"]:
+                names = dict.fromkeys(model.name for model in self._registry)
+                return json_answer({"models": list(names)})
+            case ["models", _, "infer"] | ["models", _, "versions", _, "infer"]:
+                raise MethodNotAllowed
+            case ["repository", "index"]:
+                return json_answer(self._repository.index(asks_for_ready(body)))
+            case ["repository", "models", name, "load"]:
+                refuse_overrides(body)
+                await self._repository.load(name)
+                return json_answer({"name": name, "load": True})
+            case ["repository", "models", name, "unload"]:
+                await self._repository.unload(name)
+                return json_answer({"name": name, "unload": True})
+        return None
 
     def _describe(self, model: ModelVersion) -> Answer:
         return json_answer(describe_signature(self._registry, model))

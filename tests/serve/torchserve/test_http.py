@@ -18,6 +18,10 @@ import httpx
 import pytest
 
 from modelyard.archiver import write_archive
+from modelyard.serve.api.oip import EXTENSIONS
+from modelyard.serve.settings import Address
+from modelyard.serve.torchserve.inference import has_tensors
+from modelyard.serve.torchserve.settings import TorchServeSettings
 from tests.serve.live import SOURCES, poll
 from tests.serve.torchserve.live import Home
 
@@ -98,6 +102,8 @@ def home(tmp_path_factory: pytest.TempPathFactory, remote: str) -> Iterator[Home
     write_mar(home.store / "two.mar", version="2.0")
     write_mar(home.store / "bad.mar", BROKEN, "bad")
     write_mar(home.store / "nameless.mar", name=None)
+    tensors = (SOURCES / "tensors" / "handler.py").read_text(encoding="utf-8")
+    write_mar(home.store / "tensors.mar", tensors, "tensors")
     write_mar(home.store / "seq.mar", name="seq", config="sequenceBatching: true\n")
     write_mar(home.store / "conf.mar", name="conf", config="minWorkers: 1\nmaxWorkers: 3\n")
     hasty = "minWorkers: 1\nclientTimeoutInMills: 900\n"
@@ -165,9 +171,7 @@ PLAIN = {"explain": "False", "url_path": ""}
         ("/explanations/echo", {"body": "x"}, {**PLAIN, "explain": "True"}),
         ("/v1/models/echo:predict", {"body": "x"}, {"explain": "False"}),
         ("/v1/models/echo:explain", {"body": "x"}, {"explain": "True"}),
-        ("/v2/models/echo/infer?c=1", {"body": "x"}, {"explain": "False"}),
         ("/v2/models/echo/explain", {"body": "x"}, {"explain": "True"}),
-        ("/v2/models/echo/versions/1.0/infer", {"body": "x"}, {"explain": "False"}),
         ("/invocations?model_name=echo&b=2", {"model_name": "echo", "b": "2", "body": "x"}, {}),
         ("/invocations", {"body": "x"}, {}),
         ("/models/echo/invoke?b=2", {"b": "2", "body": "x"}, {}),
@@ -313,13 +317,60 @@ def test_probes_and_the_open_inference_protocol(client: httpx.Client) -> None:
     assert client.get("/v2/health/live").json() == {"live": True}
     assert client.get("/v2/health/ready").json() == {"ready": True}
     about = client.get("/v2").json()
-    assert (about["name"], about["extensions"]) == ("Torchserve", ["kserve", "kubeflow"])
+    assert (about["name"], about["extensions"]) == ("Torchserve", list(EXTENSIONS))
+    assert about["extenstion"] == ["kserve", "kubeflow"]
     described = {"name": "echo", "versions": ["1.0"], "platform": "pytorch"}
     described |= {"inputs": [], "outputs": []}
     for path in ("/v2/models/echo", "/v2/models/echo/versions/1.0"):
         assert client.get(path).json() == described
         assert client.get(f"{path}/ready").json() == {"name": "echo", "ready": True}
-    assert error(client.get("/v2/models/cat"))[0] == 404
+    unknown = client.get("/v2/models/cat")
+    assert (unknown.status_code, unknown.json()["error"]) == (404, "Model not found: cat")
+
+
+def test_tensors_by_name(client: httpx.Client, management: httpx.Client) -> None:
+    assert management.post("/models?url=tensors.mar&initial_workers=1").status_code == 200
+    given = {"name": "x", "datatype": "INT64", "shape": [2], "data": [1, (1 << 63) - 1]}
+    for path in ("/v2/models/tensors/infer", "/v2/models/tensors/versions/1.0/infer"):
+        answer = client.post(path, json={"inputs": [given], "id": "7"})
+        assert (answer.json()["id"], answer.json()["outputs"]) == ("7", [given])
+        refused = client.post(path, json={"inputs": [{**given, "shape": [3]}]})
+        assert (refused.status_code, refused.json()["code"]) == (400, 400)
+        assert refused.json()["error"] == refused.json()["message"]
+        assert client.get(path).status_code == 405
+    assert "tensors" in client.get("/v2/models").json()["models"]
+    too_long = client.post("/v2/models/tensors/infer", content=b"x" * (6553500 + 1))
+    assert (too_long.status_code, "max_request" in too_long.json()["error"]) == (413, True)
+
+    repository = "/v2/repository"
+    assert "tensors" in {each["name"] for each in client.post(f"{repository}/index").json()}
+    assert client.post(f"{repository}/models/tensors/unload").json()["unload"]
+    assert client.get("/v2/models/tensors/ready").status_code == 404
+    assert client.post(f"{repository}/models/tensors/load").json()["load"]
+    assert client.get("/v2/models/tensors/ready").json()["ready"]
+    assert client.post(f"{repository}/models/nothing/load").status_code == 404
+    assert client.post(f"{repository}/models/tensors/unload").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("oip", "envelope", "reads"),
+    [
+        (None, None, False),
+        ("false", None, False),
+        ("oip", None, True),
+        ("TRUE", None, True),
+        ("true", "kservev2", False),
+    ],
+)
+def test_bodies_are_the_handlers_unless_the_protocol_is_on(
+    tmp_path: Path, oip: str | None, envelope: Any, reads: bool
+) -> None:
+    address = Address("127.0.0.1", 0)
+    settings = TorchServeSettings(
+        directory=tmp_path, inference_address=address, management_address=address,
+        metrics_address=address, ts_open_inference_protocol=oip, service_envelope=envelope,
+    )  # fmt: skip
+    assert has_tensors(settings) is reads
 
 
 def test_a_client_may_choose_a_uuid_as_its_request_id(client: httpx.Client) -> None:
