@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from modelyard.serve.api.description import DESCRIPTION, described_calls
-from modelyard.serve.api.docs import add_docs
+from modelyard.serve.api.docs import DOCS_PATHS, add_docs
 from modelyard.serve.api.health import OPEN_PATHS, health_routes
 from modelyard.serve.api.inference import Calls, right_of
 from modelyard.serve.api.kserve import kserve_routes
@@ -28,6 +28,7 @@ from modelyard.serve.grpc import OPEN_METHODS, LazyServices, services
 from modelyard.serve.http.application import Answers, Application, Check, ServerState
 from modelyard.serve.http.auth import Grants, TokenCheck, check_changes
 from modelyard.serve.http.connection import Accepts, Access, Limits
+from modelyard.serve.http.cors import Cors
 from modelyard.serve.http.listener import Listener, Tls
 from modelyard.serve.http.site import SiteCheck
 from modelyard.serve.http.tls import watched_tls
@@ -72,7 +73,8 @@ def create_server(settings: Settings) -> Server:
     grants = known_tokens(settings, make_keys(policy.state.key_file))
     of_clients = grants if settings.asks_for_tokens else None
     of_operators = None if settings.auth == "never" else grants
-    answers = Answers(state)
+    cors = Cors(settings.allowed_origins) if settings.allowed_origins else None
+    answers = Answers(state, cors=cors)
     clients = Routes(
         "Modelyard",
         DESCRIPTION,
@@ -92,8 +94,8 @@ def create_server(settings: Settings) -> Server:
     tracing = open_tracing(os.environ) if settings.tracing else None
     hides_tokens = of_clients is not None
     calls = Calls(registry, metrics, state, answers, hides_tokens=hides_tokens, tracing=tracing)
-    operator = TokenCheck(of_operators, lambda _: "manage")
-    check: Check = TokenCheck(of_clients, right_of, (*OPEN_PATHS, *OPEN_METHODS))
+    operator = TokenCheck(of_operators, lambda _: "manage", DOCS_PATHS)
+    check: Check = TokenCheck(of_clients, right_of, (*OPEN_PATHS, *OPEN_METHODS, *DOCS_PATHS))
     if settings.allow_load:
         check = check_changes(check, operator)
     streams = LazyServices(
@@ -102,15 +104,20 @@ def create_server(settings: Settings) -> Server:
     apis = (
         Application(check, answers, clients, calls, streams),
         Application(operator, answers, operators),
-        Application(TokenCheck(of_clients, lambda _: "metrics"), answers, scraper),
+        Application(TokenCheck(of_clients, lambda _: "metrics", DOCS_PATHS), answers, scraper),
     )
     served = zip(apis, settings.addresses, strict=True)
     cert, tls = settings.tls_cert, None
     if cert is not None:
         tls = watched_tls((), cert, settings.tls_key)
-    inference, management, scraped = listen(served, settings, budget, tls)
-    others = {management.url: operators.fastapi, scraped.url: scraper.fastapi}
-    add_docs(clients.fastapi, others, inference.url)
+    inference, management, scraped = listen(
+        served, settings, budget, tls, None, settings.allowed_origins
+    )
+    routes = {"inference": clients, "management": operators, "metrics": scraper}
+    listeners = (inference, management, scraped)
+    ports = {name: listener.address.port for name, listener in zip(routes, listeners, strict=True)}
+    for name, api in routes.items():
+        add_docs(api.fastapi, name, ports)
     return Server(lifecycle, state, inference, management, scraped, tracing)
 
 

@@ -25,6 +25,9 @@ from modelyard.serve.errors import StartError
 ENV_PREFIX = "MODELYARD_"
 MOST_WORKERS = 1024
 """Of one model."""
+_ORIGIN = re.compile(
+    r"\*|https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?", re.ASCII | re.IGNORECASE
+)
 _HOST = re.compile(r"\*|[\w.-]+|\[[0-9A-Fa-f:.]+\]")
 
 
@@ -80,6 +83,9 @@ class Settings(BaseModel):
     """Address of all three APIs."""
     allowed_hosts: tuple[str, ...] = ()
     """Further names by which requests may call the server, and whose web pages may; * for any."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages of elsewhere that may call and read the answers (CORS): scheme, host and port; *
+    for any."""
     port: int = Field(default=8080, ge=0, le=65535)
     """Port of the inference API; 0 lets the system choose, for the other two as well."""
     management_port: int = Field(default=8081, ge=0, le=65535)
@@ -179,7 +185,13 @@ class Settings(BaseModel):
     them."""
 
     @field_validator(
-        "models", "allowed_hosts", "read_paths", "write_paths", "pass_variables", mode="before"
+        "models",
+        "allowed_hosts",
+        "allowed_origins",
+        "read_paths",
+        "write_paths",
+        "pass_variables",
+        mode="before",
     )
     @classmethod
     def _split(cls, value: Any) -> Any:
@@ -230,6 +242,14 @@ class Settings(BaseModel):
                 raise ValueError(f"{name!r} is not the name of a host; leave out scheme and port")
         return tuple(name.lower().strip("[]") for name in value)
 
+    @field_validator("allowed_origins")
+    @classmethod
+    def _are_origins(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in value:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} is not an origin; expected as in https://app.example")
+        return tuple(origin.lower() for origin in value)
+
     @field_validator("insecure")
     @classmethod
     def _is_meant(cls, value: bool, info: ValidationInfo) -> bool:
@@ -237,6 +257,15 @@ class Settings(BaseModel):
         if info.data.get("auth") == "never" and not value and not Address(host).is_loopback:
             raise ValueError(
                 f"auth: never lets everybody who reaches {host} replace the models; give "
+                "--insecure to mean that"
+            )
+        if (
+            info.data.get("auth") == "never"
+            and not value
+            and "*" in info.data.get("allowed_origins", ())
+        ):
+            raise ValueError(
+                "auth: never and allowed_origins: * let every web page replace the models; give "
                 "--insecure to mean that"
             )
         return value

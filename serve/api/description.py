@@ -14,9 +14,8 @@ from modelyard.archiver.explain_options import EXPLAIN_OPTIONS, Option
 DESCRIPTION = """\
 Predictions and explanations of the models that this server holds.
 
-`curl ADDRESS/predictions/digits -T 0.png`, where ADDRESS is this page's without `/docs`.
-
-The management and metrics routes live on ports of their own, named in each route's *servers*.
+`curl ADDRESS/predictions/MODEL -T FILE`, where ADDRESS is this page's without `/docs`. The
+management and metrics APIs have such a page each, on their own ports.
 """
 
 ModelName = Annotated[str, Path(description="Registered name.", examples=["digits"])]

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.http.application import ServerState
 
-OPEN_PATHS = ("/ping", "/health/live", "/health/ready")
+OPEN_PATHS = ("/ping", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
 """Probes carry no token."""
 RETRY = {"Retry-After": "1"}
 """Of answers that say not ready."""

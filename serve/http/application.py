@@ -1,6 +1,6 @@
 """One API on a port: the way of every request from its head to its answer, in one order.
 
-    accept → request id → token → a call, or a route → the form of the answer
+    accept → request id → CORS → token → a call, or a route → the form of the answer
 
 What differs between dialects is handed in: the token check, the form of answers and errors, which
 requests are calls, and what answers the others.
@@ -30,6 +30,7 @@ from modelyard.serve.errors import (
     http_status,
 )
 from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle, write_head
+from modelyard.serve.http.cors import Cors
 
 if TYPE_CHECKING:
     from modelyard.serve.http.http2 import AcceptsStreams
@@ -105,6 +106,7 @@ class Answers:
         more_headers: on every answer, beside the common ones.
         closes_after_errors: whether a connection ends with an error.
         on_status: called with the status of every answer.
+        cors: which pages of elsewhere may read the answers; None: none.
     """
 
     def __init__(
@@ -115,7 +117,9 @@ class Answers:
         more_headers: Headers | None = None,
         closes_after_errors: bool = False,
         on_status: Callable[[int], None] | None = None,
+        cors: Cors | None = None,
     ) -> None:
+        self.cors = cors
         self._form_error = form_error
         self._state = state
         self._id_pattern = id_pattern
@@ -140,7 +144,8 @@ class Answers:
             self._on_status(status)
         if self._state.is_draining or (self._closes_after_errors and status >= 400):
             cycle.keeps_alive = False
-        return [(b"x-request-id", id.encode()), *self._common]
+        common = [(b"x-request-id", id.encode()), *self._common]
+        return common if self.cors is None else [*common, *self.cors.headers(cycle.headers)]
 
     def send(
         self, cycle: RequestResponseCycle, id: str, status: int, headers: Headers,
@@ -173,7 +178,8 @@ class Answers:
                 self._prepared.clear()
             prepared = self._prepared[key] = self._prepare(error, len(id), cycle.keeps_alive)
         status, pieces = prepared
-        if not cycle.send_ready(status, id.encode().join(pieces), b""):
+        is_read_by_pages = self.cors is not None and self.cors.headers(cycle.headers)
+        if is_read_by_pages or not cycle.send_ready(status, id.encode().join(pieces), b""):
             self.send(cycle, id, *self.error(error, id))
         elif self._on_status is not None:
             self._on_status(status)
@@ -196,7 +202,10 @@ class Answers:
         status, headers, body = self.error(error, id)
         if self._on_status is not None:
             self._on_status(status)
-        return status, [*headers, (b"x-request-id", id.encode()), *self._common], body
+        common = [(b"x-request-id", id.encode()), *self._common]
+        if self.cors is not None and cycle is not None:
+            common += self.cors.headers(cycle.headers)
+        return status, [*headers, *common], body
 
 
 async def _send_parts(
@@ -274,6 +283,11 @@ class Application:
         """Begin to answer a request, whose head is there and whose body may come later."""
         id = self._answers.request_id(cycle.headers)
         calls, target = self._calls, None
+        if (cors := self._answers.cors) is not None:
+            preflight = cors.preflight(cycle.method, cycle.headers)
+            if preflight is not None:
+                self._answers.send(cycle, id, 200, preflight, b"")
+                return
         try:
             target = calls.target(cycle) if calls is not None else None
             self._check(cycle.path, cycle.headers)

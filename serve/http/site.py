@@ -109,8 +109,8 @@ class SiteCheck:
             if (is_ours and place) or origin.decode("latin-1").lower() in self._allowed_origins:
                 return
         raise Forbidden(
-            f"a web page of {_shown(origin)} may not call this server; the setting allowed_hosts "
-            "names the hosts whose pages may"
+            f"a web page of {_shown(origin)} may not call this server; the setting "
+            "allowed_origins, or allowed_hosts, names the pages that may"
         )
 
 

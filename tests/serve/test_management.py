@@ -47,7 +47,7 @@ OTHER_REQUESTS = [
     ("GET", "/%6dodels"),
     ("GET", "/models;x"),
     ("GET", "/openapi.json"),
-    ("GET", "/docs"),
+    ("GET", "/docs/"),
     ("GET", "/ping"),
     ("GET", "/metrics"),
     ("HEAD", "/models"),

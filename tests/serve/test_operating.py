@@ -23,6 +23,8 @@ from modelyard.serve.http.tokens import make_grant
 from tests.serve.live import LiveServer, build_archive, poll, running
 
 HOST = "models.example"
+PAGE = "https://app.example:8443"
+LIMIT = 100_000
 TOKENS = {
     "app": "app-token-of-this-test-0123456789",
     "looker": "looker-token-of-this-test-0123456",
@@ -70,7 +72,9 @@ def server(folder: Path) -> Iterator[LiveServer]:
     build_archive(store, "echo")
     build_archive(store, "echo", name="second", version="2.0")
     config = folder / "modelyard.yaml"
-    config.write_text(f"allowed_hosts: [{HOST}]\n")
+    config.write_text(
+        f"allowed_hosts: [{HOST}]\nallowed_origins: [{PAGE}]\nmax_request_bytes: {LIMIT}\n"
+    )
     options = [
         f"--config={config}",
         f"--tls-cert={folder / 'cert.pem'}",
@@ -94,10 +98,15 @@ def client(server: LiveServer, api: str, folder: Path, token: str | None = None)
     )
 
 
-def ask(server: LiveServer, api: str, folder: Path, token: str | None, *request: Any) -> Any:
-    method, path = request
+def ask(
+    server: LiveServer, api: str, folder: Path, token: str | None, method: str, path: str,
+    content: bytes = b"x", **headers: Any,
+) -> httpx.Response:  # fmt: skip
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
     with client(server, api, folder, token) as asking:
-        return asking.request(method, path, content=b"x", extensions={"sni_hostname": HOST})
+        return asking.request(
+            method, path, content=content, headers=sent, extensions={"sni_hostname": HOST}
+        )
 
 
 # -- tokens and TLS ----------------------------------------------------------------------------
@@ -177,6 +186,55 @@ def test_a_certificate_that_is_replaced_is_shown_without_a_restart(
     for name, content in before.items():
         (folder / name).write_bytes(content)
     poll(lambda: shown().encode() == before["cert.pem"], "the old one is shown again")
+
+
+# -- pages of elsewhere ------------------------------------------------------------------------
+
+CALLS = {
+    "inference": ("POST", "/predictions/echo", "app"),
+    "management": ("GET", "/models", "admin"),
+    "metrics": ("GET", "/metrics", "graphs"),
+}
+
+
+@pytest.mark.parametrize("api", CALLS)
+def test_a_page_that_is_named_may_call_every_api_and_read_what_it_answers(
+    server: LiveServer, folder: Path, api: str
+) -> None:
+    method, path, token = CALLS[api]
+    asked: dict[str, Any] = {"access_control_request_method": method, "origin": PAGE}
+    asked["access_control_request_headers"] = "authorization, content-type"
+    allowed = ask(server, api, folder, None, "OPTIONS", path, **asked)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-headers"] == "authorization, content-type"
+    assert method in allowed.headers["access-control-allow-methods"]
+    right = ask(server, api, folder, token, method, path, origin=PAGE, sec_fetch_site="cross-site")
+    wrong = ask(server, api, folder, None, method, path, origin=PAGE)
+    absent = ask(server, api, folder, token, method, "/nowhere", origin=PAGE)
+    too_large = ask(server, api, folder, token, method, path, bytes(LIMIT + 1), origin=PAGE)
+    answers = (allowed, right, wrong, absent, too_large)
+    assert [answer.status_code for answer in answers[1:]] == [200, 401, 404, 413]
+    for answer in answers:
+        assert answer.headers["access-control-allow-origin"] == PAGE
+        assert answer.headers["vary"] == "origin"
+        assert "access-control-allow-credentials" not in answer.headers
+
+
+@pytest.mark.parametrize("api", CALLS)
+@pytest.mark.parametrize(
+    "origin", ["https://app.example", "http://app.example:8443", "https://evil.example", "null"]
+)
+def test_a_page_that_is_not_named_may_neither_call_nor_read(
+    server: LiveServer, folder: Path, api: str, origin: str
+) -> None:
+    method, path, token = CALLS[api]
+    asked: dict[str, Any] = {"access_control_request_method": method}
+    for answer in (
+        ask(server, api, folder, None, "OPTIONS", path, origin=origin, **asked),
+        ask(server, api, folder, token, method, path, origin=origin),
+    ):
+        assert answer.status_code == 403
+        assert "access-control-allow-origin" not in answer.headers
 
 
 # -- commands ----------------------------------------------------------------------------------

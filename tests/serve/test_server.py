@@ -193,11 +193,13 @@ def test_with_auth_always_nothing_but_probes_is_open(store: Path, state: Path) -
             assert server.client.post(path, content=b"x").status_code == 401
             manager = {"Authorization": f"Bearer {server.token}"}
             assert server.client.post(path, content=b"x", headers=manager).status_code == 403
-        for path in ("/docs", "/openapi.json", "/", "/docs/assets/swagger-ui.css"):
+        for path in ("/openapi.json", "/", "/docs/", "/docs/assets/", "/v2", "/v2/models/echo"):
             assert server.client.get(path).status_code == 401
+        for path in ("/v2/health/live", "/v2/health/ready", "/health/ready", "/docs"):
+            assert server.client.get(path).status_code == 200
         assert server.metrics.get("/metrics").status_code == 401
         assert server.metrics.get("/metrics", headers=right).status_code == 200
-        assert server.client.get("/docs", headers=right).status_code == 200
+        assert server.client.get("/openapi.json", headers=right).status_code == 200
         for path in ("/ping", "/health/live", "/health/ready"):
             assert server.client.get(path).status_code == 200
         answer = server.client.post("/predictions/echo", content=b"x", headers=right)

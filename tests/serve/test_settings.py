@@ -148,3 +148,17 @@ def test_settings_of_models_are_a_mapping_in_a_file_and_yaml_in_the_environment(
     assert load_settings({}, file, environment).model_settings == {"m": {"batchSize": 4}}
     with pytest.raises(StartError, match=r"model_settings: .*not valid YAML"):
         load_settings({}, None, {"MODELYARD_MODEL_SETTINGS": "{"})
+
+
+@pytest.mark.parametrize("origin", ["app.example", "https://app.example/", "null", "https://*.x"])
+def test_an_origin_is_a_scheme_a_host_and_a_port(origin: str) -> None:
+    with pytest.raises(StartError, match="is not an origin; expected as in https"):
+        load_settings({"allowed_origins": (origin,)}, None, {})
+
+
+def test_every_page_may_not_do_everything_by_mistake() -> None:
+    both = {"allowed_origins": "*", "auth": "never"}
+    with pytest.raises(StartError, match="let every web page replace the models"):
+        load_settings(both, None, {})
+    assert load_settings({**both, "insecure": True}, None, {}).allowed_origins == ("*",)
+    assert load_settings({"allowed_origins": "*"}, None, {}).auth == "auto"
