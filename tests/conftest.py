@@ -21,6 +21,12 @@ FILES = {"pt2": "digits.pt2", "onnx": "digits.onnx", "torchscript": "digits.pt"}
 """Format → artifact of the digits model."""
 
 
+EXPORT = (
+    *("export", "examples/digits/digits.pt", "--model", "examples/digits/net.py:DigitsNet"),
+    *("--input", "image:float32[batch,1,8,8]", "--output", "logits"),
+)
+"""The export of the README, which the whole test run shares."""
+
 LONGEST = ("test_docs.py", "trips", "benchmarks", "serve", "exporter")
 """Folders and files whose tests take longest."""
 
@@ -65,8 +71,7 @@ def digits_artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     """
     command = [
         *(sys.executable, "-P", "-W", "error", "-c", "from modelyard.cli import main; main()"),
-        *("export", str(DIGITS / "digits.pt"), "--model", f"{DIGITS / 'net.py'}:DigitsNet"),
-        *("--input", "image:float32[batch,1,8,8]", "--output", "logits"),
+        *(word.replace("examples/", f"{ROOT}/examples/") for word in EXPORT),
         *(word for format in FILES for word in ("--format", format)),
     ]
     with made_once(tmp_path_factory, "digits") as (folder, is_empty):

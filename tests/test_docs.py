@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +29,7 @@ from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import STATUS
 from modelyard.serve.settings import Settings
 from tests import neighbours
+from tests.conftest import EXPORT
 
 REPO = Path(__file__).parent.parent
 PAGES = sorted((REPO / "docs").rglob("*.md"))
@@ -59,6 +60,16 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def without_shared_export(commands: str) -> str:
+    """Return commands without the export whose artifacts are there."""
+    shared = ["modelyard", *EXPORT, "-o", "build"]
+
+    def left(match: re.Match[str]) -> str:
+        return "" if shlex.split(match[0].replace("\\\n", " ")) == shared else match[0]
+
+    return re.sub(r"^modelyard export (?:.*\\\n)*.*\n", left, commands, flags=re.M)
+
+
 def free_ports(count: int) -> list[int]:
     sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
     ports = [each.getsockname()[1] for each in sockets]
@@ -70,11 +81,16 @@ def free_ports(count: int) -> list[int]:
 class Yard:
     """A reader's checkout: what the commands need, the default ports replaced by free ones.
 
-    The reader has files of our packages' names there, and the folder on the path.
+    The reader has files of our packages' names there, and the folder on the path. The README's
+    export has run already: its artifacts are those that the whole test run shares.
     """
 
-    def __init__(self, folder: Path, home: Path) -> None:
+    def __init__(self, folder: Path, home: Path, artifacts: Mapping[str, Path]) -> None:
         self.folder = folder
+        (folder / "build").mkdir()
+        for format in ("pt2", "onnx"):  # without --format
+            for file in (artifacts[format], Path(f"{artifacts[format]}.report.json")):
+                shutil.copy(file, folder / "build")
         shutil.copytree(REPO / "examples", folder / "examples")
         shutil.copy(REPO / "Makefile", folder)
         neighbours.write_neighbours(folder)
@@ -99,7 +115,9 @@ class Yard:
         """Run a page's blocks, each in a shell of its own as a reader pastes them."""
         for block in blocks(page):
             commands = re.sub(
-                r"(?<=127\.0\.0\.1:)(808[012])", lambda match: self.ports[match[1]], block.commands
+                r"(?<=127\.0\.0\.1:)(808[012])",
+                lambda match: self.ports[match[1]],
+                without_shared_export(block.commands),
             )
             done = self.shell(commands)
             assert (done.returncode != 0) == block.fails, (
@@ -125,14 +143,24 @@ class Yard:
 
 
 @pytest.fixture(scope="module")
-def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
+def yard(
+    tmp_path_factory: pytest.TempPathFactory, digits_artifacts: dict[str, Path]
+) -> Iterator[Yard]:
     """Yield a folder in which the README's commands have been run."""
-    made = Yard(tmp_path_factory.mktemp("yard"), tmp_path_factory.mktemp("home"))
+    folder, home = tmp_path_factory.mktemp("yard"), tmp_path_factory.mktemp("home")
+    made = Yard(folder, home, digits_artifacts)
     try:
         made.run(REPO / "README.md")
         yield made
     finally:
         made.shell("modelyard serve stop")
+
+
+def test_the_readmes_export_is_the_one_that_the_test_run_shares() -> None:
+    readme = "".join(block.commands for block in blocks(REPO / "README.md"))
+    assert readme.count("modelyard export ") == 1
+    assert "modelyard export " not in without_shared_export(readme)
+    assert "modelyard export " in without_shared_export(readme.replace("image:", "scan:"))
 
 
 @needs_curl
