@@ -46,4 +46,7 @@ def rehearse(plan: Plan, folder: Path) -> Mapping[str, bytes]:
 def _problem(plan: Plan, result: GoldenResult) -> str:
     """Name the example by its file, which the author knows."""
     (request,) = (part for part in plan.parts if part.name == result.golden.request)
-    return f"example {request.label}: {result.difference}"
+    said = f"example {request.label}: {result.difference}"
+    if "got status" in said or result.golden in plan.unanswered:
+        return said
+    return f"{said}; correct what is expected, or the labels, the preprocessing or the weights"

@@ -8,6 +8,7 @@ wheels are taken, so no package's code runs.
 import hashlib
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,8 @@ _PIP = (
     "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
 )
 _SHOWN_LINES = 10
+_RETRIES = re.compile(r"Retrying .* after connection broken by")
+_REASON = re.compile(r"\[Errno -?\d+\] ([^'\")]+)")
 
 
 @dataclass(frozen=True)
@@ -145,6 +148,13 @@ def _run_pip(arguments: Sequence[str]) -> Any:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+            if broken := [line for line in lines if _RETRIES.search(line)]:
+                found = _REASON.search(broken[0])
+                raise CannotArchive(
+                    "the requirements cannot be pinned: pip does not reach its package index"
+                    f"{f' ({found[1]})' if found else ''}; give a folder of their wheels with "
+                    "--wheels, as `pip download -r requirements.txt -d wheels` fills it elsewhere"
+                )
             raise CannotArchive("pip cannot resolve the requirements", lines[-_SHOWN_LINES:])
         return json.loads(report.read_bytes())
 

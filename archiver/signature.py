@@ -313,6 +313,9 @@ def _parse_input(text: str, ranges: dict[str, tuple[int, ...] | None]) -> Tensor
     if not colon:
         raise _wrong(text, f'nothing follows the name "{name}"', _FORM)
     dtype, bracket, behind = rest.partition("[")
+    if rest.partition("(")[0] in (*DTYPES, *VIEWS) and rest.endswith(")"):
+        square = f"{path}:{rest.replace('(', '[').replace(')', ']')}"
+        raise _wrong(text, "the dims stand in round brackets", f"square ones: {square}")
     if dtype not in (*DTYPES, *VIEWS):
         raise _wrong(text, f'"{dtype}" is not a dtype', f"one of {', '.join((*DTYPES, *VIEWS))}")
     dims, closed, stated = behind.partition("]")

@@ -20,7 +20,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from modelyard.exporter.errors import CheckpointError, ModelError, UsageError, cause
+from modelyard.exporter.errors import CheckpointError, ModelError, NoClass, UsageError, cause
 from modelyard.exporter.from_exported_program import open_program
 from modelyard.exporter.from_onnx import open_onnx_file
 from modelyard.exporter.ingest import Checkpoint, read_checkpoint
@@ -30,7 +30,7 @@ from modelyard.exporter.ingest.single_file import ONNX, PROGRAM
 from modelyard.exporter.ingest.value import KEYS_SHOWN, fit_names, list_shown, nearest, place_of
 from modelyard.exporter.libraries import library_factory
 
-_MODEL_FORM = "file.py:Class, package.module:Class or package.module:factory"
+MODEL_FORM = "file.py:Class, package.module:Class or package.module:factory"
 # Packages whose class methods do not make a network with random weights.
 _BASES = frozenset(("torch", "lightning", "pytorch_lightning", "transformers", "builtins"))
 
@@ -86,7 +86,7 @@ def open_model(
             raise UsageError(f"--task {task} chooses the class; leave --model {model} out")
         raise UsageError(
             f'--task {task} is for a Hugging Face folder, and "{checkpoint.path.name}" is a '
-            f"{checkpoint.kind}; give the folder with config.json, or --model {_MODEL_FORM}"
+            f"{checkpoint.kind}; give the folder with config.json, or --model {MODEL_FORM}"
         )
     if is_described and (place is None or place[0] == "transformers"):
         with quiet_and_offline():
@@ -155,9 +155,9 @@ def _open_without_model(
     else:
         hint = checkpoint.class_hint
         seen = f'{hint.source} says "{hint.name}"' if hint else "it does not say of which"
-        raise UsageError(
+        raise NoClass(
             f'"{checkpoint.path.name}" holds the weights of a class ({checkpoint.kind}; {seen}); '
-            f"give the class with --model {_MODEL_FORM}"
+            f"give the class with --model {MODEL_FORM}"
         )
 
 
@@ -188,11 +188,11 @@ def split_model(model: str) -> tuple[Path | str, str]:
     """
     source, colon, name = model.rpartition(":")
     if not colon or not source or not all(part.isidentifier() for part in name.split(".")):
-        raise UsageError(f'--model "{model}" names no class in a file; expected {_MODEL_FORM}')
+        raise UsageError(f'--model "{model}" names no class in a file; expected {MODEL_FORM}')
     if source.endswith(".py"):
         return Path(source).absolute(), name
     if not all(part.isidentifier() for part in source.split(".")):
-        raise UsageError(f'--model "{model}": "{source}" is not a file.py; expected {_MODEL_FORM}')
+        raise UsageError(f'--model "{model}": "{source}" is not a file.py; expected {MODEL_FORM}')
     return source, name
 
 
@@ -220,7 +220,7 @@ def _importable(folder: Path) -> Iterator[dict[str, ModuleType]]:
 def _import_model(source: Path | str) -> ModuleType:
     if isinstance(source, Path):
         if not source.is_file():
-            raise ModelError(f'model file "{source}" does not exist; expected {_MODEL_FORM}')
+            raise ModelError(f'model file "{source}" does not exist; expected {MODEL_FORM}')
         # The name is part of a TorchScript artifact, so it must not differ from run to run.
         name = f"modelyard_model_{source.stem}"
         spec = importlib.util.spec_from_file_location(name, source)
@@ -246,7 +246,7 @@ def _factory(module: ModuleType, where: str, name: str) -> Callable[..., Any]:
         found = getattr(found, part)
     if not callable(found):
         seen = type(found).__name__
-        raise ModelError(f"{where}: {name} is a {seen}; expected {_MODEL_FORM}")
+        raise ModelError(f"{where}: {name} is a {seen}; expected {MODEL_FORM}")
     return cast(Callable[..., Any], found)
 
 

@@ -2,6 +2,7 @@
 
 ExportError
 ├── UsageError        the call itself is wrong: --input syntax, an unknown format (exit code 2)
+│   └── NoClass       weights, and nobody says of which class
 ├── CheckpointError   the checkpoint cannot be read, or does not fit the model class
 ├── ModelError        the model file, its class, or a run of the model on the named inputs fails
 ├── ConversionError   the model cannot be written in this format
@@ -24,6 +25,10 @@ class ExportError(Exception):
 
 class UsageError(ExportError):
     """The arguments cannot mean anything; nothing was read or run."""
+
+
+class NoClass(UsageError):
+    """The checkpoint holds weights, and neither it nor the call says of which class."""
 
 
 class CheckpointError(ExportError):

@@ -79,33 +79,6 @@ def left_out(given: Sequence[str], proposal: Proposal) -> list[str]:
     return [text for text in proposal.inputs if "mask" in _name(text) and _name(text) not in names]
 
 
-def guess_inputs(model: nn.Module) -> tuple[str, ...]:
-    """Return an input for each argument that forward() needs; SIZES where nothing tells them."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    names = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
-    names = names or [p.name for p in parameters if p.kind not in variable][:1] or ["x"]
-    first = next((text for part in model.modules() if (text := _taken_by(part))), None)
-    shapes = [first or "float32[batch,SIZES]", *["float32[batch,SIZES]"] * (len(names) - 1)]
-    return tuple(f"{name}:{shape}" for name, shape in zip(names, shapes, strict=True))
-
-
-def _taken_by(part: nn.Module) -> str | None:
-    """Return dtype and shape of what a layer takes."""
-    if isinstance(part, nn.Embedding):
-        return "int64[batch,length]"
-    if isinstance(part, nn.Linear):
-        return f"float32[batch,{part.in_features}]"
-    if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        sizes = {nn.Conv1d: "length", nn.Conv2d: "height,width", nn.Conv3d: "depth,height,width"}
-        size = next(size for kind, size in sizes.items() if isinstance(part, kind))
-        return f"float32[batch,{part.in_channels},{size}]"
-    if isinstance(part, nn.RNNBase):
-        order = "batch,length" if part.batch_first else "length,batch"
-        return f"float32[{order},{part.input_size}]"
-    return None
-
-
 def _name(text: str) -> str:
     return text.partition(":")[0]
 

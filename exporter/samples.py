@@ -11,11 +11,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from modelyard.archiver.handler_files import TOKENIZER_FILE
 from modelyard.archiver.signature import DEFAULT_RANGE, Dim, Signature, TensorSpec
 from modelyard.archiver.untrusted.zip import ZipReader
 from modelyard.exporter.arguments import read_inputs
@@ -26,7 +28,7 @@ from modelyard.handlers.limits import refused_values
 
 # Python and numpy count in double precision, and few models do.
 _SINGLE = {"float64": "float32", "complex128": "complex64"}
-_FORMS = "expected .npz, .npy, .pt, .json, .png or .jpg"
+_FORMS = "expected .npz, .npy, .pt, .json, .png, .jpg or .txt"
 
 
 @dataclass(frozen=True)
@@ -43,20 +45,24 @@ class Sample:
         return self.inputs[0].shape[0] if self.inputs[0].ndim else 1
 
 
-def read_sample(path: Path, signature: Signature, *, is_split: bool = False) -> Sample:
+def read_sample(
+    path: Path, signature: Signature, *, is_split: bool = False, folder: Path | None = None
+) -> Sample:
     """Read one file; a row without its batch dimension gets one.
 
     Args:
         path: the file.
         signature: what it holds.
         is_split: its rows will be put into batches: it may hold more than one has.
+        folder: of the checkpoint, whose tokenizer reads a text.
 
     Raises:
         UsageError: it cannot be read, or its tensors are not the signature's inputs.
     """
     sizes: dict[str, int] = {}
     with _readable(path):
-        given = _by_input(path, _read(path, signature), signature)
+        found = _read_text(path, signature, folder) if _is_text(path) else _read(path, signature)
+        given = _by_input(path, found, signature)
         inputs = tuple(
             _fit(path, spec, value, signature, sizes, is_split)
             for spec, value in zip(signature.inputs, given, strict=True)
@@ -164,17 +170,34 @@ def _is_integer(dtype: torch.dtype) -> bool:
 # -- samples without --input ----------------------------------------------------------------------
 
 
-def signature_of_samples(paths: Sequence[Path]) -> Signature:
+def signature_of_samples(
+    paths: Sequence[Path],
+    arguments: Sequence[str] = (),
+    ranks: Mapping[str, int | None] = MappingProxyType({}),
+) -> Signature:
     """Return what a model takes, by files of what it is given.
 
-    Names, dtypes and shapes are the files'. The first dimension is the batch, and those of other
-    inputs that are as large in every file; a size that differs between files has a range. Numbers
-    of double precision, as Python and numpy have them, are taken for single ones.
+    Names, dtypes and shapes are the files'; a tensor without a name has that of an argument. The
+    first dimension is the batch, and those of other inputs that are as large in every file; a size
+    that differs between files has a range. Numbers of double precision, as Python and numpy have
+    them, are taken for single ones.
+
+    Args:
+        paths: the files.
+        arguments: names of forward()'s arguments, in order.
+        ranks: how many dims an argument's batches have, where that is known: a file may hold one
+            row without the batch's dimension.
 
     Raises:
         UsageError: a file cannot be read, names nothing, or the files do not hold the same inputs.
     """
-    found = [_tensors(path) for path in paths]
+    found = [
+        {
+            name: _batched(tensor, ranks.get(name))
+            for name, tensor in _tensors(path, arguments).items()
+        }
+        for path in paths
+    ]
     for path, tensors in zip(paths, found, strict=True):
         if _described(tensors) != _described(found[0]):
             raise UsageError(
@@ -195,20 +218,47 @@ def signature_of_samples(paths: Sequence[Path]) -> Signature:
 
 
 def is_picture(path: Path) -> bool:
-    """Return whether a sample is a picture, which says nothing of its input's name and sizes."""
+    """Return whether a sample is a picture, which says nothing of its input's name."""
     return _READERS.get(path.suffix.lower()) is _read_picture
 
 
-def _tensors(path: Path) -> dict[str, Tensor]:
-    """Read a file's tensors by name; one alone is called "input"."""
+def _is_text(path: Path) -> bool:
+    return path.suffix.lower() == ".txt"
+
+
+def names_inputs(path: Path) -> bool:
+    """Return whether a sample holds tensors; pictures and texts become such by a model's inputs."""
+    return not (is_picture(path) or _is_text(path))
+
+
+def picture_size(path: Path) -> tuple[int, int]:
+    """Return the width and height of a picture.
+
+    Raises:
+        UsageError: it cannot be read.
+    """
+    from PIL import Image
+
+    with _readable(path), Image.open(path) as picture:
+        return picture.size
+
+
+def _batched(tensor: Tensor, rank: int | None) -> Tensor:
+    return tensor[None] if rank == tensor.ndim + 1 else tensor
+
+
+def _tensors(path: Path, arguments: Sequence[str] = ()) -> dict[str, Tensor]:
+    """Read a file's tensors by name; one without is called as the argument in its place."""
     with _readable(path):
         found = _read(path, Signature(()))
         if isinstance(found, tuple) or (
             isinstance(found, list) and all(isinstance(value, Tensor) for value in found)
         ):
-            found = {f"input_{place}": value for place, value in enumerate(found)}
+            own = arguments if len(arguments) == len(found) else ()
+            names = own or [f"input_{place}" for place in range(len(found))]
+            found = dict(zip(names, found, strict=True))
         if not isinstance(found, Mapping):
-            found = {"input": found}
+            found = {arguments[0] if len(arguments) == 1 else "input": found}
         tensors = {
             str(name): value if isinstance(value, Tensor) else torch.tensor(value)
             for name, value in found.items()
@@ -304,6 +354,37 @@ def _read_picture(path: Path, signature: Signature) -> Any:
         pixels = np.asarray(picture, dtype=np.uint8).reshape(*picture.size[::-1], channels)
     tensor = torch.from_numpy(pixels.copy()).permute(2, 0, 1).unsqueeze(0)
     return tensor if spec.dtype == "uint8" else tensor.to(torch.float32) / 255
+
+
+def _read_text(path: Path, signature: Signature, folder: Path | None) -> Any:
+    """Read a text per line, as the tokenizer in the checkpoint's folder turns it into ids."""
+    # Here: it is of a handler, whose other imports no other sample needs.
+    from modelyard.handlers.text_handler import load_tokenizer, role_of
+
+    file = (folder or path.parent) / TOKENIZER_FILE
+    if not file.is_file():
+        raise UsageError(
+            f'--sample "{path}": a text becomes tokens by {TOKENIZER_FILE} in the folder of the '
+            f"checkpoint, which has none; give the tensors that the model gets, as .npz"
+        )
+    tokenizer = load_tokenizer(file)
+    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    roles = {spec.name: role_of(spec.name) for spec in signature.inputs}
+    if not lines or None in roles.values():
+        takes = ", ".join(map(str, signature.inputs))
+        seen = "holds no line of text" if not lines else f"cannot stand for {takes}"
+        raise UsageError(f'--sample "{path}" {seen}; expected a text per line, of a text model')
+    most = max((dim.max for dim in signature.dims.values() if dim != signature.batch), default=None)
+    if most is not None:
+        tokenizer.enable_truncation(most)
+    tokenizer.enable_padding()
+    read = tokenizer.encode_batch(lines)
+    values = {
+        "ids": [each.ids for each in read],
+        "mask": [each.attention_mask for each in read],
+        "types": [each.type_ids for each in read],
+    }
+    return {name: torch.tensor(values[str(role)]) for name, role in roles.items()}
 
 
 _PIXELS = ("uint8", "float16", "bfloat16", "float32", "float64")

@@ -2,10 +2,8 @@
 
 import functools
 import hashlib
-import inspect
 import json
 import math
-import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -23,9 +21,16 @@ from modelyard.exporter import to_aoti, to_exported_program, to_onnx, to_torchsc
 from modelyard.exporter.arguments import read_inputs, take_inputs, take_submodule
 from modelyard.exporter.checker import Checker
 from modelyard.exporter.checkpoint import open_model, split_model
+from modelyard.exporter.command import (
+    command_of,
+    rename_file,
+    without_class,
+    without_name,
+)
 from modelyard.exporter.decoder import open_decoder
 from modelyard.exporter.errors import (
     ExportError,
+    NoClass,
     PartialExportError,
     UsageError,
     cause,
@@ -36,15 +41,13 @@ from modelyard.exporter.ingest import Announce, Checkpoint, read_checkpoint
 from modelyard.exporter.ingest.single_file import ONNX, PROGRAM
 from modelyard.exporter.locate import first_difference
 from modelyard.exporter.parity import ExportReport, Parity, check, publish, report_path, sha256
-from modelyard.exporter.propose import complete, guess_inputs, left_out, propose_inputs
 from modelyard.exporter.reference import Reference, observe
 from modelyard.exporter.sample_batches import Split, has_rows, hold_out
 from modelyard.exporter.samples import (
     Sample,
-    is_picture,
     read_sample,
-    signature_of_samples,
 )
+from modelyard.exporter.settle import settle_inputs
 
 SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx", "torchscript": ".pt", "aoti": ".aoti.pt2"}
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -174,15 +177,18 @@ def export(request: ExportRequest) -> list[ExportReport]:
         raise UsageError(f"--format onnx: {advice}, or export --format pt2")
     is_trusted = request.announce is not None
     notes = _checkpoint_warnings(checkpoint)
-    with open_model(
-        checkpoint,
-        request.model,
-        request.model_args or {},
-        task=request.task,
-        trust=is_trusted,
-        keeps_cache=request.generate,
-        notes=notes,
-    ) as module:
+    with (
+        _explained(request, checkpoint),
+        open_model(
+            checkpoint,
+            request.model,
+            request.model_args or {},
+            task=request.task,
+            trust=is_trusted,
+            keeps_cache=request.generate,
+            notes=notes,
+        ) as module,
+    ):
         known: dict[str, object] = {"dtype": request.dtype} if request.dtype else {}
         model_name = _model_name(request, checkpoint, module)
         if request.submodule is not None:
@@ -190,12 +196,13 @@ def export(request: ExportRequest) -> list[ExportReport]:
             known["submodule"] = request.submodule
         signature = Signature(())
         if not request.generate:
-            request = replace(request, inputs=_settle_inputs(request, module, checkpoint, notes))
+            request = replace(request, inputs=settle_inputs(request, module, checkpoint, notes))
             signature = read_inputs(request.inputs)
         _check_output_names(request.output_names, signature)
         is_split = request.quantize == STATIC and has_rows(signature)
         samples: Sequence[Sample] = [
-            read_sample(path, signature, is_split=is_split) for path in request.samples
+            read_sample(path, signature, is_split=is_split, folder=checkpoint.path)
+            for path in request.samples
         ]
         calibration: Sequence[Sample] = ()
         if request.quantize == STATIC:
@@ -251,7 +258,7 @@ def export(request: ExportRequest) -> list[ExportReport]:
                     model_args=request.model_args or {},
                     device=str(device),
                     details={**known, **details},
-                    command=_command(request, [format]),
+                    command=command_of(request, [format]),
                     warnings=(*notes, *reference.warnings),
                 )
                 finished.append((report, draft))
@@ -297,40 +304,13 @@ def _prove(
     )
 
 
-def _settle_inputs(
-    request: ExportRequest, module: nn.Module, checkpoint: Checkpoint, notes: list[str]
-) -> tuple[str, ...]:
-    """Return the inputs that were given, and those that the model itself says it needs.
-
-    Raises:
-        UsageError: none was given, and the model does not say what it takes.
-    """
-    # What is known of the whole says nothing of a part.
-    proposal = None if request.submodule else propose_inputs(module, checkpoint)
-    named = [path for path in request.samples if not is_picture(path)]
-    if named and not request.inputs:
-        inputs = tuple(map(str, signature_of_samples(named).inputs))
-        source = "--sample"
-    elif proposal is not None:
-        inputs, source = complete(request.inputs, proposal), proposal.source
-    elif request.inputs:
-        return tuple(request.inputs)
-    else:
-        example = _command(replace(request, inputs=guess_inputs(module)), request.formats or ())
-        raise UsageError(
-            f'no --input given, and "{request.checkpoint.name}" does not say what forward'
-            f"{inspect.signature(module.forward)} takes; write dtype and sizes of each tensor, "
-            f"such as {example}"
-        )
-    if inputs != tuple(request.inputs) and request.tell is not None:
-        chosen = shlex.join(word for text in inputs for word in ("--input", text))
-        request.tell(f"inputs, from {source}: {chosen}")
-    if proposal is not None and (rest := left_out(inputs, proposal)):
-        notes.append(
-            f"forward() also takes {rest[0]}: without it, texts that are padded to one length "
-            "change each other's answers"
-        )
-    return inputs
+@contextmanager
+def _explained(request: ExportRequest, checkpoint: Checkpoint) -> Iterator[None]:
+    """Add to an error about a class what was found of it."""
+    try:
+        yield
+    except NoClass as error:
+        raise without_class(request, checkpoint, str(error)) from error
 
 
 def _check_request(request: ExportRequest) -> None:
@@ -338,6 +318,8 @@ def _check_request(request: ExportRequest) -> None:
     if request.inputs and not request.generate:
         _check_output_names(request.output_names, read_inputs(request.inputs))
     if request.model is not None:
+        if request.model.endswith(".py") and Path(request.model).is_file():
+            raise without_name(request, Path(request.model))
         split_model(request.model)
     known = ", ".join(SUFFIXES)
     if not request.chosen_formats():
@@ -571,58 +553,13 @@ def _calibrated(files: Sequence[Path], split: Split) -> dict[str, object]:
     }
 
 
-def _command(request: ExportRequest, formats: Sequence[str]) -> str:
-    """Write the command line that makes artifacts; equal for equal exports."""
-    model = request.model and _named(request.model, lambda source: _relative(Path(source)))
-    model_args = request.model_args and json.dumps(request.model_args, sort_keys=True)
-    device = "" if request.device.startswith("cpu") else request.device
-    tolerance = None if request.tolerance is None else f"{request.tolerance:g}"
-    words = ["modelyard", "export", _relative(request.checkpoint)]
-    for option, values in (
-        ("--model", [model]),
-        ("--task", [request.task]),
-        ("--weights-key", [request.weights_key]),
-        ("--ema", [request.ema]),
-        ("--trust", [request.announce is not None]),
-        ("--model-args", [model_args]),
-        ("--generate", [request.generate]),
-        ("--input", request.inputs),
-        ("--submodule", [request.submodule]),
-        ("--output", request.output_names),
-        ("--format", formats),
-        ("--name", [request.name]),
-        ("--device", [device]),
-        ("--tolerance", [tolerance]),
-        ("--dtype", [request.dtype]),
-        ("--quantize", [request.quantize]),
-        ("--sample", map(_relative, request.samples)),
-        ("--quick", [request.quick]),
-        ("--sample-only", [request.sample_only]),
-        ("-o", [_relative(request.output_dir)]),
-    ):
-        for value in filter(None, values):
-            words += [option] if value is True else [option, str(value)]
-    return shlex.join(words)
-
-
-def _relative(path: Path) -> str:
-    """Keep a relative path as it was given; of an absolute one, only the last part."""
-    return path.name if path.is_absolute() else path.as_posix()
-
-
 def _model_name(request: ExportRequest, checkpoint: Checkpoint, module: nn.Module) -> str:
     """Return `--model` without its folder, or the class or program that the checkpoint names."""
     if request.model is None and checkpoint.kind in (PROGRAM, ONNX):
         return checkpoint.path.name
     if request.model is None:
         return f"{type(module).__module__}:{type(module).__qualname__}"
-    return _named(request.model, lambda source: Path(source).name)
-
-
-def _named(model: str, rename: Callable[[str], str]) -> str:
-    """Return `--model` with its file, where it is one, under another name."""
-    source, colon, attribute = model.rpartition(":")
-    return f"{rename(source)}{colon}{attribute}" if source.endswith(".py") else model
+    return rename_file(request.model, lambda source: Path(source).name)
 
 
 def _labels(checkpoint: Checkpoint) -> dict[str, str]:

@@ -145,6 +145,12 @@ class Builder:
         if interpreter == sys.executable and not is_on_gpu(this_machine(), config.device):
             plan = replace(plan, fork_server=self.fork_server, preload=preload)
         predicting = replace(plan, shared=self.shared) if shares else plan
+        if config.explain_workers:
+            predicting = replace(
+                predicting,
+                load={**plan.load, "only_predicts": True},
+                preload=plan.preload and without_twin(plan.preload, archive, plan.load["handler"]),
+            )
         metrics = VersionMetrics(self._metrics, name, manifest.model_version)
         pool = Pool(predicting, metrics, self._policy.workers, self._budget)
         metrics.watch_workers(lambda: pool.ready_count, lambda: pool.busy_s)
@@ -358,6 +364,20 @@ def why_alone(archive: Archive, handler: str | None) -> str | None:
     if handler == STEPS:
         return f"the handler {STEPS} runs requests that join and leave between its steps"
     return None
+
+
+def without_twin(preload: Preload, archive: Archive, handler: str) -> Preload:
+    """Return what to import for workers that leave explaining to others.
+
+    Our handlers do not load the twin there; an author's may.
+    """
+    seal, artifact = archive.manifest.modelyard, archive.manifest.serialized_file
+    if seal is None or seal.explain is None or handler not in OUR_HANDLERS:
+        return preload
+    programs = {name for name in archive.names if name.endswith(".pt2")}
+    if programs - {seal.explain.artifact} or artifact in programs:
+        return preload
+    return replace(preload, modules=tuple(name for name in preload.modules if name != "program"))
 
 
 def choose_preload(archive: Archive, handler: str | None) -> Preload | None:

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PRELOAD = Preload(("torch", "program"), ())
-"""With what loads the twins of ONNX models."""
+PRELOAD = Preload(("torch",), ())
+"""Their artifacts are ONNX, and mostly others explain; a twin's libraries are imported with it."""
 EXIT_GRACE_S = 2.0
 """From the last guest's leaving to SIGKILL."""
 

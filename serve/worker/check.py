@@ -149,7 +149,7 @@ def _replay(
         return {"answer": value_of(answer), "difference": wrong[0]}
     if example["expected"] is None:
         text = answer.body.decode("utf-8", "replace")
-        refusal = None if answer.status == 200 else f"status {answer.status}: {text}"
+        refusal = None if answer.status == 200 else f"got status {answer.status}: {text}"
         return {"answer": value_of(answer), "difference": refusal}
     expected = json.loads(Path(example["expected"]).read_bytes())
     difference = compare_golden(answer, expected, example["tolerance"])

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from modelyard.archiver.answers import json_difference
 from modelyard.handlers.errors import LoadError
 from modelyard.serve.dataplane import wire
-from modelyard.serve.worker.codec import OURS, Answer
-from modelyard.serve.worker.load import Service
+from modelyard.serve.worker.codec import OURS, Answer, Refusal, explain_error
+from modelyard.serve.worker.load import Service, describe
 from modelyard.serve.worker.loop import answer_batch
 
 
@@ -39,7 +40,19 @@ def answer_golden(service: Service, example: dict[str, Any], number: int) -> Ans
         meta += [b"content-type", example["content_type"].encode()]
     # The name is relative: the archive is the working folder.
     item = wire.Item(1, 0, 0, wire.pack_meta(meta), Path(example["request"]).read_bytes())
-    return answer_batch(replace(service, rules=OURS), [item])[0]
+    folder = Path(service.context.system_properties["model_dir"])
+    rules = replace(OURS, explain_error=partial(_explain, folder), write_error=_write)
+    return answer_batch(replace(service, rules=rules), [item])[0]
+
+
+def _explain(folder: Path, error: BaseException) -> Refusal:
+    """Return an error as its author needs it: with the line of the archive's code."""
+    refusal = explain_error(error)
+    return refusal._replace(message=describe(error, folder)) if refusal.code == 500 else refusal
+
+
+def _write(refusal: Refusal, request_id: str) -> bytes:
+    return refusal.message.encode()
 
 
 def compare_golden(answer: Answer, expected: dict[str, Any], tolerance: float) -> str | None:

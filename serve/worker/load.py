@@ -128,7 +128,7 @@ def choose_manifest(folder: Path, message: dict[str, Any], config: dict[str, Any
     """Return the archive's manifest, with the artifact that is to predict.
 
     It is named by the server's settings or by the archive, whose key means this for our handlers
-    only.
+    only. Where others explain, these handlers are not given the twin, which they would load.
 
     Raises:
         LoadError: that artifact cannot take the place.
@@ -136,13 +136,16 @@ def choose_manifest(folder: Path, message: dict[str, Any], config: dict[str, Any
     manifest = message["manifest"]
     if message["handler"] not in BUILT_IN or "modelyard" not in (manifest or {}):
         return manifest
-    name = message.get(KEY) or config.get(KEY)
-    if not name:
-        return manifest
-    try:
-        return choose_artifact(manifest, str(name), lambda file: (folder / file).read_bytes())
-    except ArchiveError as error:
-        raise LoadError(" ".join(str(error).split())) from error
+    if name := message.get(KEY) or config.get(KEY):
+        try:
+            manifest = choose_artifact(
+                manifest, str(name), lambda file: (folder / file).read_bytes()
+            )
+        except ArchiveError as error:
+            raise LoadError(" ".join(str(error).split())) from error
+    if message.get("only_predicts"):
+        return {**manifest, "modelyard": {**manifest["modelyard"], "explain": None}}
+    return manifest
 
 
 def choose_device(requested: str, worker: int) -> str:

@@ -203,3 +203,16 @@ def test_what_comes_through_an_extra_is_a_servers_own_too(
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
 
     assert own_distributions().keys() == {"modelyard", "broth", "pepper"}
+
+
+def test_an_index_that_is_not_reached_is_one_problem_with_a_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PIP_INDEX_URL", "http://127.0.0.1:9/simple")  # nobody listens there
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    said = problems(requirements(tmp_path, "salt\n"), None)
+    assert said == (
+        "the requirements cannot be pinned: pip does not reach its package index (Connection "
+        "refused); give a folder of their wheels with --wheels, as `pip download -r "
+        "requirements.txt -d wheels` fills it elsewhere"
+    )

@@ -26,6 +26,11 @@ def test_a_spec_prints_as_it_is_written() -> None:
         pytest.param("image", 'nothing follows the name "image"', id="name alone"),
         pytest.param("1mage:float32[8]", '"1mage" is not a name', id="name"),
         pytest.param(":float32[8]", '"" is not a name', id="no name"),
+        pytest.param(
+            "image:float32(1,1,8,8)",
+            "the dims stand in round brackets; expected square ones: image:float32[1,1,8,8]",
+            id="round brackets",
+        ),
         pytest.param("image:float33[8]", '"float33" is not a dtype', id="dtype"),
         pytest.param("image:[8]", '"" is not a dtype', id="no dtype"),
         pytest.param("image:float32", '"" after the dtype', id="no dims"),

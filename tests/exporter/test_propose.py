@@ -162,10 +162,10 @@ def test_a_model_that_says_nothing_gets_a_command_to_fill_in(net: Path) -> None:
     result = _export(net, "Net")
     assert result.exit_code == 2
     assert '"net.pt" does not say what forward(picture, facts, scale=1.0) takes' in result.stderr
-    assert (
-        "modelyard export net.pt --model net.py:Net --input "
+    assert result.stderr.splitlines()[-1].strip() == (
+        f"modelyard export {net}/net.pt --model {net}/net.py:Net --input "
         "'picture:float32[batch,3,height,width]' --input 'facts:float32[batch,SIZES]' "
-        "--format torchscript -o out" in result.stderr
+        f"--format torchscript -o {net}/out"
     )
 
 

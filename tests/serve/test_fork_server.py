@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from modelyard.archiver import open_archive, write_archive
-from modelyard.serve.control.build import choose_preload
+from modelyard.serve.control.build import choose_preload, without_twin
 from tests.serve import live
 from tests.serve.live import (
     SOURCES,
@@ -226,3 +226,17 @@ def test_what_is_imported_before_a_fork_is_read_from_the_handler(
         own, built_in = choose_preload(archive, "handler.py"), choose_preload(archive, "text")
     assert (own.modules if own else None) == modules
     assert built_in is not None and built_in.modules == TORCH and "handler" in built_in.own
+
+
+def test_what_loads_a_twin_is_imported_for_workers_that_explain(digits_store: Path) -> None:
+    def modules(file: str, handler: str, explains: bool) -> tuple[str, ...]:
+        with open_archive(digits_store / file) as archive:
+            preload = choose_preload(archive, handler)
+            assert preload is not None
+            return (preload if explains else without_twin(preload, archive, handler)).modules
+
+    both = (*TORCH, "program")
+    assert modules("onnx.mar", "image_classifier", explains=True) == both
+    assert modules("onnx.mar", "image_classifier", explains=False) == TORCH
+    assert modules("onnx.mar", "an_authors", explains=False) == both
+    assert modules("pt2.mar", "image_classifier", explains=False) == both

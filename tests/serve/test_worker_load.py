@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from modelyard.serve.worker.load import choose_manifest
 from tests.serve.forks import Run, forks
 
 Load = Callable[..., dict[str, Any]]
@@ -200,3 +201,24 @@ def test_torchserves_names_are_ours_even_where_torchserve_is_installed(load: Loa
     source = "from ts.torch_handler.base_handler import BaseHandler\n" + body("one")
     source = source.replace("['one']", "[BaseHandler.__module__]")
     assert load(source)["answers"][0] == ["ts.torch_handler.base_handler"]
+
+
+@pytest.mark.parametrize(
+    ("only_predicts", "handler", "is_sealed", "has_twin"),
+    [
+        (True, "image_classifier", True, False),
+        (False, "image_classifier", True, True),
+        (True, "handler.py", True, True),
+        (True, "image_classifier", False, True),
+    ],
+    ids=["left-out", "explains-too", "of-an-author", "of-torchserve"],
+)
+def test_our_handlers_are_given_no_twin_where_others_explain(
+    only_predicts: bool, handler: str, is_sealed: bool, has_twin: bool, tmp_path: Path
+) -> None:
+    seal = "modelyard" if is_sealed else "another"
+    explain = {"explain": {"artifact": "n.pt2"}}
+    manifest: dict[str, Any] = {"model": {"serializedFile": "net.onnx"}, seal: explain}
+    message = {"manifest": manifest, "handler": handler, "only_predicts": only_predicts}
+    assert bool(choose_manifest(tmp_path, message, {})[seal]["explain"]) == has_twin
+    assert manifest[seal]["explain"], "the message is as it was"

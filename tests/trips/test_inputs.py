@@ -237,7 +237,7 @@ def test_a_file_says_what_the_model_takes_and_a_single_row_not_whether_rows_mix(
     (report,) = run(
         folder, "Known", [], samples=[tmp_path / "one.npy"], sample_only=True, formats=["pt2"]
     )
-    assert "--input 'input:float32[batch=1..8,2]'" in report.command
+    assert "--input 'x:float32[batch=1..8,2]'" in report.command
     assert not report.signature.batching.batchable
     assert "whether rows mix is unknown" in report.signature.batching.reason
 

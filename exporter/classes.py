@@ -1,0 +1,112 @@
+"""Classes of networks in Python files, found by reading the files: nothing of them is run."""
+
+import ast
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+MAX_SOURCE_BYTES = 1 << 20
+MAX_FILES = 200
+_NETWORKS = ("Module", "LightningModule", "Sequential", "PreTrainedModel")
+"""What the name of a network's base ends with."""
+
+
+@dataclass(frozen=True)
+class FoundClass:
+    """A class of a network, as its file writes it."""
+
+    file: Path
+    name: str
+    parts: frozenset[str]
+    """Attributes that it, or a base of its in the same file, gives itself."""
+    takes: tuple[str, ...]
+    """Names of forward()'s arguments."""
+
+    def fits(self, weights: Iterable[str]) -> bool:
+        """Return whether every weight, by its dotted name, lies in an attribute of the class."""
+        return {name.partition(".")[0] for name in weights} <= self.parts
+
+
+def classes_in(file: Path) -> list[FoundClass]:
+    """Return the networks that a file defines, in its order; none of a file that is not Python's.
+
+    Those whose names begin with an underscore are parts of others.
+    """
+    try:
+        if file.stat().st_size > MAX_SOURCE_BYTES:
+            return []
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError):
+        return []
+    own = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    found = []
+    for name, node in own.items():
+        lineage = _lineage(node, own)
+        if not name.startswith("_") and any(_is_network(each) for each in lineage):
+            parts = frozenset(part for each in lineage for part in _parts(each))
+            takes = next(filter(None, map(_takes, lineage)), ())
+            found.append(FoundClass(file, name, parts, takes))
+    return found
+
+
+def classes_near(folders: Iterable[Path]) -> list[FoundClass]:
+    """Return the networks of the Python files that lie in these folders."""
+    files = [
+        file
+        for folder in dict.fromkeys(folders)
+        for file in sorted(folder.glob("*.py"))[:MAX_FILES]
+    ]
+    return [found for file in files for found in classes_in(file)]
+
+
+def _lineage(node: ast.ClassDef, own: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
+    """Return a class and its bases, as far as the file defines them."""
+    found, waiting = [node], [node]
+    while waiting:
+        for base in waiting.pop().bases:
+            other = own.get(_last(base))
+            if other is not None and other not in found:
+                found.append(other)
+                waiting.append(other)
+    return found
+
+
+def _is_network(node: ast.ClassDef) -> bool:
+    return any(_last(base).endswith(_NETWORKS) for base in node.bases)
+
+
+def _last(node: ast.expr) -> str:
+    """Return the last name of `a.b.C`."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _parts(node: ast.ClassDef) -> Iterator[str]:
+    """Yield what methods of a class assign to `self`, or register by name."""
+    for each in ast.walk(node):
+        if isinstance(each, ast.Assign):
+            targets: Collection[ast.expr] = each.targets
+        elif isinstance(each, ast.AnnAssign | ast.AugAssign):
+            targets = [each.target]
+        elif isinstance(each, ast.Call) and each.args:
+            name = each.args[0]
+            if _last(each.func) in _REGISTERS and isinstance(name, ast.Constant):
+                yield str(name.value)
+            continue
+        else:
+            continue
+        for target in targets:
+            for one in target.elts if isinstance(target, ast.Tuple) else [target]:
+                if isinstance(one, ast.Attribute) and _last(one.value) == "self":
+                    yield one.attr
+
+
+_REGISTERS = ("register_buffer", "register_parameter", "register_module", "add_module")
+
+
+def _takes(node: ast.ClassDef) -> tuple[str, ...]:
+    for each in node.body:
+        if isinstance(each, ast.FunctionDef) and each.name == "forward":
+            return tuple(argument.arg for argument in each.args.args[1:])
+    return ()
