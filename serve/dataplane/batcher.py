@@ -34,8 +34,39 @@ LOOK_AGAIN_S = 0.02
 """From one look to the next, so that a flood of refusals costs little."""
 
 
+class _Queue(deque[Call]):
+    """Jobs in order, and how many rows they have."""
+
+    rows = 0
+
+    def append(self, job: Call) -> None:
+        """Add a job behind all others."""
+        self.rows += job.rows
+        super().append(job)
+
+    def popleft(self) -> Call:
+        """Take the first job."""
+        job = super().popleft()
+        self.rows -= job.rows
+        return job
+
+    def clear(self) -> None:
+        """Forget all jobs."""
+        super().clear()
+        self.rows = 0
+
+    def take(self, place: int) -> Call:
+        """Take a job from among the others."""
+        job = self[place]
+        del self[place]
+        self.rows -= job.rows
+        return job
+
+
 class Batcher:
     """The queue of one model version and kind. Lives on the event loop.
+
+    What is counted is rows: a request of several is as many as it has.
 
     Args:
         delay_s: how long a job may wait for company.
@@ -68,24 +99,24 @@ class Batcher:
         self._gathers_bursts = gathers_bursts
         self._handed_over_at = -math.inf
         self._queue_size = queue_size
-        self._queue: deque[Call] = deque()
+        self._queue = _Queue()
         self._loop = asyncio.get_running_loop()
         self._admission = Admission(engine, kind, batch_size)
         self._looked_at = 0
         self._look_again_at = 0.0
         self._armed: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        metrics.queue_length.set_function(lambda: len(self._queue))
+        metrics.queue_length.set_function(lambda: self._queue.rows)
 
     @property
     def waiting(self) -> int:
-        """Jobs in the queue, those included that were handed over early."""
-        return len(self._queue) + self._engine.handed_over()
+        """Rows in the queue, those included that were handed over early."""
+        return self._queue.rows + self._engine.handed_over()
 
     @property
     def queued(self) -> int:
-        """Jobs in the queue alone."""
-        return len(self._queue)
+        """Rows in the queue alone."""
+        return self._queue.rows
 
     @property
     def oldest_s(self) -> float:
@@ -94,7 +125,7 @@ class Batcher:
 
     @property
     def remaining(self) -> int:
-        """Jobs that the queue still takes."""
+        """Rows that the queue still takes."""
         return max(0, self._queue_size - self.waiting)
 
     def submit(self, job: Call) -> None:
@@ -103,10 +134,12 @@ class Batcher:
         Raises:
             QueueFull, TooLate, Unavailable: of `check`.
         """
-        self.check(job.timeout_s, job.must_fit, job.queued_at)
+        self.check(job.timeout_s, job.must_fit, job.queued_at, rows=job.rows)
         self.put(job)
 
-    def check(self, timeout_s: float, must_fit: bool, now: float, waited_s: float = 0.0) -> None:
+    def check(
+        self, timeout_s: float, must_fit: bool, now: float, waited_s: float = 0.0, rows: int = 1
+    ) -> None:
         """Refuse what could not be answered, were it queued now.
 
         Args:
@@ -114,14 +147,15 @@ class Batcher:
             must_fit: of a `Call`.
             now: of `time.monotonic()`.
             waited_s: how much of that time has passed.
+            rows: of the job; an empty queue takes one of any number.
 
         Raises:
             QueueFull, TooLate: with the time after which it is likely to be taken.
             Unavailable: no replica will come up soon.
         """
-        if self.waiting >= self._queue_size:
+        if self._is_full(rows):
             self._drop_left(now)
-            if self.waiting >= self._queue_size:
+            if self._is_full(rows):
                 text = f"the queue is full ({self._queue_size} requests wait); try again later"
                 self._metrics.refused_full.inc()
                 raise QueueFull(text, self._wait_s())
@@ -130,12 +164,16 @@ class Batcher:
         if self._needs_ticket and self._engine.idle_count <= len(self._queue):
             self._metrics.refused_full.inc()
             raise QueueFull("no worker is idle, and this model lets nobody wait", self._wait_s())
-        waiting = len(self._queue)
-        if must_fit and (excess_s := self._admission.excess_s(timeout_s, waiting, waited_s)) > 0:
+        before = self._queue.rows + rows - 1
+        if must_fit and (excess_s := self._admission.excess_s(timeout_s, before, waited_s)) > 0:
             if self._drop_left(now):
-                excess_s = self._admission.excess_s(timeout_s, len(self._queue), waited_s)
+                before = self._queue.rows + rows - 1
+                excess_s = self._admission.excess_s(timeout_s, before, waited_s)
             if excess_s > 0:
                 raise self._too_late(timeout_s, excess_s)
+
+    def _is_full(self, rows: int) -> bool:
+        return (waiting := self.waiting) > 0 and waiting + rows > self._queue_size
 
     def put(self, job: Call) -> None:
         """Queue a job that `check` let pass just now."""
@@ -161,7 +199,7 @@ class Batcher:
             replica = self._engine.pick(self._kind)
             if replica is None:
                 return
-            share = math.ceil(len(self._queue) / max(1, self._engine.ready_count))
+            share = math.ceil(self._queue.rows / max(1, self._engine.ready_count))
             if jobs := self._take(replica, min(replica.capacity(self._kind), share)):
                 replica.run(jobs)
                 self._handed_over_at = jobs[0].taken_at
@@ -196,15 +234,15 @@ class Batcher:
             jobs += self._take_from(alike, replica, count)
         return jobs
 
-    def _remove_alike(self, first: Call, size: int, call_bytes: int) -> deque[Call]:
+    def _remove_alike(self, first: Call, size: int, call_bytes: int) -> _Queue:
         """Take out of the queue the jobs that run with `first`, in order."""
         seen = [first, *islice(self._queue, NEIGHBOURS)]
         places = choose_alike([sum(map(len, job.parts)) for job in seen], size, call_bytes)[1:]
         for place in reversed(places):
-            del self._queue[place - 1]
-        return deque(seen[place] for place in places)
+            self._queue.take(place - 1)
+        return _Queue(seen[place] for place in places)
 
-    def _take_from(self, queue: deque[Call], replica: Replica, count: int) -> list[Call]:
+    def _take_from(self, queue: _Queue, replica: Replica, count: int) -> list[Call]:
         """Take the first jobs, of up to `count` rows, that still can and need be answered.
 
         One of more rows is taken by itself.
@@ -238,7 +276,7 @@ class Batcher:
 
     def _must_gather(self) -> bool:
         """Return whether the first job still waits for company, and wake up when it has waited."""
-        if not self._delay_s or len(self._queue) >= self._batch_size:
+        if not self._delay_s or self._queue.rows >= self._batch_size:
             return False
         if self._gathers_bursts and self._queue[0].queued_at - self._handed_over_at < self._delay_s:
             return False
@@ -264,7 +302,7 @@ class Batcher:
         )
 
     def _wait_s(self) -> int:
-        return self._admission.wait_s(len(self._queue))
+        return self._admission.wait_s(self._queue.rows)
 
     def _drop_left(self, now: float) -> bool:
         """Take jobs out of the queue whose clients have left, and return whether there were any.

@@ -289,6 +289,8 @@ class Call:
     def arrived(self, parts: Sequence[Buffer], now: float) -> None:
         """Take the body; the time that the client gives begins."""
         self.parts = parts
+        if self.rows > 1:  # as the client says; each takes a byte at least
+            self.rows = max(1, min(self.rows, sum(map(len, parts))))
         self.queued_at = self.taken_at = now
         self.deadline = now + self.timeout_s
 

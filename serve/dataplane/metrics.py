@@ -114,8 +114,14 @@ class Metrics:
         self.handler = observe(
             "handler_seconds", "The handler's call that answered the request, in seconds."
         )
-        self.batch_size = observe("batch_size", "Requests in one handler call.", SIZES)
-        self.queue_length = gauge("queue_length", "Requests waiting now.", kind)
+        self.batch_size = observe(
+            "batch_size",
+            "Rows in one handler call: requests, or those of a request of several.",
+            SIZES,
+        )
+        self.queue_length = gauge(
+            "queue_length", "Rows waiting now: requests, or those of a request of several.", kind
+        )
         self.queue_oldest = read(
             "queue_oldest_seconds", "How long the first request of the queue has waited.", kind
         )

@@ -320,7 +320,7 @@ class Pool:
         count = 0
         for slot in self.slots:  # asked for every request
             if slot.worker is not None:
-                count += len(slot.worker.flight) - slot.worker.running
+                count += sum(slot.worker.held) - slot.worker.running
         return count
 
     def batch_s(self, kind: int) -> float:

@@ -455,7 +455,8 @@ class Worker(asyncio.BufferedProtocol):
             self.held[job.kind] -= job.rows
             if not flags & wire.UNREAD:
                 kind = job.kind
-                count += 1
+                # What was refused may have claimed any number of rows.
+                count += job.rows if status < 400 else 1
                 self._pool.metrics.kinds[kind].ran(queue_us, handler_us)
                 if job.trace is not None:
                     if batch is None:
@@ -483,7 +484,7 @@ class Worker(asyncio.BufferedProtocol):
             self._pool.worked_s += read_at - self.began_at
             self.began_at = read_at
             # It takes what has arrived, up to a batch.
-            self.running = min(self._plan.batch_size, len(self.flight))
+            self.running = min(self._plan.batch_size, sum(self.held))
         self.busy_since = read_at
         if not self.flight:
             self.is_alone = self.is_reserved = False
@@ -581,7 +582,7 @@ class Worker(asyncio.BufferedProtocol):
             self._give_way()
         if not self.flight:
             self.busy_since = self.began_at = self._pool.clock.read(monotonic())
-            self.running = len(jobs)
+            self.running = sum(job.rows for job in jobs)
         frame, now_us = wire.Frame(), wire.now_us()
         for job in jobs:
             self._next_id = self._next_id % 0xFFFFFFFF + 1
@@ -602,7 +603,7 @@ class Worker(asyncio.BufferedProtocol):
             return 0.0
         pool, held = self._pool, self.held
         all_s = held[PREDICT] * pool.job_s(PREDICT) + held[EXPLAIN] * pool.job_s(EXPLAIN)
-        running_s = all_s * self.running / len(self.flight)
+        running_s = all_s * self.running / sum(self.held)
         return all_s - running_s + abs(running_s - (pool.clock.read(now) - self.began_at))
 
     @property

@@ -92,10 +92,12 @@ def job(
     age_s: float = 0,
     must_fit: bool = True,
     length: int = 0,
+    rows: int = 1,
 ) -> Call:
     future = asyncio.get_running_loop().create_future()
     parts = [b"x" * (length // 2), b"x" * (length - length // 2)]
     call = Call(Model(), PREDICT, b"%d" % at, future, timeout_s, has_left, must_fit=must_fit)
+    call.rows = rows
     call.arrived(parts, monotonic() - age_s)
     return call
 
@@ -620,5 +622,53 @@ def test_who_has_left_or_is_late_gets_no_company_and_gives_none() -> None:
         assert engine.replicas[0].batches == [[2], [4]], "0 is late, 1 and 3 have left"
         with pytest.raises(DeadlinePassed):
             await futures[0]
+
+    asyncio.run(scenario())
+
+
+def test_a_request_of_several_rows_counts_as_so_many() -> None:
+    async def scenario() -> None:
+        engine = Engine(0)
+        batcher = make(engine, queue_size=10)
+        futures = [submit(batcher, job(0, rows=12, length=12))]  # nothing waits
+        assert (batcher.waiting, batcher.remaining) == (12, 0)
+        with pytest.raises(QueueFull):
+            submit(batcher, job(1))
+        engine.replicas[0].free = 8
+        batcher.pump()  # longer than a batch: by itself
+        assert engine.replicas[0].batches == [[0]]
+        engine.replicas[0].free = 0
+        futures += [submit(batcher, job(at, rows=3, length=3)) for at in (2, 3, 4)]
+        assert (batcher.queued, batcher.remaining) == (9, 1)
+        with pytest.raises(QueueFull):
+            submit(batcher, job(5, rows=2, length=2))
+        futures.append(submit(batcher, job(6)))
+        engine.replicas[0].free = 7
+        batcher.pump()
+        assert engine.replicas[0].batches[1] == [2, 3]
+        batcher.fail(Draining("stops"))
+        assert batcher.queued == 0
+        for future in futures:
+            await asyncio.wait([future])
+
+    asyncio.run(scenario())
+
+
+def test_the_time_of_all_rows_is_expected() -> None:
+    async def scenario() -> None:
+        engine = Engine(0)
+        engine.cost_s = 0.1
+        batcher = make(engine)
+        submit(batcher, job(0, timeout_s=1))
+        with pytest.raises(TooLate):
+            submit(batcher, job(1, timeout_s=1, rows=8, length=8))
+
+    asyncio.run(scenario())
+
+
+def test_a_body_has_no_more_rows_than_bytes() -> None:
+    async def scenario() -> None:
+        assert job(0, rows=0xFFFF, length=100).rows == 100
+        assert job(0, rows=0xFFFF).rows == 1
 
     asyncio.run(scenario())
