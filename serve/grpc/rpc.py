@@ -12,13 +12,14 @@ import re
 import struct
 import zlib
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from enum import IntEnum
+from functools import partial
 from time import monotonic
 from typing import Any
 from urllib.parse import quote
 
-from modelyard.serve.dataplane.wire import Buffer, Payload
+from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.http.application import REQUEST_ID, request_id
 from modelyard.serve.http.connection import Access, Headers
 from modelyard.serve.http.http2 import DATA, HEADERS, Stream, header_block
@@ -29,6 +30,8 @@ PREFIX = struct.Struct(">BI")
 """Before each message: whether it is compressed, and its length."""
 PIECE_BYTES = 1 << 14
 """Shorter pieces of a message are put together: each would keep alive all that it came with."""
+JOIN_BYTES = 1 << 14
+"""Messages below this are sent in one piece."""
 MESSAGE_BYTES = 1500
 """Longest text of a status; grpcio refuses trailers of more than 8 KB, each byte may become 3."""
 _TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
@@ -163,10 +166,8 @@ class Rpc:
         "timeout_s",
     )
 
-    def __init__(
-        self, stream: Stream, fields: Mapping[bytes, bytes], most_bytes: int,
-        on_end: Callable[[Rpc], None],
-    ) -> None:  # fmt: skip
+    def __init__(self, stream: Stream, most_bytes: int, on_end: Callable[[Rpc], None]) -> None:
+        fields = stream.fields
         self.stream = stream
         self.method = fields[b":path"].decode("latin-1")
         self.id = request_id(stream.headers, REQUEST_ID)
@@ -243,7 +244,10 @@ class Rpc:
 
     def _take(self, piece: Buffer) -> None:
         self._hold(len(piece))
-        if not self._is_paused:
+        if len(piece) < self._missing and not self._is_paused:
+            self._missing -= len(piece)
+            self._keep(piece)
+        elif not self._is_paused:
             self._read(piece)
             if not self._is_paused:
                 self.stream.release()  # it may have been paused for a moment
@@ -385,34 +389,38 @@ class Rpc:
             logger.exception("%s failed", self.method)
             self.fail(Status.INTERNAL, "the server failed; its log says why")
 
-    def send(self, *message: Payload | memoryview) -> None:
+    def send(self, *message: Buffer) -> None:
         """Send one message, given in parts."""
-        if self.is_over:
-            return
-        if not self._is_started:
-            self._is_started = True
-            self.stream.send(HEADERS, _HEAD)
-        size = sum(map(len, message))
-        prefix = PREFIX.pack(0, size)
-        if size < 1 << 14:
-            self.stream.send(DATA, b"".join((prefix, *message)))
-            return
-        self.stream.send(DATA, prefix)
-        for part in message:
-            self.stream.send(DATA, part)
+        if not self.is_over:
+            for kind, payload in self._begun(message):
+                self.stream.send(kind, payload)
 
-    def reply(self, *message: Payload | memoryview) -> None:
+    def reply(self, *message: Buffer) -> None:
         """Send the one answer, and the end."""
-        self.send(*message)
-        self.finish()
+        if not self.is_over:
+            self.stream.send_last(*self._begun(message), (HEADERS, _OK))
+            self._end(Status.OK)
 
     def finish(self) -> None:
         """End the call well."""
         if not self.is_over:
-            if not self._is_started:
-                self.stream.send(HEADERS, _HEAD)
-            self.stream.send(HEADERS, _OK, ends=True)
+            self.stream.send_last(*self._begun(()), (HEADERS, _OK))
             self._end(Status.OK)
+
+    def _begun(self, message: Sequence[Buffer]) -> list[tuple[int, Buffer]]:
+        """Return what is to be sent for a message, and before the first."""
+        parts: list[tuple[int, Buffer]] = []
+        if not self._is_started:
+            self._is_started = True
+            parts.append((HEADERS, _HEAD))
+        if message:
+            size = sum(map(len, message))
+            prefix = PREFIX.pack(0, size)
+            if size < JOIN_BYTES:
+                parts.append((DATA, b"".join((prefix, *message))))
+            else:
+                parts += ((DATA, part) for part in (prefix, *message))
+        return parts
 
     def fail(self, status: Status, message: str = "") -> None:
         """End the call with an error."""
@@ -493,7 +501,7 @@ class Services:
 
     def accept(self, stream: Stream) -> None:
         """Begin to answer a call."""
-        fields = dict(stream.headers)
+        fields = stream.fields
         if fields[b":method"] != b"POST":
             _refuse(stream, b"405", b"gRPC's requests are POST")
             return
@@ -501,11 +509,11 @@ class Services:
         if not kind.startswith(b"application/grpc") or kind[16:17] not in (b"", b"+", b";"):
             _refuse(stream, b"415", b"over HTTP/2 this server speaks gRPC: use HTTP/1.1 for REST")
             return
-        rpc = Rpc(stream, fields, self._most_bytes, self._log)
-        rpc.guard(lambda: self._begin(rpc, fields))
+        rpc = Rpc(stream, self._most_bytes, self._log)
+        rpc.guard(partial(self._begin, rpc))
 
-    def _begin(self, rpc: Rpc, fields: Mapping[bytes, bytes]) -> None:
-        if (timeout := fields.get(b"grpc-timeout")) is not None:
+    def _begin(self, rpc: Rpc) -> None:
+        if (timeout := rpc.stream.fields.get(b"grpc-timeout")) is not None:
             rpc.timeout_s = read_timeout(timeout)
         self._check(rpc)
         method = self._methods.get(rpc.method)

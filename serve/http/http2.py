@@ -14,7 +14,7 @@ import logging
 import re
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from itertools import pairwise
 from typing import NamedTuple, Protocol
@@ -99,10 +99,13 @@ class _Block(NamedTuple):
     """What a header block means."""
 
     headers: Headers
-    length: int | None
+    fields: Mapping[bytes, bytes]
+    length: int | None = None
     """Of the body, where they say it."""
-    error: str | None
+    error: str | None = None
     """Why they are not those of a request."""
+    refusal: str | None = None
+    """Why a request by this name, or of this web page, is not taken."""
 
 
 class AcceptsStreams(Protocol):
@@ -146,6 +149,7 @@ class Stream:
 
     Attributes:
         headers: pseudo-headers first, names in lower case.
+        fields: the same by name, the last of each.
         take: called with each piece of the body.
         finished: called when the body is whole.
         gone: called when the client gives up; nothing is called after it.
@@ -157,6 +161,7 @@ class Stream:
         "_parts",
         "connection",
         "credit",
+        "fields",
         "finished",
         "gone",
         "has_ended",
@@ -174,10 +179,14 @@ class Stream:
         "window",
     )
 
-    def __init__(self, connection: Http2Connection, id: int, headers: Headers, window: int) -> None:
+    def __init__(
+        self, connection: Http2Connection, id: int, headers: Headers,
+        fields: Mapping[bytes, bytes], window: int,
+    ) -> None:  # fmt: skip
         self.connection = connection
         self.id = id
         self.headers = headers
+        self.fields = fields
         self.take: Callable[[Buffer], None] = _ignore
         self.finished: Callable[[], None] = _nothing
         self.gone: Callable[[], None] = _nothing
@@ -202,17 +211,27 @@ class Stream:
 
     def send(self, kind: int, payload: Buffer, ends: bool = False) -> None:
         """Send headers (`header_block`) or data, behind what waits."""
-        if self.has_left or self.has_ended:
-            return
+        if not (self.has_left or self.has_ended):
+            self._put(kind, payload, ends)
+            self.connection.push(self)
+
+    def send_last(self, *parts: tuple[int, Buffer]) -> None:
+        """Send headers and data, each with its kind, and the end."""
+        if not (self.has_left or self.has_ended):
+            for kind, payload in parts[:-1]:
+                self._put(kind, payload, False)
+            self._put(*parts[-1], True)
+            self.connection.push(self)
+
+    def _put(self, kind: int, payload: Buffer, ends: bool) -> None:
         self.has_ended = ends
-        flags = (END_HEADERS if kind == HEADERS else 0) | (END_STREAM if ends else 0)
+        flags = (END_HEADERS if kind == HEADERS else 0) | ends  # END_STREAM is 1
         self._parts.append((kind, flags, payload))
         if kind == DATA:
             if not self.unsent:
                 self.moved_at = self.connection.now()
             self.unsent += len(payload)
             self.connection.unsent += len(payload)
-        self.connection.push(self)
 
     def reset(self, code: Code) -> None:
         """Give the stream up."""
@@ -242,25 +261,33 @@ class Stream:
         frames: list[bytes | Buffer] = []
         while self._parts:
             kind, flags, payload = self._parts[0]
-            size = len(payload)
-            limit = longest if kind == HEADERS else min(longest, most)
-            if size > limit:
-                if kind == HEADERS:
+            size = sent = len(payload)
+            if kind == HEADERS:
+                if size > longest:
                     raise ValueError(f"a header block of {size} bytes; frames take {longest}")
-                if not limit:
-                    break
-                payload = memoryview(payload)
-                self._parts[0] = kind, flags, payload[limit:]
-                flags, payload, size = 0, payload[:limit], limit
             else:
+                sent = min(size, most)
+                if size and not sent:
+                    break
+                most -= sent
+                self.window -= sent
+                self.unsent -= sent
+                self.connection.unsent -= sent
+            if size <= longest and sent == size:
+                frames += (_FRAME.pack(size << 8 | kind, flags, self.id), payload)
                 self._parts.popleft()
-            frames.append(_FRAME.pack(size << 8 | kind, flags, self.id))
-            frames.append(payload)
-            if kind == DATA:
-                most -= size
-                self.window -= size
-                self.unsent -= size
-                self.connection.unsent -= size
+                continue
+            view = memoryview(payload)
+            full = _FRAME.pack(longest << 8, 0, self.id)
+            for at in range(0, sent - longest, longest):
+                frames += (full, view[at : at + longest])
+            at = (sent - 1) // longest * longest
+            if sent == size:
+                self._parts.popleft()
+            else:
+                self._parts[0] = kind, flags, view[sent:]
+                flags = 0
+            frames += (_FRAME.pack((sent - at) << 8, flags, self.id), view[at:sent])
         if self._drained is not None:
             self._drained.set()
         return frames
@@ -586,7 +613,7 @@ class Http2Connection(asyncio.Protocol):
         if id <= self._last_id and stream is None:
             self._decode(block)
             raise _ConnectionFailed(Code.STREAM_CLOSED, "HEADERS on a stream that is closed")
-        headers, length, error = self._decode(block)
+        headers, fields, length, error, refusal = self._decode(block)
         if stream is not None:
             if stream.is_received:
                 raise _ConnectionFailed(Code.STREAM_CLOSED, "HEADERS behind the end of a stream")
@@ -605,29 +632,20 @@ class Http2Connection(asyncio.Protocol):
         if error is not None:
             raise _StreamFailed(Code.PROTOCOL_ERROR, error)
         self.since = self.now()
-        stream = Stream(self, id, headers, self._initial_window)
+        stream = Stream(self, id, headers, fields, self._initial_window)
         stream.length = length
         if length and flags & END_STREAM:
             raise _StreamFailed(Code.PROTOCOL_ERROR, "a body of another length")
         self._streams[id] = stream
-        if (refusal := self._refusal(headers)) is None:
+        if refusal is None:
             self._app.accept(stream)
         else:
             logger.warning("%s: refused: %s", self.client or "a client", refusal)
             head = [(b":status", b"403"), (b"content-type", b"text/plain")]
             stream.send(HEADERS, header_block(head))
-            stream.send(DATA, str(refusal).encode(), ends=True)
+            stream.send(DATA, refusal.encode(), ends=True)
         if flags & END_STREAM:
             self._finish(stream)
-
-    def _refusal(self, headers: Headers) -> Forbidden | None:
-        """Return why a request by this name, or of this web page, is not taken."""
-        fields = dict(headers)
-        try:
-            self._site("POST", {**fields, b"host": fields.get(b":authority", b"")})
-        except Forbidden as refused:
-            return refused
-        return None
 
     def _decode(self, block: bytes) -> _Block:
         """Return what a header block means.
@@ -644,12 +662,23 @@ class Http2Connection(asyncio.Protocol):
             raise _ConnectionFailed(Code.ENHANCE_YOUR_CALM, str(error)) from error
         except (HPACKError, ValueError, IndexError, OverflowError) as error:
             raise _ConnectionFailed(Code.COMPRESSION_ERROR, str(error)) from error
-        found = _Block(headers, *_check(headers))
+        found = self._check(headers)
         if min(block, default=0) < 0x80 or len(self._blocks) >= BLOCKS:
             self._blocks.clear()
         else:
             self._blocks[block] = found
         return found
+
+    def _check(self, headers: Headers) -> _Block:
+        fields = dict(headers)
+        try:
+            length = _read_length(headers, fields)
+            self._site("POST", {**fields, b"host": fields.get(b":authority", b"")})
+        except _StreamFailed as error:
+            return _Block(headers, fields, error=str(error))
+        except Forbidden as refused:
+            return _Block(headers, fields, length, refusal=str(refused))
+        return _Block(headers, fields, length)
 
     # -- control ---------------------------------------------------------------------------------
 
@@ -897,29 +926,35 @@ def _without_padding(payload: bytes, flags: int) -> bytes:
     return payload[1 : len(payload) - payload[0]]
 
 
-def _check(headers: Headers) -> tuple[int | None, str | None]:
-    """Return the body's length where the headers say it, and why they are not a request's.
+def _read_length(headers: Headers, fields: Mapping[bytes, bytes]) -> int | None:
+    """Return the body's length where the headers say it.
 
     https://www.rfc-editor.org/rfc/rfc9113#section-8
+
+    Raises:
+        _StreamFailed: they are not a request's.
     """
     names = [name for name, _ in headers]
     pseudo = [name for name in names if name[:1] == b":"]
-    fields = dict(headers)
     if any(late[:1] == b":" and early[:1] != b":" for early, late in pairwise(names)):
-        return None, "a pseudo-header behind a header"
+        raise _malformed("a pseudo-header behind a header")
     if len(set(pseudo)) < len(pseudo) or not _PSEUDO.issuperset(pseudo):
-        return None, "pseudo-headers that no request has"
+        raise _malformed("pseudo-headers that no request has")
     if not fields.get(b":path") or not fields.get(b":method") or b":scheme" not in fields:
-        return None, "a pseudo-header is missing"
+        raise _malformed("a pseudo-header is missing")
     for name, value in headers:
         if name[:1] != b":" and (name in _FORBIDDEN or _NAME.fullmatch(name) is None):
-            return None, f"the header {name[:40]!r}"
+            raise _malformed(f"the header {name[:40]!r}")
         if _VALUE.fullmatch(value) is None:
-            return None, f"the value of the header {name[:40]!r}"
+            raise _malformed(f"the value of the header {name[:40]!r}")
     if fields.get(b"te", b"trailers") != b"trailers":
-        return None, "te is not trailers"
+        raise _malformed("te is not trailers")
     if (length := fields.get(b"content-length")) is None:
-        return None, None
+        return None
     if names.count(b"content-length") > 1 or not length.isdigit() or len(length) > 18:
-        return None, "the header content-length"
-    return int(length), None
+        raise _malformed("the header content-length")
+    return int(length)
+
+
+def _malformed(reason: str) -> _StreamFailed:
+    return _StreamFailed(Code.PROTOCOL_ERROR, reason)
