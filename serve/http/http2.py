@@ -47,8 +47,8 @@ LARGEST_FRAME = (1 << 24) - 1
 LAST_ID = (1 << 31) - 1
 PIECES = 32
 """CONTINUATION frames of one header block."""
-BLOCKS = 256
-"""Header blocks whose meaning is kept."""
+BLOCKS, BLOCK_BYTES, BLOCK_HEADERS = 32, 512, 32
+"""Header blocks whose meaning is kept, and their size."""
 ALLOWANCE = 1000
 """Frames that bring no work (pings, settings, resets, empty ones): so many, and one more for each
 request, and `ALLOWANCE_PER_S` a second. grpcio pings with every few messages."""
@@ -650,12 +650,15 @@ class Http2Connection(asyncio.Protocol):
     def _decode(self, block: bytes) -> _Block:
         """Return what a header block means.
 
-        A block of single bytes that name fields of the table leaves the table as it is: until that
-        changes, the same bytes mean the same. Most clients' blocks are such, from the second on.
+        Until the table changes, the same bytes mean the same, and most clients' blocks leave it as
+        it is from the second on.
         """
         known = self._blocks.get(block)
         if known is not None:
             return known
+        table = self._decoder.header_table
+        entries = table.dynamic_entries
+        before, newest = (len(entries), table.maxsize), entries[0] if entries else None
         try:
             headers: Headers = [(bytes(n), bytes(v)) for n, v in self._decoder.decode(block, True)]
         except OversizedHeaderListError as error:
@@ -663,9 +666,11 @@ class Http2Connection(asyncio.Protocol):
         except (HPACKError, ValueError, IndexError, OverflowError) as error:
             raise _ConnectionFailed(Code.COMPRESSION_ERROR, str(error)) from error
         found = self._check(headers)
-        if min(block, default=0) < 0x80 or len(self._blocks) >= BLOCKS:
+        now = len(entries), table.maxsize
+        is_same = now == before and (not entries or entries[0] is newest)
+        if not is_same or len(self._blocks) >= BLOCKS:
             self._blocks.clear()
-        else:
+        if is_same and len(block) <= BLOCK_BYTES and len(headers) <= BLOCK_HEADERS:
             self._blocks[block] = found
         return found
 

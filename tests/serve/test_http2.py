@@ -409,6 +409,35 @@ def test_what_no_client_may_do_ends_the_connection(what: str) -> None:
     run(test)
 
 
+def test_a_block_means_what_the_table_says_now() -> None:
+    async def test() -> None:
+        async with connected() as (client, app, _):
+            # All of them without a trace in the table: POST, http, the path, the content type.
+            start = b"\x83\x86\x04" + bytes([len(HANG)]) + HANG.encode()
+            start += b"\x0f\x10\x10application/grpc"
+
+            def add(value: bytes) -> bytes:
+                return start + b"\x40\x01a\x01" + value
+
+            newest, second, untouched = start + b"\xbe", start + b"\xbf", start + b"\x00\x01b\x01c"
+            empty = b"\x20\x3f\xe1\x1f"  # the table: to 0 bytes, and to 4,096 again
+            blocks = [
+                (add(b"1"), b"1"), (newest, b"1"), (newest, b"1"), (untouched, None),
+                (untouched, None), (newest, b"1"), (add(b"2"), b"2"), (newest, b"2"),
+                (second, b"1"), (second, b"1"), (add(b"2"), b"2"), (second, b"2"),
+                (empty + add(b"3"), b"3"), (newest, b"3"), (empty + add(b"4"), b"4"),
+                (newest, b"4"), (untouched, None),
+            ]  # fmt: skip
+            for at, (block, _) in enumerate(blocks):
+                client.send(frame(HEADERS, END_HEADERS | END_STREAM, 2 * at + 1, block))
+            client.ask(301)
+            await client.answer(301)
+            seen = [dict(rpc.metadata).get(b"a") for rpc in app.begun]
+            assert seen == [value for _, value in blocks]
+
+    run(test)
+
+
 def test_a_rapid_reset_ends_the_connection() -> None:
     async def test() -> None:
         async with connected() as (client, app, _):
