@@ -68,6 +68,8 @@ def _examine(configuration: Configuration, environment: Mapping[str, str]) -> It
             "no model is fetched by URL; without the key TorchServe takes any URL",
             f"name the URLs in allowed_urls, or in the variable {DEFAULT_URLS}",
         )
+    ports = " and ".join(str(address.port) for address in own.grpc_addresses)
+    yield Finding(WORKS, "gRPC", f"answered on ports {ports}, as TorchServe's clients call it")
     yield from _tls(configuration)
     yield from _logs(configuration, environment)
     try:
@@ -93,7 +95,8 @@ def _tokens(configuration: Configuration) -> Iterator[Finding]:
 
 def _tls(configuration: Configuration) -> Iterator[Finding]:
     own = configuration.dialect
-    hosts = [address.host for address in own.addresses if address.is_tls]
+    addresses = (*own.addresses, *own.grpc_addresses)
+    hosts = [address.host for address in addresses if address.is_tls]
     if not hosts:
         return
     files = own.certificate_file, own.private_key_file, own.keystore, own.keystore_pass

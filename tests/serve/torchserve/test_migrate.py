@@ -87,6 +87,8 @@ def test_every_key_without_effect_is_named(tmp_path: Path) -> None:
         ("disable_token_authorization=true\n", "works", "tokens", "none are asked for"),
         ("inference_address=http://0.0.0.0:8080\n", "works", "tokens", "key_file.json"),
         ("inference_address=https://0.0.0.0:8443\n", "changes", "TLS", "signs itself"),
+        ("enable_grpc_ssl=true\n", "changes", "TLS", "signs itself"),
+        ("grpc_inference_port=9000\n", "works", "gRPC", "answered on ports 9000 and 7071"),
         ("vmargs=-Dlog4j.configurationFile=file:///no.xml\n", "fails", "logs", "/no.xml"),
         ("load_models=https://x.example/m.mar\n", "fails", "load_models", "not match any allowed"),
         ("load_models=gone.mar\n", "fails", "gone.mar", "Model not found at: gone.mar"),
@@ -179,7 +181,7 @@ def test_lines_fit_the_terminal_and_say_what_to_do(
     assert lines[1].startswith("  m 1.0  h.py:1 imports not_there")
     assert any(line.strip().startswith("→ install it beside Modelyard") for line in lines)
     assert not any(line.endswith(" ") for line in lines)
-    assert lines[-1] == "1 will not work, 3 changes, 1 works"
+    assert lines[-1] == "1 will not work, 3 changes, 2 works"
 
 
 def test_a_trial_runs_the_code_behind_walls_and_leaves_nothing(
