@@ -174,6 +174,16 @@ def write_plan(
     return Packed(target, digest, files)
 
 
+def write_folder(plan: Plan, target: Path) -> None:
+    """Write a plan as an archive that is a folder, which must not be there yet.
+
+    Raises:
+        CannotArchive: a file is not the one that its report describes.
+        OSError: a file cannot be read or written.
+    """
+    _pack(plan, FolderWriter(target), _Meter(None, 0), None)
+
+
 class _Meter:
     """Counts bytes for a progress callback."""
 

@@ -125,6 +125,13 @@ def start(
         bool | None,
         typer.Option("--require-sandbox", help="Refuse to start where workers lack a wall."),
     ] = None,
+    reload: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="Serve edits of this folder's files when they are saved; stays attached.",
+        ),
+    ] = None,
     state_dir: StateDirOption = None,
     foreground: Annotated[bool, typer.Option("--foreground", help="Stay attached.")] = False,
     explain_plan: Annotated[
@@ -165,6 +172,7 @@ def start(
                 "accept_changed": accept_changed,
                 "install_requirements": install_requirements,
                 "require_sandbox": require_sandbox,
+                "reload": tuple(reload) if reload else None,
                 "state_dir": state_dir,
             },
             config,
@@ -175,7 +183,7 @@ def start(
         state = StateDir(settings.state_dir)
         if (running := state.running()) is not None:
             raise StartError(describe_running(running))
-        if foreground:
+        if foreground or settings.reload:  # whoever edits wants to read what is wrong
             raise typer.Exit(_run_attached(settings))
         with err.status("starting") as status:
             _, about = start_detached(

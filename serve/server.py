@@ -19,6 +19,7 @@ import uvloop
 
 from modelyard.archiver import ArchiveError
 from modelyard.serve.app import Server, create_server
+from modelyard.serve.control.reload import Reloader
 from modelyard.serve.control.restore import restore
 from modelyard.serve.control.sandbox import check_machine
 from modelyard.serve.control.state import StateDir, write_json
@@ -104,12 +105,23 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         logger.info("ready: %s", about)
         report({"event": "ready", **about, "warnings": warnings})
         memory = Memory()
+        edits = _watch_edits(server, settings)
         await stop.first.wait()
+        if edits is not None:
+            edits.cancel()
         memory.stop()
         await _drain(server, settings, stop.second)
     finally:
         await _end(server, state)
         await orphans.stop()
+
+
+def _watch_edits(server: Server, settings: Settings) -> asyncio.Task[None] | None:
+    """Start to serve an author's edits, where folders of theirs are named."""
+    if not settings.reload:
+        return None
+    logger.info("edits of %s are served", ", ".join(map(str, settings.reload)))
+    return asyncio.create_task(Reloader(server.lifecycle, settings.reload).run())
 
 
 async def _load(server: Server, stop: StopSignals, report: Report) -> list[str]:

@@ -180,6 +180,8 @@ class Settings(BaseModel):
     """Names, and patterns of names, of more environment variables that workers get."""
     worker_uids: str = Field(default="60706-61183", pattern=r"^(\d{1,10}-\d{1,10})?$")
     """Users of workers, one per model version, where the server is root; empty keeps root."""
+    reload: tuple[Path, ...] = ()
+    """Folders whose files stand for those of the same names in archives, as soon as they change."""
     model_settings: dict[str, dict[str, Any]] = {}
     """Model name → keys of model-config.yaml that go before the archive's own. Handlers do not see
     them."""
@@ -191,6 +193,7 @@ class Settings(BaseModel):
         "read_paths",
         "write_paths",
         "pass_variables",
+        "reload",
         mode="before",
     )
     @classmethod
@@ -270,7 +273,7 @@ class Settings(BaseModel):
             )
         return value
 
-    @field_validator("read_paths", "write_paths")
+    @field_validator("read_paths", "write_paths", "reload")
     @classmethod
     def _all_absolute(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
         return tuple(path.expanduser().absolute() for path in value)
@@ -288,6 +291,15 @@ class Settings(BaseModel):
     def _has_sandbox(cls, value: bool, info: ValidationInfo) -> bool:
         if value and not info.data.get("sandbox"):
             raise ValueError("the setting sandbox is off")
+        return value
+
+    @field_validator("reload")
+    @classmethod
+    def _are_watched(cls, value: tuple[Path, ...], info: ValidationInfo) -> tuple[Path, ...]:
+        if value and info.data.get("require_signature"):
+            raise ValueError("what is edited is not signed, and require_signature is on")
+        if missing := [path for path in value if not path.is_dir()]:
+            raise ValueError(f"there is no folder {missing[0]}")
         return value
 
     @field_validator("require_signature")

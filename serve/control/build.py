@@ -103,11 +103,25 @@ class Builder:
 
     @asynccontextmanager
     async def build(
-        self, archive: Archive, name: str, spec: ModelSpec, config: ModelConfig, is_fetched: bool
+        self,
+        archive: Archive,
+        name: str,
+        spec: ModelSpec,
+        config: ModelConfig,
+        is_fetched: bool = False,
+        metrics: VersionMetrics | None = None,
     ) -> AsyncIterator[ModelVersion]:
         """Unpack an archive and connect what runs it; nothing is started yet.
 
         When the block fails its folder goes again.
+
+        Args:
+            archive: open.
+            name: to serve it under.
+            spec: what the caller said.
+            config: how it is run.
+            is_fetched: whether its file came from elsewhere.
+            metrics: of the version in whose place this one comes; `expose` then connects them.
 
         Raises:
             ArchiveError, BadRequest: it cannot be served.
@@ -120,7 +134,7 @@ class Builder:
             preload = await asyncio.to_thread(choose_preload, archive, handler)
             shares = self._shares_workers(archive, handler, config, python)
             yield self._connect(
-                archive, name, spec, config, is_fetched, folder, python, preload, shares
+                archive, name, spec, config, is_fetched, folder, python, preload, shares, metrics
             )
         except BaseException:
             await asyncio.to_thread(self.sandbox.forget, folder)
@@ -137,6 +151,7 @@ class Builder:
         interpreter: str,
         preload: Preload | None,
         shares: bool,
+        before: VersionMetrics | None,
     ) -> ModelVersion:
         manifest, file = archive.manifest, archive.path.name
         has_manifest = MANIFEST_NAME in archive.names
@@ -151,11 +166,8 @@ class Builder:
                 load={**plan.load, "only_predicts": True},
                 preload=plan.preload and without_twin(plan.preload, archive, plan.load["handler"]),
             )
-        metrics = VersionMetrics(self._metrics, name, manifest.model_version)
+        metrics = before or VersionMetrics(self._metrics, name, manifest.model_version)
         pool = Pool(predicting, metrics, self._policy.workers, self._budget)
-        metrics.watch_workers(lambda: pool.ready_count, lambda: pool.busy_s)
-        artifact = manifest.serialized_file or ""
-        metrics.describe(archive.digest, artifact.rpartition(".")[2], config.capacity_rps)
         explainers = None
         if config.explain_workers:
             apart = replace(plan, log_stem="explainer", niceness=EXPLAINERS_NICENESS)
@@ -174,8 +186,6 @@ class Builder:
             )
             for kind in (PREDICT, EXPLAIN)
         )
-        _watch(metrics, predictions, pool, PREDICT)
-        _watch(metrics, explanations, explainers or pool, EXPLAIN)
         if explainers is None:
             pool.feed((predictions, explanations))
         else:
@@ -201,6 +211,10 @@ class Builder:
             at_start=spec.at_start,
             is_downloaded=is_fetched,
         )
+        if before is None:
+            artifact = manifest.serialized_file or ""
+            metrics.describe(archive.digest, artifact.rpartition(".")[2], config.capacity_rps)
+            expose(model)
         if config.explain_share and explainers is not None:
             reference = read_reference(archive)
             pool.on_answer = Drift(
@@ -330,8 +344,16 @@ class Builder:
         )
 
 
+def expose(model: ModelVersion) -> None:
+    """Have a version's workers and its requests counted at each scrape."""
+    pool = model.pool
+    model.metrics.watch_workers(lambda: pool.ready_count, lambda: pool.busy_s)
+    predictions, explanations = model.batchers
+    _watch(model.metrics, predictions, pool, PREDICT)
+    _watch(model.metrics, explanations, model.explainers or pool, EXPLAIN)
+
+
 def _watch(metrics: VersionMetrics, batcher: Batcher, pool: Pool, kind: int) -> None:
-    """Have the requests of one kind counted at each scrape."""
     metrics.kinds[kind].watch(
         lambda: batcher.queued + pool.in_flight(kind), lambda: batcher.oldest_s
     )

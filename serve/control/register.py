@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from modelyard.archiver import Archive, open_archive
-from modelyard.serve.control.build import Builder, admit
+from modelyard.serve.control.build import Builder, admit, expose
 from modelyard.serve.control.model_config import ModelSpec, Options
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.control.sizing import (
@@ -29,6 +30,11 @@ from modelyard.serve.errors import CleanupTimedOut, LoadFailed, StorageFull, is_
 from modelyard.serve.policy import Policy
 
 logger = logging.getLogger(__name__)
+
+
+def pools_of(model: ModelVersion) -> list[Pool]:
+    """Return the workers of a version."""
+    return [pool for pool in (model.pool, model.explainers) if pool is not None]
 
 
 class Lifecycle:
@@ -49,6 +55,8 @@ class Lifecycle:
         self._unlisted: set[Pool] = set()
         """Of versions that are coming or going: not in the registry, and to be stopped like it."""
         self._loading: Counter[str] = Counter()
+        self._ending: set[asyncio.Task[None]] = set()
+        """Of versions whose place another has taken."""
 
     async def register(
         self,
@@ -140,6 +148,46 @@ class Lifecycle:
         logger.info("%s registered, archive %s", model.pool.plan.label, model.digest)
         return model
 
+    async def replace(self, model: ModelVersion, file: Path) -> ModelVersion:
+        """Serve another archive as a version that is served; the old one answers what it has.
+
+        What is remembered for the next start is still the archive of the store.
+
+        Args:
+            model: the version.
+            file: an archive of the same name and version, outside of the store.
+
+        Raises:
+            ArchiveError, ServeError: the new one cannot be served; nothing was changed.
+        """
+        spec = ModelSpec(model.file, model.name, options=model.options)
+        archive = await asyncio.to_thread(open_archive, file)
+        with archive:
+            name, config = admit(archive, spec, self.policy)
+            config = replace(config, threads=model.config.threads)
+            async with self._locks[name]:
+                self.registry.refuse_gone(model)
+                building = self._builder.build(archive, name, spec, config, metrics=model.metrics)
+                async with building as fresh:
+                    fresh.file, fresh.url, fresh.digest = model.file, model.url, model.digest
+                    self._unlisted.add(fresh.pool)
+                    try:
+                        await fresh.pool.scale(model.pool.least, 0, most=model.pool.most)
+                        self.registry.swap(model, fresh)
+                    except BaseException:
+                        await fresh.pool.stop(0)
+                        raise
+                    finally:
+                        self._unlisted.discard(fresh.pool)
+        expose(fresh)
+        if fresh.config.explains_early:
+            fresh.start_explainers()
+        self._unlisted.update(pools_of(model))
+        task = asyncio.create_task(self._end(model, self._settings.drain_timeout_s, False))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+        return fresh
+
     async def _beside(self, name: str, request: ResourceRequest) -> Allocation:
         """Return the allocation of a model that is registered while others are served.
 
@@ -227,14 +275,17 @@ class Lifecycle:
         )
         await self._builder.stop()
 
-    async def _end(self, model: ModelVersion, drain_timeout_s: float) -> None:
-        pools = [pool for pool in (model.pool, model.explainers) if pool is not None]
+    async def _end(
+        self, model: ModelVersion, drain_timeout_s: float, forgets_metrics: bool = True
+    ) -> None:
+        pools = pools_of(model)
         self._unlisted.update(pools)
         try:
             await asyncio.gather(*(pool.stop(drain_timeout_s) for pool in pools))
         finally:
             self._unlisted.difference_update(pools)
-        model.metrics.remove()
+        if forgets_metrics:
+            model.metrics.remove()
         await asyncio.to_thread(self._builder.sandbox.forget, model.folder)
 
     def _save(self) -> None:

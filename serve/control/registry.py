@@ -126,6 +126,11 @@ class Registry:
         self._models.setdefault(model.name, {})[model.version] = model
         self._defaults.setdefault(model.name, model.version)
 
+    def swap(self, model: ModelVersion, other: ModelVersion) -> None:
+        """Put another version of the same name and number in the place of one."""
+        self.refuse_gone(model)
+        self._models[model.name][model.version] = other
+
     def remove(self, model: ModelVersion) -> None:
         """Forget a version."""
         self.refuse_gone(model)

@@ -27,10 +27,13 @@ def check_golden(service: Service, golden: Sequence[dict[str, Any]]) -> None:
         expected = json.loads(Path(example["expected"]).read_bytes())
         answer = answer_golden(service, example, number)
         if difference := compare_golden(answer, expected, example["tolerance"]):
-            raise LoadError(
-                f"golden request {number} ({example['request']}): {difference}; the weights, the "
-                "labels or the preprocessing are not those that the archive was made with"
-            )
+            said = f"golden request {number} ({example['request']}): {difference}"
+            if answer.status == 200:
+                said += (
+                    "; the weights, the labels or the preprocessing are not those that the archive "
+                    "was made with"
+                )
+            raise LoadError(said)
 
 
 def answer_golden(service: Service, example: dict[str, Any], number: int) -> Answer:
