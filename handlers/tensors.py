@@ -164,7 +164,7 @@ def _read(head: Mapping[str, Any], tail: memoryview | None) -> TensorRequest:
                 f"{where} has {size} bytes by its binary_data_size; {there} are left behind the "
                 f"JSON, whose length is the header {LENGTH_HEADER}"
             )
-        inputs[name] = _from_bytes(tail[at : at + size], datatype, shape, where)
+        inputs[name] = from_bytes(tail[at : at + size], datatype, shape, where)
         at += size
     if tail is not None and at < len(tail):
         raise BadInput(f"{len(tail) - at} bytes are left behind the last tensor")
@@ -322,8 +322,12 @@ def _objects(values: Sequence[bytes], shape: tuple[int, ...]) -> np.ndarray:
     return found.reshape(shape)
 
 
-def _from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...], where: str) -> Array:
-    """Return an array over bytes, which are not copied: little-endian, in the order of rows."""
+def from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...], where: str) -> Array:
+    """Return an array over bytes, which are not copied: little-endian, in the order of rows.
+
+    Raises:
+        BadInput: there are more or fewer than the shape holds; it begins with `where`.
+    """
     if datatype == BYTES:
         return _objects(_split(data, math.prod(shape), where), shape)
     width = 2 if datatype == BF16 else NUMPY[datatype].itemsize
@@ -408,7 +412,7 @@ def write_answer(
         }  # fmt: skip
         is_binary = request.is_binary if each.is_binary is None else each.is_binary
         if is_binary:
-            data = _to_bytes(value, datatype)
+            data = to_bytes(value, datatype)
             tensor["parameters"] = {"binary_data_size": len(data)}
             tail.append(data)
             has_tail = True
@@ -427,7 +431,8 @@ def write_answer(
     return b"".join((head, *tail)), {"content-type": OCTETS, LENGTH_HEADER: str(len(head))}
 
 
-def _to_bytes(value: Array, datatype: str) -> bytes:
+def to_bytes(value: Array, datatype: str) -> bytes:
+    """Return an array's bytes: little-endian, in the order of rows."""
     if datatype == BYTES:
         return b"".join(len(each).to_bytes(4, "little") + each for each in value.reshape(-1))
     if datatype == BF16:

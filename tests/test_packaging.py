@@ -1,4 +1,4 @@
-"""The wheel: all four packages below `modelyard`, with the files that are no modules."""
+"""The wheel: all five packages below `modelyard`, with the files that are no modules."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("archiver", "exporter", "handlers", "serve")
+PACKAGES = ("archiver", "client", "exporter", "handlers", "serve")
 
 pytestmark = pytest.mark.slow
 

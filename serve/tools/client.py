@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import SplitResult, urlencode, urlsplit
 
 from modelyard.serve.control.state import StateDir, read_key
 from modelyard.serve.errors import ServeError, StartError
@@ -120,53 +118,19 @@ def call(
         StartError: nobody answers there, or somebody who is not trusted.
         RequestFailed: the answer is an error.
     """
-    parts, port = _split(at.url)
-    if parameters := {name: value for name, value in (query or {}).items() if value is not None}:
-        path = f"{path}?{urlencode(parameters)}"
-    sent = dict(headers or {})
-    if at.token is not None:
-        sent["Authorization"] = f"Bearer {at.token}"
-    connection = _connect(parts.scheme, parts.hostname or "", port, at.tls)
+    from modelyard import client as http
+
+    given = {name: str(value) for name, value in (query or {}).items() if value is not None}
+    request = http.Request(method, path, given, headers or {}, body or b"")
     try:
-        connection.request(method, parts.path + path, body, sent)
-        response = connection.getresponse()
-        content = response.read()
-    except ssl.SSLCertVerificationError as error:
-        raise StartError(
-            f"the certificate of {at.url} is not trusted: {error.verify_message}; --ca FILE names "
-            "whom to trust"
-        ) from error
-    except (OSError, http.client.HTTPException) as error:
-        raise StartError(
-            f"no answer from {at.url} ({error}); is the server running? see "
-            "`modelyard serve status`"
-        ) from error
-    finally:
-        connection.close()
-    if not 200 <= response.status < 300:
-        raise RequestFailed(_message(response.status, content))
-    return Answer(response.headers.get("content-type", ""), content)
-
-
-def _split(url: str) -> tuple[SplitResult, int | None]:
-    parts = urlsplit(url)
-    try:
-        return parts, parts.port
-    except ValueError as error:
-        raise StartError(f"{url} is not a URL: {error}") from error
-
-
-def _connect(
-    scheme: str, host: str, port: int | None, tls: ssl.SSLContext | None
-) -> http.client.HTTPConnection:
-    if scheme == "https":
-        return http.client.HTTPSConnection(host, port, timeout=TIMEOUT_S, context=tls)
-    return http.client.HTTPConnection(host, port, timeout=TIMEOUT_S)
-
-
-def _message(status: int, content: bytes) -> str:
-    try:
-        error = json.loads(content)
-        return f"{status} {error['type']}: {error['message']} (request {error['request_id']})"
-    except (ValueError, KeyError, TypeError):
-        return f"{status}: {content[:500].decode(errors='replace')}"
+        with http.Client(at.url, token=at.token, ca=at.tls, trust_env=False) as client:
+            answer = client.run(http.Retries(attempts=1, timeout_s=TIMEOUT_S).send(request))
+    except http.NotTrusted as error:
+        raise StartError(f"{error}; --ca FILE names whom to trust") from error
+    except http.NoAnswer as error:
+        raise StartError(f"{error}; is the server running? see `modelyard serve status`") from error
+    except http.RequestFailed as error:
+        raise RequestFailed(str(error)) from error
+    except (http.BadAnswer, ValueError) as error:
+        raise StartError(str(error)) from error
+    return Answer(answer.headers.get("content-type", ""), answer.body)

@@ -31,6 +31,7 @@ from PIL import Image
 
 from examples.digits.net import DigitsNet
 from modelyard.archiver import write_archive
+from modelyard.client import Client
 from modelyard.handlers.explain.methods import METHODS
 from tests.conftest import DIGITS
 from tests.serve.live import LiveServer, modelyard
@@ -449,3 +450,18 @@ def test_exact_integrals_hold_over_http(server: LiveServer, tmp_path: Path) -> N
         told = answer.json()
         assert told["attributions"] == pytest.approx(expected, abs=1e-6), name
         assert told["sum_attributions"] == pytest.approx(sum(expected), abs=1e-6), name
+
+
+def test_the_client_gives_explanations_and_outputs_as_arrays(server: LiveServer) -> None:
+    scan = DIGITS / "scans" / "7.png"
+    with Client(server.about["inference"]) as client:
+        first, second = client.explain("onnx", scan, target="top-2", n_steps=STEPS, errors=True)
+        image = np.asarray(Image.open(scan).convert("L"), np.float32)[None, None] / 255
+        logits = client.infer("onnx", {"image": image})["logits"]
+        assert max(client.predict("onnx", scan).items(), key=lambda each: each[1])[0] == "7"
+    assert (first.label, second.label != "7") == ("7", True)
+    assert isinstance(first.attributions, np.ndarray) and isinstance(first.errors, np.ndarray)
+    assert first.attributions.shape == first.errors.shape == (1, 8, 8)
+    total = first.fields["sum_attributions"]
+    assert first.attributions.sum() == pytest.approx(total, rel=1e-4)
+    assert logits[0, 7] == logits.max() == pytest.approx(first.fields["f_served"], rel=1e-4)

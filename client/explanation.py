@@ -1,0 +1,93 @@
+"""An explanation as a program uses it: its numbers as arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from modelyard.client.errors import BadAnswer
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Attributions = NDArray[np.float32] | dict[str, NDArray[np.float32]]
+"""In the shape of the model's input without the batch; with several inputs, by name."""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """What made a model answer as it did."""
+
+    attributions: Attributions
+    errors: Attributions | None
+    """How far off each may be, where that was asked for."""
+    method: str
+    target: Any
+    """An index, or a place in the output."""
+    label: str | None
+    probability: float | None
+    error: float | None
+    """How far off the attributions are, as a share of their size."""
+    convergence_delta: float | None
+    tolerance_met: bool | None
+    warnings: tuple[str, ...]
+    """What to know before believing it."""
+    fields: Mapping[str, Any]
+    """Everything else that the answer says, by its name there: `f_input`, `tokens`, `features` …"""
+
+    @property
+    def array(self) -> NDArray[np.float32]:
+        """The attributions of a model of one input.
+
+        Raises:
+            ValueError: it has several; they are in `attributions` by name.
+        """
+        if isinstance(self.attributions, dict):
+            names = ", ".join(self.attributions)
+            raise ValueError(f"this model has several inputs, {names}; see attributions[NAME]")
+        return self.attributions
+
+
+def read_explanations(content: Any) -> list[Explanation]:
+    """Return the explanations of an answer, one for each output and target that was asked for.
+
+    Raises:
+        BadAnswer: it holds none.
+    """
+    if not isinstance(content, dict):
+        raise BadAnswer("the answer is not an explanation: it is not a JSON object")
+    common = {name: value for name, value in content.items() if name != "explanations"}
+    several = content.get("explanations")
+    parts = several if isinstance(several, list) else [{}]
+    return [_read({**common, **part}) for part in parts if isinstance(part, dict)]
+
+
+def _read(found: dict[str, Any]) -> Explanation:
+    fields = dict(found)
+    try:
+        return Explanation(
+            attributions=_arrays(fields.pop("attributions")),
+            errors=_arrays(errors) if (errors := fields.pop("errors", None)) is not None else None,
+            method=str(fields.pop("method")),
+            target=fields.pop("target"),
+            label=fields.pop("label", None),
+            probability=fields.pop("probability", None),
+            error=fields.pop("error", None),
+            convergence_delta=fields.pop("convergence_delta", None),
+            tolerance_met=fields.pop("tolerance_met", None),
+            warnings=tuple(fields.pop("warnings", ())),
+            fields=fields,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
+        raise BadAnswer(f"the answer is not an explanation of ours: {reason}") from error
+
+
+def _arrays(found: Any) -> Attributions:
+    import numpy as np
+
+    if isinstance(found, dict):
+        return {str(name): np.asarray(each, np.float32) for name, each in found.items()}
+    return np.asarray(found, np.float32)
