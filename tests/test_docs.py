@@ -38,6 +38,8 @@ PORTS = {
     "8081": "MODELYARD_MANAGEMENT_PORT",
     "8082": "MODELYARD_METRICS_PORT",
 }
+GRPC_PORTS = ("7070", "7071")
+"""Of `config.properties`."""
 DAILY = ("http", "CONTRIBUTING", "breadth")
 """Pages whose commands run beside the README's in `make test`; the others' in `make nightly`."""
 needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="the docs' commands use curl")
@@ -96,11 +98,11 @@ class Yard:
         neighbours.write_neighbours(folder)
         (folder / ".venv").symlink_to(sys.prefix)
         (home / ".curlrc").write_text("silent\nshow-error\nfail-with-body\n")
-        self.ports = dict(zip(PORTS, map(str, free_ports(3)), strict=True))
+        self.ports = dict(zip((*PORTS, *GRPC_PORTS), map(str, free_ports(5)), strict=True))
         self.environment = {
             **os.environ,
             **neighbours.ENVIRONMENT,
-            **{PORTS[port]: free for port, free in self.ports.items()},
+            **{variable: self.ports[port] for port, variable in PORTS.items()},
             "PATH": f"{sys.prefix}/bin{os.pathsep}{os.environ['PATH']}",
             "HOME": str(home),
             "XDG_STATE_HOME": str(home),
@@ -115,8 +117,8 @@ class Yard:
         """Run a page's blocks, each in a shell of its own as a reader pastes them."""
         for block in blocks(page):
             commands = re.sub(
-                r"(?<=127\.0\.0\.1:)(808[012])",
-                lambda match: self.ports[match[1]],
+                r"(?<=127\.0\.0\.1:)808[012]|(?<=_port=)707[01]",
+                lambda match: self.ports[match[0]],
                 without_shared_export(block.commands),
             )
             done = self.shell(commands)
