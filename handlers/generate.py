@@ -20,6 +20,7 @@ from modelyard.handlers.rows import check_stated, read_section, read_whole
 from modelyard.handlers.sampling import Asked, Continuation, choose, read_request
 from modelyard.handlers.steps import Part, Steps
 from modelyard.handlers.text_handler import load_tokenizer
+from modelyard.handlers.text_request import INPUTS, PARAMETERS
 
 MAX_NEW_TOKENS = 64
 """Tokens of an answer, where neither the request nor the settings say."""
@@ -282,11 +283,15 @@ class _Text:
 def _content(row: Mapping[str, Any]) -> Any:
     """Return the text or the object of a request, whose content type may not say that it is one."""
     body = body_of(row)
-    if not isinstance(body, bytes | bytearray):
-        return body
-    text = decode_text(body)
-    if text.lstrip()[:1] in ("{", '"'):
-        # Else it is a text that begins so.
-        with contextlib.suppress(BadInput):
-            return parse_json(text)
-    return text
+    if isinstance(body, bytes | bytearray):
+        body = decode_text(body)
+        if body.lstrip()[:1] in ("{", '"'):
+            # Else it is a text that begins so.
+            with contextlib.suppress(BadInput):
+                body = parse_json(body)
+    if isinstance(body, dict) and INPUTS in body and set(body) <= {INPUTS, PARAMETERS}:
+        # As clients of Hugging Face send it.
+        options = body.get(PARAMETERS) or {}
+        if isinstance(options, dict):
+            return {**options, "prompt": body[INPUTS]}
+    return body

@@ -1,6 +1,5 @@
 """Text in, labels out; explanations say what each token did."""
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,15 +12,15 @@ from modelyard.archiver.extras import how_to_install
 from modelyard.archiver.handler_files import MASKS, TOKEN_IDS, TOKENIZER_FILE, TYPES
 from modelyard.archiver.signature import UNLIMITED, Dim
 from modelyard.handlers.base import Classifier, Inputs
-from modelyard.handlers.body import body_of, decode_text, parse_json
 from modelyard.handlers.context import Context
-from modelyard.handlers.errors import BadInput, LoadError
+from modelyard.handlers.errors import BadInput, InputMismatch, LoadError
 from modelyard.handlers.explain import bars, page, present, token_page
 from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.digits import as_lists
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.explain.region import Region
 from modelyard.handlers.rows import read_section
+from modelyard.handlers.text_request import check_list, read_body
 
 MAX_LENGTH = 512
 """Tokens of a request, where neither the settings nor the artifact say less."""
@@ -34,7 +33,8 @@ class TextHandler(Classifier):
     """Serve a classifier of token ids; the archive holds its tokenizer (`tokenizer.json`).
 
     A request's body is text, a JSON string, or {"text": …, "text_pair": …} for a model that
-    compares two. The file is one of the `tokenizers` package, which the archive names among its
+    compares two; also {"inputs": …} with one of these inside, and a list, which a list answers. The
+    tokenizer's file is one of the `tokenizers` package, which the archive names among its
     requirements. `handler.text` of model-config.yaml: `tokenizer` (the file), `max_length` (more
     tokens are cut off), `pad` (the token that fills rows).
     """
@@ -88,6 +88,45 @@ class TextHandler(Classifier):
         self.tokenizer.enable_truncation(self._max_length(section))
         self.pad_id = self._find_pad(section.get("pad"))
         self.kept = torch.tensor(_special_ids(self.tokenizer), dtype=torch.int64)
+
+    def handle(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
+        """Answer a batch; a request that holds a list of texts gets the list of their answers."""
+        lists = [self._each(at, self._read_list, row) for at, row in enumerate(data)]
+        if not any(lists):
+            return super().handle(data, context)
+        answers = []
+        for at, (row, texts) in enumerate(zip(data, lists, strict=True)):
+            if texts is None:
+                answers += super().handle([row], context)
+            else:
+                answers.append(self._each(at, self._answer_list, texts, context))
+        return answers
+
+    def _read_list(self, row: Mapping[str, Any]) -> list[Any] | None:
+        """Return the texts of a request that holds a list of them, each of which can be read."""
+        body = read_body(row, self.parts)
+        if not isinstance(body, list):
+            return None
+        check_list(body)
+        for at, text in enumerate(body):
+            try:
+                self._read_texts({"body": text})
+            except BadInput as error:
+                raise BadInput(f"text {at} of the list: {error}") from error
+        return body
+
+    def _answer_list(self, texts: Sequence[Any], context: Context) -> list[Any]:
+        """Answer texts in batches as large as the server makes them."""
+        rows = [{"body": text} for text in texts]
+        most = context.system_properties["batch_size"] or 1
+        answers: list[Any] = []
+        for first in range(0, len(rows), most):
+            batch = rows[first : first + most]
+            try:
+                answers += super().handle(batch, context)
+            except InputMismatch:  # texts of unequal length, and no mask
+                answers += [super(TextHandler, self).handle([row], context)[0] for row in batch]
+        return answers
 
     def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
         """Turn texts into ids (N, L), filled up to the longest, with mask and types if asked for.
@@ -269,22 +308,16 @@ class TextHandler(Classifier):
 
     def _read_texts(self, row: Mapping[str, Any]) -> tuple[str, ...]:
         """Return the texts of one request, in the order of `parts`."""
-        body = body_of(row)
-        if isinstance(body, bytes | bytearray):
-            body = decode_text(body)
-            if body.lstrip()[:1] in ('"', "{"):
-                # Else it is a text that begins with a quotation.
-                with contextlib.suppress(BadInput):
-                    value = parse_json(body)
-                    if isinstance(value, str) or set(self.parts) & set(value):
-                        body = value
+        body = read_body(row, self.parts)
         if isinstance(body, str) and self.least_parts == 1:
             body = {self.parts[0]: body}
         names = self.parts[: len(body)] if isinstance(body, dict) else ()
         if len(names) < self.least_parts or set(names) != set(body):
             form = "{" + ", ".join(f'"{part}": "…"' for part in self.parts) + "}"
             seen = (
-                "an object of " + (", ".join(map(str, body)) or "nothing")
+                f"a list of {len(body)}"
+                if isinstance(body, list)
+                else "an object of " + (", ".join(map(str, body)) or "nothing")
                 if isinstance(body, dict)
                 else f"a {type(body).__name__}"
             )

@@ -263,6 +263,8 @@ def test_words_are_joined_to_the_prompt_as_the_tokenizer_joins_them() -> None:
         ({"prompt": ""}, "prompt is '';"),
         ({}, 'holds no "prompt"'),
         ([1], "the body is a list; expected text"),
+        ({"inputs": "x", "parameters": {"n": 2}}, "n is unknown; expected some of prompt"),
+        ({"inputs": "x" * 40, "parameters": {"max_new_tokens": 9}}, "expected 8 at most"),
         ({"prompt": "x", "n": 2}, "n is unknown; expected some of prompt"),
         ({"prompt": "x", "max_new_tokens": 0}, "max_new_tokens is 0; expected a whole number"),
         ({"prompt": "x", "max_new_tokens": True}, "max_new_tokens is True"),

@@ -160,6 +160,57 @@ def test_a_text_that_begins_with_a_quotation_is_text(initialized: Initialized) -
     assert found[0].shape[1] == 6
 
 
+@pytest.mark.parametrize(
+    "body", [{"inputs": "good film"}, b'{"inputs": "good film", "parameters": {}}'],
+    ids=["object", "bytes"],
+)  # fmt: skip
+def test_a_request_of_hugging_faces_clients_is_its_text(
+    initialized: Initialized, body: Any
+) -> None:
+    handler, context = initialized()
+    assert handler.handle([{"body": body}], context) == handler.handle(
+        [{"body": "good film"}], context
+    )
+
+
+@pytest.mark.parametrize(
+    ("artifact", "most"), [("mood.pt2", 2), ("bag.pt2", 8)], ids=["in batches", "without a mask"]
+)
+def test_a_list_is_answered_by_a_list(initialized: Initialized, artifact: str, most: int) -> None:
+    handler, context = initialized(artifact)
+    context.system_properties["batch_size"] = most
+    texts = ["good", "not bad film", "[bad] film"]
+    each = [handler.handle([{"body": text}], context)[0] for text in texts]
+    bodies = [texts, {"inputs": texts}, json.dumps(texts).encode(), "good"]
+    answers = [handler.handle([{"body": body}], context)[0] for body in bodies]
+    for answer in answers[:3]:
+        for found, expected in zip(answer, each, strict=True):
+            assert found == pytest.approx(expected)
+    # Beside a text, and one that only looks like a list.
+    mixed = handler.handle([{"body": texts}, {"body": b"[bad] film"}], context)
+    assert mixed[1] == pytest.approx(each[2])
+    assert [list(found) for found in mixed[0]] == [list(expected) for expected in each]
+
+
+@pytest.mark.parametrize(
+    ("texts", "message"),
+    [
+        ([], "the list holds 0 texts; expected 1 to 256"),
+        (["a"] * 257, "the list holds 257 texts"),
+        (["a", 3], r"text 1 of the list: the body is a int; expected text"),
+    ],
+    ids=["none", "many", "a number"],
+)
+def test_a_list_that_is_none_of_texts_is_refused(
+    initialized: Initialized, texts: Any, message: str
+) -> None:
+    handler, context = initialized()
+    with pytest.raises(BadInput, match=message):
+        handler.handle([{"body": texts}], context)
+    with pytest.raises(BadInput, match="the body is a list of"):
+        handler.explain([{"body": texts}], context)
+
+
 def test_answer_is_the_likeliest_label(initialized: Initialized, mood: Mood) -> None:
     handler, context = initialized()
     (answer,) = handler.handle([{"body": "good film"}], context)
@@ -313,6 +364,9 @@ def test_explanation_says_that_a_long_text_was_cut_off(initialized: Initialized)
     [
         (b"\xff\xfe", "the body is not text in UTF-8"),
         ({"a": 1}, "an object of a; expected text"),
+        (["good"], "the body is a list of 1; expected text"),
+        ({"inputs": "good", "options": {}}, 'options is unknown beside "inputs"; leave it out'),
+        ({"inputs": "good", "parameters": {"top_k": 1}}, "parameters are top_k; expected none"),
     ],
 )
 def test_body_that_is_no_text_is_refused(initialized: Initialized, body: Any, message: str) -> None:
