@@ -105,8 +105,6 @@ aten.bernoulli.Tensor
 aten.bernoulli.default
 aten.bernoulli.p
 aten.bilinear.default
-aten.binary_cross_entropy.default
-aten.binary_cross_entropy_with_logits.default
 aten.bincount.default
 aten.bitwise_and.Scalar
 aten.bitwise_and.Scalar_Tensor
@@ -358,7 +356,6 @@ aten.isneginf.default
 aten.isposinf.default
 aten.istft.default
 aten.item.default
-aten.kl_div.default
 aten.kron.default
 aten.kthvalue.default
 aten.layer_norm.default

@@ -32,7 +32,7 @@ REFUSED = {
 
 _MEMORY = re.compile(r"unsafe|(^|_)(empty|resize|set_$|as_strided|nested|sparse|coo|cs[rc]|bs[rc])")
 _INSIDE = re.compile(
-    r"backward|loss|_out$|mkldnn|cudnn|miopen|quantized|fbgemm|nested|storage|pickle"
+    r"backward|loss|cross_entropy|kl_div|_out$|mkldnn|cudnn|miopen|quantized|fbgemm|nested|storage|pickle"
 )
 _OUTSIDE = {"_print", "warn", "save", "manual_seed", "from_file", "record_stream"}
 _TYPES = {"Storage", "Stream", "Generator?", "Generator"}
