@@ -235,12 +235,15 @@ def unpack_meta(meta: bytes) -> list[bytes]:
     return meta.split(b"\0") if meta else []
 
 
-def pack_parts(values: Mapping[str, bytes]) -> list[Buffer]:
-    """Return a body of named values: of each u32 its name's length, u32 its own, name, value."""
+def pack_parts(values: Mapping[str, Sequence[Buffer]]) -> list[Buffer]:
+    """Return a body of named values, which come in pieces.
+
+    Of each: u32 its name's length, u32 its own, name, value.
+    """
     parts: list[Buffer] = []
-    for name, value in values.items():
+    for name, pieces in values.items():
         encoded = name.encode()
-        parts += (PART.pack(len(encoded), len(value)) + encoded, value)
+        parts += (PART.pack(len(encoded), sum(map(len, pieces))) + encoded, *pieces)
     return parts or [b""]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from modelyard.serve.api.inference import CallReply, Calls
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import PREDICT, Reply, Stream, Target
-from modelyard.serve.dataplane.wire import Payload
+from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.errors import (
     ModelNotFound,
     ServeError,
@@ -26,6 +26,7 @@ from modelyard.serve.errors import (
     error_body,
     http_status,
 )
+from modelyard.serve.grpc.fields import begin_bytes, cut_out
 from modelyard.serve.grpc.oip import begin_call, parse
 from modelyard.serve.grpc.protos import message
 from modelyard.serve.grpc.rpc import Message, Method, Rpc, RpcError, Status, status_of
@@ -36,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 PACKAGE = "org.pytorch.serve.grpc.inference"
 SERVICE = f"{PACKAGE}.InferenceAPIsService"
+REQUEST = f"{PACKAGE}.PredictionsRequest"
+INPUT, VALUE, PREDICTION = 3, 2, 1
+"""Numbers of fields: of the request, of an entry in its map, of the answer."""
 INTERNAL = "InternalServerException"
 OUT_OF_RESOURCES = "Out of resources"
 REFUSAL = {"code", "type", "message"}
@@ -78,7 +82,7 @@ class InferenceApi:
         rpc.unary(reply)
 
     def _begin(self, rpc: Rpc, takes_parts: bool, data: Message) -> None:
-        request = parse(f"{PACKAGE}.PredictionsRequest", data)
+        request, values = _read(data)
         if not request.model_name:
             text = "Parameter model_name is required.\nBadRequestException.()"
             raise RpcError(Status.INTERNAL, text)
@@ -86,7 +90,7 @@ class InferenceApi:
         path = [request.model_name, request.model_version]
         target = Target(PREDICT, path, wire.PARTS | wire.LEGACY)
         begin_call(
-            self._calls, rpc, target, (), wire.pack_parts(request.input),
+            self._calls, rpc, target, (), wire.pack_parts(values),
             lambda model: _Prediction(self._calls, model, target, rpc, takes_parts,
                                       self._most_bytes),
             form=_error_of,
@@ -176,14 +180,27 @@ class _Prediction(CallReply):
         self._rpc.fail(failure.status, str(failure))
 
 
+def _read(data: Message) -> tuple[Any, dict[str, Sequence[Buffer]]]:
+    """Return a request without its values, and those by name, in pieces, not copied.
+
+    Raises:
+        RpcError: it is not one.
+    """
+    values: dict[str, Sequence[Buffer]] = {}
+    try:
+        rest, entries = cut_out(data.pieces, (INPUT,))
+        for _, entry in entries:
+            key, cut = cut_out(entry, (VALUE,))
+            name = parse(f"{REQUEST}.InputEntry", key).key
+            values[name] = cut[-1][1] if cut else ()
+    except ValueError as error:
+        raise RpcError(Status.INVALID_ARGUMENT, f"the message is not a {REQUEST}") from error
+    return parse(REQUEST, rest), values
+
+
 def _prediction(body: Payload) -> tuple[bytes, Payload]:
-    """Return a PredictionResponse of one answer, which is not copied: its field 1."""
-    head, left = bytearray(b"\x0a"), len(body)
-    while left >= 128:
-        head.append(left & 127 | 128)
-        left >>= 7
-    head.append(left)
-    return bytes(head), body
+    """Return a PredictionResponse of one answer, which is not copied."""
+    return begin_bytes(PREDICTION, len(body)), body
 
 
 def _read_refusal(body: Payload | str) -> RpcError | None:
