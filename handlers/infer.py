@@ -31,7 +31,9 @@ from modelyard.handlers.tensors import (
     LENGTH_HEADER,
     Array,
     TensorRequest,
+    as_document,
     datatype_of,
+    read_document,
     read_request,
     write_answer,
 )
@@ -47,8 +49,12 @@ Outputs = Mapping[str, Array]
 Run = Callable[[Sequence[TensorRequest], Context], Sequence[Outputs]]
 
 
-def tensor_entry(handler: FoundHandler) -> Entry:
-    """Return what answers requests of tensors, as `handle` answers others: bytes for each."""
+def tensor_entry(handler: FoundHandler, enveloped: Entry | None = None) -> Entry:
+    """Return what answers requests of tensors, as `handle` answers others: bytes for each.
+
+    Args:
+        enveloped: the handler behind what reads and writes the protocol's JSON itself.
+    """
     base = sys.modules.get("modelyard.handlers.base")  # imported by whoever inherits from it
     kind = type(handler.target)
     is_native = (
@@ -56,7 +62,9 @@ def tensor_entry(handler: FoundHandler) -> Entry:
         and isinstance(handler.target, base.BaseHandler)
         and kind.handle is base.BaseHandler.handle
     )
-    run: Run = _Native(handler.target) if is_native else _Mapped(handler)
+    run: Run = _Native(handler.target) if is_native else _Mapped(handler.handle)
+    if enveloped is not None:
+        run = _Mapped(enveloped, is_enveloped=True)
     labels = getattr(handler.target, "mapping", None) if is_native else None
 
     def answer(data: list[dict[str, Any]], context: Context) -> list[bytes]:
@@ -208,14 +216,23 @@ def _array(tensor: Tensor) -> Array:
 
 
 class _Mapped:
-    """Gives tensors to a handler as a dict for each request, and reads its answers."""
+    """Gives tensors to a handler as a dict for each request, and reads its answers.
 
-    def __init__(self, handler: FoundHandler) -> None:
-        self._handler = handler
+    Args:
+        handle: the handler's.
+        is_enveloped: whether it reads the protocol's JSON.
+    """
+
+    def __init__(self, handle: Entry, is_enveloped: bool = False) -> None:
+        self._handle = handle
+        self._is_enveloped = is_enveloped
 
     def __call__(self, requests: Sequence[TensorRequest], context: Context) -> list[Outputs]:
-        rows = [{name: _plain(value) for name, value in each.inputs.items()} for each in requests]
-        answers = self._handler.handle(rows, context)
+        if self._is_enveloped:
+            rows: list[dict[str, Any]] = [{"body": as_document(each)} for each in requests]
+        else:
+            rows = [{name: _plain(each) for name, each in one.inputs.items()} for one in requests]
+        answers = self._handle(rows, context)
         if not isinstance(answers, list) or len(answers) != len(requests):
             raise HandlerError(
                 f"the handler answered {type(answers).__name__} to {len(requests)} requests; "
@@ -232,6 +249,11 @@ def _plain(value: Array) -> Any:
 
 def _outputs(answer: Any) -> Outputs:
     """Return a handler's answer as outputs by name."""
+    if isinstance(answer, Mapping) and isinstance(answer.get("outputs"), list):
+        try:
+            return read_document(answer["outputs"])
+        except BadInput as error:
+            raise HandlerError(f"the handler's answer is not the protocol's: {error}") from error
     if isinstance(answer, Mapping) and answer:
         arrays = {str(name): _as_array(value) for name, value in answer.items()}
         if all(array is not None for array in arrays.values()):

@@ -372,6 +372,39 @@ def _kind(value: Any) -> str:
     return kinds.get(type(value), "a number")
 
 
+def as_document(request: TensorRequest) -> dict[str, Any]:
+    """Return a request as JSON has it, all of its tensors flat lists, BYTES as base64."""
+    inputs = []
+    for name, value in request.inputs.items():
+        datatype = request.datatypes[name]
+        if datatype == BYTES:
+            data = [b64encode(each).decode() for each in value.reshape(-1)]
+        else:
+            data = (value.float() if datatype == BF16 else value).reshape(-1).tolist()
+        inputs.append(
+            {"name": name, "datatype": datatype, "shape": list(value.shape), "data": data}
+        )
+    return {"inputs": inputs} if request.id is None else {"id": request.id, "inputs": inputs}
+
+
+def read_document(outputs: Sequence[Any]) -> dict[str, Array]:
+    """Return the tensors of an answer's JSON by name; what is not text counts as its JSON in BYTES.
+
+    Raises:
+        BadInput: it is none.
+    """
+    found: dict[str, Array] = {}
+    for each in outputs:
+        if not isinstance(each, dict) or not isinstance(each.get("name"), str):
+            raise BadInput("an output has no name; expected name, datatype, shape and data")
+        where = f'output "{each["name"]}"'
+        datatype, shape, data = _datatype(each, where), _shape(each, where), each.get("data")
+        if datatype == BYTES and isinstance(data, list):
+            data = [one if isinstance(one, str) else orjson.dumps(one).decode() for one in data]
+        found[each["name"]] = _from_json(data, datatype, shape, each.get("parameters") or {}, where)
+    return found
+
+
 # -- writing -------------------------------------------------------------------------------------
 
 

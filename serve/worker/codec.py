@@ -120,14 +120,12 @@ class Request:
         self,
         body: wire.Payload,
         read_json: ReadJson | None = parse_strictly,
-        holds_tensors: bool = True,
     ) -> None:
         """Fill `row`.
 
         Args:
             body: as it was sent; the handler gets a bytearray as it is, bytes as a copy.
             read_json: None leaves every value a bytearray, text too.
-            holds_tensors: whether a body of tensors by name is left as it is, for `handlers.infer`.
 
         Raises:
             BadInput: a form that cannot be read, or what `read_json` refuses.
@@ -139,7 +137,7 @@ class Request:
             self.rows = [{"body": each} for each in instances]
             self._added["body"] = JSON
             return
-        if holds_tensors and self._flags & wire.TENSORS:
+        if self._flags & wire.TENSORS:  # `handlers.infer` reads it
             self.row["body"] = body
             return
         if self._flags & wire.PARTS:
@@ -157,10 +155,10 @@ class Request:
             value = _decode_value(media_type, body, read_json)
             self._add("body", value, media_type)
 
-    def decoded_again(self, read_json: ReadJson | None, holds_tensors: bool) -> Request:
+    def decoded_again(self, read_json: ReadJson | None) -> Request:
         """Return this request as it came, whatever a handler did to its row and headers."""
         request = Request(self._item)
-        request.decode(self._item.body, read_json, holds_tensors)
+        request.decode(self._item.body, read_json)
         return request
 
     def _add(self, name: str, value: Any, media_type: str) -> None:

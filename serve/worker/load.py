@@ -31,6 +31,10 @@ def _refuse_shares(data: Sequence[Any], context: Context) -> NoReturn:
     raise BadInput("this handler does not say what its answers come from; it has no `shares`")
 
 
+def _refuse_tensors(data: Sequence[Any], context: Context) -> NoReturn:
+    raise BadInput("this handler takes no tensors by name")
+
+
 @dataclass(frozen=True)
 class Service:
     """A loaded model version."""
@@ -49,8 +53,8 @@ class Service:
     """What says which parts of an input the handler's answer comes from."""
     handler: Any = None
     """The handler, where it inherits from ours."""
-    infer: Entry | None = None
-    """What answers requests of tensors by name; None where an envelope reads their bodies."""
+    infer: Entry = _refuse_tensors
+    """What answers requests of tensors by name."""
 
     @property
     def is_built_in(self) -> bool:
@@ -104,11 +108,12 @@ def load_service(message: dict[str, Any]) -> Service:
     handler.initialize(context)
     predict, explain = handler.handle, _explain_entry(handler, sealed)
     steps = handler.target if isinstance(handler.target, Steps) else None
-    infer: Entry | None = _tensor_entry(handler)
+    infer = _tensor_entry(handler)
     if name := message.get("envelope"):
         envelope = shim.find_envelope(name)
         predict, explain = envelope(predict).handle, envelope(explain).handle
-        steps = infer = None  # an envelope stands around whole batches, and reads bodies itself
+        infer = _tensor_entry(handler, predict)
+        steps = None  # an envelope stands around whole batches
     return Service(
         predict,
         explain,
@@ -212,7 +217,7 @@ def is_classifier(target: object) -> bool:
     return base is not None and isinstance(target, base.Classifier)
 
 
-def _tensor_entry(handler: FoundHandler) -> Entry:
+def _tensor_entry(handler: FoundHandler, enveloped: Entry | None = None) -> Entry:
     """Return what answers requests of tensors by name; most workers never get one."""
     entries: list[Entry] = []
 
@@ -220,7 +225,7 @@ def _tensor_entry(handler: FoundHandler) -> Entry:
         if not entries:
             from modelyard.handlers.infer import tensor_entry
 
-            entries.append(tensor_entry(handler))
+            entries.append(tensor_entry(handler, enveloped))
         return entries[0](data, context)
 
     return answer

@@ -406,7 +406,7 @@ def answer_batch(
             answers[item.id] = UNREAD
             continue
         try:
-            request.decode(item.body, service.rules.read_json, service.infer is not None)
+            request.decode(item.body, service.rules.read_json)
         except Exception as error:
             answers[item.id] = service.rules.refuse_undecodable(error, request.request_id)
         else:
@@ -427,7 +427,7 @@ def _choose_entry(service: Service, flags: int) -> Entry:
         return service.shares
     if flags & wire.EXPLAIN:
         return service.explain
-    return service.infer if flags & wire.TENSORS and service.infer else service.predict
+    return service.infer if flags & wire.TENSORS else service.predict
 
 
 def _call(
@@ -537,8 +537,7 @@ def _answer_failure(
         raise error
     if len(requests) > 1 and not rules.fails_together(error):
         # As they came: the handler may have changed its input.
-        has_infer = service.infer is not None
-        fresh = [request.decoded_again(rules.read_json, has_infer) for request in requests]
+        fresh = [request.decoded_again(rules.read_json) for request in requests]
         return [_call(service, entry, [one], sender)[0] for one in fresh]
     log_failure(rules, error, requests[0].request_id)
     return [rules.refuse(error, request.request_id) for request in requests]

@@ -6,6 +6,7 @@ import contextlib
 import json
 import re
 import ssl
+import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -588,3 +589,86 @@ def test_a_connection_of_some_age_is_left_and_another_one_opened(
     code, _ = refused(lambda: stub.predict(f"wait {tmp_path / 'never'}"))
     assert code == "UNAVAILABLE"  # when the grace was over
     assert stub.ping()
+
+
+# -- the Open Inference Protocol -----------------------------------------------------------------
+
+DOUBLE = """
+import numpy as np
+
+def handle(data, context):  # what the envelope makes of a request: one dict for each input
+    if data is None:
+        return None
+    answers = []
+    for one in data:
+        if one["datatype"] == "BYTES":
+            answers.append([f"{one['name']} {one['data']}"])
+        else:
+            answers.append((2 * np.array(one["data"])).tolist())
+    return answers
+"""
+
+
+@pytest.fixture(scope="module")
+def kserve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stub]:
+    """Serve as KServe starts TorchServe for its protocol v2 by gRPC."""
+    home = Home(tmp_path_factory.mktemp("kserve"))
+    write_mar(home.store / "double.mar", DOUBLE, "double")
+    home.start(
+        "--models", "double.mar",
+        properties={
+            "default_workers_per_model": "1",
+            "service_envelope": "kservev2",
+            "grpc_inference_address": "127.0.0.3",
+        },
+        TS_OPEN_INFERENCE_PROTOCOL="oip",
+    )  # fmt: skip
+    with grpc.insecure_channel(target(home, 0)) as channel:
+        yield Stub(channel)
+    home.stop()
+
+
+PACKAGES = ("inference", "org.pytorch.serve.grpc.openinference")
+
+
+def oip(stub: Stub, package: str, method: str, **fields: Any) -> Any:
+    ask, say = (message(f"inference.{method}{end}") for end in ("Request", "Response"))
+    name = f"/{package}.GRPCInferenceService/{method}"
+    call = stub.channel.unary_unary(name, ask.SerializeToString, say.FromString)
+    return call(fields.pop("request", None) or ask(**fields), timeout=20)
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_both_names_of_the_open_inference_protocol(kserve: Stub, package: str) -> None:
+    assert oip(kserve, package, "ServerLive").live
+    poll(lambda: oip(kserve, package, "ServerReady").ready, "it is loaded")
+    assert oip(kserve, package, "ModelReady", name="double").ready
+    assert oip(kserve, package, "ModelMetadata", name="double").versions == ["1.0"]
+    code, text = refused(lambda: oip(kserve, package, "ModelReady", name="nosuch"))
+    assert (code, text) == ("NOT_FOUND", "Model not found: nosuch")
+    code, _ = refused(lambda: oip(kserve, package, "RepositoryModelUnload", model_name="double"))
+    assert code == "PERMISSION_DENIED"
+
+
+def test_tensors_reach_a_handler_behind_the_envelope_and_come_back(kserve: Stub) -> None:
+    request = message("inference.ModelInferRequest")(model_name="double", id="7")
+    numbers = request.inputs.add(name="n", datatype="FP32", shape=[2, 2])
+    numbers.contents.fp32_contents.extend([1, 2, 3, 4.5])
+    text = request.inputs.add(name="t", datatype="BYTES", shape=[1])
+    text.contents.bytes_contents.append(b"\xff\x00")
+    typed = oip(kserve, PACKAGES[1], "ModelInfer", request=request)
+    assert (typed.id, typed.model_name) == ("7", "double")
+    first, second = typed.outputs
+    assert (first.name, first.datatype, list(first.contents.fp64_contents)) == (
+        "n", "FP64", [2, 4, 6, 9])  # fmt: skip
+    assert list(second.contents.bytes_contents) == [b"t /wA="]
+
+    del request.inputs[1]
+    request.inputs[0].ClearField("contents")
+    request.raw_input_contents.append(struct.pack("<4f", 1, 2, 3, 4.5))
+    raw = oip(kserve, PACKAGES[0], "ModelInfer", request=request)
+    assert struct.unpack("<4d", raw.raw_output_contents[0]) == (2, 4, 6, 9)
+
+    request.raw_input_contents[0] = b"short"
+    code, text = refused(lambda: oip(kserve, PACKAGES[0], "ModelInfer", request=request))
+    assert code == "INVALID_ARGUMENT" and "5 bytes" in text
