@@ -41,6 +41,10 @@ REQUEST = f"{PACKAGE}.PredictionsRequest"
 INPUT, VALUE, PREDICTION = 3, 2, 1
 """Numbers of fields: of the request, of an entry in its map, of the answer."""
 INTERNAL = "InternalServerException"
+OPEN_INFERENCE = ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata",
+                  "ModelInfer")  # fmt: skip
+"""What TorchServe has of that protocol. Not what changes models: that needs another key, which is
+asked for by the name of the method."""
 OUT_OF_RESOURCES = "Out of resources"
 REFUSAL = {"code", "type", "message"}
 """What a worker writes of an error."""
@@ -229,7 +233,5 @@ def _error_of(error: Exception) -> RpcError:
 
 def open_inference(methods: dict[str, Method], service: str) -> dict[str, Any]:
     """Return the methods of the Open Inference Protocol by TorchServe's name of it, too."""
-    own = f"{PACKAGE.rpartition('.')[0]}.openinference.{service.rpartition('.')[2]}"
-    return methods | {
-        name.replace(f"/{service}/", f"/{own}/"): method for name, method in methods.items()
-    }
+    also = f"{PACKAGE.rpartition('.')[0]}.openinference.{service.rpartition('.')[2]}"
+    return methods | {f"/{also}/{name}": methods[f"/{service}/{name}"] for name in OPEN_INFERENCE}

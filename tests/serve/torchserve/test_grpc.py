@@ -24,6 +24,8 @@ from tests.serve.torchserve.test_http import BROKEN, write_mar
 
 INFERENCE = "org.pytorch.serve.grpc.inference"
 MANAGEMENT = "org.pytorch.serve.grpc.management"
+PACKAGES = ("inference", "org.pytorch.serve.grpc.openinference")
+"""Of the Open Inference Protocol."""
 INTERNAL = "\norg.pytorch.serve.http.InternalServerException"
 HANDLER = """
 import os
@@ -490,6 +492,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Home]:
         "--models", "echo.mar",
         properties={
             "disable_token_authorization": "false",
+            "ts_open_inference_protocol": "true",
             "allowed_hosts": "models.example",
             "default_workers_per_model": "1",
             "enable_grpc_ssl": "true",
@@ -544,6 +547,19 @@ def test_each_port_needs_its_key(guarded: Home, secure: Callable[..., Stub]) -> 
     lower = secure(inference)
     lower.metadata = (("authorization", "bearer " + str(lower.metadata)),)
     assert refused(lower.ping) == DENIED
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_key_for_inference_changes_models(
+    guarded: Home, secure: Callable[..., Stub], package: str
+) -> None:
+    for key in ("inference", None):
+        stub = secure(target(guarded, 0), key)
+        for method in ("RepositoryModelLoad", "RepositoryModelUnload"):
+            call = stub.channel.unary_unary(f"/{package}.GRPCInferenceService/{method}")
+            code, _ = refused(lambda: call(b"\x12\x04echo", metadata=stub.metadata))  # noqa: B023
+            assert code in ("PERMISSION_DENIED", "UNIMPLEMENTED")
+    secure(target(guarded, 0), "inference").predict("none")
 
 
 def test_a_key_that_was_replaced_opens_nothing(guarded: Home, secure: Callable[..., Stub]) -> None:
@@ -628,9 +644,6 @@ def kserve(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stub]:
     home.stop()
 
 
-PACKAGES = ("inference", "org.pytorch.serve.grpc.openinference")
-
-
 def oip(stub: Stub, package: str, method: str, **fields: Any) -> Any:
     ask, say = (message(f"inference.{method}{end}") for end in ("Request", "Response"))
     name = f"/{package}.GRPCInferenceService/{method}"
@@ -647,7 +660,7 @@ def test_both_names_of_the_open_inference_protocol(kserve: Stub, package: str) -
     code, text = refused(lambda: oip(kserve, package, "ModelReady", name="nosuch"))
     assert (code, text) == ("NOT_FOUND", "Model not found: nosuch")
     code, _ = refused(lambda: oip(kserve, package, "RepositoryModelUnload", model_name="double"))
-    assert code == "PERMISSION_DENIED"
+    assert code == ("PERMISSION_DENIED" if package == "inference" else "UNIMPLEMENTED")
 
 
 def test_tensors_reach_a_handler_behind_the_envelope_and_come_back(kserve: Stub) -> None:
