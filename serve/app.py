@@ -25,6 +25,7 @@ from modelyard.serve.dataplane.tracing import Tracing, open_tracing
 from modelyard.serve.dataplane.worker import frame_bytes
 from modelyard.serve.errors import StartError
 from modelyard.serve.grpc import OPEN_METHODS, LazyServices, services
+from modelyard.serve.http.access import AccessLog
 from modelyard.serve.http.application import Answers, Application, Check, ServerState
 from modelyard.serve.http.auth import Grants, TokenCheck, check_changes
 from modelyard.serve.http.connection import Accepts, Access, Limits
@@ -49,6 +50,7 @@ class Server:
     metrics: Listener | None
     """None where nobody wants it."""
     tracing: Tracing | None = None
+    access_log: AccessLog | None = None
     """None where no request is traced."""
     more: Sequence[Listener] = ()
     """Further addresses of the same APIs."""
@@ -60,8 +62,11 @@ class Server:
         return list(dict.fromkeys(listener for listener in every if listener))
 
 
-def create_server(settings: Settings) -> Server:
+def create_server(settings: Settings, access: AccessLog | None = None) -> Server:
     """Write new keys, build everything and bind the addresses.
+
+    Args:
+        access: takes a line for each request.
 
     Raises:
         StartError: an address cannot be bound, or the keys cannot be written.
@@ -99,7 +104,9 @@ def create_server(settings: Settings) -> Server:
     if settings.allow_load:
         check = check_changes(check, operator)
     streams = LazyServices(
-        lambda: services(calls, registry, state, repository, check, settings.max_request_bytes)
+        lambda: services(
+            calls, registry, state, repository, check, settings.max_request_bytes, access
+        )
     )
     apis = (
         Application(check, answers, clients, calls, streams),
@@ -111,14 +118,14 @@ def create_server(settings: Settings) -> Server:
     if cert is not None:
         tls = watched_tls((), cert, settings.tls_key)
     inference, management, scraped = listen(
-        served, settings, budget, tls, None, settings.allowed_origins
+        served, settings, budget, tls, access, settings.allowed_origins
     )
     routes = {"inference": clients, "management": operators, "metrics": scraper}
     listeners = (inference, management, scraped)
     ports = {name: listener.address.port for name, listener in zip(routes, listeners, strict=True)}
     for name, api in routes.items():
         add_docs(api.fastapi, name, ports)
-    return Server(lifecycle, state, inference, management, scraped, tracing)
+    return Server(lifecycle, state, inference, management, scraped, tracing, access)
 
 
 OWN_RIGHTS = {"management": "manage", "inference": "predict,explain,metrics"}

@@ -99,6 +99,13 @@ def start(
         bool | None,
         typer.Option("--insecure", help="Allow --auth never on an address that others reach."),
     ] = None,
+    access_log: Annotated[
+        bool | None, typer.Option("--access-log", help="Write a line for each request.")
+    ] = None,
+    log_format: Annotated[str | None, typer.Option(help="Of all logs: text or json.")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(help="debug, info, warning or error; default info.")
+    ] = None,
     explain_share: Annotated[
         float | None,
         typer.Option(help="Of the predictions, those explained in the background; default 0."),
@@ -166,6 +173,9 @@ def start(
                 "tls_key": tls_key,
                 "token_file": token_file,
                 "insecure": insecure,
+                "access_log": access_log,
+                "log_format": log_format,
+                "log_level": log_level,
                 "explain_share": explain_share,
                 "trusted_keys": trusted_keys,
                 "require_signature": require_signature,
@@ -214,16 +224,16 @@ def _print_plan(settings: Settings, json_output: bool) -> None:
 
 def _run_attached(settings: Settings) -> int:
     from modelyard.serve.log import log_to_stderr
-    from modelyard.serve.server import run
+    from modelyard.serve.server import run_ours
 
-    log_to_stderr()
+    access = log_to_stderr(settings)
 
     def report(event: dict[str, Any]) -> None:
         if event["event"] == "ready":
             err.print("[green]ready[/green]; stop with Ctrl-C")
             _print_addresses(event)
 
-    return run(settings, report)
+    return run_ours(settings, report, access)
 
 
 def _print_addresses(about: dict[str, Any]) -> None:

@@ -1,13 +1,16 @@
-"""The server's own log: what others say in it cannot be taken for a line of ours."""
+"""The logs of a server: its own, in which nobody's words look like a line of ours; requests."""
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
-from pathlib import Path
 
-from modelyard.serve.dataplane.log_file import LogFile
+from modelyard.serve.control.state import StateDir
+from modelyard.serve.dataplane.log_file import Console, LogFile
+from modelyard.serve.http.access import FORMS, AccessLog, Clock, service
+from modelyard.serve.settings import Settings
 
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -28,6 +31,32 @@ class Formatter(logging.Formatter):
         return text.replace("\n", "\n    ")
 
 
+class JsonFormatter(logging.Formatter):
+    """Makes one JSON object of a record, by the names that the access log uses as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._clock = Clock()
+        self._common = service()
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the record's line."""
+        line: dict[str, object] = {
+            "@timestamp": self._clock(record.created),
+            "log.level": record.levelname.lower(),
+            "message": record.getMessage(),
+            **self._common,
+            "log.logger": record.name,
+        }
+        if (id := getattr(record, "request_id", None)) is not None:
+            line["http.request.id"] = id
+        if record.exc_info and (error := record.exc_info[1]) is not None:
+            line["error.type"] = type(error).__name__
+            line["error.message"] = str(error)
+            line["error.stack_trace"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
 class FileHandler(logging.Handler):
     """Writes records to a file that is put aside when it is full."""
 
@@ -43,16 +72,29 @@ class FileHandler(logging.Handler):
             self.handleError(record)
 
 
-def log_to_stderr() -> None:
-    """Set up logging for the process of a server."""
-    _log_to(logging.StreamHandler())
+def log_to_stderr(settings: Settings) -> AccessLog | None:
+    """Set up logging for the process of a server; return its access log, where it has one.
+
+    Lines of requests go to a thread: whoever reads standard error may stop reading.
+    """
+    _log_to(logging.StreamHandler(), settings)
+    return AccessLog(FORMS[settings.log_format](), Console(2)) if settings.access_log else None
 
 
-def log_to_file(file: Path, max_bytes: int, keep: int) -> None:
-    """Set up logging for a server that runs detached, whose standard error is the log as well."""
-    _log_to(FileHandler(LogFile(file, max_bytes, keep, on_open=lambda opened: os.dup2(opened, 2))))
+def log_to_file(settings: Settings) -> AccessLog | None:
+    """Set up logging for a server that runs detached, whose standard error is the log as well.
+
+    Raises:
+        OSError: a file cannot be opened.
+    """
+    state, sizes = StateDir(settings.state_dir), (settings.log_bytes, settings.log_keep)
+    log = LogFile(state.log_file, *sizes, on_open=lambda opened: os.dup2(opened, 2))
+    _log_to(FileHandler(log), settings)
+    if not settings.access_log:
+        return None
+    return AccessLog(FORMS[settings.log_format](), LogFile(state.access_file, *sizes))
 
 
-def _log_to(handler: logging.Handler) -> None:
-    handler.setFormatter(Formatter())
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
+def _log_to(handler: logging.Handler, settings: Settings) -> None:
+    handler.setFormatter(JsonFormatter() if settings.log_format == "json" else Formatter())
+    logging.basicConfig(level=settings.log_level.upper(), handlers=[handler])

@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import uvloop
@@ -25,6 +26,7 @@ from modelyard.serve.control.sandbox import check_machine
 from modelyard.serve.control.state import StateDir, write_json
 from modelyard.serve.dataplane.process import Orphans
 from modelyard.serve.errors import ServeError, StartError
+from modelyard.serve.http.access import AccessLog
 from modelyard.serve.log import log_to_file
 from modelyard.serve.memory import Memory
 from modelyard.serve.settings import Settings
@@ -39,6 +41,10 @@ ANNOUNCE_S = 0.2
 """After SIGTERM connections are still taken for this long, and close with their answer."""
 FLUSH_S = 2.0
 """For the last error answers to reach their clients."""
+NOTHING = (
+    "no model is served: name some with --models, or register them, `modelyard models register "
+    "FILE.mar`"
+)
 GARBAGE = 50_000
 """Objects that have become more before Python looks for cycles among them: requests leave none, and
 thousands of connections that are opened would have all of them looked at again and again."""
@@ -71,6 +77,11 @@ def run(settings: Settings, report: Report, create: Create = create_server) -> i
     return 0
 
 
+def run_ours(settings: Settings, report: Report, access: AccessLog | None) -> int:
+    """Run a server of our own dialect, as `run` does; `access` takes a line for each request."""
+    return run(settings, report, partial(create_server, access=access))
+
+
 async def _serve(settings: Settings, state: StateDir, report: Report, create: Create) -> None:
     """Start, wait for the signal to stop, stop."""
     shutil.rmtree(state.unpacked, ignore_errors=True)
@@ -98,11 +109,18 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         for warning in settings.warnings:
             logger.warning("%s", warning)
         warnings = [*settings.warnings, *warnings]
+        served = ", ".join(f"{model.name} {model.version}" for model in server.lifecycle.registry)
+        if not served and server.lifecycle.policy.is_strict:
+            served = NOTHING
+            warnings.append(NOTHING)
         server.state.is_starting = False
         gc.collect()
         gc.freeze()
         gc.set_threshold(GARBAGE)
-        logger.info("ready: %s", about)
+        logger.info(
+            "ready, pid %d: inference %s, management %s, metrics %s; %s",
+            about["pid"], about["inference"], about["management"], about["metrics"], served,
+        )  # fmt: skip
         report({"event": "ready", **about, "warnings": warnings})
         memory = Memory()
         edits = _watch_edits(server, settings)
@@ -217,6 +235,8 @@ async def _end(server: Server, state: StateDir) -> None:
     for listener in server.listeners:
         await listener.stop_accepting()
         listener.close_idle(0)
+    if server.access_log is not None:
+        server.access_log.close()
     if server.tracing is not None:
         await server.tracing.close()
     state.server_file.unlink(missing_ok=True)
@@ -226,7 +246,7 @@ async def _end(server: Server, state: StateDir) -> None:
 def main() -> int:
     """Run detached: settings as JSON on standard input, events as JSON lines on standard output."""
     settings = Settings(**json.load(sys.stdin))
-    log_to_file(StateDir(settings.state_dir).log_file, settings.log_bytes, settings.log_keep)
+    access = log_to_file(settings)
 
     def report(event: Event) -> None:
         try:
@@ -237,7 +257,7 @@ def main() -> int:
             # The command that started us leaves now; nothing must be written to its pipe.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
-    return run(settings, report)
+    return run_ours(settings, report, access)
 
 
 if __name__ == "__main__":

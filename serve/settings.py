@@ -152,6 +152,12 @@ class Settings(BaseModel):
     """Of the predictions of archives with a reference, those that are explained unasked."""
     tracing: bool = False
     """Export spans of sampled requests, as OpenTelemetry's variables say; needs the extra otel."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Of the server's own log, what is written at least."""
+    log_format: Literal["text", "json"] = "text"
+    """Of the server's log and the access log: lines for people, or an object each."""
+    access_log: bool = False
+    """Write a line for each request."""
     log_bytes: int = Field(default=10 << 20, ge=4096)
     """Size of the server's log and of each worker's; a full one is put aside as FILE.1."""
     log_keep: int = Field(default=3, ge=1)

@@ -141,6 +141,9 @@ class Calls:
         trace = None
         if self.tracing is not None:
             trace = begin_trace(self.tracing, cycle, id, model, target)
+        cycle.served = model.name, model.version
+        if trace is not None:
+            cycle.trace_id = trace.id
         reply = DirectReply(self, cycle, id, model, target, trace)
         try:
             if kind == EXPLAIN and cycle.query and model.takes_our_options:

@@ -51,6 +51,11 @@ class StateDir:
         return self.root / "logs" / "server.log"
 
     @property
+    def access_file(self) -> Path:
+        """A line for each request, where that is asked for."""
+        return self.root / "logs" / "access.log"
+
+    @property
     def unpacked(self) -> Path:
         """Folder of unpacked archives; emptied at every start."""
         return self.root / "unpacked"

@@ -29,6 +29,11 @@ def find_archive(store: Path, location: str) -> Path:
     for path in (store / location, *(store / (location + suffix) for suffix in SUFFIXES)):
         if is_archive(path):
             return path
+    if not store.is_dir():
+        raise FileNotInStore(
+            f"Model not found at: {location}; the model store {store} is not a folder; name "
+            "another with --model-store, or make it with `modelyard archive -o`"
+        )
     there = ", ".join(list_archives(store)) or "no archives"
     raise FileNotInStore(f"Model not found at: {location}; the model store holds {there}")
 

@@ -1,15 +1,20 @@
-"""A log file that never grows beyond its size: full ones are put aside, and the oldest goes."""
+"""Where lines of logs go: files of a size, of which full ones are put aside; and the console."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
+import queue
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 READ_BYTES = 1 << 16
 """Of one read of a pipe: what a pipe holds."""
+CONSOLE_BYTES = 8 << 20
+"""Of lines that wait for a reader of the console; what comes beyond is lost."""
+CONSOLE_CLOSE_S = 2.0
 MOST_LEFT_BYTES = 1 << 20
 """Read of a pipe whose worker has ended; a process that it left behind may write without end."""
 
@@ -106,6 +111,42 @@ def make_room(name: Callable[[int], Path], keep: int) -> None:
     for index in range(keep - 1, 0, -1):
         with contextlib.suppress(FileNotFoundError):
             name(index).replace(name(index + 1))
+
+
+class Console:
+    """Standard output or standard error.
+
+    It writes to the descriptor itself, in a thread: a reader that has stopped must hold up neither
+    the files nor the end of the process.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._taken = 0
+        self._written = 0
+        self._lost = 0
+        self._thread = threading.Thread(target=self._run, name="log-console", daemon=True)
+        self._thread.start()
+
+    def append(self, data: bytes) -> int:
+        """Hand lines to the thread; return how many are lost since the last time."""
+        if self._taken - self._written > CONSOLE_BYTES:
+            return data.count(b"\n")
+        self._taken += len(data)
+        self._waiting.put(data)
+        lost, self._lost = self._lost, 0
+        return lost
+
+    def _run(self) -> None:
+        while (data := self._waiting.get()) is not None:
+            self._lost += write_all(self._descriptor, data)
+            self._written += len(data)
+
+    def close(self) -> None:
+        """Wait a short while for the reader."""
+        self._waiting.put(None)
+        self._thread.join(CONSOLE_CLOSE_S)
 
 
 class Pipe:

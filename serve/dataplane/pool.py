@@ -217,7 +217,7 @@ class Pool:
                 self._failures = 0
                 failing_since = None
                 longest_s = Backoff.LONGEST_S
-                logger.info("%s worker %d ready, pid %d", self.plan.label, slot.number, worker.pid)
+                logger.info("%s ready, pid %d", self._name(slot.number), worker.pid)
                 self.policy.loaded(worker.name, self._loop.time() - began)
                 if not first.done():
                     first.set_result(None)
@@ -237,16 +237,19 @@ class Pool:
             slot.restarts += 1
             self.metrics.restarts.inc()
             pause_s = backoff.pause_s
-            logger.warning("%s worker %d ended; replacing it in %g s",
-                           self.plan.label, slot.number, pause_s)  # fmt: skip
+            logger.warning("%s ended; replacing it in %g s", self._name(slot.number), pause_s)
             self.policy.retries(worker.name, slot.id, pause_s)
             await asyncio.sleep(pause_s)
             backoff.grow(longest_s)
 
+    def _name(self, number: int) -> str:
+        """Return a worker's name in the log: its model and version, its kind, its number."""
+        return f"{self.plan.label} {self.plan.log_stem} {number}"
+
     def _give_up(self, slot: ReplicaSlot) -> None:
         slot.has_given_up = True
-        logger.error("%s worker %d: no start succeeded for %g s; not tried again",
-                     self.plan.label, slot.number, self.plan.retry_window_s)  # fmt: skip
+        logger.error("%s: no start succeeded for %g s; not tried again",
+                     self._name(slot.number), self.plan.retry_window_s)  # fmt: skip
         if (reason := self.why_none) is not None:
             self._refuse(Unavailable(reason, retry_after_s=RETRY_AFTER_S))
 
@@ -418,13 +421,13 @@ class Pool:
             limit = self.plan.response_timeout_s
             is_busy = worker.is_ready and worker.flight and not worker.is_held_up
             if is_busy and worked - worker.busy_since > limit:
-                logger.error("%s worker %d: no answer for %g s; ending it",
-                             self.plan.label, worker.number, limit)  # fmt: skip
+                name = self._name(worker.number)
+                logger.error("%s: no answer for %g s; ending it", name, limit)
                 next(iter(worker.flight.values())).fail(self.policy.silence(limit))
                 worker.condemn()
             elif worker.is_ready and worker.hangs_aside(worked):
-                logger.error("%s worker %d: what it explains unasked takes over %g s; ending it",
-                             self.plan.label, worker.number, limit)  # fmt: skip
+                logger.error("%s: what it explains unasked takes over %g s; ending it",
+                             self._name(worker.number), limit)  # fmt: skip
                 worker.condemn()
         for job in self._retries:
             if job.deadline <= now:

@@ -85,6 +85,12 @@ def read_parent(headers: Iterable[tuple[bytes, bytes]]) -> Parent | None:
     return Parent(trace_id, span_id, int(match[4], 16), kept)
 
 
+def trace_id_of(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """Return the client's trace, sampled or not; nothing where headers name none."""
+    parent = read_parent(headers)
+    return f"{parent.trace_id:032x}" if parent is not None else ""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """Which requests are traced."""

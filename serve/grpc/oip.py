@@ -158,10 +158,12 @@ def begin_call(
         failure = form(error)
         calls.count_unrouted(http_status(error)[0])
         raise failure from error
+    rpc.served = model.name, model.version
     sink = reply(model)
     trace = None
     if calls.tracing is not None:
         trace = sink.trace = _begin_trace(calls.tracing, rpc, model, target)
+        rpc.trace_id = trace.id if trace is not None else ""
     asked_s = min(timeout_s, rpc.timeout_s)
     must_fit = model.config.refuses_late or asked_s < math.inf
     asked_s = min(asked_s, model.request_timeout_s)

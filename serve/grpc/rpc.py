@@ -19,9 +19,10 @@ from time import monotonic
 from typing import Any
 from urllib.parse import quote
 
+from modelyard.serve.dataplane.tracing import trace_id_of
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.http.application import REQUEST_ID, request_id
-from modelyard.serve.http.connection import Access, Headers
+from modelyard.serve.http.connection import Access, Answered, Headers, Served
 from modelyard.serve.http.http2 import DATA, HEADERS, Stream, header_block
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,8 @@ class Rpc:
         has_left: nobody waits for the answer any more.
         on_message: called with each message.
         keeps_messages: whether they count among the bodies that the server holds until `release`.
+        served: model and version that it reached.
+        sent: bytes of messages so far.
         on_whole: called when there are no more.
         on_left: called when the client gives up.
     """
@@ -160,10 +163,13 @@ class Rpc:
         "on_left",
         "on_message",
         "on_whole",
+        "sent",
+        "served",
         "status",
         "stream",
         "task",
         "timeout_s",
+        "trace_id",
     )
 
     def __init__(self, stream: Stream, most_bytes: int, on_end: Callable[[Rpc], None]) -> None:
@@ -174,6 +180,9 @@ class Rpc:
         self.began = monotonic()
         self.has_left = self.is_over = self._is_started = False
         self.status = Status.UNKNOWN
+        self.served: Served = None
+        self.sent = 0
+        self.trace_id = ""
         self.timeout_s = math.inf
         self.on_message: Callable[[Message], None] | None = None
         self.on_whole: Callable[[], None] | None = None
@@ -415,6 +424,7 @@ class Rpc:
             parts.append((HEADERS, _HEAD))
         if message:
             size = sum(map(len, message))
+            self.sent += size
             prefix = PREFIX.pack(0, size)
             if size < JOIN_BYTES:
                 parts.append((DATA, b"".join((prefix, *message))))
@@ -526,7 +536,13 @@ class Services:
         if self._access is not None:
             client = rpc.stream.connection.client
             took_s = monotonic() - rpc.began
-            self._access(client, "gRPC", rpc.method.removeprefix("/"), rpc.status, took_s)
+            name = rpc.method.removeprefix("/")
+            self._access(
+                Answered(
+                    client, "gRPC", name, rpc.status, took_s, rpc.id, rpc.sent, rpc.served,
+                    rpc.trace_id or trace_id_of(rpc.metadata),
+                )
+            )  # fmt: skip
 
 
 def _refuse(stream: Stream, status: bytes, text: bytes) -> None:

@@ -135,7 +135,7 @@ class Answers:
     def error(self, error: Exception, id: str) -> Answer:
         """Return status, headers and body for an error; what nobody declared goes to the log."""
         if not isinstance(error, (ServeError, ArchiveError)):
-            logger.error("request %s", id, exc_info=error)
+            logger.error("request %s", id, exc_info=error, extra={"request_id": id})
         return self._form_error(error, id)
 
     def begin(self, cycle: RequestResponseCycle, id: str, status: int) -> Headers:
@@ -199,6 +199,8 @@ class Answers:
     def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
         """Return the last answer on a connection, to what is not a request, or to its body."""
         id = self.request_id(cycle.headers if cycle is not None else [])
+        if cycle is not None:
+            cycle.id = id
         status, headers, body = self.error(error, id)
         if self._on_status is not None:
             self._on_status(status)
@@ -232,7 +234,7 @@ async def _send_stream(
             await cycle.write(chunk, is_more=True)
         await cycle.write(b"")
     except ServeError as error:
-        logger.error("request %s: the stream is broken: %s", id, error)
+        logger.error("request %s: the stream is broken: %s", id, error, extra={"request_id": id})
     finally:
         stream.close()
 
@@ -281,7 +283,7 @@ class Application:
 
     def accept(self, cycle: RequestResponseCycle) -> None:
         """Begin to answer a request, whose head is there and whose body may come later."""
-        id = self._answers.request_id(cycle.headers)
+        id = cycle.id = self._answers.request_id(cycle.headers)
         calls, target = self._calls, None
         if (cors := self._answers.cors) is not None:
             preflight = cors.preflight(cycle.method, cycle.headers)

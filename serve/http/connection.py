@@ -19,10 +19,11 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 from urllib.parse import unquote
 
 from modelyard.serve.dataplane.budget import AnswerBudget
+from modelyard.serve.dataplane.tracing import trace_id_of
 from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.errors import (
     BadMessage,
@@ -85,8 +86,35 @@ Headers = list[tuple[bytes, bytes]]
 AnyConnection: TypeAlias = "Connection | Http2Connection"
 Answer = tuple[int, Headers, bytes]
 """Status, headers and body."""
-Access = Callable[[object, str, str, int, float], None]
-"""Called with each answer: client, method, target, status, seconds since the request's head."""
+
+
+class Answered(NamedTuple):
+    """What an access log may say of one answer: nothing of what came, or of what went back."""
+
+    client: tuple[str, int] | None
+    """Host and port; None on a Unix socket."""
+    method: str
+    """`gRPC` for its calls."""
+    target: str
+    """Path and query as the client wrote them; the full name of gRPC's method."""
+    status: int
+    """LEFT where the client left before it; gRPC's own for its calls."""
+    seconds: float
+    """From the request's last header to the end of the answer."""
+    id: str
+    """Of the request."""
+    size: int
+    """Bytes of the answer's body."""
+    served: Served
+    trace_id: str
+
+
+Served = tuple[str, str] | None
+"""Model and version that a request reached."""
+Access = Callable[[Answered], None]
+"""Called with each answer."""
+LEFT = 499
+"""As nginx has it."""
 
 
 class Accepts(Protocol):
@@ -177,6 +205,13 @@ class RequestResponseCycle:
     """For too much work; its client may have to wait before it is read again."""
     keeps_alive = True
     began = 0.0
+    status = LEFT
+    sent = 0
+    """Bytes of the answer's body so far."""
+    id = ""
+    served: Served = None
+    trace_id = ""
+    is_logged = False
     task: asyncio.Task[None]
     _then: Callable[[Sequence[Buffer]], None] | None = None
     """What gets the body."""
@@ -340,12 +375,13 @@ class RequestResponseCycle:
             lines.append(b"transfer-encoding: chunked\r\n")
         lines.append(b"\r\n")
         self._write(b"".join(lines))
-        self.log(status)
+        self.status = status
 
     def _send_part(self, body: Payload, is_more: bool) -> None:
         if self.method == "HEAD":
             pass
         elif self._is_answer_chunked:
+            self.sent += len(body)
             lines = (b"%x\r\n" % len(body), body, b"\r\n") if body else ()
             self._write(b"".join((*lines, b"" if is_more else b"0\r\n\r\n")))
         else:
@@ -353,6 +389,7 @@ class RequestResponseCycle:
             if self._missing < 0 or (self._missing and not is_more):
                 raise RuntimeError("the answer's body is not as long as its Content-Length says")
             if body:
+                self.sent += len(body)
                 self._write(body)
         if not is_more:
             self._complete()
@@ -382,23 +419,32 @@ class RequestResponseCycle:
             self.connection.last_write = len(body)
             self.transport.writelines((head, body))
         self.is_started = True
-        if self.connection.access is not None:
-            self.log(status)
+        self.status, self.sent = status, len(body)
         self._complete()
         return True
 
     def _complete(self) -> None:
         self.is_complete = True
+        if self.connection.access is not None:
+            self.log(self.status)
         if self._counted:
             self._count_body(0)
         self.connection.answered(self)
 
     def log(self, status: int) -> None:
-        """Write the answer into the access log, where there is one."""
-        if (access := self.connection.access) is not None:
-            target = (self.raw_path + (b"?" + self.query if self.query else b"")).decode("latin-1")
-            took_s = monotonic() - self.began
-            access(self.connection.client, self.method, target, status, took_s)
+        """Write the answer into the access log, where there is one, once."""
+        access = self.connection.access
+        if access is None or self.is_logged:
+            return
+        self.is_logged = True
+        target = (self.raw_path + (b"?" + self.query if self.query else b"")).decode("latin-1")
+        took_s = monotonic() - self.began
+        access(
+            Answered(
+                self.connection.client, self.method, target, status, took_s, self.id, self.sent,
+                self.served, self.trace_id or trace_id_of(self.headers),
+            )
+        )  # fmt: skip
 
 
 class Connection(asyncio.Protocol):
@@ -505,6 +551,7 @@ class Connection(asyncio.Protocol):
         for cycle in (self.answering, self.reading, *self._queue):
             if cycle is not None:
                 cycle.leave()
+                cycle.log(cycle.status)
         self._queue.clear()
         self.resume_writing()
         self._closed()
@@ -853,6 +900,7 @@ class Connection(asyncio.Protocol):
         self.written += len(answer)
         self.transport.write(answer)
         if cycle is not None:
+            cycle.sent = len(body)
             cycle.log(status)
         self.phase = BODY
         self._end()

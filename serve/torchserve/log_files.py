@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gzip
 import os
-import queue
 import re
 import shutil
 import threading
@@ -14,13 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from modelyard.serve.dataplane.log_file import LogFile, make_room, write_all
+from modelyard.serve.dataplane.log_file import Console, LogFile, make_room
 from modelyard.serve.torchserve.layout import BadPattern, DateFormat
 from modelyard.serve.torchserve.log_config import Appender, Rolling
-
-CONSOLE_BYTES = 8 << 20
-"""Of lines that wait for a reader of standard output; what comes beyond is lost."""
-CLOSE_TIMEOUT_S = 2.0
 
 _DATE_OR_INDEX = re.compile(r"%(?:d(?:ate)?(?:\{([^}]*)\})?|(0\d+)?i)")
 
@@ -44,7 +39,7 @@ def open_sink(appender: Appender) -> Sink | None:
     if appender.file is not None:
         return FileSink(appender.file, appender.rolling, appender.appends)
     descriptor = 2 if appender.is_stderr else 1
-    return None if _is_null(descriptor) else Console(descriptor)
+    return None if _is_null(descriptor) else ConsoleSink(descriptor)
 
 
 def _is_null(descriptor: int) -> bool:
@@ -54,40 +49,12 @@ def _is_null(descriptor: int) -> bool:
         return True
 
 
-class Console:
-    """Standard output or standard error.
-
-    It writes to the descriptor itself, in a thread: a reader that has stopped must hold up neither
-    the files nor the end of the process.
-    """
-
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
-        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-        self._taken = 0
-        self._written = 0
-        self._lost = 0
-        self._thread = threading.Thread(target=self._run, name="log-console", daemon=True)
-        self._thread.start()
+class ConsoleSink(Console):
+    """The console, as a sink."""
 
     def write(self, data: bytes, now: float) -> int:
-        """Hand lines to the thread."""
-        if self._taken - self._written > CONSOLE_BYTES:
-            return data.count(b"\n")
-        self._taken += len(data)
-        self._waiting.put(data)
-        lost, self._lost = self._lost, 0
-        return lost
-
-    def _run(self) -> None:
-        while (data := self._waiting.get()) is not None:
-            self._lost += write_all(self._descriptor, data)
-            self._written += len(data)
-
-    def close(self) -> None:
-        """Wait a short while for the reader."""
-        self._waiting.put(None)
-        self._thread.join(CLOSE_TIMEOUT_S)
+        """Hand lines to its thread."""
+        return self.append(data)
 
 
 class FileSink(LogFile):

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from modelyard.serve.dataplane.log_file import Pipe
+from modelyard.serve.http.connection import LEFT, Answered
 from modelyard.serve.torchserve.layout import TORCHSERVE_LEVELS, Around, Layout, Said
 from modelyard.serve.torchserve.log_config import MODEL_LOG, OWN_LOGGER, LogConfig
 from modelyard.serve.torchserve.log_files import Sink, open_sink
@@ -107,20 +108,16 @@ class Lines:
         return count
 
 
-def access_line(
-    second: int, client: object, method: str, target: str, status: int, seconds: float
-) -> Sequence[str]:
-    """Return the line of one answer.
+def access_line(second: int, answered: Answered) -> Sequence[str]:
+    """Return the line of one answer; none for a client that left before it.
 
     Args:
         second: of the answer.
-        client: host and port, or None on a Unix socket.
-        method: of the request.
-        target: path and query as the client wrote them; the full name of gRPC's method.
-        status: of the answer.
-        seconds: from the request's last header to the answer.
     """
-    address = f"{client[0]}:{client[1]}" if isinstance(client, tuple) else "unix"
+    if answered.status == LEFT:
+        return ()
+    client, method, target, status, seconds, *_ = answered
+    address = f"{client[0]}:{client[1]}" if client else "unix"
     protocol = "HTTP/2.0" if method == "gRPC" else "HTTP/1.1"
     return (f'/{address} "{method} {target} {protocol}" {status} {int(1000 * seconds + 0.5)}',)
 

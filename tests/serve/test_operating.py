@@ -74,6 +74,7 @@ def server(folder: Path) -> Iterator[LiveServer]:
     config = folder / "modelyard.yaml"
     config.write_text(
         f"allowed_hosts: [{HOST}]\nallowed_origins: [{PAGE}]\nmax_request_bytes: {LIMIT}\n"
+        "access_log: true\nlog_format: json\n"
     )
     options = [
         f"--config={config}",
@@ -235,6 +236,65 @@ def test_a_page_that_is_not_named_may_neither_call_nor_read(
     ):
         assert answer.status_code == 403
         assert "access-control-allow-origin" not in answer.headers
+
+
+# -- logs --------------------------------------------------------------------------------------
+
+TRACE = "0af7651916cd43dd8448eb211c80319c"
+
+
+def lines_of(server: LiveServer, log: str) -> list[dict[str, Any]]:
+    text = (server.state_dir / "logs" / log).read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_each_request_has_a_line_with_its_id_and_nothing_that_it_brought(
+    server: LiveServer, folder: Path
+) -> None:
+    ask(server, "inference", folder, "app", "POST", "/predictions/echo?q=secret-1", b"secret-2",
+        x_request_id="of-the-log", traceparent=f"00-{TRACE}-b7ad6b7169203331-00")  # fmt: skip
+    ask(server, "management", folder, "app", "GET", '/"x\u00e4', x_request_id="odd-path")
+    ask(server, "inference", folder, "app", "POST", "/predictions/echo", bytes(LIMIT + 1),
+        x_request_id="too-large")  # fmt: skip
+    port = server.about["inference"].rpartition(":")[2]
+    trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
+    options = [("grpc.ssl_target_name_override", HOST), ("grpc.default_authority", HOST)]
+    with grpc.secure_channel(f"127.0.0.1:{port}", trust, options) as channel:
+        channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(
+            b"", metadata=[("x-request-id", "by-grpc")], timeout=20
+        )
+
+    def found() -> dict[str, dict[str, Any]] | None:
+        lines = {line["http.request.id"]: line for line in lines_of(server, "access.log")}
+        wanted = ("of-the-log", "odd-path", "too-large", "by-grpc")
+        return lines if all(id in lines for id in wanted) else None
+
+    lines: dict[str, dict[str, Any]] = poll(found, "the lines are written")
+    line = lines["of-the-log"]
+    assert line["event.duration"] > 0
+    assert line["http.response.body.bytes"] > 100
+    assert {key: line[key] for key in line if key.startswith(("http.r", "url", "labels", "trace"))
+            and "bytes" not in key} == {
+        "http.request.id": "of-the-log", "http.request.method": "POST",
+        "url.path": "/predictions/echo", "http.response.status_code": 200,
+        "labels.model": "echo", "labels.version": "1.0", "trace.id": TRACE,
+    }  # fmt: skip
+    assert lines["odd-path"]["http.response.status_code"] == 403
+    assert lines["odd-path"]["url.path"] == "/%22x%C3%A4"
+    assert lines["too-large"]["http.response.status_code"] == 413
+    assert lines["by-grpc"]["rpc.method"] == "inference.GRPCInferenceService/ServerLive"
+    assert lines["by-grpc"]["rpc.grpc.status_code"] == 0
+    text = (server.state_dir / "logs" / "access.log").read_text()
+    assert "secret" not in text and not any(token in text for token in TOKENS.values())
+
+
+def test_the_servers_log_is_json_too_and_says_where_it_is(server: LiveServer) -> None:
+    (ready,) = [
+        line for line in lines_of(server, "server.log") if line["message"].startswith("ready,")
+    ]
+    assert server.about["inference"] in ready["message"]
+    assert ready["message"].endswith("; echo 1.0")
+    assert (ready["log.level"], ready["process.pid"]) == ("info", server.pid)
 
 
 # -- commands ----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from modelyard.serve.http.connection import LEFT, Answered
 from modelyard.serve.torchserve import logs
 from modelyard.serve.torchserve.log_config import FILES_KEPT, Rolling, default_config
 from modelyard.serve.torchserve.log_files import FileSink
@@ -50,8 +51,10 @@ def test_each_logger_has_its_file_and_form(
     access_log = written.lines("ACCESS_LOG")
     assert access_log is not None
     log_access = access_log.writer(access_line)
-    log_access(("127.0.0.1", 51998), "GET", "/ping?x=1", 200, 0.0021)
-    log_access(None, "GET", "/ping", 500, 0)
+    client = ("127.0.0.1", 51998)
+    log_access(Answered(client, "GET", "/ping?x=1", 200, 0.0021, "id", 2, None, ""))
+    log_access(Answered(client, "GET", "/ping?x=1", LEFT, 0.0021, "id", 0, None, ""))
+    log_access(Answered(None, "GET", "/ping", 500, 0, "id", 2, None, ""))
     logging.getLogger("TS_METRICS").info("CPUUtilization.Percent:1.0")
     logging.getLogger("MODEL_METRICS").info("HandlerTime.ms:1.0")
     written.close()
