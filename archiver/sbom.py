@@ -55,8 +55,39 @@ def format_sbom(
 
 def format_product() -> bytes:
     """Write the bill of materials of Modelyard and what it needs, as installed here."""
+    return _document(_own(), _distributions(own_distributions()))
+
+
+def format_image(
+    debian: Sequence[tuple[str, str]], distributions: Mapping[str, str], digest: str
+) -> bytes:
+    """Write the bill of materials of a container image.
+
+    Args:
+        debian: name and version of each of Debian's packages in it.
+        distributions: name of each distribution of Python in it → its METADATA.
+        digest: of the image, `sha256:…`.
+    """
+    root = {
+        **_component("container", "modelyard", importlib.metadata.version("modelyard")),
+        "bom-ref": f"pkg:oci/modelyard@{quote(digest)}",
+        "purl": f"pkg:oci/modelyard@{quote(digest)}",
+        "hashes": _sha256(digest.removeprefix("sha256:")),
+    }
+    libraries = []
+    for name, version in sorted(debian):
+        purl = f"pkg:deb/debian/{quote(name)}@{quote(version)}"
+        libraries.append({**_component("library", name, version), "bom-ref": purl, "purl": purl})
+    packages = [_own(), *_distributions(distributions)]
+    return _document(root, [*libraries, *packages])
+
+
+def _distributions(texts: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Return the components of Python's distributions, by their METADATA, but ours."""
     packages = []
-    for name, text in sorted(own_distributions().items()):
+    for name, text in sorted(texts.items()):
+        if name == "modelyard":
+            continue
         metadata = email.parser.HeaderParser().parsestr(text)
         package = _package(name, str(metadata["Version"]))
         if licence := metadata["License-Expression"] or metadata["License"]:
@@ -67,7 +98,7 @@ def format_product() -> bytes:
                 {"expression": line} if is_expression else {"license": {"name": line}}
             ]
         packages.append(package)
-    return _document(_own(), [package for package in packages if package["name"] != "modelyard"])
+    return packages
 
 
 def _document(

@@ -53,6 +53,11 @@ COMMANDS = {
     "doctor": Command(
         "modelyard.serve.tools.doctor_cli", "doctor_app", "Report what works here, and what to do."
     ),
+    "dockerize": Command(
+        "modelyard.serve.tools.dockerize_cli",
+        "dockerize_app",
+        "Write a folder that builds a container image with archives inside.",
+    ),
     "migrate": Command(
         "modelyard.serve.torchserve.migrate.cli",
         "migrate_app",

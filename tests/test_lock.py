@@ -30,6 +30,18 @@ def test_every_dependency_of_the_project_is_pinned_at_a_version_that_it_allows()
             assert parsed.specifier.contains(PINNED[parsed.name.lower()]), requirement
 
 
+def test_the_lock_of_images_is_a_part_of_the_developers() -> None:
+    def entries(text: str) -> dict[str, tuple[str, ...]]:
+        packages = re.split(r"^(?=[a-z])", text, flags=re.M)[1:]
+        return {each.split(" ")[0]: tuple(re.findall(r"sha256:\w+", each)) for each in packages}
+
+    server = entries((REPO / "requirements-server.lock").read_text())
+    assert server.items() <= entries(LOCK).items()
+    names = {pin.partition("==")[0] for pin in server} | {"torch"}
+    assert names >= {Requirement(line).name for line in PROJECT["dependencies"]}
+    assert names.isdisjoint({"captum", "matplotlib", "onnxscript", "pytest"})
+
+
 def test_no_major_version_is_allowed_that_was_not_tested() -> None:
     """Of what users install; developers have the lock."""
     for_users = [line for name in USERS_EXTRAS for line in EXTRAS[name]]
