@@ -98,8 +98,8 @@ class Blobs:
             with tarfile.open(fileobj=sink, mode="w|", format=tarfile.PAX_FORMAT) as tar:
                 for info, content in entries:
                     tar.addfile(info, io.BytesIO(content) if info.isreg() else None)
-        with part.open("rb") as raw:
-            digest = hashlib.file_digest(raw, "sha256").hexdigest()
+        with part.open("rb") as written:
+            digest = hashlib.file_digest(written, "sha256").hexdigest()
         size_bytes = part.stat().st_size
         part.rename(self._folder / digest)
         return Layer(f"sha256:{digest}", size_bytes, f"sha256:{plain.hexdigest()}", note)
@@ -108,7 +108,7 @@ class Blobs:
 class _Tee:
     """Writes to a file, and to a digest of what it was given."""
 
-    def __init__(self, file: IO[bytes], digest: Any) -> None:
+    def __init__(self, file: gzip.GzipFile, digest: Any) -> None:
         self._file, self._digest = file, digest
 
     def write(self, data: bytes) -> int:
@@ -143,9 +143,11 @@ def write_image(output: Path, base: Path | None, rootfs: Path | None, scratch: P
         make_base(base)
     folders = install(scratch)
     blobs = Blobs(layout)
-    layers = [blobs.add_layer(_base_entries(base), f"Debian {SUITE}, Python")]
-    for note, folder in folders.items():
-        layers.append(blobs.add_layer(_folder_entries(folder), note))
+    contents = {f"Debian {SUITE}, Python": _base_entries(base)}
+    contents |= {note: _folder_entries(folder) for note, folder in folders.items()}
+    layers = []
+    for note, entries in contents.items():
+        layers.append(blobs.add_layer(entries, note))
         print(f"{layers[-1].size_bytes / 1e6:8.1f} MB  {note}")
     config = blobs.add(_json(_config(layers, version)))
     manifest = blobs.add(
@@ -184,7 +186,7 @@ def write_image(output: Path, base: Path | None, rootfs: Path | None, scratch: P
     shutil.rmtree(output, ignore_errors=True)
     shutil.move(layout, output)
     sites = [str(folder / SITE) for folder in folders.values()]
-    python = {
+    python: dict[str, str] = {
         canonicalize_name(each.name): each.read_text("METADATA") or ""
         for each in importlib.metadata.distributions(path=sites)
     }

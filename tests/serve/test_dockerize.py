@@ -57,9 +57,9 @@ def test_what_cannot_be_one_image_is_refused_and_leaves_nothing(
     target = tmp_path / "made" / "image"
     one, two = store / "echo-1.0.mar", store / "echo-2.0.mar"
     (tmp_path / "elsewhere").mkdir()
-    same_file = shutil.copy(two, tmp_path / "elsewhere" / one.name)
-    same_model = shutil.copy(one, tmp_path / "elsewhere" / "again.mar")
-    odd_name = shutil.copy(one, tmp_path / "elsewhere" / "a,b.mar")
+    same_file = Path(shutil.copy(two, tmp_path / "elsewhere" / one.name))
+    same_model = Path(shutil.copy(one, tmp_path / "elsewhere" / "again.mar"))
+    odd_name = Path(shutil.copy(one, tmp_path / "elsewhere" / "a,b.mar"))
     damaged = tmp_path / "damaged.mar"
     damaged.write_bytes(one.read_bytes()[:-9])
     for archives, message in (
