@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import json
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ from prometheus_client import Metric
 from typer.core import TyperGroup
 
 from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
+from modelyard.archiver.untrusted.names import BUILTIN_HANDLERS
 from modelyard.cli import COMMANDS
 from modelyard.handlers.explain.methods import METHODS
 from modelyard.handlers.explain.options import ExplainOptions
@@ -249,12 +251,12 @@ def test_a_command_that_is_not_there_is_found(line: str, named: str) -> None:
         check_words(program, words)
 
 
-def rows(page: str, heading: str) -> list[list[str]]:
-    """Return the cells of the first table below a heading, without marks of code."""
+def rows(page: str, heading: str, marks: bool = False) -> list[list[str]]:
+    """Return the cells of the first table below a heading; marks of code only where asked for."""
     text = f"\n{(REPO / 'docs' / page).read_text()}".split(f"\n{heading}\n", 1)[1]
     table = re.search(r"(^\|.*\n)+", text, re.M)
     assert table is not None
-    lines = table[0].replace("`", "").splitlines()[2:]
+    lines = (table[0] if marks else table[0].replace("`", "")).splitlines()[2:]
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
@@ -301,6 +303,15 @@ def test_the_options_table_names_every_option_of_an_explanation() -> None:
     options = {field.name for field in dataclasses.fields(ExplainOptions)} - {"given"}
     assert documented == options
     assert EXPLAIN_OPTIONS.keys() == options
+
+
+def test_a_body_is_shown_for_every_built_in_handler_and_is_json() -> None:
+    table = rows("calling.md", "## Bodies for every built-in handler", marks=True)
+    assert {handler.strip("`") for handler, *_ in table} == set(BUILTIN_HANDLERS)
+    bodies = [body for _, text, _ in table for body in re.findall(r"`([\[{\"].*?)`", text)]
+    assert len(bodies) > 12
+    for body in bodies:
+        json.loads(body)
 
 
 def test_the_methods_table_and_the_gallery_show_every_method() -> None:
