@@ -30,7 +30,7 @@ from modelyard.serve.torchserve.migrate.models import Looked, find_workflows, lo
 from modelyard.serve.torchserve.migrate.trial import Trial, try_archives
 from modelyard.serve.torchserve.policy import TorchServePolicy
 
-SERVER_BYTES = 400 << 20
+SERVER_BYTES = 200 << 20
 """Of the server's process, and of the one that workers are forked from."""
 
 OnStep = Callable[[str], None]
@@ -111,7 +111,9 @@ def _add(report: Report, looked: Looked, trial: Trial | None) -> None:
             report.findings.append(replace(finding, status=FAILS, text=error))
             model = None
         else:
-            took = f"; loads in {trial.seconds:.1f} s, {format_bytes(trial.memory_bytes)}"
+            took = (
+                f"; loads in {trial.seconds:.1f} s, {format_bytes(trial.memory_bytes)} of its own"
+            )
             report.findings.append(replace(finding, text=finding.text + took))
     if model is not None and trial is not None:
         taken = trial.memory_bytes * model.workers

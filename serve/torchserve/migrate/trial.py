@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from time import monotonic
 
+import psutil
+
 from modelyard.archiver import ArchiveError
-from modelyard.serve.api.management import memory_bytes
 from modelyard.serve.control.model_config import ModelSpec
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
@@ -26,6 +27,7 @@ class Trial:
     """The load's own words; None where the worker was ready."""
     seconds: float = 0.0
     memory_bytes: int = 0
+    """Its own, beside what it shares with other workers."""
 
 
 async def try_archives(
@@ -60,6 +62,6 @@ async def _try(lifecycle: Lifecycle, spec: ModelSpec) -> Trial:
         return Trial(str(error))
     took_s = monotonic() - began
     pids = [slot.worker.pid for slot in model.pool.slots if slot.worker is not None]
-    taken = sum(map(memory_bytes, pids))
+    taken = sum(int(psutil.Process(pid).memory_full_info().uss) for pid in pids)
     await lifecycle.unregister(model)
     return Trial(None, took_s, taken)
