@@ -432,7 +432,7 @@ def write_answer(
         NotSayable: a number that JSON has no word for.
     """
     wanted = request.wanted or [Wanted(name) for name in outputs]
-    tail: list[bytes] = []
+    tail: list[bytes | memoryview] = []
     has_tail = False
     described = []
     for each in wanted:
@@ -464,15 +464,16 @@ def write_answer(
     return b"".join((head, *tail)), {"content-type": OCTETS, LENGTH_HEADER: str(len(head))}
 
 
-def to_bytes(value: Array, datatype: str) -> bytes:
-    """Return an array's bytes: little-endian, in the order of rows."""
+def to_bytes(value: Array, datatype: str) -> bytes | memoryview:
+    """Return an array's bytes, little-endian, in the order of rows; its own where they lie so."""
     if datatype == BYTES:
         return b"".join(len(each).to_bytes(4, "little") + each for each in value.reshape(-1))
     if datatype == BF16:
         import torch
 
         value = value.contiguous().view(torch.int16).numpy()
-    return np.ascontiguousarray(value, value.dtype.newbyteorder("<")).tobytes()
+    lined_up = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
+    return lined_up.reshape(-1).view(np.uint8).data
 
 
 def _texts_to_json(value: Array) -> dict[str, Any]:

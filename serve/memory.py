@@ -1,16 +1,16 @@
-"""Memory that large bodies leave behind, given back to the system.
+"""Memory that large bodies leave behind: kept for the next ones, then given back to the system.
 
-The C library keeps what is freed between blocks that are still used: after a minute of answers of
-10 MB the server process holds tens of megabytes that nothing of it uses.
+The C library keeps what is freed between blocks that are still used, too: after a minute of answers
+of 10 MB the server process holds tens of megabytes that nothing of it uses.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import resource
-from collections.abc import Callable
 from pathlib import Path
+
+from modelyard.serve.dataplane.heap import keep_freed, trim
 
 EVERY_S = 2.0
 LONGEST_PAUSE_S = 60.0
@@ -24,8 +24,7 @@ class Memory:
     """Looks now and then at what this process holds. Lives on the event loop."""
 
     def __init__(self) -> None:
-        self._trim: Callable[[int], int] | None = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        """glibc's; other C libraries give memory back themselves, or cannot."""
+        keep_freed()
         self._usual = resident_bytes()
         self._pause_s = EVERY_S
         self._loop = asyncio.get_running_loop()
@@ -38,8 +37,8 @@ class Memory:
     def _look(self) -> None:
         before = resident_bytes()
         is_worth_it = True
-        if self._trim is not None and before > self._usual + GROWN_BYTES:
-            self._trim(0)  # some milliseconds for 100 MB
+        if before > self._usual + GROWN_BYTES:
+            trim()
             is_worth_it = before - resident_bytes() >= WORTH_BYTES
         self._pause_s = EVERY_S if is_worth_it else min(2 * self._pause_s, LONGEST_PAUSE_S)
         self._timer = self._loop.call_later(self._pause_s, self._look)

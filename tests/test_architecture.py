@@ -48,6 +48,7 @@ ALLOWED = {
     "serve.worker": {
         "serve.worker",
         "serve.dataplane.wire",
+        "serve.dataplane.heap",
         "serve.dataplane.form",
         "serve.dataplane.lengths",
         "serve.walls",

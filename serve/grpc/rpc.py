@@ -130,7 +130,7 @@ class Rpc:
         method: full name, `/package.Service/Method`.
         id: of the request, the client's own where it has one.
         timeout_s: how long the client waits; infinite where it does not say.
-        has_left: nobody waits for the answer any more.
+        has_left: nobody waits for the answer any more; it may have been given.
         on_message: called with each message.
         keeps_messages: whether they count among the bodies that the server holds until `release`.
         served: model and version that it reached.
@@ -381,10 +381,10 @@ class Rpc:
             self.on_whole()
 
     def _gone(self) -> None:
-        self.has_left = True
+        on_left = self.on_left
         self._end(Status.CANCELLED)
-        if self.on_left is not None:
-            self.on_left()
+        if on_left is not None:
+            on_left()
 
     # -- answers ---------------------------------------------------------------------------------
 
@@ -457,17 +457,16 @@ class Rpc:
 
     def _end(self, status: Status) -> None:
         if not self.is_over:
-            self.is_over = True
+            self.is_over = self.has_left = True
             self.status = status
             self._hold(-self._held)
             self._parts.clear()
             self._unread.clear()
-            self.stream.take = _ignore
+            # Stream and call hold each other, and the messages: what is left to the collector
+            # stays for long.
+            self.stream.forget()
+            self.on_message = self.on_whole = self.on_left = None
             self._on_end(self)
-
-
-def _ignore(piece: Buffer) -> None:
-    pass
 
 
 def read_timeout(value: bytes) -> float:

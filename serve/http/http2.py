@@ -237,6 +237,10 @@ class Stream:
         """Give the stream up."""
         self.connection.reset(self, code)
 
+    def forget(self) -> None:
+        """Tell the application nothing more."""
+        self.take, self.finished, self.gone = _ignore, _nothing, _nothing
+
     def hold(self) -> None:
         """Let the client send no more than it may already."""
         self.is_held = True
@@ -306,7 +310,7 @@ class Stream:
         if self._drained is not None:
             self._drained.set()
         gone = self.gone
-        self.take, self.finished, self.gone = _ignore, _nothing, _nothing
+        self.forget()
         gone()
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.handlers import BUILT_IN
+from modelyard.serve.dataplane.heap import trim
 from modelyard.serve.walls.raising import count_threads
 from modelyard.serve.worker import load
 
@@ -98,7 +99,7 @@ def _prepare(request: dict[str, Any]) -> None:
             importlib.import_module(name)
     if missing:
         gc.freeze()  # a collection writes to each object that it looks at, and so copies its page
-        ctypes.CDLL(None).malloc_trim(0)
+        trim()
     _check_threads()
     imported = {name for name in sys.modules if name not in _fresh}
     if clashing := imported.intersection(request["own"]):

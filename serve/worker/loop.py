@@ -24,6 +24,7 @@ from modelyard.handlers.entry_point import Entry
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.instances import join_chunks
 from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.heap import keep_freed
 from modelyard.serve.dataplane.lengths import CALL_BYTES, choose_alike
 from modelyard.serve.worker.codec import (
     BYTES,
@@ -47,6 +48,8 @@ logger = logging.getLogger(__name__)
 MOST_BUFFERS = 512
 """In one system call; IOV_MAX is 1024."""
 MAX_BODY = 0xFFFFFFFF
+KEPT_BYTES = 16 << 20
+"""Of freed memory, for the next bodies and answers."""
 
 _PACKED = {name: wire.pack_meta([b"content-type", name.encode()]) for name in (JSON, TEXT, BYTES)}
 KIND = wire.EXPLAIN | wire.ALONE | wire.DESCRIBE | wire.SHARES | wire.TENSORS
@@ -258,6 +261,7 @@ def run(reader: Reader, service: Service) -> None:
     """Serve until the server closes its end (EOFError)."""
     gc.collect()
     gc.freeze()
+    keep_freed(KEPT_BYTES)
     session = Session(reader, service)
     while True:
         session.take_turn(must_wait=True)

@@ -7,13 +7,13 @@ the other, one of each version in turn.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import selectors
 import socket
 from collections.abc import Callable
 
+from modelyard.serve.dataplane.heap import trim
 from modelyard.serve.worker.load import Service
 from modelyard.serve.worker.loop import Reader, Session
 
@@ -55,7 +55,7 @@ class Guest:
             self._session = None
             gc.unfreeze()
             freeze()
-            ctypes.CDLL(None).malloc_trim(0)
+            trim()
 
 
 def freeze() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -267,6 +268,30 @@ def test_a_message_in_many_frames_with_padding_and_continuations() -> None:
                 client.send(frame(DATA, PADDED, 1, b"\x03" + data[at : at + 7] + b"\0\0\0"))
             client.send(frame(DATA, END_STREAM, 1))
             assert await client.answer(1) == b"x" * 1000
+
+    run(test)
+
+
+def test_a_call_that_is_over_leaves_nothing_to_the_collector() -> None:
+    async def test() -> None:
+        async with connected() as (client, app, _):
+            client.ask(1)
+            await client.answer(1)
+            gc.collect()
+            gc.disable()
+            try:
+                for id in range(3, 203, 2):
+                    client.ask(id)
+                    await client.answer(id)
+                client.open(203, HANG, END_STREAM)
+                client.send(frame(RST_STREAM, 0, 203, struct.pack(">I", Code.CANCEL)))
+                client.ask(205)
+                await client.answer(205)
+                app.left.clear()
+                app.begun.clear()
+                assert gc.collect() < 100
+            finally:
+                gc.enable()
 
     run(test)
 

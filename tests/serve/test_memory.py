@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -29,3 +32,33 @@ def test_what_is_freed_between_used_blocks_is_given_back(monkeypatch: pytest.Mon
 
     before, after = asyncio.run(scenario())
     assert after < before - GROWN_BYTES
+
+
+BODIES = """
+import resource, sys
+from modelyard.serve.dataplane.heap import keep_freed, trim
+if sys.argv[1] == "keep":
+    keep_freed()
+def round():
+    [b"x" * 600_000 for _ in range(4)]
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+round()
+before = round()
+print([round() for _ in range(20)][-1] - before)
+if sys.argv[1] == "keep":
+    trim()
+    assert round() > before + 100
+"""
+
+
+def test_what_is_freed_is_kept_for_the_next_bodies() -> None:
+    def faults(*arguments: str, **more: str) -> int:
+        done = subprocess.run(
+            [sys.executable, "-c", BODIES, *arguments],
+            capture_output=True, text=True, check=True, env={**os.environ, **more},
+        )  # fmt: skip
+        return int(done.stdout)
+
+    assert faults("leave") > 5000  # each page of each body, again and again
+    assert faults("keep") < 500
+    assert faults("keep", MALLOC_TRIM_THRESHOLD_="131072") > 5000  # as the operator says
