@@ -78,8 +78,10 @@ def look_at_store(policy: TorchServePolicy, rules: UrlRules) -> Iterator[Looked]
         yield Looked(ModelSpec(""), [Finding(FAILS, "model_snapshot", str(error))])
     named = {spec.location.rpartition("/")[2] for spec in specs}
     others = [name for name in list_archives(store, TORCHSERVE_SUFFIXES) if name not in named]
-    for spec in (*specs, *map(ModelSpec, others)):
-        yield _look(policy, spec, rules)
+    for spec in specs:
+        yield _look(policy, spec, rules, is_loaded=True)
+    for name in others:
+        yield _look(policy, ModelSpec(name), rules, is_loaded=False)
 
 
 def find_workflows(policy: TorchServePolicy, workflow_store: str | None) -> Iterator[Finding]:
@@ -94,13 +96,13 @@ def find_workflows(policy: TorchServePolicy, workflow_store: str | None) -> Iter
         )
 
 
-def _look(policy: TorchServePolicy, spec: ModelSpec, rules: UrlRules) -> Looked:
+def _look(policy: TorchServePolicy, spec: ModelSpec, rules: UrlRules, is_loaded: bool) -> Looked:
     if is_url(spec.location):
         return Looked(spec, [_look_at_url(rules, spec.location)])
     try:
         file = find_as_torchserve(policy.settings.model_store, spec.location)
         with open_archive(file, needs_manifest=policy.needs_manifest) as archive:
-            return _look_inside(policy, spec, archive)
+            return _look_inside(policy, spec, archive, is_loaded)
     except (ServeError, ArchiveError) as error:
         return Looked(spec, [Finding(FAILS, spec.name or spec.location, str(error))])
 
@@ -113,7 +115,9 @@ def _look_at_url(rules: UrlRules, location: str) -> Finding:
     return Finding(WORKS, "load_models", f"{location} may be fetched; it was not looked at")
 
 
-def _look_inside(policy: TorchServePolicy, spec: ModelSpec, archive: Archive) -> Looked:
+def _look_inside(
+    policy: TorchServePolicy, spec: ModelSpec, archive: Archive, is_loaded: bool
+) -> Looked:
     with warnings_of_readers() as said:
         name, config = admit(archive, spec, policy)
     label = f"{name} {archive.manifest.model_version}"
@@ -121,7 +125,7 @@ def _look_inside(policy: TorchServePolicy, spec: ModelSpec, archive: Archive) ->
     findings += _look_at_code(policy, archive, label)
     if any(each.status == FAILS for each in findings):
         return Looked(spec, findings)
-    model = asyncio.run(_size(policy, spec, archive, config, name)) if spec.at_start else None
+    model = asyncio.run(_size(policy, spec, archive, config, name)) if is_loaded else None
     handler = archive.manifest.handler or policy.default_handler
     text = f"{archive.path.name}, handler {handler}"
     findings.append(Finding(WORKS, label, text if model else f"{text}; not loaded at the start"))

@@ -155,6 +155,19 @@ def test_a_damaged_archive_and_a_workflow_are_named(tmp_path: Path) -> None:
     assert code == 1
 
 
+def test_the_models_of_a_snapshot_are_loaded_at_the_start(tmp_path: Path) -> None:
+    write_mar(tmp_path / "store")
+    entry = {"defaultVersion": True, "marName": "m.mar", "minWorkers": 2, "maxWorkers": 5,
+             "batchSize": 3, "maxBatchDelay": 10}  # fmt: skip
+    snapshot = {"modelCount": 1, "models": {"m": {"1.0": entry}}}
+    code, report = migrate(tmp_path, f"model_snapshot={json.dumps(snapshot)}\n")
+    (model,) = report["models"]
+    assert (code, model["workers"], model["batch_size"]) == (0, 2, 3)
+    entry["marName"] = "gone.mar"
+    code, report = migrate(tmp_path, f"model_snapshot={json.dumps(snapshot)}\n")
+    assert "not found in model store" in found(report, "fails", "model_snapshot")
+
+
 def test_leftovers_of_fetches_stay_where_they_are(tmp_path: Path) -> None:
     left = tmp_path / "store" / ".fetching-1"
     left.mkdir(parents=True)
