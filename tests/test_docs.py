@@ -119,7 +119,7 @@ class Yard:
         """Run a page's blocks, each in a shell of its own as a reader pastes them."""
         for block in blocks(page):
             commands = re.sub(
-                r"(?<=127\.0\.0\.1:)808[012]|(?<=_port=)707[01]",
+                r"(?<=127\.0\.0\.1:)(?:808[012]|707[01])|(?<=_port=)707[01]",
                 lambda match: self.ports[match[0]],
                 without_shared_export(block.commands),
             )

@@ -12,6 +12,8 @@ from modelyard.serve.dataplane.wire import Buffer
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 """Kinds of fields; groups, the two others, are in no message of ours."""
+MOST_FIELDS = 4096
+"""Of a message that is cut: each costs 3 µs, in which nobody else is answered."""
 _WIDTHS = {FIXED64: 8, FIXED32: 4}
 _MORE = "a number of more than ten bytes"
 
@@ -57,6 +59,7 @@ def cut_out(
 def _cut_out(
     pieces: Sequence[Buffer], numbers: Collection[int]
 ) -> tuple[bytes, list[tuple[int, list[memoryview]]]]:
+    count = 0
     waiting = deque(memoryview(piece) for piece in pieces)
     rest: list[memoryview] = []
     found: list[tuple[int, list[memoryview]]] = []
@@ -65,6 +68,9 @@ def _cut_out(
         at, kept, end = 0, 0, len(data)
         while at < end:
             start = at
+            count += 1
+            if count > MOST_FIELDS:
+                raise ValueError(f"more than {MOST_FIELDS} fields")
             tag, at = (data[at], at + 1) if data[at] < 0x80 else _number(data, at)
             kind = tag & 7
             if kind == BYTES:

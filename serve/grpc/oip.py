@@ -72,6 +72,9 @@ CONTENTS: Mapping[str, _Contents] = {
     "BYTES": _Contents("bytes_contents", ""),
 }
 """FP16 and BF16 come raw only."""
+MOST_DIMS, MOST_PARAMETERS, MOST_TEXTS = 32, 256, 200_000
+"""Of one tensor, of one map, of one tensor of BYTES as typed contents: while a request is read here
+nobody else is answered."""
 _FIELDS = frozenset(each.field for each in CONTENTS.values())
 
 
@@ -84,11 +87,11 @@ def parse(name: str, data: Message | bytes) -> Any:
     try:
         return message(name).FromString(bytes(data))
     except DecodeError as error:
-        raise _not_a(name) from error
+        raise _not_a(name, error) from error
 
 
-def _not_a(name: str) -> RpcError:
-    return RpcError(Status.INVALID_ARGUMENT, f"the message is not a {name}")
+def _not_a(name: str, error: Exception) -> RpcError:
+    return RpcError(Status.INVALID_ARGUMENT, f"the message is not a {name}: {error}")
 
 
 def error_of(error: Exception) -> RpcError:
@@ -452,7 +455,7 @@ def read_request(data: Message) -> tuple[Asked, bytes, Sequence[Buffer]]:
                 raw += value
                 sizes.append(sum(map(len, value)))
     except ValueError as error:
-        raise _not_a(REQUEST) from error
+        raise _not_a(REQUEST, error) from error
     read = _read if len(rest) > CACHED_BYTES else _read_again
     asked = read(rest, tuple(sizes))
     return asked, id.encode(), raw or asked.tail
@@ -468,6 +471,12 @@ def _read(rest: bytes, sizes: tuple[int, ...]) -> Asked:
         )
     inputs, tail = [], []
     for at, each in enumerate(request.inputs):
+        if len(each.shape) > MOST_DIMS:
+            raise RpcError(
+                Status.INVALID_ARGUMENT,
+                f'input "{each.name}" has {len(each.shape)} dimensions; at most {MOST_DIMS} are '
+                "taken",
+            )
         if sizes and each.HasField("contents"):
             raise RpcError(
                 Status.INVALID_ARGUMENT,
@@ -509,6 +518,11 @@ _read_again = lru_cache(256)(_read)
 
 def _parameters(given: Any) -> dict[str, Any]:
     """Return parameters as JSON has them; what the tensors' form says itself is left out."""
+    if len(given) > MOST_PARAMETERS:
+        raise RpcError(
+            Status.INVALID_ARGUMENT,
+            f"{len(given)} parameters of one kind; at most {MOST_PARAMETERS} are taken",
+        )
     found = {
         name: getattr(value, chosen)
         for name, value in given.items()
@@ -537,6 +551,12 @@ def _to_raw(tensor: Any) -> bytes:
             )
     values = getattr(tensor.contents, kind.field)
     if not kind.code:
+        if len(values) > MOST_TEXTS:
+            raise RpcError(
+                Status.INVALID_ARGUMENT,
+                f"{where} has {len(values)} bytes_contents; at most {MOST_TEXTS} are taken, send "
+                "it in raw_input_contents",
+            )
         return b"".join(len(value).to_bytes(4, "little") + value for value in values)
     try:
         return array.array(kind.code, values).tobytes()

@@ -198,7 +198,9 @@ def _read(data: Message) -> tuple[Any, dict[str, Sequence[Buffer]]]:
             name = parse(f"{REQUEST}.InputEntry", key).key
             values[name] = cut[-1][1] if cut else ()
     except ValueError as error:
-        raise RpcError(Status.INVALID_ARGUMENT, f"the message is not a {REQUEST}") from error
+        raise RpcError(
+            Status.INVALID_ARGUMENT, f"the message is not a {REQUEST}: {error}"
+        ) from error
     return parse(REQUEST, rest), values
 
 

@@ -105,6 +105,24 @@ def test_one_answer_by_every_way(server: LiveServer, ask: Callable[..., Any]) ->
     assert not typed.raw_output_contents
 
 
+@pytest.mark.parametrize("what", ["shape", "parameters", "texts", "fields"])
+def test_what_would_take_long_to_read_is_refused(channel: grpc.Channel, what: str) -> None:
+    request = as_message(scans(1), is_raw=False)
+    if what == "shape":
+        request.inputs[0].shape.extend([1] * 100)
+    elif what == "parameters":
+        for at in range(1000):
+            request.inputs[0].parameters[str(at)].bool_param = True
+    elif what == "texts":
+        tensor = request.inputs.add(name="t", datatype="BYTES", shape=[300_000])
+        tensor.contents.bytes_contents.extend([b""] * 300_000)
+    data = request.SerializeToString() + (b"\x3a\0" * 5000 if what == "fields" else b"")
+    with pytest.raises(grpc.RpcError) as caught:
+        channel.unary_unary(f"{SERVICE}ModelInfer")(data, timeout=20)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert any(word in caught.value.details() for word in ("at most", "more than"))
+
+
 def test_rows_of_several_requests_share_calls_and_are_counted(server: LiveServer) -> None:
     body = {"inputs": [as_json(scans(3, 7, 1))]}
     with ThreadPoolExecutor(8) as threads:
