@@ -6,9 +6,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import typer
+from typer.core import TyperOption
 
 from modelyard.archiver.extras import how_to_install
 
@@ -74,6 +75,20 @@ COMMANDS = {
         "Ask the running server for an explanation.",
     ),
 }
+
+
+def _show_flags_without_operand() -> None:
+    """Have help say `--force` and not `--force <bool>`, as if a value were wanted."""
+    shown: Any = getattr(TyperOption, "display_type_rich", None)  # since typer 0.29
+
+    def display(self: TyperOption, ctx: Any) -> Any:
+        return None if self.is_flag else shown(self, ctx)
+
+    if shown is not None:
+        setattr(TyperOption, "display_type_rich", display)  # noqa: B010 - older ones lack it
+
+
+_show_flags_without_operand()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -76,7 +76,10 @@ def start(
         list[str] | None,
         typer.Option("--models", help="NAME or NAME=FILE of the model store, or ALL; repeatable."),
     ] = None,
-    more_models: Annotated[list[str] | None, typer.Argument(metavar="[NAME[=FILE]]...")] = None,
+    more_models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME[=FILE]]...", help="What to serve; the same as --models."),
+    ] = None,
     model_store: Annotated[Path | None, typer.Option(help="Folder of the archives.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with any of the settings.")] = None,
     host: Annotated[str | None, typer.Option(help="Address; default 127.0.0.1.")] = None,
@@ -152,7 +155,7 @@ def start(
     Example: modelyard serve start --model-store model_store --models digits
     """
     from modelyard.serve.control.state import StateDir, describe_running
-    from modelyard.serve.settings import load_settings
+    from modelyard.serve.settings import load_settings, unknown_variables
     from modelyard.serve.start import start_detached
 
     named = [name for option in models or [] for name in option.split(",") if name]
@@ -187,6 +190,8 @@ def start(
             },
             config,
         )
+        for notice in unknown_variables():
+            err.print(f"[yellow]warning:[/yellow] {escape(notice)}")
         if explain_plan:
             _print_plan(settings, json_output)
             return

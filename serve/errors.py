@@ -78,17 +78,25 @@ class MethodNotAllowed(ServeError):
 
 
 class ModelNotFound(ServeError):
-    """No model of that name is registered."""
+    """No model of that name is registered.
 
-    def __init__(self, name: str, hint: str = "") -> None:
+    Args:
+        name: that was asked for.
+        hint: what else there is to say.
+        served: what is there instead. Our own answers say it; clients of TorchServe compare texts.
+    """
+
+    def __init__(self, name: str, hint: str = "", served: str = "") -> None:
         super().__init__(f"Model not found: {name}{hint}")
+        self.served = served
 
 
 class VersionNotFound(ModelNotFound):
     """The model has no such version."""
 
-    def __init__(self, name: str, version: str) -> None:
+    def __init__(self, name: str, version: str, served: str = "") -> None:
         Exception.__init__(self, f"Model version: {version} does not exist for model: {name}")
+        self.served = served
 
 
 class FileNotInStore(ServeError):
@@ -331,6 +339,8 @@ def error_body(error: Exception, request_id: str) -> dict[str, object]:
     code, kind = http_status(error)
     declared = isinstance(error, (ServeError, ArchiveError))
     message = str(error) if declared else f"internal error ({type(error).__name__})"
+    if isinstance(error, ModelNotFound) and error.served:
+        message = f"{message}; {error.served}"
     return {
         "code": code,
         "type": kind,

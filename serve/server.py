@@ -70,7 +70,7 @@ def run(settings: Settings, report: Report, create: Create = create_server) -> i
         report({"event": "error", "message": str(error)})
         return 1
     except OSError as error:
-        message = f"cannot use the state folder {state.root}: {error}"
+        message = state.why_unusable(error)
         logger.error("%s", message)
         report({"event": "error", "message": message})
         return 1

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from pydantic import (
     ValidationInfo,
     field_validator,
 )
+from pydantic_core import ErrorDetails
 
 from modelyard.serve.errors import StartError
 
@@ -47,6 +49,8 @@ class Address:
     path: Path | None = None
     """Of a Unix socket; host and port say nothing then."""
     is_tls: bool = False
+    option: str = "port"
+    """What chooses the port, for messages."""
 
     @property
     def is_loopback(self) -> bool:
@@ -234,7 +238,7 @@ class Settings(BaseModel):
         try:
             return yaml.safe_load(value) if isinstance(value, str) else value
         except yaml.YAMLError as error:
-            raise ValueError(f"not valid YAML: {error}") from error
+            raise ValueError(f"not valid YAML: {_place_in_yaml(error)}") from error
 
     @field_validator(
         "model_store", "state_dir", "trusted_keys", "token_file", "tls_cert", "tls_key"
@@ -324,10 +328,12 @@ class Settings(BaseModel):
     @property
     def addresses(self) -> tuple[Address, Address, Address]:
         """Where the inference, the management and the metrics API listen."""
-        ports = (self.port, self.management_port, self.metrics_port)
         is_tls = self.tls_cert is not None
-        inference, management, metrics = (Address(self.host, port, is_tls=is_tls) for port in ports)
-        return inference, management, metrics
+        return (
+            Address(self.host, self.port, None, is_tls, "--port"),
+            Address(self.host, self.management_port, None, is_tls, "--management-port"),
+            Address(self.host, self.metrics_port, None, is_tls, "--metrics-port"),
+        )
 
     @property
     def is_loopback(self) -> bool:
@@ -364,28 +370,81 @@ def load_settings(
         StartError: a value or name is wrong; the message names each field.
     """
     merged: dict[str, Any] = dict(_read_file(file)) if file else {}
+    said_in = {name: f"{name} in {file}" for name in merged}
     for field in Settings.model_fields:
-        if (value := environment.get(ENV_PREFIX + field.upper())) is not None:
-            merged[field] = value
-    merged.update({name: value for name, value in command_line.items() if value is not None})
+        variable = ENV_PREFIX + field.upper()
+        if (value := environment.get(variable)) is not None:
+            merged[field], said_in[field] = value, variable
+    for name, value in command_line.items():
+        if value is not None:
+            merged[name], said_in[name] = value, f"--{name.replace('_', '-')}"
     try:
         return Settings(**merged)
     except ValidationError as error:
-        raise StartError(f"wrong settings: {describe_problems(error)}") from error
+        raise StartError(f"wrong settings: {describe_problems(error, said_in)}") from error
 
 
-def describe_problems(error: ValidationError) -> str:
-    """Return each setting that is wrong, why, and its value."""
-    return "; ".join(
-        f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r}" for e in error.errors()
-    )
+def describe_problems(error: ValidationError, said_in: Mapping[str, str] | None = None) -> str:
+    """Return each setting that is wrong, why, and its value.
+
+    Args:
+        said_in: where a setting was said, for those that a user may not know by their names.
+    """
+    return "; ".join(_describe_problem(problem, said_in or {}) for problem in error.errors())
+
+
+def _describe_problem(problem: ErrorDetails, said_in: Mapping[str, str]) -> str:
+    name, *place = map(str, problem["loc"])
+    where = ".".join([said_in.get(name, name), *place])
+    if problem["type"] == "extra_forbidden" and not place:
+        return f"{where}: there is no such setting{_near(name, Settings.model_fields)}"
+    reason = problem["msg"].removeprefix("Value error, ")
+    return f"{where}: {reason}, got {problem['input']!r}"
+
+
+def _near(name: str, names: Iterable[str], prefix: str = "") -> str:
+    near = difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {prefix}{near[0]}?" if near else ""
+
+
+OTHER_VARIABLES = frozenset({
+    "ALLOWED_URLS",
+    "CA",
+    "PEERS",
+    "SIGNING_KEY",
+    "TOKEN",
+})  # fmt: skip
+"""Behind the prefix: what else of ours is read."""
+
+
+def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Return a sentence for each variable that looks like a setting and is not one."""
+    ours = (name.removeprefix(ENV_PREFIX) for name in environment if name.startswith(ENV_PREFIX))
+    settings = {name.upper() for name in Settings.model_fields}
+    return [
+        f"the variable {ENV_PREFIX}{name} is not a setting and has no effect"
+        f"{_near(name, settings, ENV_PREFIX)}"
+        for name in sorted({*ours} - settings - OTHER_VARIABLES)
+    ]
+
+
+def _place_in_yaml(error: yaml.YAMLError) -> object:
+    """Return what is wrong, and where, in one line."""
+    if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
+        return error
+    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
 
 
 def _read_file(file: Path) -> dict[str, Any]:
+    problem: object
     try:
         content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise StartError(f"cannot read the configuration file {file}: {error}") from error
-    if not isinstance(content, dict):
-        raise StartError(f"the configuration file {file} holds no `name: value` lines")
-    return content
+    except yaml.YAMLError as error:
+        problem = _place_in_yaml(error)
+    except (OSError, UnicodeDecodeError) as error:
+        problem = error.strerror if isinstance(error, OSError) else error
+    else:
+        if isinstance(content, dict):
+            return {str(name): value for name, value in content.items()}
+        problem = "it holds no `name: value` lines"
+    raise StartError(f"cannot read the configuration file {file}: {problem}")

@@ -35,7 +35,7 @@ def start_detached(
         state.create()
         log = state.log_file.open("ab")
     except OSError as error:
-        raise StartError(f"cannot use the state folder {state.root}: {error}") from error
+        raise StartError(state.why_unusable(error)) from error
     with log:
         process = subprocess.Popen(
             [sys.executable, "-P", *program],

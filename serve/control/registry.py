@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,18 @@ class ModelVersion:
         return self._starting
 
 
+SHOWN = 10
+"""Names in a message."""
+
+
+def _list(text: str, names: Collection[str]) -> str:
+    """Return a sentence with names, as many as a reader takes in."""
+    if not names:
+        return "no model is served"
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{text} {', '.join(islice(names, SHOWN))}{more}"
+
+
 class Registry:
     """The registered model versions."""
 
@@ -86,10 +99,10 @@ class Registry:
         """
         versions = self._models.get(name)
         if versions is None:
-            raise ModelNotFound(name)
+            raise ModelNotFound(name, served=_list("this server has", self._models))
         model = versions.get(version if version is not None else self._defaults[name])
         if model is None:
-            raise VersionNotFound(name, str(version))
+            raise VersionNotFound(name, str(version), _list("it has", versions))
         return model
 
     def versions(self, name: str) -> list[ModelVersion]:

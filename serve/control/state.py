@@ -95,10 +95,16 @@ class StateDir:
         except BlockingIOError:
             return True
         except OSError as error:
-            raise StartError(
-                f"cannot use the state folder {self.root}: {error.strerror}"
-            ) from error
+            raise StartError(self.why_unusable(error)) from error
         return False
+
+    def why_unusable(self, error: OSError) -> str:
+        """Return what is wrong with the folder, and what to do."""
+        reason = f"{error.strerror}: {error.filename}" if error.filename else str(error)
+        return (
+            f"cannot use the state folder {self.root}: {reason}; --state-dir, or the variable "
+            "MODELYARD_STATE_DIR, names another"
+        )
 
     def running(self) -> dict[str, Any] | None:
         """Return the running server's file, or None when none runs."""

@@ -7,6 +7,7 @@ for, without an answer, and has no way to leave them in the kernel's queue for a
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import heapq
 import logging
@@ -18,6 +19,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
+
+import psutil
 
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.errors import StartError
@@ -312,7 +315,11 @@ def bind(address: Address) -> tuple[socket.socket, Address]:
     except OSError as error:
         listening.close()
         if error.errno == errno.EADDRINUSE:
-            reason = "is in use: stop the process that holds it, or choose another port"
+            owner = find_listener(port)
+            by = f"pid {owner[0]} ({owner[1]})" if owner else "a process of another user"
+            reason = (
+                f"is in use by {by}: stop it, or choose another {address.option}; 0 is a free one"
+            )
         elif error.errno == errno.EACCES:
             reason = "needs more rights: choose a port from 1024 up"
         else:
@@ -320,6 +327,16 @@ def bind(address: Address) -> tuple[socket.socket, Address]:
         raise StartError(f"port {port} on {host} {reason}") from error
     listening.setblocking(False)
     return listening, replace(address, port=listening.getsockname()[1])
+
+
+def find_listener(port: int) -> tuple[int, str] | None:
+    """Return pid and command of the process that listens on a TCP port, where we may see it."""
+    for connection in psutil.net_connections("tcp"):
+        is_it = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
+        if is_it and connection.pid is not None:
+            with contextlib.suppress(psutil.Error):
+                return connection.pid, " ".join(psutil.Process(connection.pid).cmdline())[:80]
+    return None
 
 
 def _bind_unix(path: Path) -> socket.socket:

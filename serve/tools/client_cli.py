@@ -35,7 +35,9 @@ if TYPE_CHECKING:
 predict_app = typer.Typer(add_completion=False)
 explain_app = typer.Typer(add_completion=False)
 
-ModelArgument = Annotated[str, typer.Argument(metavar="NAME[/VERSION]")]
+ModelArgument = Annotated[
+    str, typer.Argument(metavar="NAME[/VERSION]", help="A model that is served.")
+]
 FileArgument = Annotated[Path, typer.Argument(help="The input; - reads standard input.")]
 
 

@@ -29,6 +29,7 @@ from modelyard.archiver.extras import EXTRAS
 from modelyard.serve.control.sandbox import examine_machine
 from modelyard.serve.control.sizing import control_groups, this_machine
 from modelyard.serve.control.state import StateDir
+from modelyard.serve.http.listener import find_listener
 from modelyard.serve.settings import Address, Settings
 from modelyard.serve.walls.measures import LACKING, OFF
 
@@ -381,7 +382,7 @@ def check_ports(settings: Settings) -> Iterator[Check]:
 
 def _check_port(name: str, address: Address, server: Mapping[str, Any] | None) -> Check:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    option = f"--{name.replace(' ', '-').removeprefix('inference-')}"
+    option = address.option
     try:
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -397,16 +398,6 @@ def _check_port(name: str, address: Address, server: Mapping[str, Any] | None) -
         advice = f"stop it, or start with {option} N; 0 takes a free one"
         return Check(name, WARN, f"{address}: taken by {by}", advice)
     return Check(name, OK, f"{address} is free")
-
-
-def find_listener(port: int) -> tuple[int, str] | None:
-    """Return pid and command of the process that listens on a TCP port, where we may see it."""
-    for connection in psutil.net_connections("tcp"):
-        is_it = connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
-        if is_it and connection.pid is not None:
-            with contextlib.suppress(psutil.Error):
-                return connection.pid, " ".join(psutil.Process(connection.pid).cmdline())[:80]
-    return None
 
 
 # -- whole trips -------------------------------------------------------------------------------

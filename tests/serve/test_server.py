@@ -89,7 +89,8 @@ def test_a_port_in_use_is_named_and_what_to_do(store: Path, state: Path) -> None
         port = other.getsockname()[1]
         ran = modelyard(*start_arguments(state, store), f"--management-port={port}")
     assert ran.returncode == 1
-    assert f"port {port} on 127.0.0.1 is in use: stop the process that holds it" in ran.stderr
+    assert f"port {port} on 127.0.0.1 is in use by pid {os.getpid()} (" in ran.stderr
+    assert ": stop it, or choose another --" in ran.stderr
     assert not (state / "server.json").exists()
     assert modelyard("serve", "status", f"--state-dir={state}").returncode == 1
 
@@ -123,6 +124,7 @@ def test_a_state_folder_that_cannot_be_used_is_named(store: Path, tmp_path: Path
     ran = modelyard(*start_arguments(tmp_path / "state", store))
     assert ran.returncode == 1
     assert "cannot use the state folder" in ran.stderr
+    assert "; --state-dir, or the variable MODELYARD_STATE_DIR, names another" in ran.stderr
 
 
 def test_with_nothing_running_stop_and_status_say_so(state: Path) -> None:
@@ -170,7 +172,7 @@ def test_start_status_second_start_token_and_stop(
         assert asked.stdout == "fine: "
         missing = modelyard("predict", "cats", __file__, where)
         assert missing.returncode == 1
-        assert "404 ModelNotFoundException: Model not found: cats" in missing.stderr
+        assert "Model not found: cats; this server has echo, numbers (request" in missing.stderr
 
         children = descendants(server.pid)
         assert len(children) == 2
@@ -252,6 +254,28 @@ def test_a_restore_that_fails_forgets_nothing(store: Path, state: Path) -> None:
     assert ran.returncode == 1
     assert "Model not found at: gone.mar" in ran.stderr
     assert json.loads((state / "models.json").read_text(encoding="utf-8")) == saved
+
+
+def test_nothing_to_serve_and_a_variable_without_effect_are_said(
+    state: Path, tmp_path: Path
+) -> None:
+    nowhere = tmp_path / "nowhere"
+    ran = modelyard(*start_arguments(state, nowhere), "--models=echo")
+    assert ran.returncode == 1
+    assert f"the model store {nowhere} is not a folder; name another with" in ran.stderr
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("MODELYARD_WORKRS", "3")
+        ran = subprocess.run(
+            [sys.executable, "-P", "-m", "modelyard", *start_arguments(state, nowhere)],
+            capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+    try:
+        assert ran.returncode == 0
+        assert "warning: no model is served: name some with --models" in ran.stderr
+        assert "MODELYARD_WORKRS is not a setting" in ran.stderr
+        assert "ready, pid" in lines_of(state) and "; no model is served" in lines_of(state)
+    finally:
+        modelyard("serve", "stop", f"--state-dir={state}")
 
 
 # -- attached ----------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 from pydantic import ValidationError
 
 from modelyard.serve.errors import StartError
-from modelyard.serve.settings import default_state_dir, load_settings
+from modelyard.serve.settings import default_state_dir, load_settings, unknown_variables
 
 
 def write(folder: Path, text: str) -> Path:
@@ -61,19 +61,28 @@ def test_a_wrong_value_is_named_wherever_it_comes_from(
         ({}, write(tmp_path, f"{field}: {value}\n"), {}),
         ({}, None, {f"MODELYARD_{field.upper()}": value}),
     ]
-    for command_line, file, environment in sources:
-        with pytest.raises(StartError, match=f"wrong settings: {field}: .*got '?{value}'?"):
+    names = (
+        f"--{field.replace('_', '-')}",
+        f"{field} in {tmp_path / 'modelyard.yaml'}",
+        f"MODELYARD_{field.upper()}",
+    )
+    for name, (command_line, file, environment) in zip(names, sources, strict=True):
+        with pytest.raises(StartError, match=f"wrong settings: {name}: .*got '?{value}'?"):
             load_settings(command_line, file, environment)
 
 
 def test_every_wrong_value_is_named_at_once() -> None:
-    with pytest.raises(StartError, match=r"port: .*; workers: "):
+    with pytest.raises(StartError, match=r"--port: .*; --workers: "):
         load_settings({"port": -1, "workers": -1}, None, {})
 
 
 def test_an_unknown_name_in_the_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(StartError, match="prot: "):
-        load_settings({}, write(tmp_path, "prot: 8080\n"), {})
+    with pytest.raises(
+        StartError, match=r"portt in .*: there is no such setting; did you mean port\?"
+    ):
+        load_settings({}, write(tmp_path, "portt: 8080\n"), {})
+    with pytest.raises(StartError, match=r"8080 in .*yaml: there is no such setting$"):
+        load_settings({}, write(tmp_path, "8080: port\n"), {})
 
 
 @pytest.mark.parametrize("text", ["- port\n", "port\n", "7\n"])
@@ -146,7 +155,7 @@ def test_settings_of_models_are_a_mapping_in_a_file_and_yaml_in_the_environment(
     assert load_settings({}, file, {}).model_settings == {"m": {"minWorkers": 2}}
     environment = {"MODELYARD_MODEL_SETTINGS": "{m: {batchSize: 4}}"}
     assert load_settings({}, file, environment).model_settings == {"m": {"batchSize": 4}}
-    with pytest.raises(StartError, match=r"model_settings: .*not valid YAML"):
+    with pytest.raises(StartError, match=r"MODEL_SETTINGS: not valid YAML: line 1, column 2"):
         load_settings({}, None, {"MODELYARD_MODEL_SETTINGS": "{"})
 
 
@@ -162,3 +171,20 @@ def test_every_page_may_not_do_everything_by_mistake() -> None:
         load_settings(both, None, {})
     assert load_settings({**both, "insecure": True}, None, {}).allowed_origins == ("*",)
     assert load_settings({"allowed_origins": "*"}, None, {}).auth == "auto"
+
+
+def test_broken_yaml_is_named_by_its_place_in_the_file(tmp_path: Path) -> None:
+    with pytest.raises(StartError, match=r"yaml: line 2, column 3: expected ',' or '\]'"):
+        load_settings({}, write(tmp_path, "a: [\n b"), {})
+
+
+def test_a_variable_that_sets_nothing_is_named_with_the_one_that_is_meant() -> None:
+    environment = {
+        "MODELYARD_WORKRS": "3", "MODELYARD_ZZZ": "1", "MODELYARD_PORT": "1", "OTHER": "1",
+        "MODELYARD_TOKEN": "of the commands", "MODELYARD_SIGNING_KEY": "of the archiver",
+    }  # fmt: skip
+    assert unknown_variables(environment) == [
+        "the variable MODELYARD_WORKRS is not a setting and has no effect; "
+        "did you mean MODELYARD_WORKERS?",
+        "the variable MODELYARD_ZZZ is not a setting and has no effect",
+    ]

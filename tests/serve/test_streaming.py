@@ -116,7 +116,7 @@ def test_a_stop_waits_for_the_end_of_a_stream(tmp_path: Path) -> None:
         chunks = answer.iter_text()
         assert next(chunks) == "begun "
         server.signal()
-        poll(lambda: "stopping; up to" in server.log, "the server is told to stop")
+        poll(lambda: "stopping; " in server.log, "the server is told to stop")
         gate.touch()
         assert "".join(chunks) == "end"
     server.close_clients()
