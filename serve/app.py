@@ -13,6 +13,7 @@ from modelyard.serve.api.inference import Calls, right_of
 from modelyard.serve.api.kserve import kserve_routes
 from modelyard.serve.api.management import management_routes
 from modelyard.serve.api.metrics import metrics_routes
+from modelyard.serve.api.model_docs import model_docs_routes
 from modelyard.serve.api.oip import oip_routes
 from modelyard.serve.api.routes import Routes
 from modelyard.serve.control.register import Lifecycle
@@ -88,6 +89,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
         health_routes(registry, state),
         oip_routes(registry, state, repository),
         kserve_routes(registry),
+        model_docs_routes(registry),
     )
     operators = Routes(
         "Modelyard management",

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path
 
 from modelyard.archiver.explain_options import EXPLAIN_OPTIONS, Option
+from modelyard.serve.api.schemas import EXPLAINED
 
 DESCRIPTION = """\
 Predictions and explanations of the models that this server holds.
@@ -64,20 +65,23 @@ EXPLAIN_BODY: dict[str, Any] = {
         *(_parameter(name, option) for name, option in EXPLAIN_OPTIONS.items()),
     ],
 }
-ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["code", "type", "message", "request_id"],
-    "properties": {
-        "code": {"type": "integer"},
-        "type": {"type": "string"},
-        "message": {"type": "string"},
-        "request_id": {"type": "string"},
+INFER_BODY: dict[str, Any] = {
+    **BODY,
+    "requestBody": {
+        "description": "Tensors by name, as JSON, or as JSON with their bytes behind it.",
+        "content": {
+            "application/json": {"schema": {"$ref": "#/components/schemas/InferRequest"}},
+            "application/octet-stream": {"schema": {"type": "string", "format": "binary"}},
+        },
     },
 }
-
-
 EVERYWHERE = (403, 405, 408, 414, 431)
 """What any request may be answered, for what it is and not for what it asks."""
+
+
+def _ref(name: str) -> dict[str, str]:
+    """Return a reference to one of `schemas.SCHEMAS`."""
+    return {"$ref": f"#/components/schemas/{name}"}
 
 
 def error_responses(*codes: int) -> dict[int | str, dict[str, Any]]:
@@ -103,7 +107,7 @@ def error_responses(*codes: int) -> dict[int | str, dict[str, Any]]:
     return {
         code: {
             "description": texts[code],
-            "content": {"application/json": {"schema": ERROR_SCHEMA}},
+            "content": {"application/json": {"schema": _ref("Error")}},
         }
         for code in codes
     }
@@ -157,7 +161,7 @@ CALLS = [
     (
         "infer",
         "/v2/models/{model}/infer",
-        BODY,
+        INFER_BODY,
         "Infer",
         "Run the default version on tensors by name, as the Open Inference Protocol has them.\n\n"
         "The body is JSON with `inputs`, or JSON with the bytes of tensors behind it, whose own\n"
@@ -166,12 +170,16 @@ CALLS = [
     (
         "infer_version",
         "/v2/models/{model}/versions/{version}/infer",
-        BODY,
+        INFER_BODY,
         "Infer, version",
         "Run one version on tensors by name, as the Open Inference Protocol has them.",
     ),
 ]
 """Name, path, what the body may be, summary, text."""
+
+
+ANSWERS = {"explain": EXPLAINED, "infer": _ref("InferResponse")}
+"""Of calls whose answers have one form, whatever the model."""
 
 
 def _of_model(model: ModelName) -> None:
@@ -188,6 +196,10 @@ def described_calls() -> APIRouter:
         tags=["inference"], responses=error_responses(400, 404, 413, 415, 500, 503, 504, 507)
     )
     for name, path, body, summary, text in CALLS:
+        answer = ANSWERS.get(name.removesuffix("_version"))
+        said: dict[int | str, dict[str, Any]] = (
+            {200: {"content": {"application/json": {"schema": answer}}}} if answer else {}
+        )
         router.add_api_route(
             path,
             _of_version if "{version}" in path else _of_model,
@@ -196,5 +208,6 @@ def described_calls() -> APIRouter:
             summary=summary,
             description=text,
             openapi_extra=body,
+            responses=said,
         )
     return router

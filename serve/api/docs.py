@@ -17,6 +17,7 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 
 from modelyard.serve.api.description import EVERYWHERE, error_responses
 from modelyard.serve.api.health import OPEN_PATHS
+from modelyard.serve.api.schemas import SCHEMAS
 
 ASSETS = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
 OWN = ("docs.js", "docs.css")
@@ -94,6 +95,7 @@ def _document(api: FastAPI) -> dict[str, Any]:
         "responses": {
             str(code): response for code, response in error_responses(401, *EVERYWHERE).items()
         },
+        "schemas": SCHEMAS,
         "securitySchemes": {"token": {"type": "http", "scheme": "bearer"}},
     }
     document["security"] = [{"token": []}, {}]
