@@ -98,7 +98,7 @@ def _run(archive: Archive, seal: Seal, device: str) -> Iterator[Check]:
     yield Check("loading", f"as a worker, on {outcome.device}")
     yield from _golden_checks(outcome)
     if outcome.parity is None:
-        yield Check("parity", "nothing to compare: the archive holds one artifact")
+        yield Check("parity", "nothing to compare: the archive holds no two artifacts")
     else:
         yield _parity_check(outcome.parity)
 

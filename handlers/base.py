@@ -185,6 +185,10 @@ class BaseHandler:
     def handle(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
         """Answer a batch of predictions: one dict per request in, one answer per request out."""
         self.context = context
+        return self._run_steps(data)
+
+    def _run_steps(self, data: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Answer requests that share a call."""
         return self.postprocess(self.inference(self.preprocess(data)))
 
     def infer(self, requests: Sequence[TensorRequest]) -> Sequence[Mapping[str, Any]]:

@@ -89,17 +89,17 @@ class TextHandler(Classifier):
         self.pad_id = self._find_pad(section.get("pad"))
         self.kept = torch.tensor(_special_ids(self.tokenizer), dtype=torch.int64)
 
-    def handle(self, data: Sequence[Mapping[str, Any]], context: Context) -> list[Any]:
+    def _run_steps(self, data: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Answer a batch; a request that holds a list of texts gets the list of their answers."""
         lists = [self._each(at, self._read_list, row) for at, row in enumerate(data)]
         if not any(lists):
-            return super().handle(data, context)
+            return super()._run_steps(data)
         answers = []
         for at, (row, texts) in enumerate(zip(data, lists, strict=True)):
             if texts is None:
-                answers += super().handle([row], context)
+                answers += super()._run_steps([row])
             else:
-                answers.append(self._each(at, self._answer_list, texts, context))
+                answers.append(self._each(at, self._answer_list, texts))
         return answers
 
     def _read_list(self, row: Mapping[str, Any]) -> list[Any] | None:
@@ -115,17 +115,17 @@ class TextHandler(Classifier):
                 raise BadInput(f"text {at} of the list: {error}") from error
         return body
 
-    def _answer_list(self, texts: Sequence[Any], context: Context) -> list[Any]:
+    def _answer_list(self, texts: Sequence[Any]) -> list[Any]:
         """Answer texts in batches as large as the server makes them."""
         rows = [{"body": text} for text in texts]
-        most = context.system_properties["batch_size"] or 1
+        most = self.context.system_properties["batch_size"] or 1
         answers: list[Any] = []
         for first in range(0, len(rows), most):
             batch = rows[first : first + most]
             try:
-                answers += super().handle(batch, context)
+                answers += super()._run_steps(batch)
             except InputMismatch:  # texts of unequal length, and no mask
-                answers += [super(TextHandler, self).handle([row], context)[0] for row in batch]
+                answers += [super(TextHandler, self)._run_steps([row])[0] for row in batch]
         return answers
 
     def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:

@@ -8,7 +8,15 @@ import torch
 from captum.attr import LayerIntegratedGradients
 from torch import Tensor, nn
 
-from modelyard.handlers import BadInput, Context, InputMismatch, LoadError, NoGradients, TextHandler
+from modelyard.handlers import (
+    BadInput,
+    BaseHandler,
+    Context,
+    InputMismatch,
+    LoadError,
+    NoGradients,
+    TextHandler,
+)
 
 Initialized = Callable[..., tuple[TextHandler, Context]]
 
@@ -190,6 +198,11 @@ def test_a_list_is_answered_by_a_list(initialized: Initialized, artifact: str, m
     mixed = handler.handle([{"body": texts}, {"body": b"[bad] film"}], context)
     assert mixed[1] == pytest.approx(each[2])
     assert [list(found) for found in mixed[0]] == [list(expected) for expected in each]
+
+
+def test_tensors_by_name_still_go_to_the_model_itself() -> None:
+    # `infer.tensor_entry` takes a handler with a `handle` of its own for one that reads bodies.
+    assert TextHandler.handle is BaseHandler.handle
 
 
 @pytest.mark.parametrize(
