@@ -208,6 +208,7 @@ def test_an_answer_is_the_body_that_http_sends(stub: Stub, home: Home) -> None:
             else:
                 assert answer == by_http.content
     assert stub.predict("status 404") == b"but here"
+    assert stub.predict("none", compression=grpc.Compression.Gzip) == b"null"
 
 
 def test_ping(stub: Stub) -> None:
@@ -369,8 +370,34 @@ def test_health_and_reflection(stub: Stub) -> None:
 # -- management ----------------------------------------------------------------------------------
 
 
+def test_as_modelmesh_loads_and_unloads(
+    home: Home, stub: Stub, operator: Stub, tmp_path: Path
+) -> None:
+    """Its adapter links an archive of elsewhere into the store, and asks what memory it takes."""
+    write_mar(tmp_path / "pulled", HANDLER, "another")
+    (home.store / "isvc__1.mar").symlink_to(tmp_path / "pulled")
+    said = operator.manage(
+        "RegisterModel", model_name="isvc__1", url="isvc__1.mar", synchronous=True,
+        initial_workers=1, batch_size=4, max_batch_delay=5,
+    )  # fmt: skip
+    assert said == 'Model "isvc__1" Version: 1.0 registered with 1 initial workers'
+    (about,) = json.loads(
+        operator.manage("DescribeModel", model_name="isvc__1", model_version="all")
+    )
+    assert (about["batchSize"], about["maxBatchDelay"]) == (4, 5)
+    assert [worker["memoryUsage"] > 0 for worker in about["workers"]] == [True]
+    assert json.loads(stub.ping()) == {"status": "Healthy"}
+    assert stub.predict("none", "isvc__1") == b"null"
+    assert operator.manage("UnregisterModel", model_name="isvc__1")
+    assert refused(lambda: operator.manage("UnregisterModel", model_name="isvc__1"))[0] == (
+        "NOT_FOUND"
+    )
+    assert (tmp_path / "pulled").is_file()
+    (home.store / "isvc__1.mar").unlink()
+
+
 def test_the_life_of_a_model(stub: Stub, operator: Stub) -> None:
-    """As ts_scripts/torchserve_grpc_client.py, ModelMesh and vitrivr call."""
+    """As ts_scripts/torchserve_grpc_client.py calls, and further."""
     manage = operator.manage
     given = {"url": "two.mar", "initial_workers": 1, "synchronous": True, "model_name": "new"}
     said = manage("RegisterModel", **given)
@@ -544,6 +571,13 @@ def test_each_port_needs_its_key(guarded: Home, secure: Callable[..., Stub]) -> 
     text = "Model API disabled\norg.pytorch.serve.archive.model.ModelException"
     for called in ("RegisterModel", "UnregisterModel"):
         assert refused(lambda: changed.manage(called)) == ("PERMISSION_DENIED", text)  # noqa: B023
+    # As vitrivr sends its token: credentials of the call, not metadata.
+    token = changed.metadata[0][1].removeprefix("Bearer ")
+    changed.metadata = ()
+    credentials = grpc.access_token_call_credentials(token)
+    asked = message(f"{MANAGEMENT}.ListModelsRequest")(limit=1)
+    answer = changed.ask(MANAGEMENT, "ListModels", asked, credentials=credentials)
+    assert '"echo"' in answer.msg
     lower = secure(inference)
     lower.metadata = (("authorization", "bearer " + str(lower.metadata)),)
     assert refused(lower.ping) == DENIED
