@@ -156,6 +156,7 @@ ADDRESS = re.compile(
     r"(?P<scheme>https?)://(?P<host>\[[0-9a-f:]+\]|[^:/]+)(:(?P<port>\d+))?|unix:(?P<path>/.*)",
     re.IGNORECASE,
 )
+HOST = re.compile(r"[\w.-]+|\[?[0-9A-Fa-f:.]+\]?")
 PORTS = {
     "inference_address": (80, 443),
     "management_address": (8081, 8444),
@@ -217,6 +218,12 @@ def load_configuration(
     for key in ("allowed_urls", "blacklist_env_vars"):
         _check_patterns(key, own.get(key) or ())
     _check_tls(typed, own)
+    for key in ("grpc_inference_address", "grpc_management_address"):
+        if key in own and not HOST.fullmatch(own[key]):
+            raise StartError(
+                f"{key}: expected a host name or an IP address without http:// and port, "
+                f"got {own[key]!r}"
+            )
     if own.get("metrics_mode", "log") not in ("log", "prometheus", "legacy"):
         notices.append(f"metrics_mode: {own['metrics_mode']!r} is unknown; it is log")
         own["metrics_mode"] = "log"

@@ -10,9 +10,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from modelyard.serve.settings import Address
 
-_HOST = r"^([\w.-]+|\[?[0-9A-Fa-f:.]+\]?)$"
-"""A name or an address, without scheme and port."""
-
 
 class TorchServeSettings(BaseModel):
     """Settings of the dialect, beside those of every server; frozen."""
@@ -26,14 +23,14 @@ class TorchServeSettings(BaseModel):
     management_address: Address = Address(port=8081)
     metrics_address: Address = Address(port=8082)
     """Equal addresses share one listener."""
-    grpc_inference_address: str = Field(default="127.0.0.1", pattern=_HOST)
+    grpc_inference_address: str = "127.0.0.1"
     """Where gRPC is listened to as well; the addresses above speak it, too."""
     grpc_inference_port: int = Field(default=7070, ge=0, le=65535)
     grpc_inference_max_connection_age_ms: int | None = None
     """After which clients are told to open another connection; then the calls that they have end
     within the grace."""
     grpc_inference_max_connection_age_grace_ms: int | None = None
-    grpc_management_address: str = Field(default="127.0.0.1", pattern=_HOST)
+    grpc_management_address: str = "127.0.0.1"
     grpc_management_port: int = Field(default=7071, ge=0, le=65535)
     grpc_management_max_connection_age_ms: int | None = None
     grpc_management_max_connection_age_grace_ms: int | None = None

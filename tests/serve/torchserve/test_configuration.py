@@ -2,6 +2,7 @@
 
 import json
 import os
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +215,26 @@ def test_walls_are_as_everywhere_but_for_files(tmp_path: Path) -> None:
         settings(tmp_path, "sandbox=maybe")
 
 
+def test_where_grpc_listens(tmp_path: Path) -> None:
+    default = own(tmp_path)
+    assert default.grpc_addresses == (Address("127.0.0.1", 7070), Address("127.0.0.1", 7071))
+    assert default.grpc_ages == ((inf, inf), (inf, inf))
+    text = (
+        "inference_address=http://0.0.0.0:80\ngrpc_inference_address=0.0.0.0\n"
+        "grpc_inference_port=9000\ngrpc_management_address=[::1]\nenable_grpc_ssl=true\n"
+        "grpc_inference_max_connection_age_ms=1500\n"
+        "grpc_management_max_connection_age_grace_ms=200\n"
+    )
+    set_by_file = own(tmp_path, text)
+    assert set_by_file.grpc_addresses == (
+        Address("0.0.0.0", 9000, is_tls=True), Address("::1", 7071, is_tls=True)
+    )  # fmt: skip
+    assert set_by_file.grpc_ages == ((1.5, inf), (inf, 0.2))
+    assert configure(tmp_path, text).notices == []
+    by_variable = own(tmp_path, "enable_envvars_config=true", TS_GRPC_INFERENCE_PORT="9001")
+    assert by_variable.grpc_inference_port == 9001
+
+
 @pytest.mark.parametrize("key", ["io_ratio", "number_of_netty_threads"])
 def test_a_key_without_effect_is_accepted_and_the_log_says_why(tmp_path: Path, key: str) -> None:
     assert any(
@@ -237,6 +258,10 @@ def test_an_unknown_key_is_named_with_the_one_that_was_meant(tmp_path: Path) -> 
         ("allowed_urls=http://(", "not a regular expression"),
         ("blacklist_env_vars=[", "not a regular expression"),
         ("certificate_file=c.pem", "go together"),
+        ("grpc_inference_address=http://0.0.0.0", "grpc_inference_address: .*without http"),
+        ("grpc_management_port=70000", "grpc_management_port"),
+        ("grpc_inference_port=none", "whole number"),
+        ("grpc_inference_max_connection_age_ms=0", "whole number"),
         ("keystore=no.p12", "keystore: file not found"),
         ("keystore_type=JKS", "expected PKCS12"),
         ("metrics_config=no.yaml", "metrics_config: file not found"),
