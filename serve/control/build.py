@@ -97,7 +97,8 @@ class Builder:
         self.sandbox = Sandbox(policy.settings)
         self.fork_server: ForkServer | None = None
         if policy.settings.fork_workers:
-            self.fork_server = ForkServer(policy.environment(threads=1))
+            folder = policy.state.unpacked / "temporary"
+            self.fork_server = ForkServer(policy.environment(threads=1), folder)
         self.shared = SharedWorkers(self.fork_server, self._prepare_shared)
         self._shared_folder: Path | None = None
 

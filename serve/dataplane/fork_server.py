@@ -12,11 +12,13 @@ import json
 import logging
 import math
 import os
+import shutil
 import socket
 import sys
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from modelyard.serve.dataplane.process import Backoff, ChildProcess, expect, spawn
@@ -44,10 +46,13 @@ class ForkServer:
 
     Args:
         environment: its variables; a worker is given all of its own.
+        temporary: folder for temporary files, there while it runs; torch makes one when it is
+            imported.
     """
 
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = environment
+    def __init__(self, environment: Mapping[str, str], temporary: Path) -> None:
+        self._environment = {**environment, "TMPDIR": str(temporary)}
+        self._temporary = temporary
         self._process: ChildProcess | None = None
         self._control: socket.socket | None = None
         self._waiting: deque[tuple[asyncio.Future[ChildProcess | None], int]] = deque()
@@ -95,6 +100,7 @@ class ForkServer:
             self._lose(None)
         if process is not None:
             await process.end(EXIT_GRACE_S)
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def _start(self) -> socket.socket:
         """Start it and return our end of its socket.
@@ -105,6 +111,7 @@ class ForkServer:
         loop = asyncio.get_running_loop()
         if loop.time() < self._not_before:
             raise OSError("there is no fork server, or not again yet")
+        self._temporary.mkdir(exist_ok=True)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             try:

@@ -1,0 +1,168 @@
+"""The image of `scripts/image`, its root file system run as a container engine would.
+
+Built anew it takes minutes, Debian's mirror and a package index. IMAGE_ROOTFS names one that
+`scripts/image --rootfs` has unpacked before.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import shutil
+import signal
+import subprocess
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deploy.image import COMMAND, ENVIRONMENT
+from tests.conftest import DIGITS, ROOT
+from tests.serve.live import poll
+
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
+
+SCAN = (DIGITS / "scans" / "7.png").read_bytes()
+ANSWERED, REFUSED, LOST = "answered", "refused at connect", "lost"
+
+
+@pytest.fixture(scope="module")
+def rootfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    if subprocess.run(["bwrap", "--unshare-all", "--ro-bind", "/", "/", "true"]).returncode:
+        pytest.skip("bubblewrap cannot make user namespaces here")
+    if given := os.environ.get("IMAGE_ROOTFS"):
+        return Path(given)
+    if shutil.which("mmdebstrap") is None:
+        pytest.skip("mmdebstrap is not installed")
+    folder = tmp_path_factory.mktemp("image")
+    script = str(ROOT / "scripts" / "image")
+    subprocess.run([script, "-o", folder / "image", "--rootfs", folder / "rootfs"], check=True)
+    return folder / "rootfs"
+
+
+class Cell:
+    """A running container: `bwrap` with the image's variables, a read-only root and no rights."""
+
+    def __init__(self, rootfs: Path, folder: Path, store: Path, user: int) -> None:
+        self.state, self.tmp = folder / "state", folder / "tmp"
+        for each in (self.state, self.tmp):
+            each.mkdir()
+        variables = {**ENVIRONMENT, "MODELYARD_HOST": "127.0.0.1", "MODELYARD_MODELS": "onnx",
+                     "MODELYARD_PORT": "0", "MODELYARD_MANAGEMENT_PORT": "0",
+                     "MODELYARD_METRICS_PORT": "0", "MODELYARD_WORKERS": "1"}  # fmt: skip
+        self._command = [
+            *("bwrap", "--unshare-all", "--share-net", "--die-with-parent", "--as-pid-1"),
+            *("--uid", str(user), "--gid", "0", "--cap-drop", "ALL", "--clearenv"),
+            *("--ro-bind", str(rootfs), "/", "--proc", "/proc", "--dev", "/dev"),
+            *("--ro-bind", str(store), "/models", "--bind", str(self.state), "/state"),
+            *("--bind", str(self.tmp), "/tmp", "--chdir", "/tmp"),
+            *(word for pair in variables.items() for word in ("--setenv", *pair)),
+        ]
+        self.log = folder / "log"
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [*self._command, "modelyard", *COMMAND], stdout=log, stderr=log
+            )
+
+    def run(self, *command: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in a container of its own with the same folders."""
+        return subprocess.run([*self._command, *command], capture_output=True, text=True)
+
+    def wait_until_ready(self) -> None:
+        """Wait for the file that says where the server listens, which it writes when it is."""
+        about = self.state / "server.json"
+
+        def is_ready() -> bool:
+            assert self.process.poll() is None, self.log.read_text()
+            return about.exists() and self.ask("GET", "/health/ready")[0] == 200
+
+        poll(is_ready, "the container is ready", 180)
+
+    def ask(self, method: str, path: str, body: bytes | None = None) -> tuple[int, Any]:
+        """Send one request over a connection of its own."""
+        url = json.loads((self.state / "server.json").read_text())["inference"]
+        return ask(url.removeprefix("http://"), method, path, body)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to process 1, as container engines do: the child of what bwrap is here."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        (inside,) = children.read_text().split()
+        os.kill(int(inside), signal.SIGTERM)
+
+
+def ask(address: str, method: str, path: str, body: bytes | None) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection(address, timeout=60)
+    try:
+        connection.request(method, path, body, {"Connection": "close"})
+        answer = connection.getresponse()
+        return answer.status, json.loads(answer.read())
+    finally:
+        connection.close()
+
+
+@contextmanager
+def running(rootfs: Path, folder: Path, store: Path, user: int) -> Iterator[Cell]:
+    cell = Cell(rootfs, folder, store, user)
+    try:
+        cell.wait_until_ready()
+        yield cell
+    finally:
+        cell.process.kill()
+        cell.process.wait()
+
+
+@pytest.mark.parametrize("user", [1000, 1000660000], ids=["its-own-user", "any-user"])
+def test_it_serves_and_stops_under_load_and_writes_to_its_state_only(
+    rootfs: Path, digits_store: Path, tmp_path: Path, user: int
+) -> None:
+    with running(rootfs, tmp_path, digits_store, user) as cell:
+        status, answer = cell.ask("POST", "/predictions/onnx", SCAN)
+        assert (status, max(answer, key=answer.__getitem__)) == (200, "7")
+        status, answer = cell.ask("POST", "/explanations/onnx", SCAN)
+        assert (status, answer["label"], answer["tolerance_met"]) == (200, "7", True)
+        url = json.loads((cell.state / "server.json").read_text())["inference"]
+        outcomes: Counter[str] = Counter()
+        with ThreadPoolExecutor(8) as threads:
+            clients = [
+                threads.submit(load, url.removeprefix("http://"), outcomes) for _ in range(8)
+            ]
+            poll(lambda: outcomes[ANSWERED] > 50, "the load runs")
+            cell.terminate()
+            for each in clients:
+                each.result()
+        assert cell.process.wait(60) == 0, cell.log.read_text()
+        assert (outcomes[LOST], outcomes[REFUSED]) == (0, 8), outcomes
+        assert list(cell.tmp.iterdir()) == []
+        assert "Traceback" not in cell.log.read_text()
+        refused = cell.run("python", "-c", "open('/opt/modelyard/x', 'w')")
+        assert "Read-only file system" in refused.stderr
+
+
+def load(address: str, outcomes: Counter[str]) -> None:
+    """Ask until there is nobody to connect to."""
+    while True:
+        try:
+            status, _ = ask(address, "POST", "/predictions/onnx", SCAN)
+        except ConnectionRefusedError:
+            outcomes[REFUSED] += 1
+            return
+        except (OSError, http.client.HTTPException):
+            outcomes[LOST] += 1
+        else:
+            outcomes[ANSWERED if status == 200 else LOST] += 1
+
+
+def test_walls_stand_in_it(rootfs: Path, digits_store: Path, tmp_path: Path) -> None:
+    with running(rootfs, tmp_path, digits_store, 1000) as cell:
+        said = json.loads(cell.run("modelyard", "doctor", "--json").stdout)
+    walls = {each["name"]: each for each in said["checks"] if each["name"].startswith("wall: ")}
+    expected = {"files", "network", "system calls", "signals", "privileges", "environment"}
+    assert {f"wall: {name}" for name in expected} <= walls.keys()
+    assert all(each["status"] == "ok" for each in walls.values()), walls
