@@ -86,14 +86,18 @@ class Generate(Steps, BaseHandler):
         Raises:
             BadInput: options that cannot be used, or a text longer than the model's places.
         """
-        asked = read_request(_content(row))
+        content, is_tritons = _as_tritons(_content(row))
+        asked = read_request(content)
         prompt = self.tokenizer.encode(asked.prompt).ids
         limit = self._limit(len(prompt), asked.max_new_tokens)
         check_stated(self.inputs[:1], [np.array(prompt)], self.made_by)
         sends_events = EVENTS in str(headers.get("accept") or "").lower()
         form = EVENTS if sends_events else TEXT if asked.stream else ""
+        if is_tritons and sends_events:
+            form = TEXT  # whose pieces the server makes events of
         text = Continuation(self._decode, prompt, asked.stop)
-        self._joining.append(_Text(request, asked, prompt, limit, form, text))
+        key = "text_output" if is_tritons else "text"
+        self._joining.append(_Text(request, asked, prompt, limit, form, text, key))
 
     def step(self) -> list[Part]:
         """Write the first token of those that have joined; else one more of all others."""
@@ -205,6 +209,7 @@ class _Text:
         limit: the most new tokens.
         form: TEXT or EVENTS where it is streamed, empty for one answer.
         text: of the tokens so far.
+        key: what an answer has the text under.
     """
 
     def __init__(
@@ -215,7 +220,9 @@ class _Text:
         limit: int,
         form: str,
         text: Continuation,
+        key: str,
     ) -> None:
+        self._key = key
         self.request = request
         self.asked = asked
         self.prompt = prompt
@@ -265,7 +272,7 @@ class _Text:
         if self._seed is not None:
             facts["seed"] = self._seed
         if not self._form:
-            return Part(self.request, {"text": "".join(self._written) + piece, **facts}, True)
+            return Part(self.request, {self._key: "".join(self._written) + piece, **facts}, True)
         if self._form == TEXT:
             return self._part(piece, is_last=True)
         before = self._event({"text": piece}) if piece else ""
@@ -282,6 +289,8 @@ class _Text:
 
 def _content(row: Mapping[str, Any]) -> Any:
     """Return the text or the object of a request, whose content type may not say that it is one."""
+    if "text_input" in row:  # tensors by name, or the fields of a form
+        return {name: _plain(value) for name, value in row.items()}
     body = body_of(row)
     if isinstance(body, bytes | bytearray):
         body = decode_text(body)
@@ -295,3 +304,24 @@ def _content(row: Mapping[str, Any]) -> Any:
         if isinstance(options, dict):
             return {**options, "prompt": body[INPUTS]}
     return body
+
+
+def _plain(value: Any) -> Any:
+    """Return an option of one value, whatever holds it."""
+    if isinstance(value, bytes | bytearray):
+        return decode_text(value)
+    return value.item() if isinstance(value, np.ndarray) and value.size == 1 else value
+
+
+def _as_tritons(content: Any) -> tuple[Any, bool]:
+    """Return a request by our names, and whether it came by those of Triton's generate routes."""
+    if not isinstance(content, Mapping) or "text_input" not in content:
+        return content, False
+    rest = {name: value for name, value in content.items() if name not in _TRITONS}
+    parameters = content.get("parameters") or {}
+    if not isinstance(parameters, Mapping):
+        raise BadInput(f"parameters is {parameters!r}; expected an object of options")
+    return {**parameters, **rest, "prompt": content["text_input"]}, True
+
+
+_TRITONS = ("text_input", "parameters", "id")

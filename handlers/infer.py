@@ -10,6 +10,9 @@ BYTES is a bytearray, as the part of a form is. It answers
 - a dict of arrays, torch's tensors or bytes: outputs by name,
 - one of them: the output `output`,
 - text, or anything else that JSON can hold: the output `output`, one element of BYTES.
+
+What it streams is a whole answer each time, where the request asks for a stream; else it comes in
+one.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from modelyard.archiver.signature import OIP_DATATYPES, Dim, TensorSpec, fits
 from modelyard.handlers.context import Context
 from modelyard.handlers.entry_point import Entry, FoundHandler
 from modelyard.handlers.errors import BadInput, HandlerError
+from modelyard.handlers.instances import join_chunks
 from modelyard.handlers.tensors import (
     BF16,
     BYTES,
@@ -46,14 +50,16 @@ if TYPE_CHECKING:
 OUTPUT = "output"
 """Of an answer that names none."""
 Outputs = Mapping[str, Array]
-Run = Callable[[Sequence[TensorRequest], Context], Sequence[Outputs]]
 
 
-def tensor_entry(handler: FoundHandler, enveloped: Entry | None = None) -> Entry:
+def tensor_entry(
+    handler: FoundHandler, enveloped: Entry | None = None, streams: bool = False
+) -> Entry:
     """Return what answers requests of tensors, as `handle` answers others: bytes for each.
 
     Args:
         enveloped: the handler behind what reads and writes the protocol's JSON itself.
+        streams: whether what the handler streams is sent on.
     """
     base = sys.modules.get("modelyard.handlers.base")  # imported by whoever inherits from it
     kind = type(handler.target)
@@ -62,49 +68,89 @@ def tensor_entry(handler: FoundHandler, enveloped: Entry | None = None) -> Entry
         and isinstance(handler.target, base.BaseHandler)
         and kind.handle is base.BaseHandler.handle
     )
-    run: Run = _Native(handler.target) if is_native else _Mapped(handler.handle)
-    if enveloped is not None:
-        run = _Mapped(enveloped, is_enveloped=True)
+    is_native = is_native and enveloped is None
+    handle = enveloped or handler.handle
+    read = _document_of if enveloped is not None else _row_of
     labels = getattr(handler.target, "mapping", None) if is_native else None
 
     def answer(data: list[dict[str, Any]], context: Context) -> list[bytes]:
-        requests = [_read(row, index, context) for index, row in enumerate(data)]
-        version = str(((context.manifest or {}).get("model") or {}).get("modelVersion", ""))
-        answers = []
-        for index, found in enumerate(run(requests, context)):
-            request = requests[index]
-            _check_wanted(request, found)
-            body, headers = write_answer(request, found, context.model_name, version, labels)
-            for name, value in headers.items():
-                context.set_response_header(index, name, value)
-            answers.append(body)
-        return answers
+        jobs = [
+            TensorJob(row["body"], context.get_all_request_header(index), context, labels)
+            for index, row in enumerate(data)
+        ]
+        requests = [job.request for job in jobs]
+        if is_native:
+            found = _run_native(handler.target, requests, context)
+        else:
+            rows = list(map(read, requests))
+            if streams and context.stream is not None:
+                return _stream_mapped(handle, rows, jobs, context)
+            found = _run_mapped(handle, rows, context)
+        return [job.write(outputs, context, at) for at, (job, outputs) in enumerate(
+            zip(jobs, found, strict=True)
+        )]  # fmt: skip
 
     return answer
 
 
-def _read(row: Mapping[str, Any], index: int, context: Context) -> TensorRequest:
-    header = context.get_request_header
-    return read_request(
-        row["body"], header(index, LENGTH_HEADER), (header(index, "content-encoding") or "").lower()
-    )
+class TensorJob:
+    """One request of tensors, and what its answers are written as.
+
+    Args:
+        headers: of the request, found in any case.
+        labels: index of a class → its name.
+
+    Raises:
+        BadInput: the body is no such request.
+    """
+
+    def __init__(
+        self, body: bytes | bytearray, headers: Mapping[str, Any], context: Context,
+        labels: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        encoding = str(headers.get("content-encoding") or "").lower()
+        self.request = read_request(body, headers.get(LENGTH_HEADER), encoding)
+        self._name = context.model_name
+        model = (context.manifest or {}).get("model") or {}
+        self._version = str(model.get("modelVersion", ""))
+        self._labels = labels
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """What a handler of bodies gets of it."""
+        return _row_of(self.request)
+
+    def write(self, outputs: Outputs, context: Context, index: int) -> bytes:
+        """Return an answer, and set its headers as those of request `index`."""
+        body, headers = self.answer(outputs)
+        for name, value in headers.items():
+            context.set_response_header(index, name, value)
+        return body
+
+    def answer(self, outputs: Outputs) -> tuple[bytes, dict[str, str]]:
+        """Return body and headers of an answer."""
+        for each in self.request.wanted or ():
+            if each.name not in outputs:
+                raise BadInput(f'output "{each.name}" is unknown; expected {", ".join(outputs)}')
+        return write_answer(self.request, outputs, self._name, self._version, self._labels)
+
+    def answer_with(self, value: Any) -> tuple[bytes, dict[str, str]]:
+        """Return body and headers for what a handler of bodies answered."""
+        return self.answer(outputs_of(value))
+
+    def chunk(self, value: Any) -> bytes:
+        """Return one of several answers of such a handler, behind the length of its JSON."""
+        body, headers = self.answer_with(value)
+        length = int(headers.get(LENGTH_HEADER, len(body)))
+        return length.to_bytes(4, "little") + body
 
 
-def _check_wanted(request: TensorRequest, outputs: Outputs) -> None:
-    for each in request.wanted or ():
-        if each.name not in outputs:
-            raise BadInput(f'output "{each.name}" is unknown; expected {", ".join(outputs)}')
-
-
-class _Native:
-    """Runs the model of a `BaseHandler`."""
-
-    def __init__(self, handler: BaseHandler) -> None:
-        self._handler = handler
-
-    def __call__(self, requests: Sequence[TensorRequest], context: Context) -> Sequence[Outputs]:
-        self._handler.context = context
-        return self._handler.infer(requests)
+def _run_native(
+    handler: BaseHandler, requests: Sequence[TensorRequest], context: Context
+) -> Sequence[Outputs]:
+    """Run the model of a `BaseHandler`."""
+    handler.context = context
+    return handler.infer(requests)
 
 
 def run_tensors(handler: BaseHandler, requests: Sequence[TensorRequest]) -> list[Outputs]:
@@ -215,30 +261,69 @@ def _array(tensor: Tensor) -> Array:
     return tensor if tensor.dtype == torch.bfloat16 else tensor.numpy()
 
 
-class _Mapped:
-    """Gives tensors to a handler as a dict for each request, and reads its answers.
+def _run_mapped(handle: Entry, rows: list[dict[str, Any]], context: Context) -> list[Outputs]:
+    """Return what a handler answers to a dict for each request; what it streams comes in one."""
+    kept: list[list[Any]] = [[] for _ in rows]
 
-    Args:
-        handle: the handler's.
-        is_enveloped: whether it reads the protocol's JSON.
-    """
+    def keep(values: list[Any]) -> None:
+        context.check_cancelled()
+        for chunks, value in zip(kept, values, strict=True):
+            chunks.append(value)
 
-    def __init__(self, handle: Entry, is_enveloped: bool = False) -> None:
-        self._handle = handle
-        self._is_enveloped = is_enveloped
+    answers = _call_mapped(handle, rows, context, keep)
+    return [
+        outputs_of(join_chunks([*chunks, answer]) if chunks else answer)
+        for chunks, answer in zip(kept, answers, strict=True)
+    ]
 
-    def __call__(self, requests: Sequence[TensorRequest], context: Context) -> list[Outputs]:
-        if self._is_enveloped:
-            rows: list[dict[str, Any]] = [{"body": as_document(each)} for each in requests]
-        else:
-            rows = [{name: _plain(each) for name, each in one.inputs.items()} for one in requests]
-        answers = self._handle(rows, context)
-        if not isinstance(answers, list) or len(answers) != len(requests):
-            raise HandlerError(
-                f"the handler answered {type(answers).__name__} to {len(requests)} requests; "
-                "expected a list with one answer per request"
-            )
-        return [_outputs(answer) for answer in answers]
+
+def _stream_mapped(
+    handle: Entry, rows: list[dict[str, Any]], jobs: Sequence[TensorJob], context: Context
+) -> list[bytes]:
+    """Send on what a handler streams, and return its last answers."""
+    send = context.stream
+    assert send is not None
+    has_sent = False
+
+    def pass_on(values: list[Any]) -> None:
+        nonlocal has_sent
+        send([job.chunk(value) for job, value in zip(jobs, values, strict=True)])
+        has_sent = True
+
+    answers = _call_mapped(handle, rows, context, pass_on)
+    if has_sent:
+        return [job.chunk(answer) for job, answer in zip(jobs, answers, strict=True)]
+    return [job.write(outputs_of(answer), context, at) for at, (job, answer) in enumerate(
+        zip(jobs, answers, strict=True)
+    )]  # fmt: skip
+
+
+def _call_mapped(
+    handle: Entry, rows: list[dict[str, Any]], context: Context,
+    stream: Callable[[list[Any]], None],
+) -> list[Any]:  # fmt: skip
+    """Call a handler, whose chunks go to `stream`."""
+    before, context.stream = context.stream, stream
+    try:
+        answers = handle(rows, context)
+    finally:
+        context.stream = before
+    if not isinstance(answers, list) or len(answers) != len(rows):
+        raise HandlerError(
+            f"the handler answered {type(answers).__name__} to {len(rows)} requests; "
+            "expected a list with one answer per request"
+        )
+    return answers
+
+
+def _document_of(request: TensorRequest) -> dict[str, Any]:
+    """Return a request as what reads the protocol's JSON gets it."""
+    return {"body": as_document(request)}
+
+
+def _row_of(request: TensorRequest) -> dict[str, Any]:
+    """Return a request as a handler of bodies gets it: input name → array."""
+    return {name: _plain(value) for name, value in request.inputs.items()}
 
 
 def _plain(value: Array) -> Any:
@@ -247,7 +332,7 @@ def _plain(value: Array) -> Any:
     return bytearray(value[0]) if is_one else value
 
 
-def _outputs(answer: Any) -> Outputs:
+def outputs_of(answer: Any) -> Outputs:
     """Return a handler's answer as outputs by name."""
     if isinstance(answer, Mapping) and isinstance(answer.get("outputs"), list):
         try:

@@ -168,6 +168,27 @@ CALLS = [
         "length the header `Inference-Header-Content-Length` says.",
     ),
     (
+        "infer_stream",
+        "/v2/models/{model}/infer_stream",
+        BODY,
+        "Infer, stream",
+        "The same, answered with an event for each answer that the handler streams.",
+    ),
+    (
+        "generate",
+        "/v2/models/{model}/generate",
+        BODY,
+        "Generate",
+        "Answer an object, such as `text_input` and `parameters`, with an object; Triton's.",
+    ),
+    (
+        "generate_stream",
+        "/v2/models/{model}/generate_stream",
+        BODY,
+        "Generate, stream",
+        "The same, answered with an event for each piece of the answer.",
+    ),
+    (
         "infer_version",
         "/v2/models/{model}/versions/{version}/infer",
         INFER_BODY,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from time import monotonic
 from urllib.parse import parse_qsl
@@ -18,27 +18,59 @@ from urllib.parse import parse_qsl
 import orjson
 
 from modelyard.archiver.explain_options import check_query
+from modelyard.serve.api.events import (
+    CHUNKS,
+    EVENTS,
+    GENERATE,
+    GENERATE_STREAM,
+    HEAD,
+    INFER_STREAM,
+    OF_BODY,
+    PAUSE,
+    Form,
+    are_events,
+    as_chunk,
+    broken_text,
+    error_event,
+    is_text,
+    wants_events,
+    writer,
+)
 from modelyard.serve.api.traces import begin_trace
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
-from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, Stream, Target
+from modelyard.serve.dataplane.call import (
+    EXPLAIN,
+    MOST_UNREAD_BYTES,
+    PREDICT,
+    Call,
+    Reply,
+    Stream,
+    Target,
+)
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.tracing import PARENT, Trace, Tracing
-from modelyard.serve.dataplane.wire import MOST_ROWS, Buffer
+from modelyard.serve.dataplane.wire import MOST_ROWS, Buffer, Payload
 from modelyard.serve.errors import (
     BadRequest,
     DeadlinePassed,
     ModelNotFound,
+    ServeError,
+    StreamBroken,
     Unavailable,
     UnknownCoding,
     http_status,
 )
-from modelyard.serve.http.application import Answers, ServerState
+from modelyard.serve.http.application import Answers, Events, ServerState
 from modelyard.serve.http.connection import Headers, RequestResponseCycle
 
 KINDS = {"predictions": PREDICT, "explanations": EXPLAIN}
 METHODS = frozenset({"POST", "PUT"})
 """`curl -T` sends PUT."""
+JSON: Headers = [(b"content-type", b"application/json")]
+_SAID = {False: (b"content-type", b"application/json"),
+         True: (b"content-type", b"application/json", b"accept", EVENTS)}  # fmt: skip
+"""What a handler finds among the headers of a request whose answer has a form, by `is_stream`."""
 TIME_HEADER = b"x-request-timeout"
 _TIME = re.compile(rb"(\d*\.?\d+)(ms|s)?")
 LONGEST_TIME_S = 86_400.0
@@ -55,16 +87,34 @@ def target_of(path: str) -> Target | None:
     if first in KINDS and rest and rest[0]:
         return Target(KINDS[first], rest)
     if first == "v2":
-        match rest:
-            case ["models", model, "infer"] if model:
-                return Target(PREDICT, [model], wire.KSERVE | wire.TENSORS)
-            case ["models", model, "versions", version, "infer"] if model and version:
-                return Target(PREDICT, [model, version], wire.KSERVE | wire.TENSORS)
+        return target_of_v2(rest)
     if first == "v1":
         match rest:
             case ["models", last] if (found := split_verb(last)) is not None:
                 return Target(found[1], [found[0]], wire.KSERVE | wire.INSTANCES)
     return None
+
+
+OF_V2: Mapping[str, tuple[int, Form | None]] = {
+    "infer": (wire.TENSORS, None),
+    "infer_stream": (wire.TENSORS | wire.STREAM, INFER_STREAM),
+    "generate": (0, GENERATE),
+    "generate_stream": (0, GENERATE_STREAM),
+}
+"""How requests of the Open Inference Protocol end, what a worker does, and the form of answers."""
+
+
+def target_of_v2(rest: Sequence[str]) -> Target | None:
+    """Return what a path behind `/v2` asks a model for; None for all other paths."""
+    match rest:
+        case ["models", model, verb] if model and verb in OF_V2:
+            path = [model]
+        case ["models", model, "versions", version, verb] if model and version and verb in OF_V2:
+            path = [model, version]
+        case _:
+            return None
+    flags, form = OF_V2[rest[-1]]
+    return Target(PREDICT, path, wire.KSERVE | flags, form)
 
 
 _VERBS = {"predict": PREDICT, "explain": EXPLAIN}
@@ -136,7 +186,7 @@ class Calls:
         Raises:
             ModelNotFound, VersionNotFound, Unavailable: there is no such model, or not yet.
         """
-        kind, path, flags = target
+        kind, path, flags, form = target
         model = self.find(target)
         trace = None
         if self.tracing is not None:
@@ -163,6 +213,8 @@ class Calls:
             return
         if self._hides_tokens:
             cycle.spelled = without_token(cycle.spelled)
+        if form is not None:
+            cycle.spelled = [*cycle.spelled, *_SAID[form.is_stream]]
         call = reply.call = Call(
             model,
             kind,
@@ -181,6 +233,11 @@ class Calls:
         elif flags & wire.INSTANCES:
             put = partial(put_instances, call)
         cycle.read_body(put)
+
+    @property
+    def sends_events(self) -> bool:
+        """Whether what handlers stream is sent as events to clients that ask for them."""
+        return not self._takes_codings  # as TorchServe does not
 
     def count_unrouted(self, status: int) -> None:
         """Count the answer to a request that has become no call."""
@@ -263,7 +320,7 @@ class CallReply:
 
     def fail(self, error: Exception, took_s: float, call: Call | None = None) -> None:
         """Count an error, after this time, and send it."""
-        kind, path, _ = self._target
+        kind, path = self._target.kind, self._target.path
         status = http_status(error)[0]
         self._model.metrics.kinds[kind].answered(status, took_s)
         self.refuse(self._calls.rephrase(error, path))
@@ -297,7 +354,53 @@ class DirectReply(CallReply):
     def answer(self, reply: Reply) -> None:
         """Send a worker's reply."""
         headers = unpack_headers(reply.headers)
-        self._calls.answers.send(self._cycle, self._id, reply.status, headers, reply.body)
+        form, body = self._target.form, reply.body
+        if form is None and isinstance(body, Stream) and self._calls.sends_events:
+            form = CHUNKS if wants_events(self._cycle.headers) and is_text(headers) else None
+        if form is None or reply.status >= 400 or are_events(headers):
+            self._send(reply.status, headers, body)
+            return
+        write = writer(form, self._model.name, self._model.version, headers)
+        own = [pair for pair in headers if pair[0] not in OF_BODY]
+        if form.is_stream and isinstance(body, Stream):
+            self._send(reply.status, [*own, *HEAD], Events(body, write, error_event, PAUSE))
+        elif isinstance(body, Stream):
+            self._cycle.run(self._gather(reply.status, own, body, write))
+        else:
+            if form is INFER_STREAM:
+                body = as_chunk(body, headers)
+            kind = HEAD if form.is_stream else JSON
+            self._write(reply.status, [*own, *kind], body, write)
+
+    def _send(self, status: int, headers: Headers, body: Payload | Stream | Events) -> None:
+        self._calls.answers.send(self._cycle, self._id, status, headers, body)
+
+    def _write(
+        self, status: int, headers: Headers, body: Payload, write: Callable[[Payload], bytes]
+    ) -> None:
+        try:
+            written = write(body)
+        except ValueError as error:
+            self.refuse(BadRequest(str(error)))
+        else:
+            self._send(status, headers, written)
+
+    async def _gather(
+        self, status: int, headers: Headers, stream: Stream, write: Callable[[Payload], bytes]
+    ) -> None:
+        """Send what a handler streams in one answer."""
+        whole = bytearray()
+        try:
+            async for chunk in stream.read():
+                whole += chunk
+                if len(whole) > MOST_UNREAD_BYTES:
+                    raise StreamBroken(f"the answer has more than {MOST_UNREAD_BYTES} bytes")
+        except ServeError as error:
+            self.refuse(StreamBroken(broken_text(str(error))))
+        else:
+            self._write(status, [*headers, *JSON], whole, write)
+        finally:
+            stream.close()
 
     def refuse(self, error: Exception) -> None:
         """Send an error."""

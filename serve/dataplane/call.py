@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.wire import Buffer, Payload
@@ -35,6 +35,8 @@ class Target(NamedTuple):
     """Model, version (optional), rest (optional)."""
     flags: int = 0
     """Of `wire`, for the worker."""
+    form: Any = None
+    """How the protocol's face writes the answer; None as the worker has it."""
 
     @property
     def version(self) -> str | None:

@@ -84,6 +84,9 @@ INSTANCES = 128
 the form of KServe's first protocol; their answers are one."""
 PARTS = 256
 """The body holds named values (`pack_parts`), which the handler gets as they are."""
+STREAM = 512
+"""Beside TENSORS: what the handler streams is sent on, each chunk an answer of its own, behind the
+length of its JSON (u32). Without it all of them are one answer."""
 
 # Flags of a reply.
 MORE = 1

@@ -55,9 +55,10 @@ def services(
         most_bytes: longest message.
     """
     from modelyard.serve.api.health import why_not_ready
+    from modelyard.serve.api.inference import GRPC_CALLS
     from modelyard.serve.grpc.health import HEALTH, Health, Reflection
     from modelyard.serve.grpc.oip import SERVICE, Inference, error_of
-    from modelyard.serve.grpc.rpc import Services
+    from modelyard.serve.grpc.rpc import HTTP_STATUSES, Services
 
     def check_token(rpc: Rpc) -> None:
         try:
@@ -65,10 +66,15 @@ def services(
         except Exception as error:
             raise error_of(error) from error
 
+    def count(rpc: Rpc) -> None:
+        """Count a call that asked for an answer, and has come to no model."""
+        if not rpc.is_counted and rpc.method in GRPC_CALLS and rpc.status in HTTP_STATUSES:
+            calls.count_unrouted(HTTP_STATUSES[rpc.status])
+
     names = (SERVICE, HEALTH)
     methods = {
         **Inference(calls, registry, state, repository).methods(),
         **Health(names, lambda: why_not_ready(registry, state) is None).methods(),
         **Reflection(names).methods(),
     }
-    return Services(methods, check_token, most_bytes, access)
+    return Services(methods, check_token, most_bytes, access, count)

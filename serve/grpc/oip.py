@@ -11,7 +11,7 @@ import array
 import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.metadata import version
 from time import monotonic
@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import orjson
 from google.protobuf.message import DecodeError
 
+from modelyard.serve.api.events import LENGTH_HEADER, broken_text, split_tensors
 from modelyard.serve.api.health import why_not_ready
 from modelyard.serve.api.inference import CallReply, Calls, pack_fields, unpack_headers
 from modelyard.serve.api.oip import EXTENSIONS, describe_signature
@@ -29,15 +30,23 @@ from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply, Stream, Target
 from modelyard.serve.dataplane.tracing import PARENT, STATE, Attributes, Trace, Tracing
-from modelyard.serve.dataplane.wire import Buffer
-from modelyard.serve.errors import BadRequest, Unavailable, error_body, http_status
+from modelyard.serve.dataplane.wire import Buffer, Payload
+from modelyard.serve.errors import (
+    BadRequest,
+    DeadlinePassed,
+    StreamBroken,
+    Unavailable,
+    error_body,
+    http_status,
+)
 from modelyard.serve.grpc.fields import begin_bytes, cut_out
 from modelyard.serve.grpc.protos import message
 from modelyard.serve.grpc.rpc import Message, Method, Rpc, RpcError, Status, status_of
 from modelyard.serve.http.application import ServerState
 
 SERVICE = "inference.GRPCInferenceService"
-LENGTH_HEADER = b"inference-header-content-length"
+ENDS_S = 0.1
+"""Before its deadline a call that is given up counts as late."""
 HELD = 16
 """Requests of one stream that wait for the one before them; the client waits with further ones."""
 
@@ -118,6 +127,17 @@ class InferReply(CallReply):
         self._send = send
         self._failed = failed
 
+    def cancel(self) -> bool:
+        """Note that nobody waits for it any more; who leaves as its time ends has waited it out.
+
+        A client counts the time of a call by itself, and is there first.
+        """
+        call = self.call
+        if call is None or call.deadline - monotonic() > ENDS_S:
+            return super().cancel()
+        self.set_exception(DeadlinePassed("the client has left as its time ended"))
+        return True
+
     def answer(self, reply: Reply) -> None:
         """Send a worker's reply."""
         try:
@@ -155,6 +175,7 @@ def begin_call(
     Raises:
         RpcError: there is no such model.
     """
+    rpc.is_counted = True
     try:
         model = calls.find(target)
     except Exception as error:
@@ -211,6 +232,13 @@ def _trace_headers(rpc: Rpc, trace: Trace | None) -> list[bytes]:
     names = (STATE,) if trace is not None else (PARENT, STATE)
     found = [each for pair in rpc.metadata if pair[0] in names for each in pair]
     return [*found, PARENT, trace.parent] if trace is not None else found
+
+
+class Several(NamedTuple):
+    """What takes several answers to one request."""
+
+    send: Callable[[list[Buffer]], None]
+    end: Callable[[], None]
 
 
 class Inference:
@@ -298,24 +326,33 @@ class Inference:
         data: Message,
         send: Callable[[list[Buffer]], None],
         failed: Callable[[RpcError], None],
+        several: Several | None = None,
     ) -> None:
         """Begin to answer one request.
 
         Args:
             send: called with the answer, a message in parts.
             failed: called with the error that there is instead.
+            several: what takes the answers, where there may be more than one.
 
         Raises:
             RpcError: it cannot be begun.
         """
         asked, id, tail = read_request(data)
         target = asked.target
+        if several is not None:
+            target = target._replace(flags=target.flags | wire.STREAM)
+
+        def reply(answer: Reply) -> None:
+            if isinstance(answer.body, Stream) and several is not None:
+                write = partial(_write_chunk, is_raw=asked.is_raw, id=id)
+                _keep(_pass_on(rpc, answer.body, write, several, failed))
+            else:
+                send(write_answer(answer, asked.is_raw, id))
+
         begin_call(
             self._calls, rpc, target, asked.headers, [asked.head, *tail],
-            lambda model: InferReply(
-                self._calls, model, target,
-                lambda reply: send(write_answer(reply, asked.is_raw, id)), failed,
-            ),
+            lambda model: InferReply(self._calls, model, target, reply, failed),
             asked.timeout_s, asked.rows,
         )  # fmt: skip
 
@@ -351,16 +388,50 @@ def _change(name: str, change: Callable[[str], Awaitable[None]], rpc: Rpc) -> No
     def begin(data: Message) -> None:
         request = parse(f"inference.RepositoryModel{name}Request", data)
         # KServe's messages have the model's name where Triton's have that of a repository.
-        task = asyncio.get_running_loop().create_task(
-            run(request.model_name or request.repository_name)
-        )
-        _changing.add(task)
-        task.add_done_callback(_changing.discard)
+        _keep(run(request.model_name or request.repository_name))
 
     rpc.unary(begin)
 
 
-_changing: set[asyncio.Task[None]] = set()
+async def _pass_on(
+    rpc: Rpc, stream: Stream, write: Callable[[Payload], list[Buffer]],
+    several: Several, failed: Callable[[RpcError], None],
+) -> None:  # fmt: skip
+    """Send each chunk of an answer as it comes."""
+    try:
+        async for chunk in stream.read():
+            several.send(write(chunk))
+            await rpc.drain()
+    except Exception as error:
+        failed(_of_stream(error))
+    else:
+        several.end()
+    finally:
+        stream.close()
+
+
+def _of_stream(error: Exception) -> RpcError:
+    """Return the error that ends a stream, whose text may be the JSON of a worker's."""
+    failure = error_of(error)
+    if not isinstance(error, StreamBroken):
+        return failure
+    return RpcError(failure.status, broken_text(str(error)))
+
+
+def _write_chunk(chunk: Payload, is_raw: bool, id: bytes) -> list[Buffer]:
+    head, _ = split_tensors(chunk)
+    length = wire.pack_meta([LENGTH_HEADER, b"%d" % len(head)])
+    return write_answer(Reply(200, length, bytes(chunk[4:])), is_raw, id)
+
+
+def _keep(run: Coroutine[Any, Any, None]) -> None:
+    """Have a task run something."""
+    task = asyncio.get_running_loop().create_task(run)
+    _tasks.add(task)
+    task.add_done_callback(_tasks.discard)
+
+
+_tasks: set[asyncio.Task[None]] = set()
 """The loop holds its tasks weakly."""
 
 
@@ -397,7 +468,13 @@ class _InferStream:
         while self._waiting and not self._is_begun:
             self._is_begun = True
             try:
-                self._service.begin(self._rpc, self._waiting[0], self._send, self._fail)
+                self._service.begin(
+                    self._rpc,
+                    self._waiting[0],
+                    self._send,
+                    self._fail,
+                    Several(self._send_one, self._done),
+                )
             except RpcError as error:
                 self._fail(error)
         self._is_running = False
@@ -407,12 +484,20 @@ class _InferStream:
     def _send(self, answer: list[Buffer]) -> None:
         self._put(begin_bytes(INFER_RESPONSE, sum(map(len, answer))), *answer)
 
+    def _send_one(self, answer: list[Buffer]) -> None:
+        """Send one of several answers to the same request."""
+        self._rpc.send(begin_bytes(INFER_RESPONSE, sum(map(len, answer))), *answer)
+
     def _fail(self, error: RpcError) -> None:
         answer = message("inference.ModelStreamInferResponse")(error_message=str(error))
         self._put(answer.SerializeToString())
 
     def _put(self, *answer: Buffer) -> None:
         self._rpc.send(*answer)
+        self._done()
+
+    def _done(self) -> None:
+        """Go on with the next request."""
         self._rpc.release(self._waiting.popleft())
         self._is_begun = False
         if len(self._waiting) == HELD:

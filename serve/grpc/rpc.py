@@ -83,6 +83,11 @@ STATUSES: Mapping[int, Status] = {
 """By HTTP status, as TorchServe's gRPC has them."""
 
 
+HTTP_STATUSES: Mapping[Status, int] = {
+    **{status: code for code, status in reversed(list(STATUSES.items()))}, Status.INTERNAL: 500
+}  # fmt: skip
+
+
 def status_of(http_status: int) -> Status:
     """Return what an HTTP status is in gRPC."""
     known = STATUSES.get(http_status)
@@ -137,6 +142,7 @@ class Rpc:
         sent: bytes of messages so far.
         on_whole: called when there are no more.
         on_left: called when the client gives up.
+        is_counted: whether it is among the requests of a model, or of none.
     """
 
     __slots__ = (
@@ -157,6 +163,7 @@ class Rpc:
         "began",
         "has_left",
         "id",
+        "is_counted",
         "is_over",
         "keeps_messages",
         "method",
@@ -179,6 +186,7 @@ class Rpc:
         self.id = request_id(stream.headers, REQUEST_ID)
         self.began = monotonic()
         self.has_left = self.is_over = self._is_started = False
+        self.is_counted = False
         self.status = Status.UNKNOWN
         self.served: Served = None
         self.sent = 0
@@ -494,6 +502,7 @@ class Services:
         check: raises an RpcError unless a call may pass; it comes before everything else.
         most_bytes: longest message.
         access: called with each call, for an access log.
+        on_end: called with each call that is over.
     """
 
     def __init__(
@@ -502,7 +511,9 @@ class Services:
         check: Callable[[Rpc], None],
         most_bytes: int,
         access: Access | None = None,
+        on_end: Callable[[Rpc], None] | None = None,
     ) -> None:
+        self._on_end = on_end
         self._methods = methods
         self._check = check
         self._most_bytes = most_bytes
@@ -542,6 +553,8 @@ class Services:
                     rpc.trace_id or trace_id_of(rpc.metadata),
                 )
             )  # fmt: skip
+        if self._on_end is not None:
+            self._on_end(rpc)
 
 
 def _refuse(stream: Stream, status: bytes, text: bytes) -> None:

@@ -8,14 +8,15 @@ requests are calls, and what answers the others.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import logging
 import re
 import secrets
 import uuid
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from modelyard.archiver import ArchiveError
 from modelyard.serve.dataplane.call import Stream, Target
@@ -149,7 +150,7 @@ class Answers:
 
     def send(
         self, cycle: RequestResponseCycle, id: str, status: int, headers: Headers,
-        body: Payload | Stream,
+        body: Payload | Stream | Events,
     ) -> None:  # fmt: skip
         """Send an answer: in one piece, or by a task where that cannot be done."""
         common = self.begin(cycle, id, status)
@@ -157,7 +158,9 @@ class Answers:
             # What a handler says, of caching for instance, counts.
             own = {name for name, _ in headers}
             common = [pair for pair in common if pair[0] not in own]
-        if not isinstance(body, Stream):
+        if isinstance(body, Events):
+            cycle.run(_send_events(cycle, status, [*headers, *common], body, id))
+        elif not isinstance(body, Stream):
             headers = [*headers, (b"content-length", b"%d" % len(body)), *common]
             if not cycle.send_whole(status, headers, body):
                 cycle.connection.budget.add(len(body))
@@ -237,6 +240,59 @@ async def _send_stream(
         logger.error("request %s: the stream is broken: %s", id, error, extra={"request_id": id})
     finally:
         stream.close()
+
+
+PAUSE_S = 15.0
+"""Of a stream that sends nothing, after which its reader is told that it still goes on."""
+
+
+class Events(NamedTuple):
+    """A streamed answer, each of whose chunks is written as an event."""
+
+    stream: Stream
+    write: Callable[[Payload], bytes]
+    """It raises a ValueError for what has no such form."""
+    write_error: Callable[[str], bytes]
+    pause: bytes
+
+
+async def _send_events(
+    cycle: RequestResponseCycle, status: int, headers: Headers, events: Events, id: str
+) -> None:
+    """Send each chunk as it comes; an error is the last event."""
+    chunks = with_pauses(events.stream.read(), PAUSE_S)
+    try:
+        await cycle.start(status, headers)
+        try:
+            async for chunk in chunks:
+                text = events.pause if chunk is None else events.write(chunk)
+                await cycle.write(text, is_more=True)
+        except (ServeError, ValueError) as error:
+            logger.error("request %s: the stream ends early: %s", id, error)
+            await cycle.write(events.write_error(str(error)), is_more=True)
+        await cycle.write(b"")
+    finally:
+        await chunks.aclose()
+        events.stream.close()
+
+
+async def with_pauses(
+    chunks: AsyncIterator[Payload], pause_s: float
+) -> AsyncGenerator[Payload | None]:
+    """Yield what comes, and None whenever nothing has come for so long."""
+    pending = asyncio.ensure_future(anext(chunks, None))
+    try:
+        while True:
+            await asyncio.wait({pending}, timeout=pause_s)
+            if not pending.done():
+                yield None
+            elif (chunk := pending.result()) is None:
+                return
+            else:
+                yield chunk
+                pending = asyncio.ensure_future(anext(chunks, None))
+    finally:
+        pending.cancel()
 
 
 class Calls(Protocol):

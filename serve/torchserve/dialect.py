@@ -24,7 +24,7 @@ from modelyard.serve.errors import (
     UrlRefused,
     http_status,
 )
-from modelyard.serve.http.application import Answers, Application, Calls, Check, ServerState
+from modelyard.serve.http.application import Answers, Application, Calls, Check, Events, ServerState
 from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
 from modelyard.serve.torchserve.openapi import Document
 from modelyard.serve.torchserve.settings import TorchServeSettings
@@ -138,7 +138,7 @@ class DialectAnswers(Answers):
 
     def send(
         self, cycle: RequestResponseCycle, id: str, status: int, headers: Headers,
-        body: Payload | Stream,
+        body: Payload | Stream | Events,
     ) -> None:  # fmt: skip
         """Send an answer."""
         if status >= 400 and self._is_of_tensors(cycle) and isinstance(body, bytes | bytearray):

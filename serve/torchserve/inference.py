@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from modelyard.serve.api.health import why_not_ready
-from modelyard.serve.api.inference import KINDS, METHODS, Calls, split_verb
+from modelyard.serve.api.inference import KINDS, METHODS, Calls, split_verb, target_of_v2
 from modelyard.serve.api.oip import (
     EXTENSIONS,
     asks_for_ready,
@@ -100,9 +100,8 @@ class TorchServeInference:
     def _target(self, cycle: RequestResponseCycle) -> Target | None:
         """Return what a request asks a model for; None for all other requests."""
         target = None if cycle.method == "OPTIONS" else self._aim(segments(cycle.path))
-        if target is not None and target.flags & wire.TENSORS and cycle.method not in METHODS:
-            return None
-        return target
+        is_ours = self._has_tensors and target_of_v2(segments(cycle.path)[1:]) is not None
+        return None if is_ours and cycle.method not in METHODS else target
 
     def _aim(self, path: list[str]) -> Target | None:
         """Return what a path asks a model for; None for all other paths."""
@@ -111,19 +110,18 @@ class TorchServeInference:
                 return Target(KINDS[first], [name, *rest])
             case ["v1", "models", last] if (found := split_verb(last)) is not None:
                 return Target(found[1], [found[0]], wire.KSERVE)
+            case ["v2", *rest] if self._has_tensors and (target := target_of_v2(rest)) is not None:
+                return target
             case ["v2", "models", name, "infer" | "explain" as verb]:
-                return Target(_KSERVE[verb], [name], self._flags(verb))
+                return Target(_KSERVE[verb], [name], wire.KSERVE)
             case ["v2", "models", name, "versions", version, "infer" | "explain" as verb]:
                 if self.has_oip:
-                    return Target(_KSERVE[verb], [name, version], self._flags(verb))
+                    return Target(_KSERVE[verb], [name, version], wire.KSERVE)
             case ["models", name, "invoke"]:
                 return Target(PREDICT, [name], wire.LEGACY)
             case [_, "predict"] | [_, _, "predict"]:
                 return Target(PREDICT, path[:-1], wire.LEGACY)
         return None
-
-    def _flags(self, verb: str) -> int:
-        return wire.KSERVE | (wire.TENSORS if verb == "infer" and self._has_tensors else 0)
 
     def _begin(
         self, cycle: RequestResponseCycle, path: list[str], parts: Sequence[Buffer], id: str
@@ -225,7 +223,7 @@ class TorchServeInference:
             case ["models"]:
                 names = dict.fromkeys(model.name for model in self._registry)
                 return json_answer({"models": list(names)})
-            case ["models", _, "infer"] | ["models", _, "versions", _, "infer"]:
+            case [*rest] if target_of_v2(rest) is not None:
                 raise MethodNotAllowed
             case ["repository", "index"]:
                 return json_answer(self._repository.index(asks_for_ready(body)))

@@ -55,6 +55,8 @@ class Service:
     """The handler, where it inherits from ours."""
     infer: Entry = _refuse_tensors
     """What answers requests of tensors by name."""
+    infer_stream: Entry = _refuse_tensors
+    """The same, which sends on what the handler streams."""
 
     @property
     def is_built_in(self) -> bool:
@@ -108,11 +110,11 @@ def load_service(message: dict[str, Any]) -> Service:
     handler.initialize(context)
     predict, explain = handler.handle, _explain_entry(handler, sealed)
     steps = handler.target if isinstance(handler.target, Steps) else None
-    infer = _tensor_entry(handler)
+    enveloped: Entry | None = None
     if name := message.get("envelope"):
         envelope = shim.find_envelope(name)
         predict, explain = envelope(predict).handle, envelope(explain).handle
-        infer = _tensor_entry(handler, predict)
+        enveloped = predict
         steps = None  # an envelope stands around whole batches
     return Service(
         predict,
@@ -125,7 +127,8 @@ def load_service(message: dict[str, Any]) -> Service:
         steps,
         getattr(handler.target, "shares", _refuse_shares) if sealed else _refuse_shares,
         handler.target if _is_ours(handler.target) else None,
-        infer,
+        _tensor_entry(handler, enveloped),
+        _tensor_entry(handler, enveloped, streams=True),
     )
 
 
@@ -217,7 +220,9 @@ def is_classifier(target: object) -> bool:
     return base is not None and isinstance(target, base.Classifier)
 
 
-def _tensor_entry(handler: FoundHandler, enveloped: Entry | None = None) -> Entry:
+def _tensor_entry(
+    handler: FoundHandler, enveloped: Entry | None = None, streams: bool = False
+) -> Entry:
     """Return what answers requests of tensors by name; most workers never get one."""
     entries: list[Entry] = []
 
@@ -225,7 +230,7 @@ def _tensor_entry(handler: FoundHandler, enveloped: Entry | None = None) -> Entr
         if not entries:
             from modelyard.handlers.infer import tensor_entry
 
-            entries.append(tensor_entry(handler, enveloped))
+            entries.append(tensor_entry(handler, enveloped, streams))
         return entries[0](data, context)
 
     return answer

@@ -52,7 +52,7 @@ KEPT_BYTES = 16 << 20
 """Of freed memory, for the next bodies and answers."""
 
 _PACKED = {name: wire.pack_meta([b"content-type", name.encode()]) for name in (JSON, TEXT, BYTES)}
-KIND = wire.EXPLAIN | wire.ALONE | wire.DESCRIBE | wire.SHARES | wire.TENSORS
+KIND = wire.EXPLAIN | wire.ALONE | wire.DESCRIBE | wire.SHARES | wire.TENSORS | wire.STREAM
 """Flags that jobs of one batch share."""
 
 STREAMED = {"ts_stream_next": "true"}
@@ -431,7 +431,9 @@ def _choose_entry(service: Service, flags: int) -> Entry:
         return service.shares
     if flags & wire.EXPLAIN:
         return service.explain
-    return service.infer if flags & wire.TENSORS else service.predict
+    if flags & wire.TENSORS:
+        return service.infer_stream if flags & wire.STREAM else service.infer
+    return service.predict
 
 
 def _call(

@@ -10,8 +10,10 @@ import gc
 import logging
 from collections import deque
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from modelyard.handlers.context import Headers
+from modelyard.handlers.context import Context, Headers
+from modelyard.handlers.errors import HandlerError
 from modelyard.handlers.steps import Part
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker.codec import UNREAD, Answer, Request, WrongAnswer, encode_value
@@ -27,6 +29,11 @@ from modelyard.serve.worker.loop import (
     send_replies,
 )
 
+if TYPE_CHECKING:
+    from modelyard.handlers.infer import TensorJob
+
+EVENTS = "text/event-stream"
+"""What a handler is told that asks how an answer is to be streamed."""
 logger = logging.getLogger(__name__)
 
 
@@ -39,6 +46,14 @@ class _Job:
     began_us: int
     has_sent: bool = False
     """Whether its client has a chunk already."""
+    tensors: TensorJob | None = None
+    """What a request of tensors is answered with."""
+
+
+def _read_tensors(body: bytes | bytearray, headers: Headers, context: Context) -> TensorJob:
+    from modelyard.handlers.infer import TensorJob  # which few workers need
+
+    return TensorJob(body, headers, context)
 
 
 def run(reader: Reader, service: Service) -> None:
@@ -93,6 +108,8 @@ class Stepping:
         while self._waiting and len(self._running) < self._service.batch_size:
             item = self._waiting[0]
             kind = item.flags & (KIND | wire.INSTANCES)
+            if kind & wire.STREAM:
+                kind &= ~(wire.TENSORS | wire.STREAM)  # its chunks are sent, as those of others are
             is_alone = bool(kind) or item.id in self._alone
             if self._running and (is_alone or self._runs_alone):
                 return
@@ -127,7 +144,11 @@ class Stepping:
             self._end(frame, job, answer)
             return
         try:
-            self._steps.join(item.id, job.request.row, Headers(job.request.headers))
+            row, headers = job.request.row, Headers(job.request.headers)
+            if item.flags & wire.TENSORS:
+                job.tensors = _read_tensors(row["body"], headers, self._service.context)
+                row, headers = job.tensors.row, Headers({"accept": EVENTS})
+            self._steps.join(item.id, row, headers)
         except BaseException as error:
             self._steps.leave([item.id])
             log_failure(rules, error, job.request.request_id)
@@ -148,14 +169,21 @@ class Stepping:
         """Add a part of an answer; one that cannot be sent ends it."""
         rules = self._service.rules
         try:
-            body, headers = encode_value(part.value, rules)
-        except WrongAnswer as error:
+            value: Any = part.value
+            more: dict[str, str] = {}
+            if job.tensors is not None and (job.has_sent or not part.is_last):
+                value = job.tensors.chunk(value)
+            elif job.tensors is not None:
+                value, more = job.tensors.answer_with(value)
+            body, headers = encode_value(value, rules)
+            headers |= more
+        except (WrongAnswer, HandlerError) as error:
             log_failure(rules, error, job.request.request_id)
             self._steps.leave([part.request])
             del self._running[part.request]
             self._end(frame, job, self._refuse(job, error))
             return
-        if part.content_type is not None:
+        if part.content_type is not None and job.tensors is None:
             headers["content-type"] = part.content_type
         if part.is_last:
             del self._running[part.request]

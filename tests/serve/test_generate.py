@@ -8,15 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import httpx
 import pytest
 
 from modelyard.archiver import write_archive
+from modelyard.serve.grpc.protos import message
 from tests.decoder import build_decoder, write_decoder
 from tests.serve.live import SOURCES, LiveServer, make_notes_folder, poll
 
 PLACES = 512
-BODY = {"prompt": "é", "max_new_tokens": 24}
+BODY: dict[str, Any] = {"prompt": "é", "max_new_tokens": 24}
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,66 @@ def test_a_text_comes_as_events(server: LiveServer) -> None:
     name, data = end.split("\n")
     assert name == "event: end"
     assert json.loads(data.removeprefix("data: ")) == expected
+
+
+def test_a_text_by_tritons_routes(server: LiveServer) -> None:
+    expected = ask(server, BODY).json()
+    asked = {"text_input": BODY["prompt"], "parameters": {"max_new_tokens": 24}, "id": "7"}
+    whole = server.client.post("/v2/models/story/generate", json=asked)
+    assert whole.json() == {
+        "model_name": "story", "model_version": "1.0", "text_output": expected["text"],
+        **{name: expected[name] for name in ("tokens", "prompt_tokens", "finish_reason")},
+    }  # fmt: skip
+    found = server.client.post("/v2/models/story/versions/1.0/generate_stream", json=asked)
+    assert found.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert found.headers["x-accel-buffering"] == "no"
+    pieces = events(found.text)
+    assert len(pieces) > 1
+    assert "".join(each["text_output"] for each in pieces) == expected["text"]
+    assert {each["model_name"] for each in pieces} == {"story"}
+    for route in ("generate", "generate_stream"):
+        wrong = server.client.post(f"/v2/models/story/{route}", json={"text_input": 7})
+        assert (wrong.status_code, "prompt" in wrong.json()["error"]) == (400, True)
+
+
+def test_a_text_as_tensors(server: LiveServer) -> None:
+    expected = ask(server, BODY).json()["text"]
+    given = [
+        {"name": "text_input", "shape": [1], "datatype": "BYTES", "data": [BODY["prompt"]]},
+        {"name": "max_new_tokens", "shape": [1], "datatype": "INT32", "data": [24]},
+    ]
+    whole = server.client.post("/v2/models/story/infer", json={"inputs": given})
+    (output,) = whole.json()["outputs"]
+    assert json.loads(output["data"][0])["text_output"] == expected
+    streamed = server.client.post("/v2/models/story/infer_stream", json={"inputs": given})
+    pieces = [each["outputs"][0]["data"][0] for each in events(streamed.text)]
+    assert len(pieces) > 1
+    assert "".join(pieces) == expected
+
+    host, port = server.address
+    request = message("inference.ModelInferRequest")(model_name="story", id="9")
+    request.inputs.add(
+        name="text_input", shape=[1], datatype="BYTES"
+    ).contents.bytes_contents.append(BODY["prompt"].encode())
+    request.inputs.add(
+        name="max_new_tokens", shape=[1], datatype="INT32"
+    ).contents.int_contents.append(24)
+    with grpc.insecure_channel(f"{host}:{port}") as channel:
+        method = channel.stream_stream(
+            "/inference.GRPCInferenceService/ModelStreamInfer", lambda m: m.SerializeToString(),
+            message("inference.ModelStreamInferResponse").FromString,
+        )  # fmt: skip
+        answers = list(method(iter([request, request]), timeout=60))
+    assert not any(each.error_message for each in answers)
+    assert {each.infer_response.id for each in answers} == {"9"}
+    texts = [each.infer_response.outputs[0].contents.bytes_contents[0] for each in answers]
+    assert len(texts) == 2 * len(pieces)
+    assert b"".join(texts).decode() == 2 * expected
+
+
+def events(text: str) -> list[dict[str, Any]]:
+    parts = text.removesuffix("\n\n").split("\n\n")
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
 
 
 def test_a_text_that_has_no_place_is_400(server: LiveServer) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,10 @@ import numpy as np
 import pytest
 
 from modelyard.archiver import write_archive
+from modelyard.serve.api.events import event
 from modelyard.serve.api.inference import COUNTED_BYTES, count_instances
 from modelyard.serve.grpc.protos import message
+from modelyard.serve.http.application import with_pauses
 from modelyard.serve.http.auth import CHANGES
 from tests.serve.live import LiveServer, build_archive, running
 
@@ -229,3 +232,118 @@ def test_instances_are_counted_before_they_are_read() -> None:
     long = json.dumps({"instances": [picture(seed) for seed in range(100)]}).encode()
     assert len(long) > COUNTED_BYTES
     assert abs(count_instances(long) - 100) <= 5
+
+
+# -- streams --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def streamer(server: LiveServer) -> LiveServer:
+    server.register_all("streamer.mar", initial_workers=1)
+    return server
+
+
+def events(answer: httpx.Response) -> list[Any]:
+    assert answer.status_code < 300, answer.text
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    parts = answer.text.removesuffix("\n\n").split("\n\n")
+    return [json.loads(part.removeprefix("data: ")) for part in parts]
+
+
+def test_pieces_of_an_answer_are_events(streamer: LiveServer) -> None:
+    post = streamer.client.post
+    own = {"model_name": "streamer", "model_version": "1.0"}
+    texts = ["2.0 ", "2.1 ", '{"end":"2"}']
+    found = post("/v2/models/streamer/generate_stream", json="count 2")
+    assert events(found) == [{**own, "text_output": text} for text in texts]
+    assert (found.status_code, found.headers["x-count"]) == (202, "2")
+    whole = post("/v2/models/streamer/generate", json="count 2").json()
+    assert whole == {**own, "text_output": "".join(texts)}
+
+    accept = {"accept": "text/event-stream", "content-type": "text/plain"}
+    plain = streamer.predict("streamer", "count 2", headers=accept)
+    assert plain.text == "".join(f"data: {text}\n\n" for text in texts)
+    assert streamer.predict("streamer", "count 2").text == "".join(texts)  # as ever
+    picture_of = streamer.client.post("/predictions/numbers", json=picture(1), headers=accept)
+    assert picture_of.headers["content-type"] == "application/json"  # it does not stream
+
+
+def test_a_stream_that_breaks_ends_with_an_error(streamer: LiveServer) -> None:
+    post = streamer.client.post
+    part, error = events(post("/v2/models/streamer/generate_stream", json="fail 1"))
+    assert (part["text_output"], error) == ("part ", {"error": "ValueError: no more"})
+    for route, asked in (("generate_stream", "fail 0"), ("generate", "fail 1")):
+        whole = post(f"/v2/models/streamer/{route}", json=asked)
+        assert (whole.status_code, whole.json()["error"]) == (500, "ValueError: no more")
+
+
+def test_streamed_tensors(streamer: LiveServer) -> None:
+    def body(text: str, **more: Any) -> dict[str, Any]:
+        given = {"name": "body", "shape": [1], "datatype": "BYTES", "data": [text]}
+        return {"inputs": [given], **more}
+
+    def values(answer: dict[str, Any]) -> list[Any]:
+        return [each["data"][0] for each in answer["outputs"]]
+
+    post = streamer.client.post
+    url = "/v2/models/streamer/infer_stream"
+    found = events(post(url, json=body("count 2", id="a")))
+    assert [values(each) for each in found] == [["2.0 "], ["2.1 "], ["2"]]
+    assert {each["id"] for each in found} == {"a"}
+    whole = post("/v2/models/streamer/infer", json=body("count 2")).json()
+    assert json.loads(values(whole)[0]) == ["2.0 ", "2.1 ", {"end": "2"}]
+    (one,) = events(post("/v2/models/tensors/infer_stream", json=body("x")))
+    assert values(one) == ["x"]  # what does not stream is one event
+    binary = {"parameters": {"binary_data_output": True}}
+    assert "binary" in events(post(url, json=body("count 2", **binary)))[0]["error"]
+    refused = post("/v2/models/tensors/infer_stream", json=body("x", **binary))
+    assert (refused.status_code, "binary" in refused.json()["error"]) == (400, True)
+
+    request = message("inference.ModelInferRequest")(model_name="streamer")
+    request.inputs.add(name="body", shape=[1], datatype="BYTES")
+    asked = []
+    for text in (b"count 2", b"fail 1", b"count 1"):
+        one = message("inference.ModelInferRequest")()
+        one.CopyFrom(request)
+        one.raw_input_contents.append(len(text).to_bytes(4, "little") + text)
+        asked.append(one)
+    host, port = streamer.address
+    with grpc.insecure_channel(f"{host}:{port}") as channel:
+        method = channel.stream_stream(
+            f"{SERVICE}ModelStreamInfer", lambda m: m.SerializeToString(),
+            message("inference.ModelStreamInferResponse").FromString,
+        )  # fmt: skip
+        answers = list(method(iter(asked), timeout=60))
+    said = [
+        each.error_message or each.infer_response.raw_output_contents[0][4:].decode()
+        for each in answers
+    ]
+    assert said == ["2.0 ", "2.1 ", "2", "part ", "ValueError: no more", "1.0 ", "1"]
+
+
+def test_routes_of_streams_are_posted_to(streamer: LiveServer) -> None:
+    for route in ("generate", "generate_stream", "infer_stream"):
+        assert streamer.client.get(f"/v2/models/streamer/{route}").status_code == 405
+        assert streamer.client.post(f"/v2/models/nothing/{route}").status_code == 404
+
+
+def test_an_event_has_a_line_for_each_line() -> None:
+    assert event(b"a\nb\r\nc\rd") == b"data: a\ndata: b\ndata: c\ndata: d\n\n"
+
+
+def test_who_waits_is_told_that_more_comes() -> None:
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"a"
+        await gate.wait()
+        yield b"b"
+
+    async def read() -> list[Any]:
+        found: list[Any] = []
+        async for chunk in with_pauses(slow(), 0.01):
+            found.append(chunk)
+            if found.count(None) == 2:
+                gate.set()
+        return found
+
+    gate = asyncio.Event()
+    assert asyncio.run(read())[:4] == [b"a", None, None, b"b"]
