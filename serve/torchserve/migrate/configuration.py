@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -45,10 +44,10 @@ def read_configuration(
     try:
         configuration = load_configuration(options, variables, directory)
     except StartError as error:
-        given = argparse.Namespace(**{**vars(options), "ts_config": os.devnull})
+        without = CommandLine(**{**vars(options), "ts_config": os.devnull})
         advice = "the start ends with this; mend it first: its other keys were not looked at"
         found = [Finding(FAILS, *_split(str(error)), advice)]
-        return load_configuration(CommandLine(**vars(given)), variables, directory), found
+        return load_configuration(without, variables, directory), found
     return configuration, list(_examine(configuration, variables))
 
 

@@ -103,7 +103,7 @@ def _look(policy: TorchServePolicy, spec: ModelSpec, rules: UrlRules, is_loaded:
         file = find_as_torchserve(policy.settings.model_store, spec.location)
         with open_archive(file, needs_manifest=policy.needs_manifest) as archive:
             return _look_inside(policy, spec, archive, is_loaded)
-    except (ServeError, ArchiveError) as error:
+    except (ServeError, ArchiveError, OSError) as error:
         return Looked(spec, [Finding(FAILS, spec.name or spec.location, str(error))])
 
 
