@@ -129,13 +129,16 @@ EXPLANATIONS: Mapping[str, Schema] = {
         "properties": {**_OF_ALL, **_OF_EACH["properties"]},
     },
     "ExplanationOfTarget": _OF_EACH,
-    "Explanations": fields(
+    "ExplanationsOfTargets": fields(
         {**_OF_ALL, "explanations": listed({"$ref": "#/components/schemas/ExplanationOfTarget"})}
     ),
 }
 """Of one target; of several, as `target=top-3` asks for."""
 EXPLAINED: Schema = {
-    "anyOf": [{"$ref": f"#/components/schemas/{each}"} for each in ("Explanation", "Explanations")]
+    "anyOf": [
+        {"$ref": f"#/components/schemas/{each}"}
+        for each in ("Explanation", "ExplanationsOfTargets")
+    ]
 }
 
 

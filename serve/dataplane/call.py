@@ -98,8 +98,9 @@ class Stream:
             self._drop()
             if not self._is_complete:
                 self._cancel()
-            if self.on_close is not None:
-                self.on_close()
+            on_close, self.on_close = self.on_close, None
+            if on_close is not None:
+                on_close()
 
     def _drop(self) -> None:
         self._chunks.clear()

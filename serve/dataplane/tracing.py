@@ -207,7 +207,7 @@ class Trace:
 
     def _write_parts(self, call: Call) -> None:
         """Write the spans of waiting, of the batch, and of the handler's call in it."""
-        batch = self._batch
+        batch, self._batch = self._batch, None  # the two hold each other
         if batch is None:
             if call.taken_at > call.queued_at:
                 self._write_part("queue", call.queued_at, call.taken_at)

@@ -102,7 +102,7 @@ def test_what_a_model_answers_is_what_its_document_says(server: LiveServer, mode
     several = server.client.post(
         "/explanations/onnx?target=top-2&n_steps=10", content=SCAN.read_bytes()
     )
-    explained = whole["components"]["schemas"]["Explanations"]
+    explained = whole["components"]["schemas"]["ExplanationsOfTargets"]
     assert list(problems(several.json(), explained, whole)) == []
     (place,) = whole["servers"]
     base = f"{server.about['inference']}/openapi/{model}.json"
@@ -163,11 +163,13 @@ with Client(base_url=url) as client, open(scan, "rb") as file:
     image = ImageInput(ImageInputName.IMAGE, [1, 1, 8, 8], ImageInputDatatype.FP32, [0.0] * 64)
     answer = infer.sync(client=client, body=InferRequest([image]))
     assert isinstance(answer, InferResponse), answer
+    logits = answer.outputs[0].data
+    assert isinstance(logits, list)
     explanation = explain.sync(client=client, body=File(io.BytesIO(content)), n_steps=10)
     assert isinstance(explanation, Explanation), explanation
     about = metadata.sync(client=client)
     assert isinstance(about, Metadata), about
-print(max(chances, key=chances.__getitem__), len(answer.outputs[0].data), explanation.label)
+print(max(chances, key=chances.__getitem__), len(logits), explanation.label)
 """
 
 
