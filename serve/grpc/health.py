@@ -99,6 +99,7 @@ class Reflection:
             request = parse("grpc.reflection.v1.ServerReflectionRequest", data)
             rpc.send(self._answer(request).SerializeToString())
 
+        rpc.may_rest = True
         rpc.on_message = lambda data: rpc.guard(lambda: take(data))
         rpc.on_whole = rpc.finish
 

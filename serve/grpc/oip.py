@@ -447,7 +447,7 @@ class _InferStream:
 
     def start(self) -> None:
         """Take the requests as they come."""
-        self._rpc.keeps_messages = True
+        self._rpc.keeps_messages = self._rpc.may_rest = True
         self._rpc.on_message, self._rpc.on_whole = self._take, self._end
 
     def _take(self, data: Message) -> None:

@@ -140,6 +140,7 @@ class Rpc:
         keeps_messages: whether they count among the bodies that the server holds until `release`.
         served: model and version that it reached.
         sent: bytes of messages so far.
+        may_rest: whether the client may leave the call alone between messages.
         on_whole: called when there are no more.
         on_left: called when the client gives up.
         is_counted: whether it is among the requests of a model, or of none.
@@ -166,6 +167,7 @@ class Rpc:
         "is_counted",
         "is_over",
         "keeps_messages",
+        "may_rest",
         "method",
         "on_left",
         "on_message",
@@ -211,7 +213,9 @@ class Rpc:
         self._is_paused = self._is_reading = self._is_whole = False
         self._unread: deque[Buffer] = deque()
         """What came since the pause."""
+        self.may_rest = False
         stream.take, stream.finished, stream.gone = self._take, self._finished, self._gone
+        stream.rests, stream.is_idle = self._rests, self._is_idle
 
     @property
     def metadata(self) -> Headers:
@@ -258,6 +262,12 @@ class Rpc:
             self.stream.release()
             if self._is_whole:
                 self._finished()
+
+    def _rests(self) -> bool:
+        return self.may_rest and not (self._is_within or self._prefix)
+
+    def _is_idle(self) -> bool:
+        return self._held == 0 and self._rests()
 
     def _take(self, piece: Buffer) -> None:
         self._hold(len(piece))

@@ -117,6 +117,40 @@ LEFT = 499
 """As nginx has it."""
 
 
+class Pace:
+    """How fast something comes, or goes."""
+
+    __slots__ = ("_progress", "_since", "what")
+
+    def __init__(self) -> None:
+        self.what: object = None
+        self._since, self._progress = 0.0, 0
+
+    def stop(self) -> None:
+        """Begin anew with the next thing."""
+        self.what = None
+
+    def is_slow(
+        self, what: object, now: float, progress: int, timeout_s: float, is_short: bool
+    ) -> bool:
+        """Return whether less than the rate has come, or gone, in the time that ends now.
+
+        Args:
+            what: is measured; another thing than before begins anew.
+            progress: bytes so far.
+            timeout_s: over which `MIN_RATE` is kept.
+            is_short: workers wait for the memory that it takes.
+        """
+        rate = MIN_RATE
+        if is_short:
+            rate, timeout_s = SHORT_RATE, min(SHORT_S, timeout_s)
+        if self.what is what and now - self._since < timeout_s:
+            return False
+        is_new, moved = self.what is not what, progress - self._progress
+        self.what, self._since, self._progress = what, now, progress
+        return not is_new and moved < rate * timeout_s
+
+
 class Accepts(Protocol):
     """What answers requests: an application, or several on one port."""
 
@@ -498,8 +532,6 @@ class Connection(asyncio.Protocol):
     _refusal: tuple[Exception, RequestResponseCycle | None] | None = None
     _unread = 0
     """Bytes of answers that the budget knows of."""
-    _window: tuple[object, float, int] = (None, 0.0, 0)
-    """What is measured, since when, and how far it was then."""
 
     def __init__(
         self,
@@ -529,6 +561,7 @@ class Connection(asyncio.Protocol):
         self._queue: deque[RequestResponseCycle] = deque()
         self._headers: Headers = []
         self._spelled: list[bytes] = []
+        self._pace = Pace()
         self.parser: Any = httptools.HttpRequestParser(self)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -940,11 +973,11 @@ class Connection(asyncio.Protocol):
                 logger.warning("%s: takes its answer too slowly", self.client or "a client")
                 transport.abort()
             return
-        if self._window[0] == "answer":
-            self._window = (None, 0.0, 0)  # the client has taken all
+        if self._pace.what == "answer":
+            self._pace.stop()  # the client has taken all
         if self._is_reading_paused:  # we are slow, not the client
             self.since = now
-            self._window = (None, 0.0, 0)
+            self._pace.stop()
         elif self.phase == BODY and (reading := self.reading) is not None:
             if reading.is_complete and now - self.since > limits.transfer_timeout_s:
                 transport.abort()  # it still sends what was answered long ago
@@ -960,18 +993,8 @@ class Connection(asyncio.Protocol):
             transport.close()
 
     def _is_slow(self, what: object, now: float, progress: int) -> bool:
-        """Return whether less than the rate has come, or gone, in the time that ends now."""
-        measured, since, then = self._window
-        rate, timeout_s = MIN_RATE, self.limits.transfer_timeout_s
-        if what == "answer" and self._unread and self.budget.is_short:
-            rate, timeout_s = SHORT_RATE, min(SHORT_S, timeout_s)
-        if measured is not what:
-            self._window = (what, now, progress)
-            return False
-        if now - since < timeout_s:
-            return False
-        self._window = (what, now, progress)
-        return progress - then < rate * timeout_s
+        is_short = what == "answer" and bool(self._unread) and self.budget.is_short
+        return self._pace.is_slow(what, now, progress, self.limits.transfer_timeout_s, is_short)
 
     # -- back-pressure ---------------------------------------------------------------------------
 

@@ -24,7 +24,7 @@ from hpack import Decoder, HPACKError, OversizedHeaderListError
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import Forbidden
-from modelyard.serve.http.connection import AnyConnection, Headers, Limits
+from modelyard.serve.http.connection import UNCOUNTED_BYTES, AnyConnection, Headers, Limits, Pace
 from modelyard.serve.http.site import SiteCheck
 
 logger = logging.getLogger(__name__)
@@ -49,6 +49,8 @@ PIECES = 32
 """CONTINUATION frames of one header block."""
 BLOCKS, BLOCK_BYTES, BLOCK_HEADERS = 32, 512, 32
 """Header blocks whose meaning is kept, and their size."""
+SMALL_BYTES = 1024
+"""A frame of fewer bytes is one that brings no work, where nobody waits for them any more."""
 ALLOWANCE = 1000
 """Frames that bring no work (pings, settings, resets, empty ones): so many, and one more for each
 request, and `ALLOWANCE_PER_S` a second. grpcio pings with every few messages."""
@@ -153,6 +155,8 @@ class Stream:
         take: called with each piece of the body.
         finished: called when the body is whole.
         gone: called when the client gives up; nothing is called after it.
+        rests: whether the client may leave it alone now, as between messages.
+        is_idle: whether it could be closed without anybody losing an answer.
         unsent: bytes of the answer that wait for the client.
     """
 
@@ -169,11 +173,14 @@ class Stream:
         "headers",
         "id",
         "is_held",
+        "is_idle",
         "is_received",
         "length",
-        "moved_at",
+        "pace",
         "received",
+        "rests",
         "room",
+        "sent",
         "take",
         "unsent",
         "window",
@@ -204,8 +211,11 @@ class Stream:
         self.has_left = False
         self.is_held = False
         self.unsent = 0
-        self.moved_at = connection.since
-        """When something came last, or went while something waited."""
+        self.sent = 0
+        """Bytes of the answer that went."""
+        self.pace = Pace()
+        self.rests: Callable[[], bool] = _never
+        self.is_idle: Callable[[], bool] = _never
         self._parts: deque[tuple[int, int, Buffer]] = deque()
         self._drained: asyncio.Event | None = None
 
@@ -228,8 +238,6 @@ class Stream:
         flags = (END_HEADERS if kind == HEADERS else 0) | ends  # END_STREAM is 1
         self._parts.append((kind, flags, payload))
         if kind == DATA:
-            if not self.unsent:
-                self.moved_at = self.connection.now()
             self.unsent += len(payload)
             self.connection.unsent += len(payload)
 
@@ -240,6 +248,7 @@ class Stream:
     def forget(self) -> None:
         """Tell the application nothing more."""
         self.take, self.finished, self.gone = _ignore, _nothing, _nothing
+        self.rests = self.is_idle = _never
 
     def hold(self) -> None:
         """Let the client send no more than it may already."""
@@ -275,6 +284,7 @@ class Stream:
                     break
                 most -= sent
                 self.window -= sent
+                self.sent += sent
                 self.unsent -= sent
                 self.connection.unsent -= sent
             if size <= longest and sent == size:
@@ -320,6 +330,10 @@ def _ignore(piece: Buffer) -> None:
 
 def _nothing() -> None:
     pass
+
+
+def _never() -> bool:
+    return False
 
 
 class Http2Connection(asyncio.Protocol):
@@ -542,12 +556,11 @@ class Http2Connection(asyncio.Protocol):
         stream = self._streams.get(self._data_id)
         ends = is_last and bool(self._data_flags & END_STREAM)
         if stream is None:  # it was reset, or has its answer
-            if is_last:
+            if is_last and size < SMALL_BYTES:
                 self._spend()
             return
         if stream.is_received:
             raise _ConnectionFailed(Code.STREAM_CLOSED, "DATA behind the end of its stream")
-        stream.moved_at = self.now()
         stream.received += len(piece)
         stream.room -= size
         stream.credit += size
@@ -780,7 +793,6 @@ class Http2Connection(asyncio.Protocol):
         frames = stream.pull(most, self._longest)
         if frames:
             self._window -= before - stream.unsent
-            stream.moved_at = self.now()
             self._out += frames
             self._flush_soon()
             self._forget_if_over(stream)
@@ -886,7 +898,8 @@ class Http2Connection(asyncio.Protocol):
     @property
     def is_idle(self) -> bool:
         """Whether it could be closed without anybody losing an answer."""
-        return not self._streams and not self.transport.is_closing()
+        streams = self._streams.values()
+        return not self.transport.is_closing() and all(each.is_idle() for each in streams)
 
     def check(self, now: float) -> None:
         """Close what its client has left alone, or feeds or empties too slowly."""
@@ -910,11 +923,20 @@ class Http2Connection(asyncio.Protocol):
             if aged_s > 0:
                 self.announce_end()
             for stream in tuple(self._streams.values()):
-                is_slow = now - stream.moved_at > limits.transfer_timeout_s
-                is_ours = stream.is_received or stream.is_held
-                if is_slow and (stream.is_waiting or not is_ours):
+                if self._is_slow(stream, now):
                     logger.warning("%s: stream %d is too slow", self.client, stream.id)
                     self.reset(stream, Code.CANCEL)
+
+    def _is_slow(self, stream: Stream, now: float) -> bool:
+        """Return whether a client feeds or empties a stream too slowly."""
+        timeout_s = self.limits.transfer_timeout_s
+        if stream.is_waiting:
+            is_short = self.budget.is_short and stream.unsent > UNCOUNTED_BYTES
+            return stream.pace.is_slow("answer", now, stream.sent, timeout_s, is_short)
+        if stream.is_received or stream.is_held or stream.rests():
+            stream.pace.stop()
+            return False
+        return stream.pace.is_slow("body", now, stream.received, timeout_s, is_short=False)
 
 
 def _expect(is_met: bool, reason: str, id: int = 0) -> None:
