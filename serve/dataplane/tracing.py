@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import random
 import re
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from threading import Thread
-from time import monotonic, time_ns
+from time import monotonic
 from typing import TYPE_CHECKING, NamedTuple
 
 from modelyard.serve.dataplane.call import Call, Stream
@@ -156,7 +157,7 @@ class Trace:
         self._tracer = tracer
         self._span = span
         self._describe = describe
-        self._offset_ns = time_ns() - round(monotonic() * 1e9)
+        self._offset_ns = time.time_ns() - round(monotonic() * 1e9)
         self._batch: Batch | None = None
         self._replied_at = began_at
         self._queue_s = self._handler_s = 0.0
@@ -293,7 +294,7 @@ class Tracing:
             )
             context = trace.set_span_in_context(trace.NonRecordingSpan(above))
         name, attributes = about()
-        offset_ns = time_ns() - round(monotonic() * 1e9)
+        offset_ns = time.time_ns() - round(monotonic() * 1e9)
         span = self._tracer.start_span(
             name,
             # A context of its own: whatever this task belongs to is no parent of a request.

@@ -10,9 +10,9 @@ import asyncio
 import json
 import logging
 import os
+import time
 from collections.abc import Callable
 from importlib.metadata import version
-from time import gmtime, strftime, time
 from urllib.parse import quote
 
 from modelyard.serve.dataplane.log_file import Console, LogFile
@@ -47,7 +47,7 @@ class AccessLog:
 
     def __call__(self, answered: Answered) -> None:
         """Take one answer."""
-        line = self._form(answered, time())
+        line = self._form(answered, time.time())
         self._lines.append(line)
         self._size += len(line)
         if self._size >= GATHER_BYTES:
@@ -80,7 +80,10 @@ class Clock:
         """Return a time as RFC 3339 has it."""
         second = int(now)
         if second != self._second:
-            self._second, self._text = second, strftime("%Y-%m-%dT%H:%M:%S", gmtime(second))
+            self._second, self._text = (
+                second,
+                time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second)),
+            )
         return f"{self._text}.{int((now - second) * 1000):03d}Z"
 
 

@@ -94,5 +94,5 @@ def test_an_error_is_one_json_object_with_its_traceback() -> None:
 
 @pytest.mark.parametrize("given", [{"log_level": "loud"}, {"log_format": "xml"}])
 def test_a_form_that_is_not_there_is_refused(given: dict[str, str]) -> None:
-    with pytest.raises(StartError, match=next(iter(given))):
+    with pytest.raises(StartError, match=f"--{next(iter(given)).replace('_', '-')}: "):
         load_settings(given, None, {})

@@ -232,7 +232,10 @@ def test_a_wall_clock_that_jumps_by_days_changes_nothing(
 WALL_CLOCK = {
     "serve/control/registry.py": "when a version was registered, as it is shown",
     "serve/dataplane/worker.py": "when a worker was started, as it is shown",
+    "serve/dataplane/histogram.py": "exemplars are dated",
+    "serve/dataplane/tracing.py": "spans are dated by the calendar",
     "serve/server.py": "when the server was started, as it is shown",
+    "serve/http/access.py": "the time of a line",
     "serve/http/tls.py": "certificates are valid by the calendar",
     "serve/torchserve/layout.py": "the time and the day in a line",
     "serve/torchserve/log_files.py": "the day in the name of a file that is put aside",

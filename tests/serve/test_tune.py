@@ -299,7 +299,7 @@ def refused(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ref
         (["patient", "--output", "nope/x.yaml"], 2, "there is no folder nope"),
         (["patient", "--connections", "0"], 2, "--connections"),
         (["ALL"], 2, "one model is tuned at a time"),
-        (["patient", "--device", "tpu"], 1, "wrong settings: device"),
+        (["patient", "--device", "tpu"], 1, "wrong settings: --device"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused_with_what_to_do(
