@@ -204,6 +204,22 @@ def commands(block: Block) -> Iterator[list[str]]:
                 yield shlex.split("".join(inner))
 
 
+def test_a_page_that_starts_a_server_stops_it() -> None:
+    for page in (*REPO.glob("*.md"), *PAGES):
+        runs = False
+        for block in blocks(page):
+            for words in commands(block):
+                words = [word for word in words if not re.match(r"[A-Z_]+=", word)]
+                if words[:2] in (["modelyard", "serve"], ["torchserve", "--start"]):
+                    starts = {"start", "--start"} & set(words)
+                    runs = bool(starts and "--explain-plan" not in words) or (
+                        runs and "stop" not in words
+                    )
+                elif words[:2] == ["torchserve", "--stop"]:
+                    runs = False
+        assert not runs, f"{page.name} leaves a server behind"
+
+
 def check_words(program: str, words: list[str]) -> None:
     """Raise where `make` or `modelyard` has no such command or option."""
     if program == "make":
