@@ -144,7 +144,7 @@ def write_image(output: Path, base: Path | None, rootfs: Path | None, scratch: P
     folders = install(scratch)
     blobs = Blobs(layout)
     contents = {f"Debian {SUITE}, Python": _base_entries(base)}
-    contents |= {note: _folder_entries(folder) for note, folder in folders.items()}
+    contents |= {note: folder_entries(folder) for note, folder in folders.items()}
     layers = []
     for note, entries in contents.items():
         layers.append(blobs.add_layer(entries, note))
@@ -306,7 +306,8 @@ def _base_entries(base: Path) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     yield _new(str(HOME / "pyvenv.cfg"), b"home = /usr/bin\ninclude-system-site-packages = false\n")
 
 
-def _folder_entries(folder: Path) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+def folder_entries(folder: Path) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
+    """Yield what is in a folder, sorted; files have one of two modes."""
     for path in sorted(folder.rglob("*")):
         info = tarfile.TarInfo(path.relative_to(folder).as_posix())
         if path.is_symlink():

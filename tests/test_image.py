@@ -6,12 +6,17 @@ Built anew it takes minutes, Debian's mirror and a package index. IMAGE_ROOTFS n
 
 from __future__ import annotations
 
+import gzip
+import hashlib
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
+import tarfile
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-from deploy.image import COMMAND, ENVIRONMENT
+from deploy.image import COMMAND, ENVIRONMENT, HOME, PORTS, USER, Blobs, folder_entries
+from modelyard.serve.settings import load_settings
 from tests.conftest import DIGITS, ROOT
 from tests.serve.live import poll
-
-pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 SCAN = (DIGITS / "scans" / "7.png").read_bytes()
 ANSWERED, REFUSED, LOST = "answered", "refused at connect", "lost"
@@ -118,6 +123,12 @@ def running(rootfs: Path, folder: Path, store: Path, user: int) -> Iterator[Cell
         cell.process.wait()
 
 
+def runs_the_image(test: Any) -> Any:
+    """Mark a test that takes minutes."""
+    return pytest.mark.nightly(pytest.mark.timeout(1800)(test))
+
+
+@runs_the_image
 @pytest.mark.parametrize("user", [1000, 1000660000], ids=["its-own-user", "any-user"])
 def test_it_serves_and_stops_under_load_and_writes_to_its_state_only(
     rootfs: Path, digits_store: Path, tmp_path: Path, user: int
@@ -159,6 +170,7 @@ def load(address: str, outcomes: Counter[str]) -> None:
             outcomes[ANSWERED if status == 200 else LOST] += 1
 
 
+@runs_the_image
 def test_walls_stand_in_it(rootfs: Path, digits_store: Path, tmp_path: Path) -> None:
     with running(rootfs, tmp_path, digits_store, 1000) as cell:
         said = json.loads(cell.run("modelyard", "doctor", "--json").stdout)
@@ -166,3 +178,62 @@ def test_walls_stand_in_it(rootfs: Path, digits_store: Path, tmp_path: Path) -> 
     expected = {"files", "network", "system calls", "signals", "privileges", "environment"}
     assert {f"wall: {name}" for name in expected} <= walls.keys()
     assert all(each["status"] == "ok" for each in walls.values()), walls
+
+
+def test_a_layer_has_the_same_bytes_whenever_and_by_whomever_it_is_made(tmp_path: Path) -> None:
+    layers = []
+    for number in range(2):
+        folder = tmp_path / f"content{number}"
+        # Created in another order, at another time, with what another umask leaves.
+        for name in ("bin/tool", "lib/a.txt")[:: 1 - 2 * number]:
+            (folder / name).parent.mkdir(parents=True)
+            (folder / name).write_text(name)
+            (folder / name).chmod(0o777 - 0o20 * number if name == "bin/tool" else 0o666)
+            os.utime(folder / name, (number, number))
+        (folder / "link").symlink_to("lib/a.txt")
+        blobs = Blobs(tmp_path / f"layout{number}")
+        layers.append(blobs.add_layer(folder_entries(folder), "test"))
+    assert layers[0] == layers[1]
+    blob = tmp_path / "layout0" / "blobs" / "sha256" / layers[0].digest.removeprefix("sha256:")
+    assert hashlib.sha256(blob.read_bytes()).hexdigest() == blob.name
+    plain = gzip.decompress(blob.read_bytes())
+    assert f"sha256:{hashlib.sha256(plain).hexdigest()}" == layers[0].diff_id
+    with tarfile.open(blob) as tar:
+        modes = {each.name: each.mode for each in tar if each.isreg()}
+        assert {(each.uid, each.gid, each.mtime) for each in tar} == {(0, 0, 0)}
+    assert modes == {"bin/tool": 0o755, "lib/a.txt": 0o644}
+
+
+def test_the_dockerfile_makes_the_same_image_as_the_script() -> None:
+    text = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
+    (last,) = text.split("\nFROM ")[2:]
+    words = dict(pair.split("=", 1) for pair in re.findall(r"\b[A-Z_]+=\S+", last))
+    assert words["PATH"].startswith(f"/{HOME}/bin:")
+    assert {name: words.get(name) for name in ENVIRONMENT if name != "PATH"} == {
+        name: value for name, value in ENVIRONMENT.items() if name != "PATH"
+    }
+    assert f"USER {USER}\n" in last
+    assert f"EXPOSE {' '.join(map(str, PORTS))}\n" in last
+    assert json.loads(last.partition("\nCMD ")[2]) == COMMAND
+
+
+def test_what_the_dockerfile_copies_is_there_and_reaches_the_build() -> None:
+    text = (ROOT / "Dockerfile").read_text()
+    lines = [line.split()[1:-1] for line in text.splitlines() if line.startswith("COPY ")]
+    copied = {name for names in lines for name in names if not names[0].startswith("--from")}
+    ignore = (ROOT / ".dockerignore").read_text().splitlines()
+    assert copied and all((ROOT / name).exists() for name in copied)
+    assert {line[1:] for line in ignore if line.startswith("!")} == copied
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="hadolint is not installed")
+def test_hadolint_has_nothing_to_say() -> None:
+    subprocess.run(["hadolint", str(ROOT / "Dockerfile")], check=True)
+
+
+def test_the_compose_file_is_as_the_page_says() -> None:
+    (service,) = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"].values()
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert service["image"] == f"modelyard:{version}"
+    assert (service["read_only"], service["cap_drop"]) == (True, ["ALL"])
+    load_settings({}, None, service["environment"])
