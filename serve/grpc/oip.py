@@ -8,10 +8,9 @@ answered raw, what comes as typed contents is answered so.
 from __future__ import annotations
 
 import array
-import asyncio
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from importlib.metadata import version
 from time import monotonic
@@ -346,7 +345,7 @@ class Inference:
         def reply(answer: Reply) -> None:
             if isinstance(answer.body, Stream) and several is not None:
                 write = partial(_write_chunk, is_raw=asked.is_raw, id=id)
-                _keep(_pass_on(rpc, answer.body, write, several, failed))
+                rpc.run(_pass_on(rpc, answer.body, write, several, failed))
             else:
                 send(write_answer(answer, asked.is_raw, id))
 
@@ -377,18 +376,14 @@ def _change(name: str, change: Callable[[str], Awaitable[None]], rpc: Rpc) -> No
         try:
             await change(model)
         except Exception as error:
-            failure = error_of(error)
-            rpc.fail(failure.status, str(failure))
-        else:
-            done = {"model_name": model, f"is{name}ed": True}
-            rpc.reply(
-                message(f"inference.RepositoryModel{name}Response")(**done).SerializeToString()
-            )
+            raise error_of(error) from error
+        done = {"model_name": model, f"is{name}ed": True}
+        rpc.reply(message(f"inference.RepositoryModel{name}Response")(**done).SerializeToString())
 
     def begin(data: Message) -> None:
         request = parse(f"inference.RepositoryModel{name}Request", data)
         # KServe's messages have the model's name where Triton's have that of a repository.
-        _keep(run(request.model_name or request.repository_name))
+        rpc.run(run(request.model_name or request.repository_name))
 
     rpc.unary(begin)
 
@@ -422,17 +417,6 @@ def _write_chunk(chunk: Payload, is_raw: bool, id: bytes) -> list[Buffer]:
     head, _ = split_tensors(chunk)
     length = wire.pack_meta([LENGTH_HEADER, b"%d" % len(head)])
     return write_answer(Reply(200, length, bytes(chunk[4:])), is_raw, id)
-
-
-def _keep(run: Coroutine[Any, Any, None]) -> None:
-    """Have a task run something."""
-    task = asyncio.get_running_loop().create_task(run)
-    _tasks.add(task)
-    task.add_done_callback(_tasks.discard)
-
-
-_tasks: set[asyncio.Task[None]] = set()
-"""The loop holds its tasks weakly."""
 
 
 class _InferStream:

@@ -176,7 +176,6 @@ class Rpc:
         "served",
         "status",
         "stream",
-        "task",
         "timeout_s",
         "trace_id",
     )
@@ -464,10 +463,15 @@ class Rpc:
 
     def run(self, answering: Coroutine[Any, Any, None]) -> None:
         """Have a task answer; the call ends with the error that it raises."""
-        self.task = asyncio.get_running_loop().create_task(answering)
-        self.task.add_done_callback(
-            lambda task: None if task.cancelled() else self.guard(task.result)
-        )
+        task = asyncio.get_running_loop().create_task(answering)
+        _running.add(task)
+
+        def done(task: asyncio.Task[None]) -> None:
+            _running.discard(task)
+            if not task.cancelled():
+                self.guard(task.result)
+
+        task.add_done_callback(done)
 
     async def drain(self) -> None:
         """Wait until the client has taken most of what was sent."""
@@ -485,6 +489,10 @@ class Rpc:
             self.stream.forget()
             self.on_message = self.on_whole = self.on_left = None
             self._on_end(self)
+
+
+_running: set[asyncio.Task[None]] = set()
+"""The loop holds its tasks weakly."""
 
 
 def read_timeout(value: bytes) -> float:

@@ -194,14 +194,18 @@ def form_error(error: Exception, id: str) -> Answer:
     if isinstance(error, Unauthorized):
         status = 400
     reason = error.reason if isinstance(error, FetchFailed | UrlRefused) else None
-    declared = isinstance(error, (ServeError, ArchiveError))
-    message = str(error) if declared else f"internal error ({type(error).__name__})"
-    answer = error_answer(status, kind, message, reason)
+    answer = error_answer(status, kind, text_of(error), reason)
     if isinstance(error, Unavailable):
         answer[1].append((b"retry-after", str(error.retry_after_s).encode()))
     if isinstance(error, Refused):
         answer[1].append((REASON, error.reason.encode("ascii", "replace")))
     return answer
+
+
+def text_of(error: Exception) -> str:
+    """Return what a client reads of an error; of one that nobody declared, its class only."""
+    declared = isinstance(error, (ServeError, ArchiveError))
+    return str(error) if declared else f"internal error ({type(error).__name__})"
 
 
 def segments(path: str) -> list[str]:

@@ -23,14 +23,13 @@ from modelyard.serve.errors import (
     ModelNotFound,
     ServeError,
     StreamBroken,
-    error_body,
     http_status,
 )
 from modelyard.serve.grpc.fields import begin_bytes, cut_out
 from modelyard.serve.grpc.oip import begin_call, parse
 from modelyard.serve.grpc.protos import message
 from modelyard.serve.grpc.rpc import Message, Method, Rpc, RpcError, Status, status_of
-from modelyard.serve.torchserve.dialect import Refused
+from modelyard.serve.torchserve.dialect import Refused, text_of
 from modelyard.serve.torchserve.grpc_services import with_class
 
 logger = logging.getLogger(__name__)
@@ -225,12 +224,12 @@ def _read_refusal(body: Payload | str) -> RpcError | None:
 
 def _error_of(error: Exception) -> RpcError:
     """Return an error of ours with TorchServe's status and text."""
-    text, kind = str(error_body(error, "")["message"]), http_status(error)[1]
+    text, (status, kind) = text_of(error), http_status(error)
     if isinstance(error, ModelNotFound):
         return RpcError(Status.INTERNAL, with_class(text, kind))
     if isinstance(error, Refused):
         return RpcError(Status.INTERNAL, f"{text}\n{INTERNAL}.()")
-    return RpcError(status_of(http_status(error)[0]), with_class(text, INTERNAL))
+    return RpcError(status_of(status), with_class(text, INTERNAL))
 
 
 def open_inference(methods: dict[str, Method], service: str) -> dict[str, Any]:
