@@ -54,7 +54,8 @@ def doubt(handler: Classifier, seen: Sequence[Inputs]) -> str | None:
 def _variants(seen: Sequence[Inputs]) -> Iterator[Inputs]:
     for inputs in seen:
         tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
-        for scale in _SCALES:
+        has_floats = any(tensor.is_floating_point() for tensor in tensors)
+        for scale in _SCALES if has_floats else _SCALES[:1]:
             changed = tuple(t * scale if t.is_floating_point() else t for t in tensors)
             yield changed[0] if len(changed) == 1 else changed
 

@@ -209,12 +209,12 @@ def test_one_output_is_kept_in_another_range(product: Path, tmp_path: Path) -> N
     assert report.parity.batches == (1, 2, 3)
 
 
-def test_samples_without_a_name_go_to_a_files_input_by_its_place(
+def test_samples_without_a_name_go_to_the_files_input_and_take_its_name(
     product: Path, tmp_path: Path
 ) -> None:
     np.save(tmp_path / "rows.npy", np.ones((3, 4), np.float32))
     (report,) = export(product, None, (), output_dir=tmp_path, samples=[tmp_path / "rows.npy"])
-    assert [value.name for value in onnx.load(report.artifact).graph.input] == ["input"]
+    assert [value.name for value in onnx.load(report.artifact).graph.input] == ["input_1"]
 
 
 ML = "ai.onnx.ml"

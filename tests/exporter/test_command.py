@@ -109,6 +109,7 @@ def test_a_file_without_a_class_is_answered_with_its_classes(folder: Path) -> No
     assert "which defines none; expected file.py:Class" in result.stderr
 
 
+@pytest.mark.nightly
 def test_a_model_of_any_size_is_proposed_and_not_guessed(folder: Path) -> None:
     result = run("any.pt", "--model", "net.py:Any", *FAST)
     assert "it runs with these, and with other sizes too: change them to yours" in result.stderr

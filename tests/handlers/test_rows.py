@@ -266,3 +266,11 @@ def test_a_dim_has_one_size_in_a_request() -> None:
 def test_the_end_of_a_range_that_only_the_batch_knows_is_not_checked() -> None:
     specs = parse_inputs(["place:int64[batch]<batch"]).inputs
     check_stated(specs, [np.array(7)])
+
+
+def test_probabilities_that_an_export_found_are_answered_as_they_are() -> None:
+    chances = torch.tensor([[0.25, 0.75]])
+    assert TopLabels({}, str, {}, "probabilities")(chances) == [{"1": 0.75, "0": 0.25}]
+    # What the archive itself says comes first.
+    assert TopLabels({"output_kind": "logits"}, str, {}, "probabilities").kind == "logits"
+    assert TopLabels({"function": "sigmoid"}, str, {}, "probabilities").kind == "multilabel"

@@ -32,7 +32,8 @@ def write_onnx(file: Path, last: str) -> None:
     onnx.save(model, file)
 
 
-@pytest.mark.parametrize("last", ["Softmax", pytest.param("Sigmoid", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("last", ["Softmax", "Sigmoid"])
 def test_a_softmax_of_another_tool_is_not_taken_again(last: str, tmp_path: Path) -> None:
     write_onnx(tmp_path / "flowers.onnx", last)
     (report,) = export(
