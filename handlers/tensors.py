@@ -33,6 +33,8 @@ BYTES, BF16 = "BYTES", "BF16"
 BASE64 = "base64"
 """`content_type` among the parameters of BYTES whose texts are base64; MLServer's."""
 MOST_DIMS = 32
+MOST_VALUES = 1 << 31
+"""Of an empty tensor, were it not empty: its other sizes say what a model may make of it."""
 NUMPY = {oip: np.dtype(name) for oip, name in DTYPES.items() if oip != BF16}
 Array = Any
 """numpy's array, of objects for BYTES; torch's tensor for BF16, which numpy does not know."""
@@ -229,6 +231,7 @@ def _shape(given: Mapping[str, Any], where: str) -> tuple[int, ...]:
         not isinstance(shape, list)
         or len(shape) > MOST_DIMS
         or not all(type(size) is int and size >= 0 for size in shape)
+        or (0 in shape and math.prod(size or 1 for size in shape) > MOST_VALUES)
     ):
         raise BadInput(
             f"{where} has the shape {str(shape)[:100]}; expected a list of at most {MOST_DIMS} "

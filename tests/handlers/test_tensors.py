@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
+import tracemalloc
 import zlib
 from typing import Any
 
@@ -118,6 +120,8 @@ REFUSED: list[tuple[bytes, str]] = [
     (body(tensor("INT8", [1], [1.5])), "the shape"),  # type: ignore[list-item]
     (body(tensor("INT8", [1], [1] * 33)), "at most 32"),
     (body(tensor("INT8", [1], [1 << 40, 1 << 40])), "1 values; its shape"),
+    (body(tensor("INT8", [], [0, 1 << 62, 8])), "the shape"),
+    (body(tensor("BF16", [], [0, 1 << 63])), "the shape"),
     (body(tensor("INT8", [1, 2], [1])), "2 values"),
     (body(tensor("INT8", None, [1])), "missing or null as data"),
     (body(tensor("INT8", [[1], [2, 3]], [3])), "unequal length"),
@@ -195,6 +199,20 @@ def test_bytes_behind_the_json_are_not_copied() -> None:
 def test_bytes_that_do_not_fit_are_refused(sent: tuple[bytes, str], reason: str) -> None:
     with pytest.raises(BadInput, match=reason):
         read_request(*sent)
+
+
+@pytest.mark.parametrize("datatype", ["UINT8", "BF16", "BYTES"])
+@pytest.mark.parametrize("shape", [[1 << 31], [1 << 20, 1 << 20], [1 << 20, 0], [0, 1 << 40]])
+def test_nothing_is_allocated_for_a_shape_alone(datatype: str, shape: list[int]) -> None:
+    given = {"name": "x", "datatype": datatype, "shape": shape}
+    head = body({**given, "parameters": {"binary_data_size": 0}})
+    tracemalloc.start()
+    for sent, length in ((body({**given, "data": []}), None), (head, str(len(head)))):
+        with contextlib.suppress(BadInput):
+            assert 0 in read_request(sent, length).inputs["x"].shape
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
 
 
 def test_classes_come_with_their_values_and_labels() -> None:

@@ -92,6 +92,7 @@ def test_models_are_loaded_and_unloaded_by_name(server: LiveServer, operator: ht
     }
 
 
+@pytest.mark.nightly
 def test_versions_come_back_as_they_were(server: LiveServer, operator: httpx.Client) -> None:
     for version in ("1", "2"):
         file = build_archive(server.store, "echo", name="echoes", version=version)
@@ -204,6 +205,7 @@ def test_a_bad_instance_is_its_own_requests_fault(
     assert [each.status_code for each in answers] == [400, 200, 200] * 4
 
 
+@pytest.mark.nightly
 def test_explained_instances(server: LiveServer) -> None:
     url = "/v1/models/numbers:explain?method=feature_ablation&target=3"
     answer = server.client.post(url, json={"instances": [picture(1), picture(2)]})
