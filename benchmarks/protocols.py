@@ -322,6 +322,9 @@ def tabulate(rows: Sequence[Row], taken: Sequence[Measured]) -> str:
     def median(name: str, of: Callable[[Measured], float]) -> float:
         return statistics.median(of(each) for each in taken if each.row == name)
 
+    def cpu(each: Measured) -> float:
+        return each.server_us + each.workers_us
+
     lines = [f"{'':24} {'rate':>8} {'server':>8} {'workers':>8} {'client':>8} {'others':>7}"]
     for row in rows:
         lines.append(
@@ -339,7 +342,10 @@ def tabulate(rows: Sequence[Row], taken: Sequence[Measured]) -> str:
     ):  # fmt: skip
         if any(row.name == other for row in rows):
             found = median(one, lambda m: m.rate) / median(other, lambda m: m.rate)
-            lines.append(f"  {one} / {other}: {found:.2f} (goal {goal:g})")
+            cost = median(other, cpu) / median(one, cpu)
+            lines.append(
+                f"  {one} / {other}: {found:.2f} (goal {goal:g}); by processor time {cost:.2f}"
+            )
     return "\n".join(lines)
 
 

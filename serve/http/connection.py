@@ -632,7 +632,7 @@ class Connection(asyncio.Protocol):
         self.parser = None
         connection = Http2Connection(
             self._streams, self.limits, self._site, self.budget, self._connections, self._closed,
-            self.client,
+            self.client, self.turns,
         )  # fmt: skip
         self.transport.set_protocol(connection)
         connection.connection_made(self.transport)

@@ -26,6 +26,7 @@ from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import Forbidden
 from modelyard.serve.http.connection import UNCOUNTED_BYTES, AnyConnection, Headers, Limits, Pace
 from modelyard.serve.http.site import SiteCheck
+from modelyard.serve.http.turns import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -347,6 +348,7 @@ class Http2Connection(asyncio.Protocol):
         connections: where it enters itself while it is open.
         closed: called when it has ended.
         client: its address, for logs.
+        turns: of all connections of the listener; None takes at once what comes.
 
     Attributes:
         since: time of the loop, of the last request or answer.
@@ -364,7 +366,11 @@ class Http2Connection(asyncio.Protocol):
         connections: set[AnyConnection],
         closed: Callable[[], None],
         client: tuple[str, int] | None,
+        turns: Turns | None = None,
     ) -> None:
+        self._turns = turns
+        self._put_off = b""
+        """What this turn of the loop has no time for; nothing is read meanwhile."""
         self._app = app
         self.limits = limits
         self._site = site
@@ -430,7 +436,23 @@ class Http2Connection(asyncio.Protocol):
         self._closed()
 
     def data_received(self, data: bytes) -> None:
-        """Take frames; the preface has been taken off."""
+        """Take frames, now or in a later turn; the preface has been taken off."""
+        if self._turns is not None and (self._put_off or not self._turns.has_time()):
+            if not self._put_off:
+                self._turns.put_off(self)
+                self.transport.pause_reading()
+            self._put_off += data
+        else:
+            self._take_in(data)
+
+    def take_put_off(self) -> None:
+        """Take what was put off."""
+        data, self._put_off = self._put_off, b""
+        self._take_in(data)
+        if not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def _take_in(self, data: bytes) -> None:
         if self._is_over:
             return
         try:

@@ -63,11 +63,15 @@ class Demand:
             os.close(self._file)
 
 
-class Reading(Protocol):
+class Waiting(Protocol):
     """A connection, as far as its turn is concerned."""
 
     def take_put_off(self) -> None:
         """Work on what has been received."""
+
+
+class Reading(Waiting, Protocol):
+    """A connection that may be held back as well."""
 
     def release(self) -> None:
         """Read again."""
@@ -78,7 +82,7 @@ class Turns:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._waiting: deque[tuple[float, Reading]] = deque()
+        self._waiting: deque[tuple[float, Waiting]] = deque()
         """Connections with bytes that no turn had time for yet, and since when."""
         self._is_armed = False
         self._until = 0.0
@@ -121,7 +125,7 @@ class Turns:
             self._arm(now)
         return now < self._until and not self._waiting and not self._is_refusing
 
-    def put_off(self, connection: Reading) -> None:
+    def put_off(self, connection: Waiting) -> None:
         """Have a connection take what it holds in a later turn."""
         self._waiting.append((monotonic(), connection))
 
@@ -154,7 +158,7 @@ class Turns:
         has_accepted = self._taken - taken > self._refused - refused
         self._arm(monotonic(), rests=self._is_refusing and not has_accepted)
 
-    def _take(self) -> Reading:
+    def _take(self) -> Waiting:
         """Return whose turn it is: who waits longest, or under a flood mostly who came last.
 
         It is a flood where in the order of arrival all would come too late. The last can still be

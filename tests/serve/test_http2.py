@@ -310,6 +310,28 @@ def test_short_pieces_are_put_together_and_long_ones_kept() -> None:
     run(test)
 
 
+def test_a_crowd_of_requests_leaves_turns_to_others() -> None:
+    """What one client sends at once is put off while others wait; nothing of it is lost."""
+
+    async def test() -> None:
+        async with connected() as (client, _, listener):
+            client.ask(1)
+            await client.answer(1)
+            listener.turns._until = 0.0
+            listener.turns._is_armed = True  # this turn has no time, until the next begins
+            for id in range(3, 203, 2):
+                client.ask(id, b"%d" % id)
+            await client.writer.drain()
+            await asyncio.sleep(0.05)
+            assert client.status(3) is None
+            assert listener.turns.is_behind
+            listener.turns._next()
+            for id in range(3, 203, 2):
+                assert await client.answer(id) == b"%d" % id
+
+    run(test)
+
+
 def test_windows_are_given_back() -> None:
     async def test() -> None:
         async with connected() as (client, _, _):
