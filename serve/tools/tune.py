@@ -358,6 +358,11 @@ def on_own_ports(settings: Settings, model: str, state_dir: Path) -> Settings:
             "management_port": 0,
             "metrics_port": 0,
             "auth": "auto",
+            "tokens": (),
+            "token_file": None,
+            "tls_cert": None,
+            "tls_key": None,
+            "access_log": False,
             "workers": 0,
         }
     )

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from modelyard.archiver import write_archive
 from modelyard.serve.errors import StartError
+from modelyard.serve.settings import load_settings
 from modelyard.serve.tools.closed_loop import Load, make_request, run_load
 from modelyard.serve.tools.tune import (
     QUANTILES,
@@ -25,6 +26,7 @@ from modelyard.serve.tools.tune import (
     WrongUsage,
     config_changes,
     merge_config,
+    on_own_ports,
     parse_slo,
     search,
     shapes,
@@ -410,3 +412,16 @@ def test_batches_win_where_each_costs_the_same_time(tmp_path: Path) -> None:
     assert report["best"]["workers"] * report["best"]["batch_size"] >= 4
     plan = next(each for each in report["finals"] if report["plan"].items() <= each.items())
     assert report["best"]["rate"] > 1.5 * plan["rate"]
+
+
+def test_what_is_set_for_others_is_not_for_the_server_that_is_measured(tmp_path: Path) -> None:
+    files = {name: tmp_path / name for name in ("tls_cert", "tls_key", "token_file")}
+    settings = load_settings(
+        {**files, "host": "0.0.0.0", "auth": "always", "access_log": True, "device": "cpu"},
+        None,
+        {},
+    )
+    own = on_own_ports(settings, "patient", tmp_path / "state")
+    assert not own.asks_for_tokens
+    assert {str(address) for address in own.addresses} == {"http://127.0.0.1:0"}
+    assert (own.access_log, own.device) == (False, "cpu")
