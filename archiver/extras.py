@@ -7,7 +7,7 @@ EXTRAS: Mapping[str, str] = {
     "captum": "explain",
     "onnx_ir": "export",
     "onnxscript": "export",
-    "opentelemetry": "otel",
+    "opentelemetry.sdk": "otel",
     "safetensors": "export",
     "soundfile": "audio",
     "soxr": "audio",
@@ -19,8 +19,8 @@ EXTRAS: Mapping[str, str] = {
 
 def how_to_install(error: ImportError) -> str | None:
     """Return what to do about a module that an extra brings; None for any other."""
-    name = (error.name or "").partition(".")[0]
-    return _advise(name) if name in EXTRAS else None
+    name = f"{error.name}."
+    return next((_advise(known) for known in EXTRAS if name.startswith(f"{known}.")), None)
 
 
 def what_is_missing(*modules: str) -> str | None:

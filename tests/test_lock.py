@@ -57,7 +57,11 @@ def test_all_is_every_extra_of_users_and_who_misses_one_is_told_its_name() -> No
     assert everything.extras == set(USERS_EXTRAS)
     assert set(extras.EXTRAS.values()) == set(USERS_EXTRAS)
     for module, extra in extras.EXTRAS.items():
-        brings = [line for line in EXTRAS[extra] if line.startswith(module.partition("_")[0])]
+        brings = [
+            line
+            for line in EXTRAS[extra]
+            if line.startswith(module.partition("_")[0].replace(".", "-"))
+        ]
         assert brings, f"{module} is not in modelyard[{extra}]"
 
 
