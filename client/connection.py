@@ -51,14 +51,16 @@ class Connection:
     def options(self) -> dict[str, Any]:
         """Return what httpx's clients are made with."""
         tls = self.ca
-        if not isinstance(tls, ssl.SSLContext) and self.url.startswith("https:"):
+        if not self.url.startswith("https:"):  # reading the system's certificates takes 10 ms
+            tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        elif not isinstance(tls, ssl.SSLContext):
             try:
                 tls = ssl.create_default_context(cafile=tls)
             except OSError as error:  # ssl.SSLError is one
                 raise ValueError(f"cannot use the certificates in {self.ca}: {error}") from error
         return {
             "base_url": self.url.rstrip("/"),
-            "verify": tls if isinstance(tls, ssl.SSLContext) else True,
+            "verify": tls,
             "trust_env": self.trusts_environment,
             "follow_redirects": False,  # a token is for one server
         }
