@@ -216,6 +216,9 @@ def install(scratch: Path) -> dict[str, Path]:
 
     Returns:
         What a layer is → its folder.
+
+    Raises:
+        SystemExit: pip takes a torch that would not run.
     """
     source = scratch / "source"
     files = subprocess.run(
@@ -239,6 +242,11 @@ def install(scratch: Path) -> dict[str, Path]:
     for number, (note, what) in enumerate(chosen.items()):
         folder = folders[note] = scratch / f"layer{number}"
         _pip("install", "--no-deps", "--no-compile", "--target", folder / SITE, *what)
+        if (folder / SITE / "torch" / "lib" / "libtorch_cuda.so").exists():
+            sys.exit(
+                "error: pip took torch's build for CUDA, without its libraries; set "
+                "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu"
+            )
         _tidy(folder / SITE)
     shutil.copytree(ROOT / "deploy" / "bin", folders["Modelyard"] / HOME / "bin")
     return folders
