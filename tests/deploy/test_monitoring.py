@@ -214,6 +214,8 @@ def test_prometheus_scrapes_a_server_and_answers_every_expression(
             def is_there() -> bool:
                 ask(server)
                 try:
+                    if client.get(f"http://127.0.0.1:{port}/-/ready").status_code != 200:
+                        return False
                     return len(query("modelyard_build_info offset 5s")) == 1
                 except httpx.ConnectError:
                     return False
