@@ -38,6 +38,9 @@ COMMANDS = {
         "modelyard.archiver.cli", "keygen_app", "Make a key pair to sign archives with."
     ),
     "serve": Command("modelyard.serve.cli", "serve_app", "Start, stop and look at the server."),
+    "kserve": Command(
+        "modelyard.serve.kserve.cli", "kserve_app", "Serve a folder as a container of KServe's."
+    ),
     "models": Command(
         "modelyard.serve.tools.models_cli",
         "models_app",

@@ -199,7 +199,7 @@ def start(
         if (running := state.running()) is not None:
             raise StartError(describe_running(running))
         if foreground or settings.reload:  # whoever edits wants to read what is wrong
-            raise typer.Exit(_run_attached(settings))
+            raise typer.Exit(run_attached(settings))
         with err.status("starting") as status:
             _, about = start_detached(
                 settings, state, lambda model, text: status.update(f"{model}: {text}")
@@ -227,7 +227,8 @@ def _print_plan(settings: Settings, json_output: bool) -> None:
         err.print(f"[yellow]warning:[/yellow] {escape(warning)}")
 
 
-def _run_attached(settings: Settings) -> int:
+def run_attached(settings: Settings) -> int:
+    """Run a server in this process until it is told to stop; return its exit code."""
     from modelyard.serve.log import log_to_stderr
     from modelyard.serve.server import run_ours
 

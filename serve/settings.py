@@ -99,9 +99,9 @@ class Settings(BaseModel):
     changes."""
     tls_key: Path | None = None
     """Its private key (PEM, without a password)."""
-    auth: Literal["auto", "always", "never"] = "auto"
+    auth: Literal["auto", "always", "management", "never"] = "auto"
     """Bearer tokens. auto: management always, inference unless the address is loopback, or tokens
-    that stay are named."""
+    that stay are named; management: that API only, behind a gateway that lets clients in."""
     tokens: tuple[str, ...] = ()
     """Tokens that stay: NAME RIGHTS sha256:HASH, as `modelyard token new` prints them."""
     token_file: Path | None = None

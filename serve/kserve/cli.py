@@ -1,0 +1,150 @@
+"""The command `modelyard kserve`: the entry point of a container that KServe runs.
+
+Facts of KServe 0.21: the container is called on one port (`PORT`, else 8080), models lie in
+/mnt/models, which is read-only, and arguments that the controller adds to an explainer's have
+underscores.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from modelyard.archiver.terminal import err
+from modelyard.serve.cli import known_errors, run_attached
+from modelyard.serve.errors import StartError
+from modelyard.serve.kserve.layout import Archives, TorchServes, find_layout
+from modelyard.serve.settings import ENV_PREFIX, Settings, load_settings
+
+EVERYWHERE = "0.0.0.0"
+"""A container is called from outside of it."""
+PORT = 8080
+DEFAULTS = {"host": EVERYWHERE, "auth": "management", "drain_delay_s": 5.0}
+"""Of a server behind KServe's gateway, which knows no tokens of ours."""
+STATE = Path("/tmp/modelyard")
+"""An empty folder of the pod is mounted there."""
+
+kserve_app = typer.Typer(add_completion=False)
+
+
+@kserve_app.command()
+def kserve(
+    model_name: Annotated[
+        str | None,
+        typer.Option(
+            "--model_name", "--model-name", help="Of the InferenceService; names a single model."
+        ),
+    ] = None,
+    model_dir: Annotated[
+        Path,
+        typer.Option("--model_dir", "--model-dir", help="Folder of the storage initializer."),
+    ] = Path("/mnt/models"),
+    http_port: Annotated[
+        int | None,
+        typer.Option("--http_port", "--http-port", help="Default: the variable PORT, then 8080."),
+    ] = None,
+    workers: Annotated[int | None, typer.Option(help="Per model; default by cores.")] = None,
+    predictor_host: Annotated[
+        str | None,
+        typer.Option(
+            "--predictor_host",
+            "--predictor-host",
+            help="Given to explainers; explanations are of the archive's own network.",
+        ),
+    ] = None,
+) -> None:
+    """Serve what lies in a folder, as KServe calls it; stays attached.
+
+    Example: modelyard kserve --model_name digits --model_dir /mnt/models
+    """
+    with known_errors():
+        port = http_port or _port()
+        state_dir = load_settings({"state_dir": _default("state_dir", STATE)}).state_dir
+        try:
+            state_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StartError(
+                f"cannot use the state folder {state_dir}: {error.strerror}; mount an emptyDir "
+                f"there, or name another folder in {ENV_PREFIX}STATE_DIR"
+            ) from error
+        found = find_layout(model_dir, model_name, state_dir / "model_store")
+        if predictor_host is not None:
+            err.print(f"explanations are of the network in {model_dir}, not of {predictor_host}")
+        if isinstance(found, TorchServes):
+            _become_torchserve(found, port, state_dir, workers)
+            return
+        settings = own_settings(found, port, state_dir, workers)
+        raise typer.Exit(run_attached(settings))
+
+
+def own_settings(
+    found: Archives, port: int, state_dir: Path, workers: int | None = None
+) -> Settings:
+    """Return the settings of a container; variables go before what KServe does not say.
+
+    Raises:
+        StartError: a variable is wrong.
+    """
+    return load_settings(
+        {
+            "model_store": found.store,
+            "models": found.models,
+            "port": port,
+            "state_dir": state_dir,
+            "workers": workers,
+            **{name: _default(name, value) for name, value in DEFAULTS.items()},
+        }
+    )
+
+
+def _default(setting: str, value: Any) -> Any:
+    """Return a value for a setting that no variable gives; else None, which leaves it to that."""
+    return None if ENV_PREFIX + setting.upper() in os.environ else value
+
+
+def _port() -> int:
+    """Return the port that Knative names, or the one that KServe calls."""
+    text = os.environ.get("PORT", str(PORT))
+    if not text.isdecimal() or not 0 < int(text) <= 65535:
+        raise StartError(f"PORT is {text!r}; expected the number of a port")
+    return int(text)
+
+
+def _become_torchserve(found: TorchServes, port: int, folder: Path, workers: int | None) -> None:
+    """Replace this process by the drop-in, with the file's settings but for where it listens."""
+    from modelyard.serve.torchserve import launcher
+    from modelyard.serve.torchserve.properties import format_properties, parse_properties
+
+    try:
+        given = parse_properties(found.config.read_text(encoding="utf-8"))
+        file = folder / "config.properties"
+        file.write_text(format_properties(listening(given, port, workers)), encoding="utf-8")
+        os.chdir(folder)  # logs and keys are written where it is started
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartError(f"cannot use {found.config}: {error}") from error
+    launcher.become_server(
+        ["--start", "--foreground", "--model-store", str(found.store), "--ts-config", str(file)]
+    )
+
+
+def listening(given: dict[str, str], port: int, workers: int | None = None) -> dict[str, str]:
+    """Return a `config.properties` for a container that is called on one port.
+
+    KServe's own files name 8085, where its wrapper of TorchServe forwards to. Management stays
+    inside of the pod; tokens are off, as behind that wrapper, unless the file wants them.
+    """
+    open_port = f"http://{EVERYWHERE}:{port}"
+    settings = {
+        "disable_token_authorization": "true",
+        "grpc_inference_address": EVERYWHERE,
+        "metrics_address": f"http://{EVERYWHERE}:8082",
+        **given,
+        "inference_address": open_port,
+        "management_address": "http://127.0.0.1:8081",
+    }
+    if workers is not None:
+        settings["default_workers_per_model"] = str(workers)
+    return settings
