@@ -61,7 +61,7 @@ def kserve(
     Example: modelyard kserve --model_name digits --model_dir /mnt/models
     """
     with known_errors():
-        port = http_port or _port()
+        port = _port() if http_port is None else http_port
         state_dir = load_settings({"state_dir": _default("state_dir", STATE)}).state_dir
         try:
             state_dir.mkdir(parents=True, exist_ok=True)

@@ -1,0 +1,137 @@
+"""What the entry point for KServe makes of a folder."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from modelyard.serve.errors import StartError
+from modelyard.serve.kserve.cli import listening, own_settings
+from modelyard.serve.kserve.layout import Archives, TorchServes, find_layout
+from modelyard.serve.torchserve.properties import parse_properties
+from tests.serve.live import build_archive, poll
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "models").mkdir()
+    return tmp_path / "models"
+
+
+def find(folder: Path, name: str | None = "digits") -> Archives | TorchServes:
+    return find_layout(folder, name, folder.parent / "scratch")
+
+
+def test_one_archive_has_the_services_name_and_several_their_own(folder: Path) -> None:
+    build_archive(folder, "echo")
+    assert find(folder) == Archives(folder, ("digits=echo.mar",))
+    assert find(folder, None) == Archives(folder, ("echo.mar",))
+    build_archive(folder, "echo", name="second")
+    assert find(folder) == Archives(folder, ("ALL",))
+
+
+def test_an_unpacked_archive_is_one(folder: Path) -> None:
+    archive = build_archive(folder.parent, "echo")
+    shutil.unpack_archive(archive, folder, "zip")
+    assert find(folder) == Archives(folder.parent, ("digits=models",))
+
+
+def test_torchserves_folders_are_served_by_the_drop_in_where_kserve_calls(folder: Path) -> None:
+    (folder / "config").mkdir()
+    config = folder / "config" / "config.properties"
+    config.write_text(
+        "inference_address=http://0.0.0.0:8085\nmanagement_address=http://0.0.0.0:8085\n"
+        "grpc_inference_port=7070\nenable_envvars_config=true\n"
+        'model_snapshot={"name":"startup.cfg","modelCount":0,"models":{}}\n'
+    )
+    with pytest.raises(StartError, match="no folder model-store"):
+        find(folder)
+    (folder / "model-store").mkdir()
+    assert find(folder) == TorchServes(config, folder / "model-store")
+    given = parse_properties(config.read_text())
+    found = listening(given, 8080, 2)
+    assert found["inference_address"] == "http://0.0.0.0:8080"
+    assert found["management_address"] == "http://127.0.0.1:8081"
+    assert found["disable_token_authorization"] == "true"
+    assert found["default_workers_per_model"] == "2"
+    kept = ("grpc_inference_port", "enable_envvars_config", "model_snapshot")
+    assert {key: found[key] for key in kept} == {key: given[key] for key in kept}
+    wants_tokens = listening({**given, "disable_token_authorization": "false"}, 8080)
+    assert wants_tokens["disable_token_authorization"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ([], "holds nothing; expected archives"),
+        (["weights.bin"], "holds weights.bin; expected archives"),
+        (["a.onnx", "b.pt"], "holds a.onnx, b.pt: it cannot be known which one is meant"),
+    ],
+)
+def test_what_is_no_model_is_named(folder: Path, files: list[str], said: str) -> None:
+    for file in files:
+        (folder / file).write_bytes(b"")
+    with pytest.raises(StartError, match=said):
+        find(folder)
+    with pytest.raises(StartError, match="there is no folder"):
+        find(folder / "nowhere")
+
+
+def test_management_alone_asks_for_tokens_unless_a_variable_says_otherwise(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = own_settings(Archives(folder, ("ALL",)), 8080, folder)
+    assert (settings.host, settings.auth, settings.port) == ("0.0.0.0", "management", 8080)
+    assert not settings.asks_for_tokens
+    monkeypatch.setenv("MODELYARD_AUTH", "always")
+    assert own_settings(Archives(folder, ("ALL",)), 8080, folder).asks_for_tokens
+
+
+def test_an_artifact_without_an_archive_is_served_and_nothing_written_beside_it(
+    digits_artifacts: dict[str, Path], folder: Path, tmp_path: Path
+) -> None:
+    shutil.copy(digits_artifacts["onnx"], folder)
+    folder.chmod(0o555)
+    environment = {
+        **os.environ,
+        "PORT": "1",
+        "MODELYARD_STATE_DIR": str(tmp_path / "state"),
+        "MODELYARD_HOST": "127.0.0.1",
+        "MODELYARD_MANAGEMENT_PORT": "0",
+        "MODELYARD_METRICS_PORT": "0",
+        "MODELYARD_WORKERS": "1",
+        "MODELYARD_DRAIN_DELAY_S": "0",
+    }
+    arguments = ["--model_name", "digits", "--predictor_host", "x.y", "--http_port", "0"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "modelyard.cli", "kserve", "--model_dir", folder, *arguments],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        about = tmp_path / "state" / "server.json"
+
+        def address() -> str | None:
+            assert server.poll() is None, server.stderr and server.stderr.read()
+            return json.loads(about.read_text())["inference"] if about.exists() else None
+
+        with httpx.Client(base_url=poll(address, "its port is open", 60)) as client:
+            poll(lambda: client.get("/v2/health/ready").status_code == 200, "it is ready", 60)
+            row = {"image": [[[0.0] * 8] * 8]}
+            answer = client.post("/v1/models/digits:predict", json={"instances": [row, row]})
+            assert answer.status_code == 200, answer.text
+            assert [len(each) for each in answer.json()["predictions"]] == [10, 10]
+            ping = client.get("/v1/models/digits").json()
+            assert ping == {"name": "digits", "ready": True}
+    finally:
+        server.terminate()
+        assert server.wait(30) == 0
+        if server.stderr:
+            server.stderr.close()
+    assert [file.name for file in folder.iterdir()] == [digits_artifacts["onnx"].name]
