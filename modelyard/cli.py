@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperOption
 
-from modelyard.archiver.extras import how_to_install
-
 
 class Command(NamedTuple):
     """Where a subcommand lives, and its line in the overview."""
@@ -103,6 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             app = getattr(importlib.import_module(command.module), command.app)
             app(args=given[1:], prog_name=f"modelyard {given[0]}")
         except ImportError as error:
+            from modelyard.archiver.extras import how_to_install
+
             if advice := how_to_install(error):
                 sys.exit(f"error: modelyard {given[0]}: {advice}")
             raise

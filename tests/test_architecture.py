@@ -44,6 +44,7 @@ ALLOWED = {
     "serve.http": DATAPLANE | {"serve.http"},
     "serve.api": FACE,
     "serve.torchserve": {"serve", "archiver"},
+    "serve.kserve": {"serve", "archiver"},
     # Wire, forms and batches of like length are what a server and its workers both keep to.
     "serve.worker": {
         "serve.worker",
@@ -99,11 +100,16 @@ def is_in(module: str, package: str) -> bool:
     return module == package or module.startswith(f"{package}.")
 
 
+def is_above_dialect(module: str) -> bool:
+    """Return whether a module is the drop-in's, or starts it, as KServe's container may."""
+    return is_in(module, "serve.torchserve") or is_in(module, "serve.kserve")
+
+
 def runs_upwards(module: str, tree: ast.AST) -> Iterator[str]:
     rule = max((part for part in ALLOWED if is_in(module, part)), key=len)
     for name in ours(tree):
         may = any(is_in(name, part) for part in ALLOWED[rule])
-        if is_in(name, "serve.torchserve") and not is_in(module, "serve.torchserve"):
+        if is_in(name, "serve.torchserve") and not is_above_dialect(module):
             may = False
         if is_in(name, "serve.app") and not is_in(module, "serve.torchserve"):
             may = module in ("serve.app", "serve.server")
@@ -158,9 +164,7 @@ def test_nothing_of_the_server_names_a_dialect() -> None:
     """Only its own package does, and workers, which answer in it; all else goes by `Policy`."""
     wrong = []
     for module, file in sources():
-        if not is_in(module, "serve") or any(
-            is_in(module, part) for part in ("serve.torchserve", "serve.worker")
-        ):
+        if not is_in(module, "serve") or is_above_dialect(module) or is_in(module, "serve.worker"):
             continue
         nodes = ast.walk(parse(file))
         names = {str(getattr(node, of, "")) for node in nodes for of in ("id", "attr", "arg")}
