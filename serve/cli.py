@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from modelyard.archiver.errors import ArchiveError
 from modelyard.archiver.terminal import err, out
@@ -243,12 +242,9 @@ def run_attached(settings: Settings) -> int:
 
 
 def _print_addresses(about: dict[str, Any]) -> None:
-    grid = Table.grid(padding=(0, 2))
-    for name in ("inference", "management", "metrics"):
-        grid.add_row(name, about[name])
-    grid.add_row("docs", f"{about['inference']}/docs")
-    grid.add_row("log", about["log"])
-    out.print(grid, soft_wrap=True)
+    docs = {"docs": f"{about['inference']}/docs", "log": about["log"]}
+    for name in ("inference", "management", "metrics", *docs):
+        out.print(f"{name:<12}{escape(docs.get(name) or about[name])}", soft_wrap=True)
 
 
 @serve_app.command()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import warnings
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -175,7 +176,9 @@ def test_probabilities_under_a_softmax_are_not_archived(tmp_path: Path) -> None:
 
 def archive_chances(folder: Path, *, handler: str = "tabular", settings: str = "") -> Path:
     """Archive a model of `Chances` that has no report, as one of another tool, and no example."""
-    torch.jit.save(torch.jit.script(Chances()), folder / "chances.pt")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"`torch\.jit\.", DeprecationWarning)
+        torch.jit.save(torch.jit.script(Chances()), folder / "chances.pt")
     (folder / "features.json").write_text('{"features": [{"name": "a"}, {"name": "b"}]}')
     (folder / "index_to_name.json").write_text('{"0": "yes", "1": "no"}')
     (folder / "row.json").write_text("[0.5, 2]")

@@ -237,4 +237,4 @@ def test_requiring_signatures_without_keys_is_an_error_at_the_start(tmp_path: Pa
     ran = run_modelyard(*start_arguments(tmp_path / "state", tmp_path), "--require-signature")
 
     assert ran.returncode == 1
-    assert "require_signature: Value error, name the file of public keys with" in ran.stderr
+    assert "--require-signature: name the file of public keys with" in ran.stderr

@@ -112,7 +112,7 @@ def test_an_explained_pair_says_which_text_a_token_is_of(folders: dict[str, Path
         ({"text": "a", "pair": "b"}, "an object of text, pair"),
         ({"text_pair": "b"}, "an object of text_pair"),
         ({"text": "a", "text_pair": 3}, "text_pair is a int"),
-        ([1], "a list; expected text, a JSON string or"),
+        ([1], "text 0 of the list: the body is a int; expected text, a JSON string or"),
     ],
     ids=["key", "first missing", "number", "list"],
 )

@@ -115,5 +115,5 @@ def test_a_log_has_a_size(bad: str) -> None:
     from modelyard.serve.errors import StartError
     from modelyard.serve.settings import load_settings
 
-    with pytest.raises(StartError, match="log_bytes"):
+    with pytest.raises(StartError, match="MODELYARD_LOG_BYTES"):
         load_settings({}, None, {"MODELYARD_LOG_BYTES": bad})

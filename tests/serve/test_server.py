@@ -104,9 +104,9 @@ def test_a_host_that_is_not_ours_is_named(store: Path, state: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--port=99999"], 1, "wrong settings: port: "),
-        (["--device=tpu"], 1, "wrong settings: device: "),
-        (["--auth=maybe"], 1, "wrong settings: auth: "),
+        (["--port=99999"], 1, "wrong settings: --port: "),
+        (["--device=tpu"], 1, "wrong settings: --device: "),
+        (["--auth=maybe"], 1, "wrong settings: --auth: "),
         (["--config=nowhere.yaml"], 1, "cannot read the configuration file"),
         (["--port=http"], 2, "Invalid value for '--port'"),
         (["--nonsense"], 2, "No such option"),

@@ -70,7 +70,7 @@ def test_a_missing_archive_is_named_with_what_is_there(store: Path, location: st
 
 def test_a_store_that_is_not_there_holds_no_archives(tmp_path: Path) -> None:
     assert list_archives(tmp_path / "nowhere") == []
-    with pytest.raises(FileNotInStore, match="no archives"):
+    with pytest.raises(FileNotInStore, match="is not a folder"):
         find_archive(tmp_path / "nowhere", "digits")
 
 

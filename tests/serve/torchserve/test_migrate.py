@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-import tempfile
+import os
+import subprocess
+import sys
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -45,6 +47,20 @@ def run(folder: Path, text: str, *options: str) -> Result:
     (folder / "config.properties").write_text(text)
     given = [str(folder / "config.properties"), str(folder / "store"), *options]
     return CliRunner().invoke(migrate_app, given)
+
+
+def run_apart(folder: Path, text: str, temp: Path) -> tuple[int, dict[str, Any]]:
+    """Run it with `--try` in a process of its own: who tries ends every child that is nobody's."""
+    (folder / "config.properties").write_text(text)
+    command = [sys.executable, "-m", "modelyard.cli", "migrate", "--json", "--try"]
+    ran = subprocess.run(
+        [*command, folder / "config.properties", folder / "store"],
+        env={**os.environ, "TMPDIR": str(temp)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return ran.returncode, json.loads(ran.stdout)
 
 
 def found(report: dict[str, Any], status: str, subject: str) -> str:
@@ -197,12 +213,9 @@ def test_lines_fit_the_terminal_and_say_what_to_do(
     assert lines[-1] == "1 will not work, 3 changes, 2 works"
 
 
-def test_a_trial_runs_the_code_behind_walls_and_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trial_runs_the_code_behind_walls_and_leaves_nothing(tmp_path: Path) -> None:
     temp = tmp_path / "t"
     temp.mkdir()
-    monkeypatch.setattr(tempfile, "tempdir", str(temp))
     secret = tmp_path / "secret.txt"
     secret.write_text("x")
     reads = (
@@ -210,9 +223,8 @@ def test_a_trial_runs_the_code_behind_walls_and_leaves_nothing(
     )
     write_mar(tmp_path / "store", "good")
     write_mar(tmp_path / "store", "nosy", f"{reads}{OK}")
-    code, report = migrate(
-        tmp_path, "load_models=all\nfiles=own\ndefault_workers_per_model=3\n", "--try"
-    )
+    text = "load_models=all\nfiles=own\ndefault_workers_per_model=3\n"
+    code, report = run_apart(tmp_path, text, temp)
     assert "ValueError: Permission denied (h.py:4)" in found(report, "fails", "nosy 1.0")
     assert "loads in" in found(report, "works", "good 1.0")
     (model,) = report["models"]
