@@ -120,6 +120,7 @@ def verified(archive: Path) -> dict[str, Check]:
     return {check.subject: check for check in checks}
 
 
+@pytest.mark.nightly
 def test_a_graph_is_exported_archived_and_answered(folder: Path) -> None:
     reports = run(folder, "Graph", GRAPH)
     for report in reports:
