@@ -99,7 +99,7 @@ class Registry:
         """
         versions = self._models.get(name)
         if versions is None:
-            raise ModelNotFound(name, served=_list("this server has", self._models))
+            raise ModelNotFound(name, served=_list("this server has", sorted(self._models)))
         model = versions.get(version if version is not None else self._defaults[name])
         if model is None:
             raise VersionNotFound(name, str(version), _list("it has", versions))
