@@ -122,6 +122,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
             about["pid"], about["inference"], about["management"], about["metrics"], served,
         )  # fmt: skip
         report({"event": "ready", **about, "warnings": warnings})
+        server.lifecycle.prepare_explainers()
         memory = Memory()
         edits = _watch_edits(server, settings)
         await stop.first.wait()

@@ -235,6 +235,16 @@ class Builder:
             )  # fmt: skip
         return model
 
+    def prepare_explainers(self, model: ModelVersion) -> None:
+        """Have what a version's explaining workers import be there when the first is started.
+
+        To import what loads programs takes two seconds of a core, for which the first client need
+        not wait.
+        """
+        preload = model.explainers.plan.preload if model.explainers is not None else None
+        if self.fork_server is not None and preload is not None:
+            self.fork_server.prepare(preload.modules)
+
     async def stop(self) -> None:
         """End what builds no more: processes that workers shared, and the fork server."""
         await self.shared.stop()

@@ -145,8 +145,15 @@ class Lifecycle:
                     self._unlisted.discard(model.pool)
         if config.explains_early:
             model.start_explainers()
+        elif allocator is None:
+            self._builder.prepare_explainers(model)
         logger.info("%s registered, archive %s", model.pool.plan.label, model.digest)
         return model
+
+    def prepare_explainers(self) -> None:
+        """Import ahead, once a start is over, what the first explanations will need."""
+        for model in self.registry:
+            self._builder.prepare_explainers(model)
 
     async def replace(self, model: ModelVersion, file: Path) -> ModelVersion:
         """Serve another archive as a version that is served; the old one answers what it has.

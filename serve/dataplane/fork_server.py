@@ -8,6 +8,7 @@ that it is watched, and ends, as any other: the fork server may die without a wo
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import math
@@ -92,6 +93,12 @@ class ForkServer:
             if self._control is control:  # else it is gone already
                 self._lose(f"no answer for {REPLY_S:g} s")
             return None
+
+    def prepare(self, modules: tuple[str, ...]) -> None:
+        """Have it import ahead what a worker to come will need, if it runs; nobody waits."""
+        if self._control is not None:
+            with contextlib.suppress(OSError):  # the next request finds out, and says so
+                _send(self._control, asdict(Preload(modules, ())), ())
 
     async def stop(self) -> None:
         """End it; the workers that it has forked go on."""

@@ -67,6 +67,10 @@ def serve(fd: int) -> int:
             sys.exit(0)
         with os.fdopen(descriptors[0], "rb") as file:
             request = json.load(file)
+        if "environment" not in request:
+            with contextlib.suppress(Exception):  # whoever asks for a worker is told
+                _prepare(request)
+            continue
         try:
             _prepare(request)
             worker = _fork(server)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,7 @@ import pytest
 
 from modelyard.archiver import open_archive, write_archive
 from modelyard.serve.control.build import choose_preload, without_twin
+from modelyard.serve.dataplane.fork_server import _send
 from tests.serve import live
 from tests.serve.live import (
     SOURCES,
@@ -244,3 +249,22 @@ def test_what_loads_a_twin_is_imported_for_workers_that_explain(digits_store: Pa
     assert modules("onnx.mar", "image_classifier", explains=False) == TORCH
     assert modules("onnx.mar", "an_authors", explains=False) == both
     assert modules("pt2.mar", "image_classifier", explains=False) == both
+
+
+def test_what_is_prepared_is_imported_and_answered_by_nothing() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-P", "-m", "modelyard.serve.worker", "--fork-server"]
+    with ours, theirs:
+        process = subprocess.Popen(
+            [*command, str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True
+        )
+        theirs.close()
+        ours.settimeout(60)
+        null = os.open(os.devnull, os.O_RDWR)
+        _send(ours, {"modules": ["torch", "program"], "own": []}, ())
+        # A worker of such an archive cannot be forked once there is another `sympy`.
+        _send(ours, {"modules": [], "own": ["sympy"], "environment": {}}, (null, null, null))
+        os.close(null)
+        said = json.loads(ours.recv(4096))
+    assert said["refused"] == "RuntimeError: the archive has modules named sympy"
+    assert process.wait(20) == 0
