@@ -256,7 +256,10 @@ def test_what_is_prepared_is_imported_and_answered_by_nothing() -> None:
     command = [sys.executable, "-P", "-m", "modelyard.serve.worker", "--fork-server"]
     with ours, theirs:
         process = subprocess.Popen(
-            [*command, str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True
+            [*command, str(theirs.fileno())],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            pass_fds=[theirs.fileno()],
+            start_new_session=True,
         )
         theirs.close()
         ours.settimeout(60)
