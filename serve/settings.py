@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import yaml
@@ -363,14 +364,19 @@ def load_settings(
     command_line: Mapping[str, Any],
     file: Path | None = None,
     environment: Mapping[str, str] = os.environ,
+    defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> Settings:
     """Merge the sources; a None on the command line leaves a setting to the others.
+
+    Args:
+        defaults: of a command, for settings that no source says.
 
     Raises:
         StartError: a value or name is wrong; the message names each field.
     """
-    merged: dict[str, Any] = dict(_read_file(file)) if file else {}
-    said_in = {name: f"{name} in {file}" for name in merged}
+    said: dict[str, Any] = dict(_read_file(file)) if file else {}
+    said_in = {name: f"{name} in {file}" for name in said}
+    merged = {**defaults, **said}
     for field in Settings.model_fields:
         variable = ENV_PREFIX + field.upper()
         if (value := environment.get(variable)) is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -22,10 +22,13 @@ from modelyard.serve.settings import ENV_PREFIX, Settings, load_settings
 EVERYWHERE = "0.0.0.0"
 """A container is called from outside of it."""
 PORT = 8080
-DEFAULTS = {"host": EVERYWHERE, "auth": "management", "drain_delay_s": 5.0}
-"""Of a server behind KServe's gateway, which knows no tokens of ours."""
-STATE = Path("/tmp/modelyard")
-"""An empty folder of the pod is mounted there."""
+DEFAULTS = {
+    "host": EVERYWHERE,
+    "auth": "management",
+    "drain_delay_s": 5.0,
+    "state_dir": Path("/tmp/modelyard"),
+}
+"""Of a server behind KServe's gateway, which knows no tokens of ours, in a pod."""
 
 kserve_app = typer.Typer(add_completion=False)
 
@@ -62,7 +65,7 @@ def kserve(
     """
     with known_errors():
         port = _port() if http_port is None else http_port
-        state_dir = load_settings({"state_dir": _default("state_dir", STATE)}).state_dir
+        state_dir = load_settings({}, defaults=DEFAULTS).state_dir
         try:
             state_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -76,13 +79,11 @@ def kserve(
         if isinstance(found, TorchServes):
             _become_torchserve(found, port, state_dir, workers)
             return
-        settings = own_settings(found, port, state_dir, workers)
+        settings = own_settings(found, port, workers)
         raise typer.Exit(run_attached(settings))
 
 
-def own_settings(
-    found: Archives, port: int, state_dir: Path, workers: int | None = None
-) -> Settings:
+def own_settings(found: Archives, port: int, workers: int | None = None) -> Settings:
     """Return the settings of a container; variables go before what KServe does not say.
 
     Raises:
@@ -93,16 +94,10 @@ def own_settings(
             "model_store": found.store,
             "models": found.models,
             "port": port,
-            "state_dir": state_dir,
             "workers": workers,
-            **{name: _default(name, value) for name, value in DEFAULTS.items()},
-        }
+        },
+        defaults=DEFAULTS,
     )
-
-
-def _default(setting: str, value: Any) -> Any:
-    """Return a value for a setting that no variable gives; else None, which leaves it to that."""
-    return None if ENV_PREFIX + setting.upper() in os.environ else value
 
 
 def _port() -> int:

@@ -85,11 +85,11 @@ def test_what_is_no_model_is_named(folder: Path, files: list[str], said: str) ->
 def test_management_alone_asks_for_tokens_unless_a_variable_says_otherwise(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = own_settings(Archives(folder, ("ALL",)), 8080, folder)
+    settings = own_settings(Archives(folder, ("ALL",)), 8080)
     assert (settings.host, settings.auth, settings.port) == ("0.0.0.0", "management", 8080)
     assert not settings.asks_for_tokens
     monkeypatch.setenv("MODELYARD_AUTH", "always")
-    assert own_settings(Archives(folder, ("ALL",)), 8080, folder).asks_for_tokens
+    assert own_settings(Archives(folder, ("ALL",)), 8080).asks_for_tokens
 
 
 def test_an_artifact_without_an_archive_is_served_and_nothing_written_beside_it(
