@@ -128,21 +128,18 @@ class Lifecycle:
         async with self._counted(name, size.total_threads), self._locks[name]:
             self.registry.refuse_duplicate(name, archive.manifest.model_version)
             async with self._builder.build(archive, name, spec, config, is_fetched) as model:
-                self._unlisted.add(model.pool)
                 try:
-                    await model.pool.scale(size.workers, 0, most=size.most, wait=waits)
-                    with self.registry.change():
-                        self.registry.add(model)
-                        if saves:
-                            self._save()
+                    async with self._starting(model.pool):
+                        await model.pool.scale(size.workers, 0, most=size.most, wait=waits)
+                        with self.registry.change():
+                            self.registry.add(model)
+                            if saves:
+                                self._save()
                 except BaseException as error:
-                    await model.pool.stop(0)
                     model.metrics.remove()
                     if isinstance(error, LoadFailed):
                         error.model = name, model.version
                     raise
-                finally:
-                    self._unlisted.discard(model.pool)
         if config.explains_early:
             model.start_explainers()
         elif allocator is None:
@@ -177,15 +174,9 @@ class Lifecycle:
                 building = self._builder.build(archive, name, spec, config, metrics=model.metrics)
                 async with building as fresh:
                     fresh.file, fresh.url, fresh.digest = model.file, model.url, model.digest
-                    self._unlisted.add(fresh.pool)
-                    try:
+                    async with self._starting(fresh.pool):
                         await fresh.pool.scale(model.pool.least, 0, most=model.pool.most)
                         self.registry.swap(model, fresh)
-                    except BaseException:
-                        await fresh.pool.stop(0)
-                        raise
-                    finally:
-                        self._unlisted.discard(fresh.pool)
         expose(fresh)
         if fresh.config.explains_early:
             fresh.start_explainers()
@@ -212,6 +203,18 @@ class Lifecycle:
         if (warning := describe_excess(machine, [allocation], taken)) is not None:
             logger.warning("%s: %s", name, warning)
         return allocation
+
+    @asynccontextmanager
+    async def _starting(self, pool: Pool) -> AsyncIterator[None]:
+        """Know of a pool that no list has yet; end it where the block fails."""
+        self._unlisted.add(pool)
+        try:
+            yield
+        except BaseException:
+            await pool.stop(0)
+            raise
+        finally:
+            self._unlisted.discard(pool)
 
     @asynccontextmanager
     async def _counted(self, name: str, threads: int) -> AsyncIterator[None]:
