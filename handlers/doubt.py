@@ -13,7 +13,7 @@ from modelyard.handlers.probes import Probe, make_inputs
 _SCALES = (1.0, -1.0, 0.1, -4.0, 4.0, 1e2, -1e2, 1e4)
 _WAYS_OUT = (
     "say `handler: {output_kind: probabilities}` in model-config.yaml, or output_kind: logits if "
-    "they are no probabilities"
+    "they are not probabilities"
 )
 
 

@@ -35,7 +35,7 @@ def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, A
 
     To torch a dtype is a number, and a number that is no dtype leads outside a table; some kernels
     take a tensor for granted where None is given; convolutions and max_pool1d multiply their steps
-    without looking; and what is cut off while it is padded in a circle leaves places unwritten.
+    unchecked; and circular padding by a negative number leaves elements of the output unwritten.
     """
     arguments = target._schema.arguments
     given = [*zip(arguments, args, strict=False)]

@@ -297,7 +297,7 @@ class Tracing:
         offset_ns = time.time_ns() - round(monotonic() * 1e9)
         span = self._tracer.start_span(
             name,
-            # A context of its own: whatever this task belongs to is no parent of a request.
+            # A context of its own: what this task belongs to is not the parent of a request.
             context or trace.set_span_in_context(trace.INVALID_SPAN),
             kind=trace.SpanKind.SERVER,
             attributes=attributes,
