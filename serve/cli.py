@@ -21,6 +21,7 @@ from modelyard.serve.errors import ServeError, StartError
 if TYPE_CHECKING:
     from modelyard.serve.control.state import StateDir
     from modelyard.serve.settings import Settings
+    from modelyard.serve.tools.client import Endpoint
 
 serve_app = typer.Typer(
     help="Start, stop and look at the server.", no_args_is_help=True, add_completion=False
@@ -67,6 +68,15 @@ def state_folder(state_dir: Path | None) -> StateDir:
     from modelyard.serve.settings import load_settings
 
     return StateDir(load_settings({"state_dir": state_dir}).state_dir)
+
+
+def endpoint(
+    api: str, url: str | None, token: str | None, ca: Path | None, state_dir: Path | None
+) -> Endpoint:
+    """Return the API that a command's options mean: of a URL, else of the state folder's server."""
+    from modelyard.serve.tools.client import find_endpoint
+
+    return find_endpoint(api, state_folder(state_dir), url, token, ca)
 
 
 @serve_app.command()

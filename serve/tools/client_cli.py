@@ -24,8 +24,8 @@ from modelyard.serve.cli import (
     StateDirOption,
     TokenOption,
     UrlOption,
+    endpoint,
     known_errors,
-    state_folder,
 )
 from modelyard.serve.errors import StartError
 
@@ -56,7 +56,7 @@ def predict(
     Example: modelyard predict digits examples/digits/scans/7.png
     """
     with known_errors():
-        at = _server(url, token, ca, state_dir)
+        at = endpoint("inference", url, token, ca, state_dir)
         answer = _ask(at, "predictions", model, file, {}, {})
     if json_output or not _print_labels(answer):
         _print_answer(answer)
@@ -89,7 +89,7 @@ def explain(
         query["format"] = _PICTURES.get(picture.suffix.lower())
     accept = {"Accept": "application/json"}
     with known_errors():
-        at = _server(url, token, ca, state_dir)
+        at = endpoint("inference", url, token, ca, state_dir)
         answer = _ask(at, "explanations", model, file, query, accept)
         if picture is not None:
             try:
@@ -125,14 +125,6 @@ def _explain_parameters() -> Iterator[inspect.Parameter]:
 
 explain.__signature__ = inspect.Signature(list(_explain_parameters()))  # type: ignore[attr-defined]
 explain_app.command()(explain)
-
-
-def _server(
-    url: str | None, token: str | None, ca: Path | None, state_dir: Path | None
-) -> Endpoint:
-    from modelyard.serve.tools.client import find_endpoint
-
-    return find_endpoint("inference", state_folder(state_dir), url, token, ca)
 
 
 def _ask(

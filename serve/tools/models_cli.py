@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
 
@@ -17,8 +16,8 @@ from modelyard.serve.cli import (
     StateDirOption,
     TokenOption,
     UrlOption,
+    endpoint,
     known_errors,
-    state_folder,
 )
 from modelyard.serve.errors import StartError
 
@@ -33,14 +32,6 @@ models_app = typer.Typer(
 
 ModelArgument = Annotated[str, typer.Argument(metavar="NAME[/VERSION]", help="What is served.")]
 VersionArgument = Annotated[str, typer.Argument(metavar="NAME/VERSION", help="A version of it.")]
-
-
-def _server(
-    url: str | None, token: str | None, ca: Path | None, state_dir: Path | None
-) -> Endpoint:
-    from modelyard.serve.tools.client import find_endpoint
-
-    return find_endpoint("management", state_folder(state_dir), url, token, ca)
 
 
 def _ask(at: Endpoint, method: str, path: str, query: dict[str, Any] | None = None) -> Any:
@@ -112,7 +103,7 @@ def list_models(
     Example: modelyard models list
     """
     with known_errors():
-        models = all_versions(_server(url, token, ca, state_dir))
+        models = all_versions(endpoint("management", url, token, ca, state_dir))
     if json_output:
         out.print_json(json.dumps(models))
     else:
@@ -133,7 +124,7 @@ def describe(
     Example: modelyard models describe digits
     """
     with known_errors():
-        found = _ask(_server(url, token, ca, state_dir), "GET", _path(model))
+        found = _ask(endpoint("management", url, token, ca, state_dir), "GET", _path(model))
     if json_output:
         out.print_json(json.dumps(found))
         return
@@ -174,7 +165,7 @@ def register(
     """
     query = {"url": archive, "model_name": name, "initial_workers": workers}
     with known_errors():
-        answer = _ask(_server(url, token, ca, state_dir), "POST", "/models", query)
+        answer = _ask(endpoint("management", url, token, ca, state_dir), "POST", "/models", query)
     _print(answer, json_output)
 
 
@@ -193,7 +184,7 @@ def scale(
     Example: modelyard models scale digits 2
     """
     with known_errors():
-        at = _server(url, token, ca, state_dir)
+        at = endpoint("management", url, token, ca, state_dir)
         answer = _ask(at, "PUT", _path(model), {"min_worker": workers})
     _print(answer, json_output)
 
@@ -214,7 +205,7 @@ def default(
     with known_errors():
         if not model.partition("/")[2]:
             raise StartError(f'"{model}" names no version; expected NAME/VERSION')
-        at = _server(url, token, ca, state_dir)
+        at = endpoint("management", url, token, ca, state_dir)
         answer = _ask(at, "PUT", f"{_path(model)}/set-default")
     _print(answer, json_output)
 
@@ -233,5 +224,5 @@ def unregister(
     Example: modelyard models unregister digits/1.0
     """
     with known_errors():
-        answer = _ask(_server(url, token, ca, state_dir), "DELETE", _path(model))
+        answer = _ask(endpoint("management", url, token, ca, state_dir), "DELETE", _path(model))
     _print(answer, json_output)
