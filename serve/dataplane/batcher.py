@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
+from collections.abc import Callable
 from itertools import islice
 from time import monotonic
 
@@ -74,6 +75,7 @@ class Batcher:
             Once that was in vain no job of this queue waits again.
         needs_ticket: whether a job is taken only while a replica is idle.
         call_bytes: of `lengths.CALL_BYTES`, for batches of like length; None takes jobs in order.
+        clock: what is read for the time; a simulation has its own.
     """
 
     def __init__(
@@ -88,7 +90,9 @@ class Batcher:
         gathers_bursts: bool = False,
         needs_ticket: bool = False,
         call_bytes: int | None = None,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
+        self._clock = clock
         self._needs_ticket = needs_ticket
         self._call_bytes = call_bytes
         self._engine = engine
@@ -121,7 +125,7 @@ class Batcher:
     @property
     def oldest_s(self) -> float:
         """How long the first job of the queue has waited; 0 while none waits."""
-        return monotonic() - self._queue[0].queued_at if self._queue else 0.0
+        return self._clock() - self._queue[0].queued_at if self._queue else 0.0
 
     @property
     def remaining(self) -> int:
@@ -249,7 +253,7 @@ class Batcher:
 
         An idle replica takes one whatever is expected of it, as in `Engine.expected_s`.
         """
-        now = monotonic()
+        now = self._clock()
         jobs: list[Call] = []
         rows = 0
         rest_s = replica.rest_s(now)
@@ -283,7 +287,7 @@ class Batcher:
         until = min(self._admission.gathers_until(job, self._delay_s) for job in self._queue)
         if self._gathers_bursts:
             until = min(until, self._queue[-1].queued_at + BURST_GAP_S)
-        left = until - monotonic()
+        left = until - self._clock()
         if left <= 0:
             if self._gathers_bursts:
                 self._delay_s = 0.0

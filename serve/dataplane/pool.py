@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from time import monotonic
 
 from modelyard.serve.dataplane.batcher import Batcher
 from modelyard.serve.dataplane.budget import AnswerBudget
@@ -71,6 +70,7 @@ class Pool:
         metrics: VersionMetrics,
         policy: WorkerPolicy,
         budget: AnswerBudget | None = None,
+        clock: Clock | None = None,
     ) -> None:
         self.budget = budget or AnswerBudget()
         self.plan = plan
@@ -86,7 +86,7 @@ class Pool:
         self._failures = 0
         self._last_failure = ""
         self._sweeper: asyncio.TimerHandle | None = None
-        self.clock = Clock()
+        self.clock = clock or Clock()
         """What workers are judged by."""
         self.on_answer: Callable[[Call], None] | None = None
         """Told of each job that was answered with 200."""
@@ -275,7 +275,7 @@ class Pool:
     @property
     def busy_s(self) -> float:
         """How long its workers have had work so far, all together."""
-        now = self.clock.read(monotonic())
+        now = self.clock.read(self.clock.now())
         running = (now - worker.began_at for worker in self.workers if worker.flight)
         return self.worked_s + sum(running)
 
@@ -341,7 +341,7 @@ class Pool:
         """
         if not self._batch_s[kind]:
             return 0.0
-        now = monotonic()
+        now = self.clock.now()
         rests: list[float] = []
         for slot in self.slots:
             worker = slot.worker
@@ -372,7 +372,7 @@ class Pool:
         Alone, because one of them may be what kills workers: it must not take the others along.
         """
         if worker.flight:
-            self.worked_s += self.clock.read(monotonic()) - worker.began_at
+            self.worked_s += self.clock.read(self.clock.now()) - worker.began_at
         for job in worker.flight.values():
             if job.stream is not None or job.retried or not self.plan.retry:
                 job.fail(worker.death)
@@ -403,7 +403,7 @@ class Pool:
         A worker does not begin a job that is cancelled, and ends a running one where its handler
         looks.
         """
-        now = monotonic()
+        now = self.clock.now()
         self._sweeper = self._loop.call_later(SWEEP_EVERY_S, self._sweep)
         if self.clock.tick(now):  # answers that came meanwhile are not read yet: timers go first
             return

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from modelyard.serve.dataplane import wire
@@ -186,7 +185,7 @@ class Worker(asyncio.BufferedProtocol):
         self._decoder = decoder_of_answers(pool.plan.max_answer_bytes, self._share.take)
         self._partial = (PREDICT, 0)
         """Kind and number of the replies of a batch whose others come in the next frame."""
-        self._buffer = memoryview(bytearray(wire.RECEIVE_BYTES))
+        self._buffer = memoryview(b"")
         self._is_in_room = False
         self._transport: asyncio.Transport | None = None
         self._process: ChildProcess | Guest | None = None
@@ -352,6 +351,7 @@ class Worker(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport."""
         self._transport = cast(asyncio.Transport, transport)
+        self._buffer = memoryview(bytearray(wire.RECEIVE_BYTES))
 
     def get_buffer(self, sizehint: int) -> memoryview:
         """Return where the next bytes go: a long answer straight into its own place."""
@@ -395,7 +395,7 @@ class Worker(asyncio.BufferedProtocol):
 
     def _go_on(self) -> None:
         """Read on with what waited for room."""
-        self.busy_since = self._pool.clock.read(monotonic())
+        self.busy_since = self._read_clock()
         assert self._transport is not None
         if not self._transport.is_closing():
             self._transport.resume_reading()
@@ -417,7 +417,7 @@ class Worker(asyncio.BufferedProtocol):
     def _control(self, item: wire.Item) -> None:
         message = wire.decode_control(item)
         if item.code == wire.METRICS and self.loaded.done():
-            busy_s = self._pool.clock.read(monotonic()) - self.busy_since
+            busy_s = self._read_clock() - self.busy_since
             self._pool.metrics.reported(message.get("records"), busy_s)
         elif self.loaded.done():
             raise wire.WireError(f"control message {item.code} from a worker that is loaded")
@@ -432,7 +432,7 @@ class Worker(asyncio.BufferedProtocol):
             raise wire.WireError(f"control message {item.code} that nobody expects")
 
     def _replies(self, frame: list[wire.Item]) -> None:
-        now = self._replied_at = monotonic()
+        now = self._replied_at = self._pool.clock.now()
         read_at = self._pool.clock.read(now)
         kind = count = 0
         batch: Batch | None = None
@@ -515,7 +515,7 @@ class Worker(asyncio.BufferedProtocol):
         assert self._transport is not None and self._aside is None
         self._next_id = self._next_id % 0xFFFFFFFF + 1
         self._aside = self._next_id, sink
-        self._aside_since = self._pool.clock.read(monotonic())
+        self._aside_since = self._read_clock()
         frame = wire.Frame()
         frame.add(self._next_id, 0, flags, head, parts, wire.now_us())
         self._transport.writelines(frame.buffers())
@@ -559,6 +559,11 @@ class Worker(asyncio.BufferedProtocol):
         code = self._process.exit_code if self._process else None
         return code in (-signal.SIGKILL, 128 + signal.SIGKILL) and not self.is_condemned
 
+    def _read_clock(self) -> float:
+        """Return the time by the pool's clock."""
+        clock = self._pool.clock
+        return clock.read(clock.now())
+
     # -- a replica, as the batcher knows it ----------------------------------------------------
 
     def capacity(self, kind: int) -> int:
@@ -571,27 +576,34 @@ class Worker(asyncio.BufferedProtocol):
             return self._plan.batch_size - self.held[kind]
         most = 2 * self._plan.batch_size
         job_s = self._pool.job_s(kind)
-        if job_s and monotonic() - self._replied_at < AHEAD_S:
+        if job_s and self._pool.clock.now() - self._replied_at < AHEAD_S:
             most = max(most, min(int(AHEAD_S / job_s), MOST_AHEAD))
         return most - self.held[kind]
 
     def run(self, jobs: list[Call]) -> None:
         """Send the jobs in one frame; `_replies` answers them, or the pool if it dies."""
-        assert self._transport is not None
         if self._aside is not None:
             self._give_way()
         if not self.flight:
-            self.busy_since = self.began_at = self._pool.clock.read(monotonic())
+            self.busy_since = self.began_at = self._read_clock()
             self.running = sum(job.rows for job in jobs)
-        frame, now_us = wire.Frame(), wire.now_us()
+        ids = []
         for job in jobs:
             self._next_id = self._next_id % 0xFFFFFFFF + 1
             self.flight[self._next_id] = job
             self.held[job.kind] += job.rows
+            ids.append(self._next_id)
+        self._send(ids, jobs)
+
+    def _send(self, ids: Sequence[int], jobs: Sequence[Call]) -> None:
+        """Write one frame with these jobs, each under its number."""
+        assert self._transport is not None
+        frame, now_us = wire.Frame(), wire.now_us()
+        for id, job in zip(ids, jobs, strict=True):
             flags = job.flags
             flags |= wire.EXPLAIN if job.kind == EXPLAIN else 0
             flags |= wire.ALONE if job.retried else 0
-            frame.add(self._next_id, job.rows, flags, job.head, job.parts, now_us)
+            frame.add(id, job.rows, flags, job.head, job.parts, now_us)
         self._transport.writelines(frame.buffers())
 
     def rest_s(self, now: float) -> float:
