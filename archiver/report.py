@@ -13,7 +13,7 @@ from modelyard.archiver.values import End, Values, read_end
 Extent = Literal["every", "random", "few", "quick", "none"]
 """How much was tried; `modelyard.handlers.plan` says what each is."""
 
-_MAX_REPORT_BYTES = 16 * 1024 * 1024
+MAX_REPORT_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,10 @@ class Parity:
     """Sizes that were too large to try."""
     allowed: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     """Output → case where the checkpoint is ill-conditioned → scaled difference allowed there."""
+    cases: int = 0
+    """How many inputs were compared; 0 where the report does not say."""
+    largest: Mapping[str, float] = field(default_factory=dict)
+    """Output → largest scaled difference that was found, where the report says it."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ def parse_report(data: bytes, path: Path) -> Report:
     """
     problems: list[str] = []
     try:
-        fields = Fields(parse_json(data, _MAX_REPORT_BYTES), "", problems)
+        fields = Fields(parse_json(data, MAX_REPORT_BYTES), "", problems)
     except ValueError as error:
         raise CannotArchive("cannot read the report", [f"{path.name}: {error}"]) from error
     signature = read_signature(fields.object("signature"))
@@ -155,7 +159,18 @@ def _parity(fields: Fields, signature: Signature) -> Parity:
         extent=_extent(plan),
         left_out=tuple(plan.items("left_out")) if "left_out" in plan.values else (),
         allowed=_allowed(_optional(parity, "ill_conditioned")),
+        cases=parity.integer("cases") if "cases" in parity.values else 0,
+        largest=_largest(outputs),
     )
+
+
+def _largest(outputs: Fields) -> dict[str, float]:
+    each = ((name, outputs.object(name)) for name in outputs.values)
+    return {name: found.number("scaled") for name, found in each if _says(found, "scaled")}
+
+
+def _says(fields: Fields, key: str) -> bool:
+    return fields.values.get(key) is not None
 
 
 def _allowed(ill_conditioned: Fields) -> dict[str, dict[str, float]]:

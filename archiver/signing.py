@@ -214,6 +214,22 @@ def find_signer(archive: Archive, trust: Trust, now: datetime | None = None) -> 
     return signer
 
 
+def claimed_key(archive: Archive) -> str:
+    """Return the id of the key that an archive's signature names; nothing of it is believed.
+
+    Raises:
+        NotTrusted: there is no signature that can be read.
+    """
+    try:
+        document = parse_json(archive.read(SIGNING_NAME), MAX_BUNDLE_BYTES)
+        if isinstance(document, dict) and "mediaType" not in document:
+            return Fields(document, "", []).text("key_id")
+        return parse_bundle(document).key_id
+    except (KeyError, ValueError) as error:
+        name = archive.path.name
+        raise NotTrusted(f"{name}: {SIGNING_NAME} cannot be read: {error}") from error
+
+
 def _check_statement(
     archive: Archive, document: object, trust: Trust
 ) -> tuple[TrustedKey, datetime | None]:
