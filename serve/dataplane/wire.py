@@ -98,8 +98,10 @@ UNREAD = 4
 PARTIAL = 8
 """Of a frame's first item: the next frame holds further replies to the same batch."""
 
-FRAMING = frozenset({b"connection", b"content-length", b"transfer-encoding"})
-"""Headers that belong to the server's connection; a handler's opinion of them is left out."""
+VERSION_HEADER = b"x-model-version"
+"""Of every answer of a model: which version gave it."""
+FRAMING = frozenset({b"connection", b"content-length", b"transfer-encoding", VERSION_HEADER})
+"""Headers that are the server's to say; a handler's opinion of them is left out."""
 
 
 Payload = bytes | bytearray

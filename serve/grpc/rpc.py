@@ -14,13 +14,13 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from enum import IntEnum
-from functools import partial
+from functools import lru_cache, partial
 from time import monotonic
 from typing import Any
 from urllib.parse import quote
 
 from modelyard.serve.dataplane.tracing import trace_id_of
-from modelyard.serve.dataplane.wire import Buffer
+from modelyard.serve.dataplane.wire import VERSION_HEADER, Buffer
 from modelyard.serve.http.application import REQUEST_ID, request_id
 from modelyard.serve.http.connection import Access, Answered, Headers, Served
 from modelyard.serve.http.http2 import DATA, HEADERS, Stream, header_block
@@ -40,9 +40,16 @@ _UNITS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-
 _WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
 """Compressions that are read, by zlib; answers are sent as they are."""
 _ACCEPTED = (b"grpc-accept-encoding", b"identity,deflate,gzip")
-_HEAD = header_block([(b":status", b"200"), (b"content-type", b"application/grpc"), _ACCEPTED])
+_HEAD = [(b":status", b"200"), (b"content-type", b"application/grpc"), _ACCEPTED]
 _OK = header_block([(b"grpc-status", b"0")])
 _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+
+
+@lru_cache(maxsize=256)
+def _head(served: Served) -> bytes:
+    """Return what an answer's metadata begin with, by the model that gives it."""
+    version = [] if served is None else [(VERSION_HEADER, served[1].encode())]
+    return header_block([*_HEAD, *version])
 
 
 class Status(IntEnum):
@@ -438,7 +445,7 @@ class Rpc:
         parts: list[tuple[int, Buffer]] = []
         if not self._is_started:
             self._is_started = True
-            parts.append((HEADERS, _HEAD))
+            parts.append((HEADERS, _head(self.served)))
         if message:
             size = sum(map(len, message))
             self.sent += size
@@ -458,7 +465,8 @@ class Rpc:
         if text:
             trailers.append((b"grpc-message", quote(text, safe=_PRINTABLE).encode()))
         block = header_block(trailers)
-        self.stream.send(HEADERS, block if self._is_started else _HEAD + block, ends=True)
+        head = b"" if self._is_started else _head(self.served)
+        self.stream.send(HEADERS, head + block, ends=True)
         self._end(status)
 
     def run(self, answering: Coroutine[Any, Any, None]) -> None:

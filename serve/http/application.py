@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from modelyard.archiver import ArchiveError
 from modelyard.serve.dataplane.call import Stream, Target
-from modelyard.serve.dataplane.wire import Payload
+from modelyard.serve.dataplane.wire import VERSION_HEADER, Payload
 from modelyard.serve.errors import (
     BodyTooLarge,
     ServeError,
@@ -30,7 +30,13 @@ from modelyard.serve.errors import (
     error_body,
     http_status,
 )
-from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle, write_head
+from modelyard.serve.http.connection import (
+    Answer,
+    Headers,
+    RequestResponseCycle,
+    Served,
+    write_head,
+)
 from modelyard.serve.http.cors import Cors
 
 if TYPE_CHECKING:
@@ -146,6 +152,8 @@ class Answers:
         if self._state.is_draining or (self._closes_after_errors and status >= 400):
             cycle.keeps_alive = False
         common = [(b"x-request-id", id.encode()), *self._common]
+        if cycle.served is not None:
+            common.append((VERSION_HEADER, cycle.served[1].encode()))
         return common if self.cors is None else [*common, *self.cors.headers(cycle.headers)]
 
     def send(
@@ -175,11 +183,12 @@ class Answers:
         """
         if self._state.is_draining or self._closes_after_errors:
             cycle.keeps_alive = False
-        key = (type(error), str(error), *vars(error).values(), len(id), cycle.keeps_alive)
+        served, stays = cycle.served, cycle.keeps_alive
+        key = (type(error), str(error), *vars(error).values(), len(id), stays, served)
         if (prepared := self._prepared.get(key)) is None:
             if len(self._prepared) >= PREPARED:
                 self._prepared.clear()
-            prepared = self._prepared[key] = self._prepare(error, len(id), cycle.keeps_alive)
+            prepared = self._prepared[key] = self._prepare(error, len(id), stays, served)
         status, pieces = prepared
         is_read_by_pages = self.cors is not None and self.cors.headers(cycle.headers)
         if is_read_by_pages or not cycle.send_ready(status, id.encode().join(pieces), b""):
@@ -188,14 +197,16 @@ class Answers:
             self._on_status(status)
 
     def _prepare(
-        self, error: Exception, id_length: int, keeps_alive: bool
+        self, error: Exception, id_length: int, keeps_alive: bool, served: Served
     ) -> tuple[int, list[bytes]]:
         """Return the status of an error's answer, and what stands around the id in its bytes."""
         mark = "~" * id_length  # in no id and no model's name, and JSON leaves it as it is
         status, headers, body = self.error(error, mark)
         length = (b"content-length", b"%d" % len(body))
         marked = (b"x-request-id", mark.encode())
-        head = write_head(status, [*headers, length, marked, *self._common], keeps_alive)
+        version = [] if served is None else [(VERSION_HEADER, served[1].encode())]
+        common = [marked, *self._common, *version]
+        head = write_head(status, [*headers, length, *common], keeps_alive)
         assert head is not None, "no error of ours has a line break in a header"
         return status, (head + body).split(mark.encode())
 
@@ -208,6 +219,8 @@ class Answers:
         if self._on_status is not None:
             self._on_status(status)
         common = [(b"x-request-id", id.encode()), *self._common]
+        if cycle is not None and cycle.served is not None:
+            common.append((VERSION_HEADER, cycle.served[1].encode()))
         if self.cors is not None and cycle is not None:
             common += self.cors.headers(cycle.headers)
         return status, [*headers, *common], body

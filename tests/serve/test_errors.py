@@ -99,7 +99,7 @@ def test_torchserves_messages_are_kept() -> None:
 
 
 def test_a_refusal_whose_bytes_are_kept_names_its_own_request() -> None:
-    status, pieces = Answers(ServerState())._prepare(QueueFull("full", 1), 4, True)
+    status, pieces = Answers(ServerState())._prepare(QueueFull("full", 1), 4, True, None)
     answer = b"abcd".join(pieces)
     assert (status, len(pieces)) == (503, 3)
     assert b"x-request-id: abcd\r\n" in answer
