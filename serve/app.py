@@ -15,6 +15,7 @@ from modelyard.serve.api.management import management_routes
 from modelyard.serve.api.metrics import metrics_routes
 from modelyard.serve.api.model_docs import model_docs_routes
 from modelyard.serve.api.oip import oip_routes
+from modelyard.serve.api.rollout import rollout_routes
 from modelyard.serve.api.routes import Routes
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
@@ -37,6 +38,7 @@ from modelyard.serve.http.tls import watched_tls
 from modelyard.serve.http.tokens import make_grant, parse_grants, read_token_file
 from modelyard.serve.http.watched import Watched
 from modelyard.serve.policy import Policy
+from modelyard.serve.rollout.control import Rollouts
 from modelyard.serve.settings import Address, Settings
 
 
@@ -45,6 +47,7 @@ class Server:
     """A server that is built and bound, but does not accept yet."""
 
     lifecycle: Lifecycle
+    rollouts: Rollouts
     state: ServerState
     inference: Listener
     management: Listener
@@ -75,6 +78,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
     policy, metrics, registry, state = Policy(settings), Metrics(), Registry(), ServerState()
     budget = answer_budget(settings, policy)
     lifecycle = Lifecycle(policy, registry, metrics, budget)
+    rollouts = Rollouts(lifecycle)
     repository = Repository(lifecycle, settings.allow_load)
     grants = known_tokens(settings, make_keys(policy.state.key_file))
     of_clients = grants if settings.asks_for_tokens else None
@@ -95,6 +99,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
         "Modelyard management",
         "Register, scale and remove models.",
         answers,
+        rollout_routes(rollouts),  # first: no version is called so
         management_routes(registry, lifecycle),
     )
     scraper = Routes("Modelyard metrics", "Prometheus metrics.", answers, metrics_routes(metrics))
@@ -127,7 +132,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
     ports = {name: listener.address.port for name, listener in zip(routes, listeners, strict=True)}
     for name, api in routes.items():
         add_docs(api.fastapi, name, ports)
-    return Server(lifecycle, state, inference, management, scraped, tracing, access)
+    return Server(lifecycle, rollouts, state, inference, management, scraped, tracing, access)
 
 
 OWN_RIGHTS = {"management": "manage", "inference": "predict,explain,metrics"}

@@ -13,7 +13,7 @@ from modelyard.archiver.untrusted.names import check_name
 from modelyard.serve.control.environment import interpreter_for
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, load_model_config
 from modelyard.serve.control.registry import Registry
-from modelyard.serve.control.saved import read_models, write_models
+from modelyard.serve.control.saved import read_models, read_rollouts, write_models
 from modelyard.serve.control.sizing import Allocation, ResourceRequest
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.control.store import find_archive, list_archives, parse_model_option
@@ -75,6 +75,10 @@ class Policy:
             options = list_archives(self.settings.model_store)
         pairs = map(parse_model_option, options)
         return [ModelSpec(location, name, at_start=True) for name, location in pairs]
+
+    def rollouts_at_start(self) -> dict[str, dict[str, Any]]:
+        """Return what is remembered of roll-outs, by model; nothing where models are named."""
+        return {} if self.settings.models else read_rollouts(self.state)
 
     async def locate(self, location: str) -> tuple[Path, bool]:
         """Return the archive that a location names, and whether it was fetched just now.

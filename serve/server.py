@@ -149,12 +149,16 @@ async def _load(server: Server, stop: StopSignals, report: Report) -> list[str]:
     Raises:
         StartError: a signal came first.
     """
-    loading = asyncio.ensure_future(
-        restore(
-            server.lifecycle,
-            lambda model, text: report({"event": "loading", "model": model, "text": text}),
-        )
-    )
+
+    def progress(model: str, text: str) -> None:
+        report({"event": "loading", "model": model, "text": text})
+
+    async def load() -> list[str]:
+        warnings = await restore(server.lifecycle, progress)
+        await server.rollouts.restore(progress)
+        return warnings
+
+    loading = asyncio.ensure_future(load())
     stopped = asyncio.ensure_future(stop.first.wait())
     await asyncio.wait([loading, stopped], return_when=asyncio.FIRST_COMPLETED)
     stopped.cancel()
@@ -229,6 +233,7 @@ async def _drain(server: Server, settings: Settings, now: asyncio.Event) -> None
 async def _end(server: Server, state: StateDir) -> None:
     """End workers and connections; what is still unanswered gets its 503."""
     loop = asyncio.get_running_loop()
+    await server.rollouts.stop()
     await server.lifecycle.stop(0)
     deadline = loop.time() + FLUSH_S
     while any(listener.busy_count for listener in server.listeners) and loop.time() < deadline:

@@ -26,7 +26,7 @@ DATAPLANE = {
     "serve.walls",
 }
 CONTROL = DATAPLANE | {"serve.control"}
-FACE = CONTROL | {"serve.http", "serve.api"}
+FACE = CONTROL | {"serve.http", "serve.api", "serve.rollout"}
 
 ALLOWED = {
     "archiver": {"archiver"},
@@ -41,6 +41,7 @@ ALLOWED = {
     "serve.dataplane": DATAPLANE,
     "serve.walls": {"serve.walls"},
     "serve.control": CONTROL,
+    "serve.rollout": CONTROL | {"serve.rollout"},
     "serve.http": DATAPLANE | {"serve.http"},
     "serve.api": FACE,
     "serve.torchserve": {"serve", "archiver"},

@@ -187,7 +187,7 @@ class Calls:
             ModelNotFound, VersionNotFound, Unavailable: there is no such model, or not yet.
         """
         kind, path, flags, form = target
-        model = self.find(target)
+        model = self.find(target, id, cycle.headers)
         trace = None
         if self.tracing is not None:
             trace = begin_trace(self.tracing, cycle, id, model, target)
@@ -243,8 +243,12 @@ class Calls:
         """Count the answer to a request that has become no call."""
         self._unrouted.labels(str(status)).inc()
 
-    def find(self, target: Target) -> ModelVersion:
+    def find(self, target: Target, id: str, headers: Headers) -> ModelVersion:
         """Return the model version that a request asks for, and take note of the request.
+
+        Args:
+            id: of the request.
+            headers: of it, which may decide between two versions.
 
         Raises:
             ModelNotFound, VersionNotFound, Unavailable: there is no such model, or not yet.
@@ -255,6 +259,10 @@ class Calls:
             if self._state.is_starting:
                 raise Unavailable(f"the server is starting; {error} yet") from error
             raise
+        if splits := self._models.splits:
+            split = splits.get(model.name)
+            if split is not None and target.kind == PREDICT and target.version is None:
+                model = split.choose(id, headers)
         if self.observer is not None:
             self.observer.accepted(model.name, target.version)
         return model

@@ -133,7 +133,8 @@ class Builder:
             python = await asyncio.to_thread(self._policy.interpreter, archive, folder, name)
             handler = spec.options.handler or archive.manifest.handler
             preload = await asyncio.to_thread(choose_preload, archive, handler)
-            shares = self._shares_workers(archive, handler, config, python)
+            # What is not trusted yet has processes of its own.
+            shares = not spec.part and self._shares_workers(archive, handler, config, python)
             yield self._connect(
                 archive, name, spec, config, is_fetched, folder, python, preload, shares, metrics
             )
@@ -210,6 +211,7 @@ class Builder:
             takes_our_options=manifest.modelyard is not None
             and plan.load["handler"] in OUR_HANDLERS,
             at_start=spec.at_start,
+            part=spec.part,
             is_downloaded=is_fetched,
         )
         if before is None:
@@ -352,6 +354,7 @@ class Builder:
             max_answer_bytes=policy.max_answer_bytes,
             environment=environment,
             retry_window_s=config.retry_s,
+            niceness=spec.niceness,
         )
 
 

@@ -58,6 +58,10 @@ class ModelSpec:
     at_start: bool = False
     digest: str | None = None
     """Of the archive that was served last; another one is not what is to be restored."""
+    part: str = ""
+    """In a roll-out, as of a `ModelVersion`."""
+    niceness: int = 0
+    """Of its workers."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
@@ -80,7 +80,12 @@ class Lifecycle:
         return await self.add(spec, None, waits=synchronous, saves=True)
 
     async def add(
-        self, spec: ModelSpec, allocator: StartupAllocator | None, waits: bool, saves: bool = False
+        self,
+        spec: ModelSpec,
+        allocator: StartupAllocator | None,
+        waits: bool,
+        saves: bool = False,
+        check: Callable[[Archive], None] | None = None,
     ) -> ModelVersion:
         """Serve a model version; the store and all else are as before when that fails.
 
@@ -88,6 +93,7 @@ class Lifecycle:
             allocator: at a start, of all its models.
             waits: for its workers to be ready.
             saves: whether the change is remembered.
+            check: called with the archive before anything else; what it raises ends this.
 
         Raises:
             ArchiveError, ServeError.
@@ -103,6 +109,8 @@ class Lifecycle:
                 staging=unpacked,
             )
             with archive:
+                if check is not None:
+                    check(archive)
                 return await self._add(archive, is_fetched, spec, allocator, waits, saves)
         except BaseException as error:
             if is_fetched:
@@ -134,7 +142,7 @@ class Lifecycle:
                         with self.registry.change():
                             self.registry.add(model)
                             if saves:
-                                self._save()
+                                self.save()
                 except BaseException as error:
                     model.metrics.remove()
                     if isinstance(error, LoadFailed):
@@ -171,6 +179,7 @@ class Lifecycle:
             config = replace(config, threads=model.config.threads)
             async with self._locks[name]:
                 self.registry.refuse_gone(model)
+                self.registry.refuse_rolled(model)
                 building = self._builder.build(archive, name, spec, config, metrics=model.metrics)
                 async with building as fresh:
                     fresh.file, fresh.url, fresh.digest = model.file, model.url, model.digest
@@ -246,13 +255,29 @@ class Lifecycle:
                 await pool.scale(least, drain_s, most=most, wait=synchronous)
                 if least == 0 and model.explainers is not None:
                     await model.explainers.scale(0, drain_s, wait=synchronous)
-                self._save()
+                self.save()
             except BaseException:
                 pool.least, pool.most = before
                 raise
 
-    async def unregister(self, model: ModelVersion) -> None:
+    async def renew(self, model: ModelVersion, least: int, niceness: int) -> None:
+        """Have workers of this niceness in the place of a version's, which answer what they hold.
+
+        Raises:
+            LoadFailed: a new worker could not load; nothing was changed.
+        """
+        async with self._locks[model.name]:
+            self.registry.refuse_gone(model)
+            pool = model.pool
+            await pool.renew(
+                replace(pool.plan, niceness=niceness), least, self._settings.drain_timeout_s
+            )
+
+    async def unregister(self, model: ModelVersion, saves: bool = True) -> None:
         """Answer what was accepted, end the workers, remove the unpacked files.
+
+        Args:
+            saves: whether the change is remembered.
 
         Raises:
             CleanupTimedOut: its workers have not ended in time; it is not served any more.
@@ -260,7 +285,8 @@ class Lifecycle:
         async with self._locks[model.name]:
             with self.registry.change():
                 self.registry.remove(model)
-                self._save()
+                if saves:
+                    self.save()
             if model.is_downloaded and not any(m.file == model.file for m in self.registry):
                 (self._settings.model_store / model.file).unlink(missing_ok=True)
             try:
@@ -271,10 +297,16 @@ class Lifecycle:
         logger.info("%s unregistered", model.pool.plan.label)
 
     def set_default(self, name: str, version: str) -> None:
-        """Make a version the one that answers when a request names none."""
+        """Make a version the one that answers when a request names none.
+
+        Raises:
+            Conflict: a roll-out decides over it.
+        """
+        for model in (self.registry.get(name), self.registry.get(name, version)):
+            self.registry.refuse_rolled(model)
         with self.registry.change():
             self.registry.set_default(name, version)
-            self._save()
+            self.save()
 
     async def stop(self, drain_timeout_s: float) -> None:
         """End all workers; what is registered stays remembered."""
@@ -298,5 +330,10 @@ class Lifecycle:
             model.metrics.remove()
         await asyncio.to_thread(self._builder.sandbox.forget, model.folder)
 
-    def _save(self) -> None:
+    def save(self) -> None:
+        """Remember what is registered.
+
+        Raises:
+            ServeError: it could not be written.
+        """
         self.policy.remember("snapshot", self.registry)

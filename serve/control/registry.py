@@ -9,13 +9,23 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from modelyard.serve.control.model_config import ModelConfig, Options
 from modelyard.serve.dataplane.batcher import Batcher
 from modelyard.serve.dataplane.metrics import VersionMetrics
 from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.errors import Conflict, DefaultVersion, ModelNotFound, VersionNotFound
+
+LIVE, CANDIDATE = "live", "candidate"
+"""Parts in a roll-out."""
+
+
+class Split(Protocol):
+    """What sends the requests for one model that name no version to one of two."""
+
+    def choose(self, id: str, headers: Iterable[tuple[bytes, bytes]]) -> ModelVersion:
+        """Return the version that answers a request of this id and these headers."""
 
 
 @dataclass
@@ -50,6 +60,8 @@ class ModelVersion:
     """Whether its handler is one of ours, which knows all options of an explanation."""
     is_downloaded: bool = False
     """Whether its file was fetched, and goes when it is unregistered."""
+    part: str = ""
+    """Its part in a roll-out that decides over it: LIVE, CANDIDATE; empty for none."""
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     _starting: asyncio.Task[None] | None = field(default=None, init=False, repr=False)
 
@@ -90,6 +102,10 @@ class Registry:
     def __init__(self) -> None:
         self._models: dict[str, dict[str, ModelVersion]] = {}
         self._defaults: dict[str, str] = {}
+        self.splits: dict[str, Split] = {}
+        """By model, while two versions answer for it."""
+        self.rollouts: dict[str, dict[str, Any]] = {}
+        """By model, what is remembered of its roll-out."""
 
     def get(self, name: str, version: str | None = None) -> ModelVersion:
         """Return a model version, the default one unless named.
@@ -133,6 +149,15 @@ class Registry:
         if self.is_default(model) and len(self._models[model.name]) > 1:
             raise DefaultVersion(f"Cannot remove default version for model {model.name}")
 
+    def refuse_rolled(self, model: ModelVersion) -> None:
+        """Raise Conflict when a roll-out decides over this version."""
+        if model.part:
+            raise Conflict(
+                f"{model.name} {model.version} is the {model.part} version of a roll-out; "
+                f"`modelyard rollout status {model.name}` shows it, and "
+                f"`modelyard rollout abort {model.name}` ends it"
+            )
+
     def add(self, model: ModelVersion) -> None:
         """Register; the first version of a name becomes its default."""
         self.refuse_duplicate(model.name, model.version)
@@ -142,11 +167,13 @@ class Registry:
     def swap(self, model: ModelVersion, other: ModelVersion) -> None:
         """Put another version of the same name and number in the place of one."""
         self.refuse_gone(model)
+        self.refuse_rolled(model)
         self._models[model.name][model.version] = other
 
     def remove(self, model: ModelVersion) -> None:
         """Forget a version."""
         self.refuse_gone(model)
+        self.refuse_rolled(model)
         self.refuse_default(model)
         versions = self._models[model.name]
         del versions[model.version]
@@ -167,11 +194,11 @@ class Registry:
     def change(self) -> Iterator[None]:
         """Undo what a block changes in the table when the block fails."""
         models = {name: dict(versions) for name, versions in self._models.items()}
-        defaults = dict(self._defaults)
+        defaults, rollouts = dict(self._defaults), dict(self.rollouts)
         try:
             yield
         except BaseException:
-            self._models, self._defaults = models, defaults
+            self._models, self._defaults, self.rollouts = models, defaults, rollouts
             raise
 
     def __iter__(self) -> Iterator[ModelVersion]:

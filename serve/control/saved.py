@@ -8,7 +8,7 @@ import os
 from typing import Any
 
 from modelyard.serve.control.model_config import ModelSpec
-from modelyard.serve.control.registry import Registry
+from modelyard.serve.control.registry import CANDIDATE, Registry
 from modelyard.serve.control.state import StateDir, read_json, write_json
 from modelyard.serve.errors import ServeError, StorageFull, is_disk_full
 from modelyard.serve.settings import MOST_WORKERS
@@ -24,6 +24,15 @@ def read_models(state: StateDir, is_trial: bool = False) -> list[ModelSpec]:
     Args:
         is_trial: a damaged file stays where it is.
     """
+    return _read(state, is_trial)[0]
+
+
+def read_rollouts(state: StateDir) -> dict[str, dict[str, Any]]:
+    """Return what is remembered of roll-outs, by model; of the file that `read_models` reads."""
+    return _read(state, is_trial=True)[1]
+
+
+def _read(state: StateDir, is_trial: bool) -> tuple[list[ModelSpec], dict[str, dict[str, Any]]]:
     for file in (state.models_file, state.previous_models_file):
         try:
             content = read_json(file)
@@ -34,7 +43,10 @@ def read_models(state: StateDir, is_trial: bool = False) -> list[ModelSpec]:
             if len(known) < len(models):
                 logger.error("%s: %d of %d entries make no sense and are left out", file,
                              len(models) - len(known), len(models))  # fmt: skip
-            return known
+            rollouts = content.get("rollouts", {})
+            if not isinstance(rollouts, dict):
+                raise ValueError("its rollouts are not an object")
+            return known, {k: v for k, v in rollouts.items() if isinstance(v, dict)}
         except FileNotFoundError:
             continue
         except (OSError, ValueError, LookupError, TypeError) as error:
@@ -43,7 +55,7 @@ def read_models(state: StateDir, is_trial: bool = False) -> list[ModelSpec]:
                 continue
             with contextlib.suppress(OSError):  # the next change would write over it
                 file.replace(file.with_suffix(".damaged.json"))
-    return []
+    return [], {}
 
 
 def write_models(state: StateDir, registry: Registry) -> None:
@@ -62,13 +74,22 @@ def write_models(state: StateDir, registry: Registry) -> None:
             "default": registry.is_default(model),
         }
         for model in registry
+        if model.part != CANDIDATE  # which its roll-out remembers
     ]
+    sizes = {model.name: model.pool.least for model in registry if model.part == CANDIDATE}
+    rollouts = {
+        name: {**content, "workers": sizes.get(name, content.get("workers"))}
+        for name, content in registry.rollouts.items()
+    }
     file, previous = state.models_file, state.previous_models_file
     try:
         with contextlib.suppress(OSError):
             previous.unlink(missing_ok=True)
             os.link(file, previous)
-        write_json(file, {"schema": SCHEMA, "models": models})
+        write_json(
+            file,
+            {"schema": SCHEMA, "models": models, **({"rollouts": rollouts} if rollouts else {})},
+        )
     except OSError as error:
         kind = StorageFull if is_disk_full(error) else ServeError
         raise kind(f"the change could not be saved: {error.strerror}") from error

@@ -145,6 +145,25 @@ class Pool:
         if wait:
             await closing
 
+    async def renew(self, plan: WorkerPlan, least: int, drain_timeout_s: float) -> None:
+        """Have `least` workers of another plan; the old ones end once these are ready.
+
+        Raises:
+            LoadFailed: one could not load; the old ones go on.
+        """
+        before, old = (self.plan, self.least, self.most), list(self._open_slots)
+        for slot in old:  # so that scaling does not count them
+            slot.is_closing = True
+        self.plan = plan
+        try:
+            await self.scale(least, 0)
+        except BaseException:
+            self.plan, self.least, self.most = before
+            for slot in old:
+                slot.is_closing = False
+            raise
+        await self._close(old, drain_timeout_s)
+
     @property
     def _open_slots(self) -> list[ReplicaSlot]:
         return [slot for slot in self.slots if not slot.is_closing]

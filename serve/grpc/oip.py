@@ -176,7 +176,7 @@ def begin_call(
     """
     rpc.is_counted = True
     try:
-        model = calls.find(target)
+        model = calls.find(target, rpc.id, rpc.metadata)
     except Exception as error:
         failure = form(error)
         calls.count_unrouted(http_status(error)[0])

@@ -24,6 +24,7 @@ from modelyard.serve.http.auth import check_changes
 from modelyard.serve.http.connection import Access
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.http.tls import watched_tls
+from modelyard.serve.rollout.control import Rollouts
 from modelyard.serve.settings import Address, Settings
 from modelyard.serve.torchserve.combined import Combined
 from modelyard.serve.torchserve.dialect import Dialect, dialect_answers, refuse_http
@@ -59,6 +60,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     policy = TorchServePolicy(settings, dialect, recorder)
     budget = answer_budget(settings, policy)
     lifecycle = Lifecycle(policy, registry, metrics, budget)
+    rollouts = Rollouts(lifecycle)
     is_off = dialect.disable_token_authorization
     tokens = None if is_off else Tokens(dialect.directory, dialect.token_expiration_min)
 
@@ -108,7 +110,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
         return LazyServices(make)
 
     listeners = _listen(apis, streams, answers, dialect, settings, budget, access)
-    return Server(lifecycle, state, *listeners[:3], more=listeners[3])
+    return Server(lifecycle, rollouts, state, *listeners[:3], more=listeners[3])
 
 
 def _listen(

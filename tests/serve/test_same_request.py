@@ -110,7 +110,7 @@ def post(server: LiveServer, asked: Asked, path: str, **body: Any) -> Said | Any
 
 
 def version_of(answer: httpx.Response) -> str:
-    return answer.headers.get("x-model-version", "")
+    return str(answer.headers.get("x-model-version", ""))
 
 
 def predict(server: LiveServer, asked: Asked) -> Said:
