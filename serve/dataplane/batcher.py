@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
 from time import monotonic
 
 from modelyard.serve.dataplane.admission import Admission
-from modelyard.serve.dataplane.call import Call
+from modelyard.serve.dataplane.call import NORMAL, Call
 from modelyard.serve.dataplane.engine import Engine, Replica
 from modelyard.serve.dataplane.lengths import NEIGHBOURS, choose_alike
 from modelyard.serve.dataplane.metrics import KindMetrics
+from modelyard.serve.dataplane.queue import SHARES, Classes, Line
 from modelyard.serve.errors import DeadlinePassed, QueueFull, TooLate, Unavailable
 
 POLL_AFTER_S = 0.005
@@ -30,38 +30,9 @@ BURST_GAP_S = 0.05
 """From one job of a burst to the next: above what clients that start together need, however busy
 their machine is."""
 LOOKED_AT = 256
-"""Jobs whose clients are looked at in one go, half a millisecond of work."""
+"""Jobs of a class whose clients are looked at in one go, half a millisecond of work."""
 LOOK_AGAIN_S = 0.02
 """From one look to the next, so that a flood of refusals costs little."""
-
-
-class _Queue(deque[Call]):
-    """Jobs in order, and how many rows they have."""
-
-    rows = 0
-
-    def append(self, job: Call) -> None:
-        """Add a job behind all others."""
-        self.rows += job.rows
-        super().append(job)
-
-    def popleft(self) -> Call:
-        """Take the first job."""
-        job = super().popleft()
-        self.rows -= job.rows
-        return job
-
-    def clear(self) -> None:
-        """Forget all jobs."""
-        super().clear()
-        self.rows = 0
-
-    def take(self, place: int) -> Call:
-        """Take a job from among the others."""
-        job = self[place]
-        del self[place]
-        self.rows -= job.rows
-        return job
 
 
 class Batcher:
@@ -76,6 +47,7 @@ class Batcher:
         needs_ticket: whether a job is taken only while a replica is idle.
         call_bytes: of `lengths.CALL_BYTES`, for batches of like length; None takes jobs in order.
         clock: what is read for the time; a simulation has its own.
+        shares: of the classes of requests, as `Classes` has them.
     """
 
     def __init__(
@@ -91,6 +63,7 @@ class Batcher:
         needs_ticket: bool = False,
         call_bytes: int | None = None,
         clock: Callable[[], float] = monotonic,
+        shares: Sequence[int] = SHARES,
     ) -> None:
         self._clock = clock
         self._needs_ticket = needs_ticket
@@ -103,10 +76,11 @@ class Batcher:
         self._gathers_bursts = gathers_bursts
         self._handed_over_at = -math.inf
         self._queue_size = queue_size
-        self._queue = _Queue()
+        self._shares = shares
+        self._queue: Line | Classes = Line()
+        """Classes are told apart as soon as a request says that it is of another than most."""
         self._loop = asyncio.get_running_loop()
         self._admission = Admission(engine, kind, batch_size)
-        self._looked_at = 0
         self._look_again_at = 0.0
         self._armed: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -124,13 +98,21 @@ class Batcher:
 
     @property
     def oldest_s(self) -> float:
-        """How long the first job of the queue has waited; 0 while none waits."""
-        return self._clock() - self._queue[0].queued_at if self._queue else 0.0
+        """How long the job has waited that waits longest; 0 while none does."""
+        now = self._clock()
+        return now - min((job.queued_at for job in self._queue), default=now)
 
     @property
     def remaining(self) -> int:
-        """Rows that the queue still takes."""
-        return max(0, self._queue_size - self.waiting)
+        """Rows that the queue still takes of the class that most requests are of."""
+        return max(0, self._queue_size - self._queue.held(NORMAL) - self._engine.handed_over())
+
+    @property
+    def queued_by_class(self) -> tuple[int, ...]:
+        """Rows in the queue, by class."""
+        if isinstance(self._queue, Line):
+            return 0, self._queue.rows, 0
+        return tuple(line.rows for line in self._queue.lines)
 
     def submit(self, job: Call) -> None:
         """Queue a job.
@@ -138,11 +120,17 @@ class Batcher:
         Raises:
             QueueFull, TooLate, Unavailable: of `check`.
         """
-        self.check(job.timeout_s, job.must_fit, job.queued_at, rows=job.rows)
+        self.check(job.timeout_s, job.must_fit, job.queued_at, rows=job.rows, priority=job.priority)
         self.put(job)
 
     def check(
-        self, timeout_s: float, must_fit: bool, now: float, waited_s: float = 0.0, rows: int = 1
+        self,
+        timeout_s: float,
+        must_fit: bool,
+        now: float,
+        waited_s: float = 0.0,
+        rows: int = 1,
+        priority: int = NORMAL,
     ) -> None:
         """Refuse what could not be answered, were it queued now.
 
@@ -152,32 +140,45 @@ class Batcher:
             now: of `time.monotonic()`.
             waited_s: how much of that time has passed.
             rows: of the job; an empty queue takes one of any number.
+            priority: its class; each has as many places.
 
         Raises:
             QueueFull, TooLate: with the time after which it is likely to be taken.
             Unavailable: no replica will come up soon.
         """
-        if self._is_full(rows):
+        if priority != NORMAL and isinstance(self._queue, Line):
+            self._queue = Classes(self._shares, self._queue, self._rows_per_s)
+        if self._is_full(rows, priority):
             self._drop_left(now)
-            if self._is_full(rows):
+            if self._is_full(rows, priority):
                 text = f"the queue is full ({self._queue_size} requests wait); try again later"
                 self._metrics.refused_full.inc()
-                raise QueueFull(text, self._wait_s())
+                raise QueueFull(text, self._wait_s(priority, now, timeout_s))
         if (reason := self._engine.why_none) is not None:
             raise Unavailable(reason, retry_after_s=5)
         if self._needs_ticket and self._engine.idle_count <= len(self._queue):
             self._metrics.refused_full.inc()
-            raise QueueFull("no worker is idle, and this model lets nobody wait", self._wait_s())
-        before = self._queue.rows + rows - 1
-        if must_fit and (excess_s := self._admission.excess_s(timeout_s, before, waited_s)) > 0:
+            text = "no worker is idle, and this model lets nobody wait"
+            raise QueueFull(text, self._wait_s(priority, now, timeout_s))
+        if not must_fit:
+            return
+        arrived_at = now - waited_s
+        before = self._queue.rows_before(priority, arrived_at, timeout_s, rows)
+        if (excess_s := self._admission.excess_s(timeout_s, before, waited_s)) > 0:
             if self._drop_left(now):
-                before = self._queue.rows + rows - 1
+                before = self._queue.rows_before(priority, arrived_at, timeout_s, rows)
                 excess_s = self._admission.excess_s(timeout_s, before, waited_s)
             if excess_s > 0:
                 raise self._too_late(timeout_s, excess_s)
 
-    def _is_full(self, rows: int) -> bool:
-        return (waiting := self.waiting) > 0 and waiting + rows > self._queue_size
+    def _is_full(self, rows: int, priority: int) -> bool:
+        waiting = self._queue.held(priority) + self._engine.handed_over()
+        return waiting > 0 and waiting + rows > self._queue_size
+
+    def _rows_per_s(self) -> float:
+        """Return how many rows all replicas serve; infinite while that is unknown."""
+        job_s = self._engine.job_s(self._kind)
+        return max(1, self._engine.ready_count) / job_s if job_s else math.inf
 
     def put(self, job: Call) -> None:
         """Queue a job that `check` let pass just now."""
@@ -213,14 +214,16 @@ class Batcher:
 
         Called a few times a second.
         """
-        if any(job.deadline <= now for job in self._queue):
-            jobs = list(self._queue)
-            self._queue.clear()
-            for job in jobs:
-                if job.deadline <= now:
-                    job.fail(DeadlinePassed("the request waited longer than its time"))
-                else:
-                    self._queue.append(job)
+        late: list[Call] = []
+
+        def is_late(job: Call) -> bool:
+            if job.deadline <= now:
+                late.append(job)
+            return job.deadline <= now
+
+        self._queue.sift(is_late)
+        for job in late:
+            job.fail(DeadlinePassed("the request waited longer than its time"))
         self._drop_left(now)
 
     def fail(self, error: Exception) -> None:
@@ -238,15 +241,15 @@ class Batcher:
             jobs += self._take_from(alike, replica, count)
         return jobs
 
-    def _remove_alike(self, first: Call, size: int, call_bytes: int) -> _Queue:
+    def _remove_alike(self, first: Call, size: int, call_bytes: int) -> Line:
         """Take out of the queue the jobs that run with `first`, in order."""
         seen = [first, *islice(self._queue, NEIGHBOURS)]
         places = choose_alike([sum(map(len, job.parts)) for job in seen], size, call_bytes)[1:]
         for place in reversed(places):
             self._queue.take(place - 1)
-        return _Queue(seen[place] for place in places)
+        return Line(seen[place] for place in places)
 
-    def _take_from(self, queue: _Queue, replica: Replica, count: int) -> list[Call]:
+    def _take_from(self, queue: Line | Classes, replica: Replica, count: int) -> list[Call]:
         """Take the first jobs, of up to `count` rows, that still can and need be answered.
 
         One of more rows is taken by itself.
@@ -286,7 +289,7 @@ class Batcher:
             return False
         until = min(self._admission.gathers_until(job, self._delay_s) for job in self._queue)
         if self._gathers_bursts:
-            until = min(until, self._queue[-1].queued_at + BURST_GAP_S)
+            until = min(until, max(job.queued_at for job in self._queue) + BURST_GAP_S)
         left = until - self._clock()
         if left <= 0:
             if self._gathers_bursts:
@@ -305,8 +308,8 @@ class Batcher:
             max(1, math.ceil(excess_s)),
         )
 
-    def _wait_s(self) -> int:
-        return self._admission.wait_s(self._queue.rows)
+    def _wait_s(self, priority: int, now: float, timeout_s: float) -> int:
+        return self._admission.wait_s(self._queue.rows_before(priority, now, timeout_s, 1))
 
     def _drop_left(self, now: float) -> bool:
         """Take jobs out of the queue whose clients have left, and return whether there were any.
@@ -316,16 +319,4 @@ class Batcher:
         if not self._queue or now < self._look_again_at:
             return False
         self._look_again_at = now + LOOK_AGAIN_S
-        queue, start = self._queue, self._looked_at
-        if start >= len(queue):
-            start = 0
-        count, kept = min(LOOKED_AT, len(queue) - start), 0
-        queue.rotate(-start)
-        for _ in range(count):
-            job = queue.popleft()
-            if not (job.sink.done() or job.drop_if_left()):
-                queue.append(job)
-                kept += 1
-        queue.rotate(start + kept)
-        self._looked_at = start + kept
-        return kept < count
+        return self._queue.sift(lambda job: job.sink.done() or job.drop_if_left(), LOOKED_AT)

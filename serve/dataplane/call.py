@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PREDICT, EXPLAIN = 0, 1
 """Kinds of call; a batch has one."""
+HIGH, NORMAL, LOW = 0, 1, 2
+"""Classes of calls, by whose turn it is."""
 
 HasLeft = Callable[[], bool]
 
@@ -160,7 +162,15 @@ class ReplySink(Protocol):
 class Queue(Protocol):
     """What takes calls of one kind."""
 
-    def check(self, timeout_s: float, must_fit: bool, now: float, waited_s: float = 0.0) -> None:
+    def check(
+        self,
+        timeout_s: float,
+        must_fit: bool,
+        now: float,
+        waited_s: float = 0.0,
+        rows: int = 1,
+        priority: int = NORMAL,
+    ) -> None:
         """Refuse a call that would come now.
 
         Args:
@@ -168,6 +178,8 @@ class Queue(Protocol):
             must_fit: of a `Call`.
             now: of `time.monotonic()`.
             waited_s: how much of its time has passed.
+            rows: that it has.
+            priority: its class.
 
         Raises:
             ServeError: it is refused.
@@ -212,6 +224,7 @@ class Call:
         flags: of `wire`, beside what the kind says.
         must_fit: whether it is refused as soon as its answer cannot be expected by the deadline.
         trace: of the request, where it is sampled.
+        priority: its class.
     """
 
     __slots__ = (
@@ -223,6 +236,7 @@ class Call:
         "model",
         "must_fit",
         "parts",
+        "priority",
         "queued_at",
         "retried",
         "rows",
@@ -251,6 +265,7 @@ class Call:
         flags: int = 0,
         must_fit: bool = True,
         trace: Trace | None = None,
+        priority: int = NORMAL,
     ) -> None:
         self.model = model
         self.kind = kind
@@ -261,6 +276,7 @@ class Call:
         self.flags = flags
         self.must_fit = must_fit
         self.trace = trace
+        self.priority = priority
         self.retried = False
         self.rows = 1
         """Of a batch, that it fills; known when the body is there."""

@@ -375,7 +375,7 @@ def test_a_job_whose_answer_is_expected_too_late_is_refused_at_once() -> None:
         engine.cost_s = 1.0
         batcher = make(engine, metrics)
         for at in range(5):
-            submit(batcher, job(at))
+            submit(batcher, job(at, timeout_s=4, must_fit=False))
         with pytest.raises(TooLate, match="within the request's 4 s") as caught:
             submit(batcher, job(5, timeout_s=4))
         assert caught.value.retry_after_s == 3
@@ -561,7 +561,7 @@ def test_clients_that_have_left_do_not_make_others_late() -> None:
         engine.cost_s = 1.0
         batcher = make(engine)
         for at in range(30):
-            submit(batcher, job(at, has_left=gone))
+            submit(batcher, job(at, timeout_s=4, has_left=gone, must_fit=False))
         submit(batcher, job(30, timeout_s=4, has_left=there))
         assert batcher.waiting == 1
 

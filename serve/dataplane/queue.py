@@ -1,0 +1,267 @@
+"""Jobs that wait for a replica: in which order they are taken, and how many are before one.
+
+There are three classes. In each round every class that waits is granted its rows, the higher class
+first, so that each has its share of what is served however many of the others wait. A class may
+take more than it has for the job that it begins with, and is granted less for it later. What nobody
+claims goes to who waits.
+
+Within a class the job whose time ends first is first.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
+
+from modelyard.serve.dataplane.call import Call
+
+CLASSES = ("high", "normal", "low")
+"""By number: the `priority` of a `Call`."""
+SHARES = (16, 4, 1)
+"""Rows of a round, by class."""
+HURRIED_S = 5.0
+"""A time that is longer counts as this long when jobs are put in order: nobody is overtaken for
+longer than that, however little time others have."""
+RATE_OVER_S = 3.0
+"""Over which the rows that come of a class are averaged, with falling weight."""
+
+IsGone = Callable[[Call], bool]
+
+_append, _popleft = deque[Call].append, deque[Call].popleft
+"""Of every request: `super()` would double their time."""
+
+
+class Line(deque[Call]):
+    """Jobs of one class in the order in which they are taken, and how many rows they have."""
+
+    rows = 0
+    _looked_at = 0
+
+    def append(self, job: Call) -> None:
+        """Add a job: behind all others, but before those that have more time left."""
+        self.rows += job.rows
+        # What has this much time is behind all that came before: it has no need to be compared.
+        if job.timeout_s < HURRIED_S and self and _due(self[-1]) > (due := _due(job)):
+            at = len(self) - 1
+            while at and _due(self[at - 1]) > due:
+                at -= 1
+            self.insert(at, job)
+        else:
+            _append(self, job)
+
+    def popleft(self) -> Call:
+        """Take the first job."""
+        job = _popleft(self)
+        self.rows -= job.rows
+        return job
+
+    def clear(self) -> None:
+        """Forget all jobs."""
+        super().clear()
+        self.rows = 0
+
+    def take(self, place: int) -> Call:
+        """Take a job from among the others."""
+        job = self[place]
+        del self[place]
+        self.rows -= job.rows
+        return job
+
+    def rows_before(self, priority: int, arrived_at: float, timeout_s: float, rows: int) -> int:
+        """Return how many rows are taken before the last one of such a job.
+
+        Args:
+            priority: class of the job.
+            arrived_at: of `time.monotonic()`.
+            timeout_s: the job's time.
+            rows: of the job.
+        """
+        before = self.rows + rows - 1
+        if timeout_s < HURRIED_S:
+            due = arrived_at + timeout_s
+            for job in reversed(self):
+                if _due(job) <= due:
+                    break
+                before -= job.rows
+        return before
+
+    def held(self, priority: int) -> int:
+        """Return how many rows of a class wait."""
+        return self.rows
+
+    def sift(self, is_gone: IsGone, most: int | None = None) -> bool:
+        """Take out jobs that need no answer any more, and return whether there were any.
+
+        Args:
+            is_gone: returns whether a job is such, having seen to it.
+            most: how many to look at; the next look goes on from there. None looks at all.
+        """
+        start = self._looked_at if most is not None and self._looked_at < len(self) else 0
+        count = len(self) - start if most is None else min(most, len(self) - start)
+        kept = 0
+        self.rotate(-start)
+        for _ in range(count):
+            job = _popleft(self)
+            if is_gone(job):
+                self.rows -= job.rows
+            else:
+                _append(self, job)
+                kept += 1
+        self.rotate(start + kept)
+        self._looked_at = start + kept
+        return kept < count
+
+
+class Classes:
+    """The jobs of all classes, as a `Line` has those of one.
+
+    Args:
+        shares: rows of a round, by class.
+        normal: the jobs of the class that most are of.
+        rows_per_s: returns how many rows are served; infinite while that is unknown.
+    """
+
+    def __init__(
+        self, shares: Sequence[int], normal: Line, rows_per_s: Callable[[], float]
+    ) -> None:
+        self.lines = (Line(), normal, Line())
+        self._rows_per_s = rows_per_s
+        self._shares = shares
+        self._credits = list(shares)
+        """Rows that a class may still begin with in this round; below 0 what it took too much."""
+        self._rates = [_Rate() for _ in self.lines]
+
+    @property
+    def rows(self) -> int:
+        """Rows that wait."""
+        return sum(line.rows for line in self.lines)
+
+    def __len__(self) -> int:
+        return sum(map(len, self.lines))
+
+    def __bool__(self) -> bool:
+        return any(self.lines)
+
+    def __iter__(self) -> Iterator[Call]:
+        """Yield all jobs, those of the higher classes first."""
+        return chain.from_iterable(self.lines)
+
+    def __getitem__(self, place: int) -> Call:
+        """Return the job that is taken next; it has the place 0."""
+        assert place == 0
+        return self.lines[self._choose()][0]
+
+    def append(self, job: Call) -> None:
+        """Add a job to those of its class."""
+        self._rates[job.priority].add(job.rows, job.queued_at)
+        self.lines[job.priority].append(job)
+
+    def popleft(self) -> Call:
+        """Take the job whose turn it is."""
+        job = self.lines[self._choose()].popleft()
+        self._charge(job)
+        return job
+
+    def take(self, place: int) -> Call:
+        """Take the job at a place of the iteration, whose class has one turn less for it."""
+        for line in self.lines:
+            if place < len(line):
+                job = line.take(place)
+                self._charge(job)
+                return job
+            place -= len(line)
+        raise IndexError(place)
+
+    def clear(self) -> None:
+        """Forget all jobs."""
+        for line in self.lines:
+            line.clear()
+
+    def sift(self, is_gone: IsGone, most: int | None = None) -> bool:
+        """Do as `Line.sift` with each class."""
+        return any([line.sift(is_gone, most) for line in self.lines])
+
+    def held(self, priority: int) -> int:
+        """Return how many rows of a class wait."""
+        return self.lines[priority].rows
+
+    def rows_before(self, priority: int, arrived_at: float, timeout_s: float, rows: int) -> int:
+        """Return what `Line.rows_before` does, as far as that can be known.
+
+        Of another class these are the rows that wait and those that will come meanwhile, but no
+        more than the rounds grant it until then.
+        """
+        own = self.lines[priority].rows_before(priority, arrived_at, timeout_s, rows)
+        rounds, rows_per_s = own // self._shares[priority], self._rows_per_s()
+        others = []
+        for at, line in enumerate(self.lines):
+            if at != priority:
+                most = (rounds + (at < priority)) * self._shares[at]
+                part = self._rates[at].read(arrived_at) / rows_per_s
+                others.append((most, line.rows, part))
+        return round(_solve(own, others))
+
+    def _choose(self) -> int:
+        """Return the class whose turn it is."""
+        waiting = [at for at, line in enumerate(self.lines) if line]
+        if len(waiting) == 1:
+            return waiting[0]
+        credits, shares = self._credits, self._shares
+        if all(credits[at] <= 0 for at in waiting):
+            # Rounds in which nobody may begin are passed over. Who does not wait saves nothing.
+            rounds = min(-credits[at] // shares[at] for at in waiting) + 1
+            for at, share in enumerate(shares):
+                credits[at] = min(credits[at] + rounds * share, share)
+        return next(at for at in waiting if credits[at] > 0)
+
+    def _charge(self, job: Call) -> None:
+        if any(line for at, line in enumerate(self.lines) if at != job.priority):
+            self._credits[job.priority] -= job.rows
+        else:  # nobody is kept waiting: no class owes another anything
+            self._credits = list(self._shares)
+
+
+def _due(job: Call) -> float:
+    """Return by when a job's answer is due, as far as that decides over its place."""
+    return min(job.deadline, job.queued_at + HURRIED_S)
+
+
+def _solve(own: float, others: Sequence[tuple[float, float, float]]) -> float:
+    """Return the least x that is `own` and, of each other, what waits and the part of x that comes.
+
+    Args:
+        own: at least that.
+        others: of each: at most that, what waits, the part.
+    """
+
+    def reaches_most(other: tuple[float, float, float]) -> float:
+        most, waiting, part = other
+        return (most - waiting) / part if part else math.copysign(math.inf, most - waiting)
+
+    ordered = sorted(others, key=reaches_most)
+    for count in range(len(ordered) + 1):
+        free = ordered[count:]
+        fixed = own + sum(most for most, _, _ in ordered[:count])
+        left = 1 - sum(part for _, _, part in free)
+        if left > 0:
+            found = (fixed + sum(waiting for _, waiting, _ in free)) / left
+            if not free or found <= reaches_most(free[0]):
+                return found
+    raise AssertionError("without others the answer is `own`")
+
+
+class _Rate:
+    """Rows that come per second."""
+
+    def __init__(self) -> None:
+        self._value = 0.0
+        self._at = -math.inf
+
+    def add(self, rows: int, now: float) -> None:
+        self._value = self.read(now) + rows / RATE_OVER_S
+        self._at = now
+
+    def read(self, now: float) -> float:
+        return self._value * math.exp(min(0.0, self._at - now) / RATE_OVER_S)
