@@ -105,9 +105,18 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
     scraper = Routes("Modelyard metrics", "Prometheus metrics.", answers, metrics_routes(metrics))
     tracing = open_tracing(os.environ) if settings.tracing else None
     hides_tokens = of_clients is not None
-    calls = Calls(registry, metrics, state, answers, hides_tokens=hides_tokens, tracing=tracing)
+    client = TokenCheck(of_clients, right_of, (*OPEN_PATHS, *OPEN_METHODS, *DOCS_PATHS))
+    calls = Calls(
+        registry,
+        metrics,
+        state,
+        answers,
+        hides_tokens=hides_tokens,
+        tracing=tracing,
+        check_right=client.check_right,
+    )
     operator = TokenCheck(of_operators, lambda _: "manage", DOCS_PATHS)
-    check: Check = TokenCheck(of_clients, right_of, (*OPEN_PATHS, *OPEN_METHODS, *DOCS_PATHS))
+    check: Check = client
     if settings.allow_load:
         check = check_changes(check, operator)
     streams = LazyServices(
@@ -135,7 +144,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
     return Server(lifecycle, rollouts, state, inference, management, scraped, tracing, access)
 
 
-OWN_RIGHTS = {"management": "manage", "inference": "predict,explain,metrics"}
+OWN_RIGHTS = {"management": "manage", "inference": "predict,explain,metrics,priority"}
 """Of the keys that each start makes."""
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import (
@@ -28,6 +28,7 @@ from modelyard.serve.errors import StartError
 ENV_PREFIX = "MODELYARD_"
 MOST_WORKERS = 1024
 """Of one model."""
+Share = Annotated[int, Field(ge=1, le=1000)]
 _ORIGIN = re.compile(
     r"\*|https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?", re.ASCII | re.IGNORECASE
 )
@@ -123,6 +124,8 @@ class Settings(BaseModel):
     """Have ONNX models whose archives bring no code share processes; see `shareWorkers`."""
     queue_size: int = Field(default=100, ge=1)
     """Requests that may wait per model version and kind."""
+    priority_shares: tuple[Share, Share, Share] = (16, 4, 1)
+    """Rows of requests of high, normal and low priority that are taken in turn while all wait."""
     request_timeout_s: float = Field(default=60, gt=0)
     """From arrival to answer; a request that takes longer is answered 504."""
     response_timeout_s: float = Field(default=120, gt=0)
@@ -205,6 +208,7 @@ class Settings(BaseModel):
         "write_paths",
         "pass_variables",
         "reload",
+        "priority_shares",
         mode="before",
     )
     @classmethod

@@ -279,9 +279,9 @@ def rows(page: str, heading: str, marks: bool = False) -> list[list[str]]:
 def test_the_settings_table_names_every_setting_and_its_default() -> None:
     documented = {name: default for name, default, _ in rows("settings.md", "# Settings")}
     defaults = {
-        name: str(
-            int(value) if isinstance(value, float | bool) else "none" if value == () else value
-        )
+        name: ",".join(map(str, value)) or "none"
+        if isinstance(value, tuple)
+        else str(int(value) if isinstance(value, float | bool) else value)
         for name, field in Settings.model_fields.items()
         if (value := field.default) is not None and name not in ("state_dir", "model_settings")
     }

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Path
 
 from modelyard.archiver.explain_options import EXPLAIN_OPTIONS, Option
 from modelyard.serve.api.schemas import EXPLAINED
+from modelyard.serve.dataplane.call import CLASSES, NORMAL
 
 DESCRIPTION = """\
 Predictions and explanations of the models that this server holds.
@@ -29,8 +30,15 @@ TIMEOUT_PARAMETER = {
     "description": "How long the client waits, if less than the model allows. A request whose "
     "answer is not to be expected in this time is refused at once.",
 }
+PRIORITY_PARAMETER = {
+    "name": "X-Request-Priority",
+    "in": "header",
+    "schema": {"type": "string", "enum": list(CLASSES), "default": CLASSES[NORMAL]},
+    "description": "Whose turn it is while many wait; `high` needs a token with the right "
+    "`priority` where tokens are asked for.",
+}
 BODY: dict[str, Any] = {
-    "parameters": [TIMEOUT_PARAMETER],
+    "parameters": [TIMEOUT_PARAMETER, PRIORITY_PARAMETER],
     "requestBody": {
         "description": "What the model's handler takes: an image, JSON, text, or a form.",
         "content": {
@@ -62,6 +70,7 @@ EXPLAIN_BODY: dict[str, Any] = {
     **BODY,
     "parameters": [
         TIMEOUT_PARAMETER,
+        PRIORITY_PARAMETER,
         *(_parameter(name, option) for name, option in EXPLAIN_OPTIONS.items()),
     ],
 }

@@ -40,8 +40,12 @@ from modelyard.serve.api.traces import begin_trace
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import (
+    CLASSES,
     EXPLAIN,
+    HIGH,
+    LOW,
     MOST_UNREAD_BYTES,
+    NORMAL,
     PREDICT,
     Call,
     Reply,
@@ -54,6 +58,7 @@ from modelyard.serve.dataplane.wire import MOST_ROWS, Buffer, Payload
 from modelyard.serve.errors import (
     BadRequest,
     DeadlinePassed,
+    Forbidden,
     ModelNotFound,
     ServeError,
     StreamBroken,
@@ -72,6 +77,7 @@ _SAID = {False: (b"content-type", b"application/json"),
          True: (b"content-type", b"application/json", b"accept", EVENTS)}  # fmt: skip
 """What a handler finds among the headers of a request whose answer has a form, by `is_stream`."""
 TIME_HEADER = b"x-request-timeout"
+PRIORITY_HEADER = b"x-request-priority"
 _TIME = re.compile(rb"(\d*\.?\d+)(ms|s)?")
 LONGEST_TIME_S = 86_400.0
 
@@ -144,6 +150,14 @@ def _as_it_is(error: Exception, path: list[str]) -> Exception:
     return error
 
 
+CheckRight = Callable[[str, Headers], None]
+"""Called with a right and a request's headers; raises Forbidden unless it may do that too."""
+
+
+def let_everybody(right: str, headers: Headers) -> None:
+    """Check nothing."""
+
+
 class Calls:
     """Makes calls of requests and answers of replies: the one implementation of every dialect.
 
@@ -155,6 +169,7 @@ class Calls:
         takes_codings: whether compressed bodies go to handlers as they are.
         hides_tokens: whether handlers, whose authors are others, do not see Authorization.
         tracing: what traces requests; None where nobody asked for that.
+        check_right: whether a request may have high priority, the right `priority`.
     """
 
     def __init__(
@@ -168,7 +183,9 @@ class Calls:
         takes_codings: bool = False,
         hides_tokens: bool = False,
         tracing: Tracing | None = None,
+        check_right: CheckRight = let_everybody,
     ) -> None:
+        self._check_right = check_right
         self._hides_tokens = hides_tokens
         self.tracing = tracing
         self._takes_codings = takes_codings
@@ -201,14 +218,18 @@ class Calls:
             takes_codings = self._takes_codings or flags & wire.TENSORS  # which the worker reads
             if cycle.coding and not takes_codings and cycle.coding.lower() != b"identity":
                 raise UnknownCoding(cycle.coding)
-            timeout_s = read_timeout(cycle.headers)
+            timeout_s, priority = read_terms(cycle.headers)
+            if priority == HIGH:
+                self.check_high(cycle.headers)
             must_fit = model.config.refuses_late or timeout_s < math.inf
             timeout_s = min(timeout_s, model.request_timeout_s)
             cycle.connection.turns.expect(timeout_s)
             waited_s = cycle.connection.waited_s
             if kind == PREDICT:  # before there is a call, or a body: a refusal is to cost little
-                model.batchers[kind].check(timeout_s, must_fit, monotonic(), waited_s)
-        except (BadRequest, Unavailable, UnknownCoding) as error:
+                model.batchers[kind].check(
+                    timeout_s, must_fit, monotonic(), waited_s, priority=priority
+                )
+        except (BadRequest, Forbidden, Unavailable, UnknownCoding) as error:
             reply.fail(error, 0.0)
             return
         if self._hides_tokens:
@@ -225,11 +246,12 @@ class Calls:
             flags,
             must_fit,
             trace,
+            priority,
         )
         is_checked = kind == PREDICT and cycle.is_received
         put = call.put if is_checked else call.submit
         if flags & wire.TENSORS:
-            put = partial(put_tensors, call)
+            put = partial(put_tensors, call, self.check_high, cycle.headers)
         elif flags & wire.INSTANCES:
             put = partial(put_instances, call)
         cycle.read_body(put)
@@ -238,6 +260,10 @@ class Calls:
     def sends_events(self) -> bool:
         """Whether what handlers stream is sent as events to clients that ask for them."""
         return not self._takes_codings  # as TorchServe does not
+
+    def check_high(self, headers: Headers) -> None:
+        """Raise Forbidden unless a request with these headers may go before others."""
+        self._check_right("priority", headers)
 
     def count_unrouted(self, status: int) -> None:
         """Count the answer to a request that has become no call."""
@@ -422,12 +448,15 @@ class DirectReply(CallReply):
 
 _ROWS = re.compile(rb'"shape"\s*:\s*\[\s*(\d{1,9})\s*[],]')
 _TIMEOUT = re.compile(rb'"parameters"\s*:\s*\{[^{}]*"timeout"\s*:\s*(\d{1,15})\s*[,}]')
+_PRIORITY = re.compile(rb'"parameters"\s*:\s*\{[^{}]*"priority"\s*:\s*(\d{1,15})\s*[,}]')
 LOOKED_AT_BYTES = 1 << 16
-"""Of a body, for its rows and its time: the worker reads all of it."""
+"""Of a body, for its rows, its time and its class: the worker reads all of it."""
 
 
-def put_tensors(call: Call, parts: Sequence[Buffer]) -> None:
-    """Queue a call of tensors by name, with the rows and the time that its JSON says.
+def put_tensors(
+    call: Call, check_high: Callable[[Headers], None], headers: Headers, parts: Sequence[Buffer]
+) -> None:
+    """Queue a call of tensors by name, with the rows, the time and the class that its JSON says.
 
     Rows that cannot be seen here count as one; what counts is what the worker reads.
     """
@@ -437,7 +466,24 @@ def put_tensors(call: Call, parts: Sequence[Buffer]) -> None:
     if b'"timeout"' in head and (timeout := _TIMEOUT.search(head)) and int(timeout[1]):
         call.timeout_s = min(call.timeout_s, int(timeout[1]) / 1e6)
         call.must_fit = True
+    if b'"priority"' in head and (number := _PRIORITY.search(head)):
+        call.priority = class_of(int(number[1]), call.priority)
+        if call.priority == HIGH:
+            try:
+                check_high(headers)
+            except Forbidden as error:
+                call.arrived(parts, monotonic())
+                call.sink.set_exception(error)
+                return
     call.submit(parts)
+
+
+def class_of(number: int, default: int = NORMAL) -> int:
+    """Return the class that a request's parameter `priority` names: 1 is the highest, 0 none.
+
+    Source: Triton's schedule policy extension.
+    """
+    return min(number - 1, LOW) if number > 0 else default
 
 
 COUNTED_BYTES = 1 << 14
@@ -506,17 +552,35 @@ def check_options(query: bytes) -> None:
         raise BadRequest(str(error)) from error
 
 
-def read_timeout(headers: Headers) -> float:
-    """Return how long the client waits for an answer, in seconds; infinite where it does not say.
+def read_terms(headers: Headers) -> tuple[float, int]:
+    """Return how long the client waits for an answer, in seconds, and the class of its request.
+
+    The time is infinite where it does not say.
 
     Raises:
-        BadRequest: what it says is not a time.
+        BadRequest: what it says is not a time, or not a class.
     """
-    timeout_s = math.inf
+    timeout_s, priority = math.inf, NORMAL
     for name, value in headers:
         if name == TIME_HEADER:
             timeout_s = min(timeout_s, parse_timeout(value))
-    return timeout_s
+        elif name == PRIORITY_HEADER:
+            priority = parse_priority(value)
+    return timeout_s, priority
+
+
+def parse_priority(value: bytes) -> int:
+    """Return the class that a value of X-Request-Priority names.
+
+    Raises:
+        BadRequest: it names none.
+    """
+    text = value.decode("ascii", "backslashreplace")
+    if text not in CLASSES:
+        raise BadRequest(
+            f'X-Request-Priority is "{text[:40]}"; expected one of {", ".join(CLASSES)}'
+        )
+    return CLASSES.index(text)
 
 
 def parse_timeout(value: bytes) -> float:

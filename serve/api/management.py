@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from modelyard.serve.api.description import ModelName, Version, error_responses
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion, Registry
-from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
+from modelyard.serve.dataplane.call import CLASSES, EXPLAIN, PREDICT
 from modelyard.serve.dataplane.pool import ReplicaSlot
 from modelyard.serve.errors import BadRequest
 
@@ -138,6 +138,10 @@ def describe_model(model: ModelVersion, is_default: bool) -> dict[str, Any]:
             "remainingCapacity": model.batchers[PREDICT].remaining,
             "pendingRequests": model.batchers[PREDICT].waiting,
             "pendingExplanations": model.batchers[EXPLAIN].waiting,
+            **{
+                f"pending{name.capitalize()}": rows
+                for name, rows in zip(CLASSES, model.batchers[PREDICT].queued_by_class, strict=True)
+            },
         },
     }
 

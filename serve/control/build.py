@@ -185,6 +185,7 @@ class Builder:
                 gathers_bursts=config.gathers_bursts,
                 needs_ticket=config.needs_ticket,
                 call_bytes=config.call_bytes,
+                shares=self._policy.settings.priority_shares,
             )
             for kind in (PREDICT, EXPLAIN)
         )

@@ -19,6 +19,7 @@ from time import monotonic
 from modelyard.serve.dataplane.admission import Admission
 from modelyard.serve.dataplane.call import NORMAL, Call
 from modelyard.serve.dataplane.engine import Engine, Replica
+from modelyard.serve.dataplane.histogram import Histogram
 from modelyard.serve.dataplane.lengths import NEIGHBOURS, choose_alike
 from modelyard.serve.dataplane.metrics import KindMetrics
 from modelyard.serve.dataplane.queue import SHARES, Classes, Line
@@ -79,6 +80,8 @@ class Batcher:
         self._shares = shares
         self._queue: Line | Classes = Line()
         """Classes are told apart as soon as a request says that it is of another than most."""
+        self._class_metrics: Sequence[Histogram] = ()
+        """By class: how long requests of it waited."""
         self._loop = asyncio.get_running_loop()
         self._admission = Admission(engine, kind, batch_size)
         self._look_again_at = 0.0
@@ -147,7 +150,7 @@ class Batcher:
             Unavailable: no replica will come up soon.
         """
         if priority != NORMAL and isinstance(self._queue, Line):
-            self._queue = Classes(self._shares, self._queue, self._rows_per_s)
+            self._tell_classes_apart(self._queue)
         if self._is_full(rows, priority):
             self._drop_left(now)
             if self._is_full(rows, priority):
@@ -174,6 +177,10 @@ class Batcher:
     def _is_full(self, rows: int, priority: int) -> bool:
         waiting = self._queue.held(priority) + self._engine.handed_over()
         return waiting > 0 and waiting + rows > self._queue_size
+
+    def _tell_classes_apart(self, normal: Line) -> None:
+        self._queue = Classes(self._shares, normal, self._rows_per_s)
+        self._class_metrics = self._metrics.watch_classes(lambda: self.queued_by_class)
 
     def _rows_per_s(self) -> float:
         """Return how many rows all replicas serve; infinite while that is unknown."""
@@ -277,6 +284,8 @@ class Batcher:
                 continue
             job.taken_at = now
             self._metrics.queue_time.observe(waited)
+            if self._class_metrics:
+                self._class_metrics[job.priority].observe(waited)
             jobs.append(job)
             rows += job.rows
         return jobs

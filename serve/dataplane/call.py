@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 PREDICT, EXPLAIN = 0, 1
 """Kinds of call; a batch has one."""
 HIGH, NORMAL, LOW = 0, 1, 2
-"""Classes of calls, by whose turn it is."""
+CLASSES = ("high", "normal", "low")
+"""Of calls, by whose turn it is; by number their names."""
 
 HasLeft = Callable[[], bool]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from typing import Protocol
 
@@ -20,8 +21,9 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.openmetrics.exposition import generate_latest as generate_open
 from prometheus_client.registry import Collector
 
+from modelyard.serve.dataplane.call import CLASSES
 from modelyard.serve.dataplane.exposition import HandlerMetrics, Record, read_records
-from modelyard.serve.dataplane.histogram import Histograms
+from modelyard.serve.dataplane.histogram import Histogram, Histograms
 from modelyard.serve.dataplane.readings import Family, Readings
 
 KINDS = ("predict", "explain")
@@ -124,6 +126,19 @@ class Metrics:
         )
         self.queue_oldest = read(
             "queue_oldest_seconds", "How long the first request of the queue has waited.", kind
+        )
+        prioritized = (*kind, "priority")
+        self.class_queue_length = read(
+            "queue_length_by_priority",
+            "Rows waiting now, of each class, once a request has named another than normal.",
+            prioritized,
+        )
+        self.class_queue_time = Histograms(
+            "modelyard_queue_time_by_priority_seconds",
+            "The queue time of each class, once a request has named another than normal.",
+            prioritized,
+            SECONDS,
+            registry,
         )
         self.in_flight = read(
             "requests_in_flight", "Requests that wait or are being answered now.", kind
@@ -288,6 +303,7 @@ class KindMetrics:
         self._metrics = metrics
         self._labels = (model, version, kind)
         self._codes: dict[int, tuple[Counter, ...]] = {}
+        self._has_classes = False
         self.latency = metrics.latency.labels(*self._labels)
         self.queue_time = metrics.queue_time.labels(*self._labels)
         self.worker_queue = metrics.worker_queue.labels(*self._labels)
@@ -302,6 +318,13 @@ class KindMetrics:
         """Read how many requests there are, and since when the first waits, at each scrape."""
         self._metrics.in_flight.watch(self._labels, in_flight)
         self._metrics.queue_oldest.watch(self._labels, oldest_s)
+
+    def watch_classes(self, rows: Callable[[], Sequence[int]]) -> Sequence[Histogram]:
+        """Read how many rows of each class wait, and return what takes how long they did."""
+        metrics, self._has_classes = self._metrics, True
+        for at, name in enumerate(CLASSES):
+            metrics.class_queue_length.watch((*self._labels, name), partial(_read_at, rows, at))
+        return [metrics.class_queue_time.labels(*self._labels, name) for name in CLASSES]
 
     def ran(self, queue_us: int, handler_us: int) -> None:
         """Take the times that a worker's reply states."""
@@ -335,9 +358,16 @@ class KindMetrics:
             metrics.queue_oldest,
         ):
             family.remove(*labels)
+        for name in CLASSES if self._has_classes else ():
+            metrics.class_queue_length.remove(*labels, name)
+            metrics.class_queue_time.remove(*labels, name)
         for reason in REFUSED:
             metrics.refused.remove(*labels, reason)
         for code in self._codes:
             metrics.requests.remove(*labels, str(code))
             if code >= 400:
                 metrics.errors.remove(*labels, str(code))
+
+
+def _read_at(rows: Callable[[], Sequence[int]], at: int) -> float:
+    return rows()[at]

@@ -17,10 +17,8 @@ from itertools import chain
 
 from modelyard.serve.dataplane.call import Call
 
-CLASSES = ("high", "normal", "low")
-"""By number: the `priority` of a `Call`."""
 SHARES = (16, 4, 1)
-"""Rows of a round, by class."""
+"""Rows of a round, by class, as the settings have them."""
 HURRIED_S = 5.0
 """A time that is longer counts as this long when jobs are put in order: nobody is overtaken for
 longer than that, however little time others have."""
@@ -30,7 +28,7 @@ RATE_OVER_S = 3.0
 IsGone = Callable[[Call], bool]
 
 _append, _popleft = deque[Call].append, deque[Call].popleft
-"""Of every request: `super()` would double their time."""
+"""Of every request: by `super()` they take longer."""
 
 
 class Line(deque[Call]):
@@ -44,8 +42,10 @@ class Line(deque[Call]):
         self.rows += job.rows
         # What has this much time is behind all that came before: it has no need to be compared.
         if job.timeout_s < HURRIED_S and self and _due(self[-1]) > (due := _due(job)):
-            at = len(self) - 1
-            while at and _due(self[at - 1]) > due:
+            at = len(self)
+            for other in reversed(self):
+                if _due(other) <= due:
+                    break
                 at -= 1
             self.insert(at, job)
         else:

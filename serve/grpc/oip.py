@@ -21,18 +21,27 @@ from google.protobuf.message import DecodeError
 
 from modelyard.serve.api.events import LENGTH_HEADER, broken_text, split_tensors
 from modelyard.serve.api.health import why_not_ready
-from modelyard.serve.api.inference import CallReply, Calls, pack_fields, unpack_headers
+from modelyard.serve.api.inference import (
+    PRIORITY_HEADER,
+    CallReply,
+    Calls,
+    class_of,
+    pack_fields,
+    parse_priority,
+    unpack_headers,
+)
 from modelyard.serve.api.oip import EXTENSIONS, describe_signature
 from modelyard.serve.api.traces import describe_call
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane import wire
-from modelyard.serve.dataplane.call import PREDICT, Call, Reply, Stream, Target
+from modelyard.serve.dataplane.call import HIGH, NORMAL, PREDICT, Call, Reply, Stream, Target
 from modelyard.serve.dataplane.tracing import PARENT, STATE, Attributes, Trace, Tracing
 from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.errors import (
     BadRequest,
     DeadlinePassed,
+    Forbidden,
     StreamBroken,
     Unavailable,
     error_body,
@@ -164,7 +173,7 @@ def _worker_error(reply: Reply) -> RpcError:
 def begin_call(
     calls: Calls, rpc: Rpc, target: Target, headers: Sequence[bytes], parts: Sequence[Buffer],
     reply: Callable[[ModelVersion], CallReply], timeout_s: float = math.inf, rows: int = 1,
-    form: Callable[[Exception], RpcError] = error_of,
+    priority: int = NORMAL, form: Callable[[Exception], RpcError] = error_of,
 ) -> None:  # fmt: skip
     """Queue a call that came by gRPC, as `Calls.begin` does one that came by HTTP.
 
@@ -191,13 +200,19 @@ def begin_call(
     must_fit = model.config.refuses_late or asked_s < math.inf
     asked_s = min(asked_s, model.request_timeout_s)
     try:
-        model.batchers[target.kind].check(asked_s, must_fit, monotonic())
-    except (BadRequest, Unavailable) as error:
+        for name, value in rpc.metadata:
+            if name == PRIORITY_HEADER and priority == NORMAL:
+                priority = parse_priority(value)
+        if priority == HIGH:
+            calls.check_high(rpc.metadata)
+        model.batchers[target.kind].check(asked_s, must_fit, monotonic(), priority=priority)
+    except (BadRequest, Forbidden, Unavailable) as error:
         sink.fail(error, 0.0)
         return
     head = pack_fields(b"", b"", rpc.id, [*headers, *_trace_headers(rpc, trace)])
     call = Call(
-        model, target.kind, head, sink, asked_s, rpc.is_left, target.flags, must_fit, trace
+        model, target.kind, head, sink, asked_s, rpc.is_left, target.flags, must_fit, trace,
+        priority,
     )  # fmt: skip
     sink.call = call
     call.rows = rows
@@ -352,7 +367,7 @@ class Inference:
         begin_call(
             self._calls, rpc, target, asked.headers, [asked.head, *tail],
             lambda model: InferReply(self._calls, model, target, reply, failed),
-            asked.timeout_s, asked.rows,
+            asked.timeout_s, asked.rows, asked.priority,
         )  # fmt: skip
 
 
@@ -503,6 +518,7 @@ class Asked(NamedTuple):
     """Typed contents as bytes."""
     rows: int
     timeout_s: float
+    priority: int
     is_raw: bool
     """Whether the answer is to be raw."""
 
@@ -569,7 +585,7 @@ def _read(rest: bytes, sizes: tuple[int, ...]) -> Asked:
         ]
     body = orjson.dumps(head)
     first = request.inputs[0].shape[:1] if request.inputs else ()
-    timeout_us = parameters.get("timeout", 0)
+    timeout_us, priority = parameters.get("timeout", 0), parameters.get("priority", 0)
     return Asked(
         Target(PREDICT, [request.model_name, request.model_version], wire.KSERVE | wire.TENSORS),
         body,
@@ -577,6 +593,7 @@ def _read(rest: bytes, sizes: tuple[int, ...]) -> Asked:
         tail,
         max(1, min(*first, wire.MOST_ROWS)) if first else 1,
         timeout_us / 1e6 if type(timeout_us) is int and timeout_us > 0 else math.inf,
+        class_of(priority) if type(priority) is int else NORMAL,
         bool(sizes) or not any(each.HasField("contents") for each in request.inputs),
     )
 

@@ -50,9 +50,14 @@ class TokenCheck:
 
     def __call__(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Raise Unauthorized or Forbidden unless the request may pass."""
-        if self._grants is None or path in self._open_paths:
+        if path not in self._open_paths:
+            self.check_right(self._right(path), headers)
+
+    def check_right(self, right: str | None, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raise Unauthorized or Forbidden unless a token of the headers has a right, or any."""
+        if self._grants is None:
             return
-        right, unfit = self._right(path), None
+        unfit = None
         for name, value in headers:
             scheme, _, token = value.partition(b" ")
             if name == b"authorization" and scheme.lower() == b"bearer":

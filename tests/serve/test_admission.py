@@ -201,11 +201,44 @@ def test_an_explanation_stops_between_its_passes(server: LiveServer, log: Path, 
     assert not gate.exists()
 
 
+# -- whose turn it is --------------------------------------------------------------------------
+
+
+def test_classes_of_requests_are_answered_in_their_turn(
+    server: LiveServer, log: Path, gate: Path
+) -> None:
+    asked = ["held", "held", "low", "low", "plain", "normal", "high", "high", "now"]
+    with ExitStack() as clients:
+        for at, name in enumerate(asked):
+            header = "" if name in ("held", "plain", "now") else f"X-Request-Priority: {name}"
+            header = "X-Request-Timeout: 4s" if name == "now" else header
+            body = f"{name} {log} {gate}"
+            clients.enter_context(send(server, "narrow", body, header=header))
+            poll(lambda at=at: server.waiting("narrow") == max(0, at - 1), "it waits")  # type: ignore[misc]
+        queue = server.describe("narrow")["jobQueueStatus"]
+        gate.touch()
+        poll(lambda: len(computed(log)) == len(asked), "all are computed")
+    assert computed(log) == ["held", "held", "high", "high", "now", "plain", "normal", "low", "low"]
+    assert [queue[f"pending{name}"] for name in ("High", "Normal", "Low")] == [2, 3, 2]
+    by_class = {"model": "narrow", "kind": "predict"}
+    counted = "modelyard_queue_time_by_priority_seconds_count"
+    assert server.metric(counted, **by_class, priority="low") == 2
+    assert server.metric("modelyard_queue_length_by_priority", **by_class, priority="low") == 0
+
+
+@pytest.mark.parametrize("path", ["/predictions/wide", "/explanations/narrow"])
+def test_a_class_that_is_none_is_answered_400(server: LiveServer, path: str) -> None:
+    answer = server.client.post(path, content="it", headers={"X-Request-Priority": "High"})
+    assert (answer.status_code, answer.json()["type"]) == (400, "BadRequestException")
+    text = 'X-Request-Priority is "High"; expected one of high, normal, low'
+    assert answer.json()["message"] == text
+
+
 def test_the_header_is_documented(server: LiveServer) -> None:
     document = server.client.get("/openapi.json").json()
     for path in ("/predictions/{model}", "/explanations/{model}", "/v2/models/{model}/infer"):
         names = [each["name"] for each in document["paths"][path]["post"]["parameters"]]
-        assert "X-Request-Timeout" in names
+        assert {"X-Request-Timeout", "X-Request-Priority"} < set(names)
         assert "model" in names
 
 

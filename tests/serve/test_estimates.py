@@ -10,8 +10,8 @@ from time import monotonic, sleep
 
 import pytest
 
-from modelyard.serve.api.inference import parse_timeout, read_timeout
-from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Queue
+from modelyard.serve.api.inference import parse_timeout, read_terms
+from modelyard.serve.dataplane.call import EXPLAIN, NORMAL, PREDICT, Call, Queue
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Pool, ReplicaSlot, begins_in_s
 from modelyard.serve.dataplane.worker import Worker, WorkerPlan, WorkerPolicy
@@ -201,6 +201,6 @@ def test_what_is_no_time_is_refused_and_said(value: bytes) -> None:
 
 
 def test_without_the_header_there_is_no_limit_and_of_several_the_shortest_counts() -> None:
-    assert read_timeout([(b"host", b"x")]) == math.inf
+    assert read_terms([(b"host", b"x")]) == (math.inf, NORMAL)
     several = [(b"x-request-timeout", b"2"), (b"x-request-timeout", b"500ms")]
-    assert read_timeout(several) == 0.5
+    assert read_terms(several) == (0.5, NORMAL)

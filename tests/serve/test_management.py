@@ -178,6 +178,9 @@ def test_a_model_is_described_with_its_workers_and_queue(server: LiveServer) -> 
         "remainingCapacity": 100,
         "pendingRequests": 0,
         "pendingExplanations": 0,
+        "pendingHigh": 0,
+        "pendingNormal": 0,
+        "pendingLow": 0,
     }
 
 

@@ -373,6 +373,35 @@ def test_a_time_is_held(server: LiveServer, channel: grpc.Channel) -> None:
     assert answered.status_code in (503, 504)
 
 
+def test_a_class_is_said_as_triton_says_it_or_as_metadata(
+    server: LiveServer, channel: grpc.Channel
+) -> None:
+    def of_class(name: str) -> float:
+        labels = {"model": "digits", "kind": "predict", "priority": name}
+        return server.metric("modelyard_queue_time_by_priority_seconds_count", **labels)
+
+    image, url = scans(3), "/v2/models/digits/infer"
+    answer = message("inference.ModelInferResponse")
+    method = channel.unary_unary(
+        SERVICE + "ModelInfer", lambda m: m.SerializeToString(), answer.FromString
+    )
+    by_parameter = as_message(image)
+    by_parameter.parameters["priority"].int64_param = 3
+    for number, name in ((7, "low"), (1, "high"), (2, "normal"), (0, "normal")):
+        before = of_class(name)
+        asked = {"parameters": {"priority": number}, "inputs": [as_json(image)]}
+        assert server.client.post(url, json=asked).status_code == 200
+        assert of_class(name) == before + 1
+    low, high = of_class("low"), of_class("high")
+    method(by_parameter, timeout=20)
+    method(as_message(image), timeout=20, metadata=(("x-request-priority", "high"),))
+    assert (of_class("low"), of_class("high")) == (low + 1, high + 1)
+    with pytest.raises(grpc.RpcError) as raised:
+        method(as_message(image), timeout=20, metadata=(("x-request-priority", "top"),))
+    assert raised.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+    assert "expected one of high, normal, low" in raised.value.details()
+
+
 def test_compressed_messages_are_read(server: LiveServer) -> None:
     host, port = server.address
     with grpc.insecure_channel(f"{host}:{port}", compression=grpc.Compression.Gzip) as zipped:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from modelyard.serve.http.tokens import make_grant
 from tests.serve.live import (
     LiveServer,
     build_archive,
@@ -188,8 +189,14 @@ def test_start_status_second_start_token_and_stop(
             server.signal(signal.SIGKILL)
 
 
-def test_with_auth_always_nothing_but_probes_is_open(store: Path, state: Path) -> None:
-    with running(state, store, "--auth=always", "--workers=1", "--models=echo") as server:
+def test_with_auth_always_nothing_but_probes_is_open(
+    store: Path, state: Path, tmp_path: Path
+) -> None:
+    only_predicts = "a-token-of-this-test-that-is-long-enough"
+    tokens = tmp_path / "tokens.txt"
+    tokens.write_text(str(make_grant("app", "predict", only_predicts)))
+    options = ("--auth=always", f"--token-file={tokens}", "--workers=1", "--models=echo")
+    with running(state, store, *options) as server:
         right = {"Authorization": f"Bearer {server.inference_token}"}
         for path in ("/predictions/echo", "/explanations/echo/1.0", "/predictions/cats"):
             assert server.client.post(path, content=b"x").status_code == 401
@@ -208,6 +215,15 @@ def test_with_auth_always_nothing_but_probes_is_open(store: Path, state: Path) -
         assert answer.status_code == 200
         asked = modelyard("predict", "echo", __file__, f"--state-dir={state}")
         assert asked.returncode == 0, asked.stderr
+        app = {"Authorization": f"Bearer {only_predicts}"}
+        url, body = "/v2/models/echo/infer", {"parameters": {"priority": 1}, "inputs": []}
+        refused = server.client.post(url, json=body, headers=app)
+        assert refused.status_code == 403 and "one that may priority" in refused.text
+        assert server.client.post(url, json=body, headers=right).status_code != 403
+        for priority, token, code in (("low", app, 200), ("high", app, 403), ("high", right, 200)):
+            headers = {**token, "X-Request-Priority": priority}
+            answer = server.client.post("/predictions/echo", content=b"x", headers=headers)
+            assert answer.status_code == code
 
 
 def test_a_server_that_was_killed_takes_its_workers_along_and_is_restored(
