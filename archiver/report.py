@@ -1,5 +1,6 @@
 """Read `<artifact>.report.json`, which the exporter writes beside every artifact."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,17 @@ class Parity:
     """How many inputs were compared; 0 where the report does not say."""
     largest: Mapping[str, float] = field(default_factory=dict)
     """Output → largest scaled difference that was found, where the report says it."""
+
+
+def joint_tolerance(one: float, other: float) -> float:
+    """Return how far apart two may be that are this far from the same checkpoint.
+
+    Args:
+        one: largest scaled difference of the first.
+        other: of the second, by whose rows the two are scaled; these may be smaller than the
+            checkpoint's by as much.
+    """
+    return (one + other) / (1 - other) if other < 1 else math.inf
 
 
 @dataclass(frozen=True)

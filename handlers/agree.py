@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelyard.archiver.report import Parity
+from modelyard.archiver.report import Parity, joint_tolerance
 from modelyard.handlers.backends import Artifact
 
 # Largest allowed scaled difference, by the dtype of the output. Integers must be equal.
@@ -176,15 +176,11 @@ def joint_rules(one: Parity, other: Parity) -> dict[str, Rule]:
     for (name, a), (other_name, b) in pairs:
         ill = [one.allowed.get(name, {}), other.allowed.get(other_name, {})]
         allowed = {
-            case: _joint(*[max(each.get(case, 0.0) for each in ill)] * 2)
+            case: joint_tolerance(*[max(each.get(case, 0.0) for each in ill)] * 2)
             for case in {**ill[0], **ill[1]}
         }
-        rules[name] = Rule(_joint(a, b), is_quantized, allowed)
+        rules[name] = Rule(joint_tolerance(a, b), is_quantized, allowed)
     return rules
-
-
-def _joint(a: float, b: float) -> float:
-    return (a + b) / (1 - b) if b < 1 else math.inf
 
 
 def compare(expected: Tensor, found: Tensor, tolerance: float = 0.0) -> dict[str, Any]:

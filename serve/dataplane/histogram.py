@@ -35,6 +35,19 @@ class Histogram:
         self.counts[bisect_left(self._bounds, value)] += 1
         self.total += value
 
+    def quantile(self, q: float) -> float:
+        """Return the value that a share `q` of them does not exceed, interpolated in its bucket.
+
+        The largest bound where it is above that, 0 where nothing was observed.
+        """
+        wanted = q * sum(self.counts)
+        below, low = 0, 0.0
+        for bound, count in zip(self._bounds, self.counts, strict=False):
+            if count and below + count >= wanted:
+                return low + (bound - low) * max(0.0, wanted - below) / count
+            below, low = below + count, bound
+        return low if below or self.counts[-1] else 0.0
+
     def exemplify(self, value: float, trace_id: str) -> None:
         """Name the trace of a value, which is counted already."""
         bucket = bisect_left(self._bounds, value)
