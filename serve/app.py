@@ -17,6 +17,7 @@ from modelyard.serve.api.model_docs import model_docs_routes
 from modelyard.serve.api.oip import oip_routes
 from modelyard.serve.api.rollout import rollout_routes
 from modelyard.serve.api.routes import Routes
+from modelyard.serve.console.build import build_console
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.repository import Repository
@@ -124,9 +125,10 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
             calls, registry, state, repository, check, settings.max_request_bytes, access
         )
     )
+    console = build_console(lifecycle, of_operators, answers)
     apis = (
         Application(check, answers, clients, calls, streams),
-        Application(operator, answers, operators),
+        Application(console.check(operator), answers, console.route(operators)),
         Application(TokenCheck(of_clients, lambda _: "metrics", DOCS_PATHS), answers, scraper),
     )
     served = zip(apis, settings.addresses, strict=True)

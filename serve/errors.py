@@ -23,6 +23,7 @@
     ├── RequestTooSlow        its head or body did not come in time
     ├── Unauthorized
     ├── Forbidden             by a foreign name, from a foreign web page, or off by a setting
+    ├── TooManyAttempts       wrong tokens, one after the other
     ├── Unavailable           no worker can take the request now
     │   ├── QueueFull
     │   ├── TooLate           an answer is not to be expected within the request's time
@@ -217,6 +218,14 @@ class Forbidden(ServeError):
     """By a name that is not this server's, from a web page of elsewhere, or off by a setting."""
 
 
+class TooManyAttempts(ServeError):
+    """Wrong tokens came one after the other; no more are looked at for a while."""
+
+    def __init__(self, retry_after_s: int) -> None:
+        super().__init__(f"too many wrong tokens; try again in {retry_after_s} s")
+        self.retry_after_s = retry_after_s
+
+
 class Unavailable(ServeError):
     """No worker can take the request now.
 
@@ -312,6 +321,7 @@ STATUS: dict[type[Exception], tuple[int, str]] = {
     RequestTooSlow: (408, "RequestTimeoutException"),
     Unauthorized: (401, "InvalidKeyException"),
     Forbidden: (403, "ForbiddenException"),
+    TooManyAttempts: (429, "TooManyRequestsException"),
     Unavailable: (503, "ServiceUnavailableException"),
     DeadlinePassed: (504, "RequestTimeoutException"),
     WorkerDied: (500, "InternalServerException"),

@@ -15,6 +15,11 @@ from modelyard.serve.settings import Settings
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
 
 
+def escape_controls(text: str) -> str:
+    """Return a text whose control characters but tabs and line breaks are written out."""
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 class Formatter(logging.Formatter):
     """Escapes control characters and indents the further lines of a record.
 
@@ -27,8 +32,7 @@ class Formatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """Return the record's lines; only the first begins at the margin."""
-        text = _CONTROL.sub(lambda found: repr(found[0])[1:-1], super().format(record))
-        return text.replace("\n", "\n    ")
+        return escape_controls(super().format(record)).replace("\n", "\n    ")
 
 
 class JsonFormatter(logging.Formatter):

@@ -44,6 +44,7 @@ ALLOWED = {
     "serve.rollout": CONTROL | {"serve.rollout"},
     "serve.http": DATAPLANE | {"serve.http"},
     "serve.api": FACE,
+    "serve.console": FACE | {"serve.console", "serve.log", "serve.memory", "serve.rollout"},
     "serve.torchserve": {"serve", "archiver"},
     "serve.kserve": {"serve", "archiver"},
     # Wire, forms and batches of like length are what a server and its workers both keep to.

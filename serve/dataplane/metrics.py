@@ -7,7 +7,7 @@ import socket
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from prometheus_client import (
     CollectorRegistry,
@@ -296,6 +296,15 @@ class DriftMetrics:
             metrics.explained.remove(*labels, outcome)
 
 
+class Counted(NamedTuple):
+    """What one model version has counted so far, of one kind of job."""
+
+    answered: int
+    errors: int
+    """Of those, with status 400 or above."""
+    refused: int
+
+
 class KindMetrics:
     """The metrics of one model version and kind of job."""
 
@@ -343,6 +352,15 @@ class KindMetrics:
         self.latency.observe(seconds)
         if trace_id:
             self.latency.exemplify(seconds, trace_id)
+
+    def counted(self) -> Counted:
+        """Return the counts of answers."""
+        by_code = {code: int(each[0]._value.get()) for code, each in self._codes.items()}
+        return Counted(
+            sum(by_code.values()),
+            sum(count for code, count in by_code.items() if code >= 400),
+            int(self.refused_full._value.get() + self.refused_late._value.get()),
+        )
 
     def remove(self) -> None:
         """Forget the series of this kind."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from modelyard.serve.errors import StartError
 
-RIGHTS = ("predict", "explain", "manage", "metrics", "priority")
+RIGHTS = ("predict", "explain", "manage", "metrics", "priority", "view")
 MOST_TOKENS = 100
 """Each is compared with what a request brings, 0.3 µs."""
 MOST_BYTES = 1 << 20

@@ -1,0 +1,28 @@
+"""Connects the parts of the console."""
+
+from __future__ import annotations
+
+from modelyard.serve.console import log_tail
+from modelyard.serve.console.app import Console
+from modelyard.serve.console.format import FILTERS
+from modelyard.serve.console.log_pages import LogPages
+from modelyard.serve.console.models import ModelPages
+from modelyard.serve.console.readings import Watch
+from modelyard.serve.console.render import Renderer
+from modelyard.serve.control.register import Lifecycle
+from modelyard.serve.http.application import Answers
+from modelyard.serve.http.auth import Grants
+
+
+def build_console(lifecycle: Lifecycle, grants: Grants | None, answers: Answers) -> Console:
+    """Return the console of a server.
+
+    Args:
+        lifecycle: what it shows and changes.
+        grants: the tokens that are known now; None asks for none.
+        answers: of the API whose port it is on.
+    """
+    renderer = Renderer(FILTERS)
+    models = ModelPages(lifecycle, renderer, Watch(lifecycle.registry))
+    log = LogPages(log_tail.attach(), renderer)
+    return Console([*models.pages(), *log.pages()], renderer, grants, answers)

@@ -1,0 +1,267 @@
+"""What the server does, read once a second while somebody looks, and not at all otherwise.
+
+Counters and histograms of the data plane are there anyway; a reading copies a few numbers of each
+model version, and what is shown is the difference of two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from modelyard.serve.api.management import memory_bytes
+from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
+from modelyard.serve.dataplane.metrics import SECONDS
+
+logger = logging.getLogger(__name__)
+
+EVERY_S = 1.0
+LOOKED_S = 10.0
+"""After the last look, readings end."""
+WINDOW = 300
+"""Readings that a plot shows: five minutes."""
+RECENT = 10
+"""Readings over which percentiles are taken; one second has too few requests for a p99."""
+MOST_WATCHED = 32
+"""Model versions of which a window is kept at once: those whose pages are open."""
+MEMORY_EVERY_S = 10.0
+"""Worker processes are asked for their memory so often: the kernel goes through all their pages."""
+
+Key = tuple[str, str]
+"""A model's name and version."""
+TOTAL: Key = "", ""
+"""The key of all of them together."""
+
+
+class Percentile(NamedTuple):
+    """A latency that a histogram can only bound."""
+
+    seconds: float
+    """As Prometheus' `histogram_quantile` has it: even within its bucket."""
+    low: float
+    high: float
+    """Of the bucket; infinite above the last bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What one version, or all, has counted since it was registered."""
+
+    answered: int = 0
+    errors: int = 0
+    """Of those, with status 400 or above."""
+    refused: int = 0
+    latency: tuple[int, ...] = (0,) * (len(SECONDS) + 1)
+    """Answers by the bound that they are under."""
+    batches: int = 0
+    rows: float = 0.0
+    busy_s: float = 0.0
+    explained: int = 0
+
+    def __add__(self, other: Counts) -> Counts:
+        return self._with(other, 1)
+
+    def __sub__(self, other: Counts) -> Counts:
+        return self._with(other, -1)
+
+    def _with(self, other: Counts, sign: int) -> Counts:
+        return Counts(
+            self.answered + sign * other.answered,
+            self.errors + sign * other.errors,
+            self.refused + sign * other.refused,
+            tuple(a + sign * b for a, b in zip(self.latency, other.latency, strict=True)),
+            self.batches + sign * other.batches,
+            self.rows + sign * other.rows,
+            self.busy_s + sign * other.busy_s,
+            self.explained + sign * other.explained,
+        )
+
+
+class Reading(NamedTuple):
+    """A second of one version, or of all."""
+
+    at: float
+    """Seconds since 1970."""
+    rate: float
+    """Answers per second, predictions and explanations, errors included."""
+    errors: float
+    refused: float
+    p50: Percentile | None
+    """Of predictions over the latest `RECENT` readings; None while there were none."""
+    p99: Percentile | None
+    batch: float | None
+    """Mean rows of a handler's call."""
+    queue: int
+    """Rows that wait."""
+    ready: int
+    """Workers."""
+    workers: int
+    busy: float | None
+    """Share of the time of ready workers in which they had work."""
+
+
+class Watch:
+    """Reads the versions of a registry while somebody looks. Lives on the event loop."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._seen: dict[Key, deque[tuple[float, Counts]]] = {}
+        """The latest counts of each version, with their times, oldest first."""
+        self._windows: OrderedDict[Key, deque[Reading]] = OrderedDict()
+        self._looked_at: dict[Key, float] = {}
+        self._last_look = 0.0
+        self._timer: asyncio.TimerHandle | None = None
+        self.latest: Mapping[Key, Reading] = {}
+        """Of every version, and of `TOTAL`."""
+        self.number = 0
+        """Of the latest reading; it changes with every one."""
+        self.memory: Mapping[int, int] = {}
+        """Bytes of each worker process, by its id."""
+        self._memory_task: asyncio.Task[None] | None = None
+        self._memory_at = 0.0
+
+    def look(self, key: Key = TOTAL) -> Sequence[Reading]:
+        """Return the window of a version, and go on reading for `LOOKED_S`."""
+        now = time.monotonic()
+        self._last_look = self._looked_at[key] = now
+        window = self._windows.get(key)
+        if window is None:
+            while len(self._windows) >= MOST_WATCHED:
+                old, _ = self._windows.popitem(last=False)
+                self._looked_at.pop(old, None)
+            window = self._windows[key] = deque(maxlen=WINDOW)
+        self._windows.move_to_end(key)
+        if self._timer is None:
+            self._tick()
+        return window
+
+    def _tick(self) -> None:
+        now = time.monotonic()
+        if now - self._last_look > LOOKED_S:
+            self._timer = None
+            self._seen.clear()
+            self._windows.clear()
+            self._looked_at.clear()
+            self.latest = {}
+            return
+        self._timer = asyncio.get_running_loop().call_later(EVERY_S, self._tick)
+        try:
+            self._read(now)
+        except Exception:
+            logger.exception("console: a reading failed")
+        if now - self._memory_at >= MEMORY_EVERY_S and (
+            self._memory_task is None or self._memory_task.done()
+        ):
+            self._memory_at = now
+            self._memory_task = asyncio.create_task(self._read_memory())
+
+    def _read(self, now: float) -> None:
+        models = list(self._registry)
+        readings: dict[Key, Reading] = {}
+        total, at = Counts(), time.time()
+        for model in models:
+            key = model.name, model.version
+            counts = count(model)
+            total += counts
+            readings[key] = self._make(key, now, at, counts, [model])
+        readings[TOTAL] = self._make(TOTAL, now, at, total, models)
+        for key in self._seen.keys() - readings.keys():
+            del self._seen[key]
+        for key, window in list(self._windows.items()):
+            if key in readings and now - self._looked_at[key] <= LOOKED_S:
+                window.append(readings[key])
+            else:
+                del self._windows[key], self._looked_at[key]
+        self.latest = readings
+        self.number += 1
+
+    def _make(
+        self, key: Key, now: float, at: float, counts: Counts, models: Iterable[ModelVersion]
+    ) -> Reading:
+        seen = self._seen.setdefault(key, deque(maxlen=RECENT + 1))
+        if seen and counts.answered < seen[-1][1].answered:
+            seen.clear()  # a version was unregistered, or another one has its name
+        seen.append((now, counts))
+        models = list(models)
+        workers = sum(len(model.pool.slots) for model in models)
+        ready = sum(model.pool.ready_count for model in models)
+        queue = sum(batcher.waiting for model in models for batcher in model.batchers)
+        last_at, last = seen[-2] if len(seen) > 1 else (now, counts)
+        span, since = now - last_at, counts - last
+        recent = counts - seen[0][1]
+        seconds = span or 1.0
+        return Reading(
+            at,
+            rate=since.answered / seconds,
+            errors=since.errors / seconds,
+            refused=since.refused / seconds,
+            p50=percentile(recent.latency, 0.5),
+            p99=percentile(recent.latency, 0.99),
+            batch=since.rows / since.batches if since.batches else None,
+            queue=queue,
+            ready=ready,
+            workers=workers,
+            busy=min(1.0, since.busy_s / (span * ready)) if span and ready else None,
+        )
+
+    async def _read_memory(self) -> None:
+        pids = [
+            slot.worker.pid
+            for model in self._registry
+            for pool in (model.pool, model.explainers)
+            if pool is not None
+            for slot in pool.slots
+            if slot.worker is not None
+        ]
+        found: dict[int, int] = {}
+        for pid in pids:
+            found[pid] = await asyncio.to_thread(memory_bytes, pid)
+        self.memory = found
+
+    def close(self) -> None:
+        """Read no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._memory_task is not None:
+            self._memory_task.cancel()
+
+
+def count(model: ModelVersion) -> Counts:
+    """Return what a version has counted so far."""
+    predictions, explanations = (model.metrics.kinds[kind] for kind in (PREDICT, EXPLAIN))
+    answered = [kind.counted() for kind in (predictions, explanations)]
+    sizes = predictions.batch_size
+    return Counts(
+        answered=sum(each.answered for each in answered),
+        errors=sum(each.errors for each in answered),
+        refused=sum(each.refused for each in answered),
+        latency=tuple(predictions.latency.counts),
+        batches=sum(sizes.counts),
+        rows=sizes.total,
+        busy_s=model.pool.busy_s,
+        explained=answered[EXPLAIN].answered,
+    )
+
+
+def percentile(counts: Sequence[int], share: float) -> Percentile | None:
+    """Return the latency below which a share of the answers was; None of no answers."""
+    whole = sum(counts)
+    if whole <= 0:
+        return None
+    rank, below = share * whole, 0
+    for at, inside in enumerate(counts):
+        if inside and below + inside >= rank:
+            low = SECONDS[at - 1] if at else 0.0
+            if at == len(SECONDS):
+                return Percentile(low, low, float("inf"))
+            high = SECONDS[at]
+            return Percentile(low + (high - low) * (rank - below) / inside, low, high)
+        below += inside
+    raise AssertionError("the ranks of a histogram end with its last count")
