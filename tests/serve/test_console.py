@@ -36,7 +36,7 @@ class Browser:
     def get(self, path: str, **headers: str) -> httpx.Response:
         return self.client.get(path, headers=_named(headers))
 
-    def post(self, path: str, headers: dict[str, str] | None = None, **fields: str) -> Any:
+    def post(self, path: str, headers: dict[str, str] | None = None, /, **fields: str) -> Any:
         """Send a form to a path of the console."""
         return self.client.post(f"/console{path}", data=fields, headers=_named(headers or {}))
 
