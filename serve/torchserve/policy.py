@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver import Archive, ArchiveError
+from modelyard.serve.control.fetch import UrlRules, clear_leftovers, fetch_archive, is_url
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, Options
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.sizing import Allocation, ResourceRequest, choose, this_machine
@@ -27,7 +28,6 @@ from modelyard.serve.errors import (
 )
 from modelyard.serve.policy import Policy, Share
 from modelyard.serve.settings import ENV_PREFIX, Settings
-from modelyard.serve.torchserve.fetch import UrlRules, clear_leftovers, fetch_archive, is_url
 from modelyard.serve.torchserve.logs import WorkerPipes
 from modelyard.serve.torchserve.metrics import TorchServeMetrics
 from modelyard.serve.torchserve.model_config import load_torchserve_config

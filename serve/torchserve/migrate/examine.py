@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 from modelyard.archiver.terminal import format_bytes
+from modelyard.serve.control.fetch import UrlRules
 from modelyard.serve.control.model_config import ModelSpec
 from modelyard.serve.errors import StartError
 from modelyard.serve.tools.doctor import available_memory
 from modelyard.serve.torchserve.arguments import CommandLine
 from modelyard.serve.torchserve.configuration import Configuration
-from modelyard.serve.torchserve.fetch import UrlRules
 from modelyard.serve.torchserve.metrics import TorchServeMetrics
 from modelyard.serve.torchserve.migrate.configuration import read_configuration
 from modelyard.serve.torchserve.migrate.findings import (

@@ -22,12 +22,12 @@ from modelyard.serve.control.build import (
     admit,
     choose_preload,
 )
+from modelyard.serve.control.fetch import UrlRules, is_url, parse_url
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.sizing import Allocation, ResourceRequest
 from modelyard.serve.control.store import list_archives
 from modelyard.serve.errors import ServeError, UrlRefused
 from modelyard.serve.tools.doctor import WORKER_BYTES
-from modelyard.serve.torchserve.fetch import UrlRules, is_url, parse_url
 from modelyard.serve.torchserve.migrate.findings import (
     CHANGES,
     FAILS,

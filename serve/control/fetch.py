@@ -27,6 +27,7 @@ from typing import IO
 from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from modelyard.archiver import ArchiveError, open_archive
+from modelyard.archiver.errors import RefusedArchive
 from modelyard.archiver.untrusted.names import file_name_problem
 from modelyard.serve.errors import FetchFailed, FileExists, UrlRefused
 
@@ -165,19 +166,29 @@ def parse_url(text: str) -> Url:
 
 
 def fetch_archive(
-    location: str, store: Path, rules: UrlRules, limits: Limits | None = None
+    location: str,
+    store: Path,
+    rules: UrlRules,
+    limits: Limits | None = None,
+    name: str | None = None,
+    digest: str | None = None,
 ) -> Path:
-    """Fetch an archive into the store under the URL's last part, and return its path.
+    """Fetch an archive into the store, and return its path.
 
     It is checked as an archive before it gets its name there; when anything fails the store is
     left as it was. Blocking.
+
+    Args:
+        name: of its file there; None takes the URL's last part.
+        digest: that the archive must have.
 
     Raises:
         UrlRefused, FetchFailed, FileExists, ArchiveError.
     """
     url = parse_url(location)
     rules.check(url)
-    name = url.path.rpartition("/")[2]
+    if name is None:
+        name = url.path.rpartition("/")[2]
     if name.startswith(".") or file_name_problem(name):
         raise UrlRefused(location, "its last part is not a name for a file")
     target = store / name
@@ -190,7 +201,9 @@ def fetch_archive(
         with file.open("xb") as out:
             _write(url, out, rules, limits or Limits())
             os.fsync(out.fileno())
-        open_archive(file, needs_manifest=False).close()
+        with open_archive(file, needs_manifest=False) as archive:
+            if digest not in (None, archive.digest):
+                raise RefusedArchive(f"its digest is {archive.digest}, expected {digest}")
         os.link(file, target)  # unlike a renamed file it never replaces one
     except FileExistsError as error:
         raise FileExists(name) from error

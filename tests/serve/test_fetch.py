@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 
 from modelyard.archiver import ArchiveError
+from modelyard.serve.control import fetch
+from modelyard.serve.control.fetch import Limits, UrlRules, fetch_archive, parse_url
 from modelyard.serve.errors import FetchFailed, FileExists, UrlRefused
-from modelyard.serve.torchserve import fetch
-from modelyard.serve.torchserve.fetch import Limits, UrlRules, fetch_archive, parse_url
 
 QUICK = Limits(size_bytes=100_000, total_s=3, silence_s=0.3, bytes_per_s=1000)
 Answer = Callable[[http.server.BaseHTTPRequestHandler], None]
