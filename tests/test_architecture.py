@@ -47,6 +47,7 @@ ALLOWED = {
     "serve.console": FACE | {"serve.console", "serve.log", "serve.memory", "serve.rollout"},
     "serve.torchserve": {"serve", "archiver"},
     "serve.kserve": {"serve", "archiver"},
+    "serve.ray": {"serve", "archiver"},
     # Wire, forms and batches of like length are what a server and its workers both keep to.
     "serve.worker": {
         "serve.worker",

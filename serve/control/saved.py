@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+from collections.abc import Iterable
 from typing import Any
 
 from modelyard.serve.control.model_config import ModelSpec
@@ -93,6 +94,21 @@ def write_models(state: StateDir, registry: Registry) -> None:
     except OSError as error:
         kind = StorageFull if is_disk_full(error) else ServeError
         raise kind(f"the change could not be saved: {error.strerror}") from error
+
+
+def write_specs(state: StateDir, specs: Iterable[ModelSpec]) -> None:
+    """Write what a server's first start restores, each archive only if it has the digest."""
+    models = [
+        {
+            "name": spec.name,
+            "file": spec.location,
+            "digest": spec.digest,
+            "workers": spec.workers,
+            "default": spec.is_default,
+        }
+        for spec in specs
+    ]
+    write_json(state.models_file, {"schema": SCHEMA, "models": models})
 
 
 def _is_entry(entry: Any) -> bool:

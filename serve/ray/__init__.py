@@ -1,0 +1,28 @@
+"""Cells: whole servers as replicas of Ray Serve; `serve run modelyard.serve.ray:app`.
+
+    builder      arguments → an application of Ray; `arguments` checks them
+    archives     what is served: found or fetched, and known by its digest
+    cell         a replica: one server in a process of its own, and what Ray asks about it
+    process      that process; `child` is what runs in it
+    forward      the bytes of a request to the server, and those of its answer back
+    signals      what the server measures, for Ray's metrics; `scaling` decides by it
+
+Ray is imported by `builder` and `signals` only, and never by the process of a server.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from modelyard.serve.ray.builder import app
+else:
+
+    def __getattr__(name: str) -> object:
+        """Import Ray when an application is built: the process of a server needs none of it."""
+        if name == "app":
+            from modelyard.serve.ray.builder import app
+
+            return app
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+__all__ = ["app"]

@@ -1,0 +1,85 @@
+"""Arguments → an application of Ray Serve: `serve run modelyard.serve.ray:app model_store=…`."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import click
+import ray
+from ray import serve
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+
+from modelyard.archiver import ArchiveError
+from modelyard.serve.errors import ServeError
+from modelyard.serve.ray.arguments import Arguments, Plan, make_plan
+from modelyard.serve.ray.cell import HEALTH_S, Cell
+from modelyard.serve.ray.scaling import CellScaling
+
+logger = logging.getLogger(__name__)
+
+NAME = "cell"
+HEALTH_EVERY_S = 1
+LEAVING_S = 45.0
+"""For which a replica that is to go is kept by Ray, at least: 30 s in which proxies forget it."""
+ENVIRONMENT = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+"""Of a Ray that is started here; `deploy/ray/cells.env` says what each is for."""
+
+
+def app(said: dict[str, Any]) -> Any:
+    """Return an application of cells.
+
+    Args:
+        said: `Arguments`, and settings of a server.
+
+    Raises:
+        click.ClickException: what is wrong, in a line; nothing was started.
+    """
+    try:
+        arguments, plan = make_plan(said)
+    except (ServeError, ArchiveError) as error:
+        raise click.ClickException(str(error)) from error
+    if not ray.is_initialized():
+        for name, value in ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+    for each in plan.archives:
+        logger.info("%s %s: %s, digest %s", each.name, each.version, each.location, each.digest)
+    cell = serve.deployment(name=NAME, **_options(arguments, plan))(serve.ingress()(Cell))
+    return cell.bind(plan.model_dump_json())
+
+
+def _options(arguments: Arguments, plan: Plan) -> dict[str, Any]:
+    """Return Ray's options of the deployment."""
+    settings = plan.settings
+    options: dict[str, Any] = {
+        # The server refuses what it cannot answer in time; it takes so many connections.
+        "max_ongoing_requests": settings.max_connections,
+        "health_check_period_s": HEALTH_EVERY_S,
+        "health_check_timeout_s": HEALTH_S + 1,
+        "graceful_shutdown_wait_loop_s": 1,
+        "graceful_shutdown_timeout_s": LEAVING_S
+        + settings.drain_delay_s
+        + settings.drain_timeout_s,
+        "ray_actor_options": {"num_cpus": arguments.cpus, "num_gpus": arguments.gpus},
+    }
+    if arguments.max_cells is None:
+        return {**options, "num_replicas": arguments.cells}
+    policy = AutoscalingPolicy(
+        policy_function=CellScaling,
+        policy_kwargs={"busy": arguments.busy, "in_flight": arguments.in_flight},
+    )
+    scaling = AutoscalingConfig(
+        min_replicas=arguments.cells,
+        max_replicas=arguments.max_cells,
+        upscale_delay_s=arguments.upscale_delay_s,
+        downscale_delay_s=arguments.downscale_delay_s,
+        policy=policy,
+    )
+    return {**options, "autoscaling_config": scaling}
