@@ -18,15 +18,20 @@ from modelyard.serve.errors import MethodNotAllowed
 
 def kserve_routes(registry: Registry) -> APIRouter:
     """Return the routes that describe."""
-    router = APIRouter(prefix="/v1", tags=["KServe v1"])
+    router = APIRouter(tags=["KServe v1"])
     of_model = {**error_responses(404), 503: {"description": "Not ready."}}
 
-    @router.get("/models", summary="Models")
+    @router.get("/", summary="Alive")
+    async def alive() -> dict[str, str]:
+        """The process responds."""
+        return {"status": "alive"}
+
+    @router.get("/v1/models", summary="Models")
     async def models() -> dict[str, list[str]]:
         """The names of all models."""
         return {"models": list(dict.fromkeys(model.name for model in registry))}
 
-    @router.get("/models/{model}", summary="A model is ready", responses=of_model)
+    @router.get("/v1/models/{model}", summary="A model is ready", responses=of_model)
     async def model_ready(model: ModelName) -> JSONResponse:
         """Return whether a worker of the default version is ready."""
         if ":" in model:

@@ -130,6 +130,8 @@ class Lifecycle:
         saves: bool,
     ) -> ModelVersion:
         name, config = admit(archive, spec, self.policy)
+        if allocator and self.policy.is_strict:
+            allocator.claim(name, archive.manifest.model_version, spec.location)
         share = allocator.allocate if allocator else partial(self._beside, name)
         size = await self.policy.size(spec, config, name, share)
         config = replace(config, threads=size.threads)

@@ -111,9 +111,12 @@ def plan_start(settings: Settings) -> StartPlan:
     policy, machine = Policy(settings), this_machine()
     read: list[tuple[str, Archive, ModelConfig]] = []
     requests: list[ResourceRequest] = []
-    for spec in policy.models_at_start(is_trial=True):
+    specs = policy.models_at_start(is_trial=True)
+    allocator = StartupAllocator(machine, len(specs))
+    for spec in specs:
         with open_archive(find_archive(settings.model_store, spec.location)) as archive:
             name, config = admit(archive, spec, policy)
+            allocator.claim(name, archive.manifest.model_version, spec.location)
         read.append((name, archive, config))
         requests.append(policy.request(spec, config, name))
     allocations = choose(machine, requests)

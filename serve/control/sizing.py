@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from modelyard.serve.errors import Conflict
+
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 
@@ -156,13 +158,30 @@ def _models(count: int) -> str:
 
 
 class StartupAllocator:
-    """Shares the cores out among the models of one start, once the request of each is there."""
+    """Shares names and cores out among the models of one start.
+
+    Cores are, once the request of each model is there.
+    """
 
     def __init__(self, machine: Machine, count: int) -> None:
         self._machine = machine
         self._count = count
         self._requests: list[ResourceRequest] = []
         self._complete = asyncio.Event()
+        self._locations: dict[tuple[str, str], str] = {}
+
+    def claim(self, name: str, version: str, location: str) -> None:
+        """Take a model version's name, before any worker of it starts.
+
+        Raises:
+            Conflict: another archive of this start has it.
+        """
+        if first := self._locations.get((name, version)):
+            raise Conflict(
+                f"{first} and {location} are both version {version} of model {name}: leave one "
+                "out, or name it otherwise (NAME=FILE)"
+            )
+        self._locations[name, version] = location
 
     async def allocate(self, request: ResourceRequest) -> Allocation:
         """Return what one model gets; unless it states its workers, after all requests."""

@@ -65,7 +65,8 @@ def kserve(
     """
     with known_errors():
         port = _port() if http_port is None else http_port
-        state_dir = load_settings({}, defaults=DEFAULTS).state_dir
+        ours = load_settings({}, defaults=DEFAULTS)
+        state_dir = ours.state_dir
         try:
             state_dir.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -77,7 +78,7 @@ def kserve(
         if predictor_host is not None:
             err.print(f"explanations are of the network in {model_dir}, not of {predictor_host}")
         if isinstance(found, TorchServes):
-            _become_torchserve(found, port, state_dir, workers)
+            _become_torchserve(found, port, ours, workers)
             return
         settings = own_settings(found, port, workers)
         raise typer.Exit(run_attached(settings))
@@ -108,16 +109,17 @@ def _port() -> int:
     return int(text)
 
 
-def _become_torchserve(found: TorchServes, port: int, folder: Path, workers: int | None) -> None:
+def _become_torchserve(found: TorchServes, port: int, ours: Settings, workers: int | None) -> None:
     """Replace this process by the drop-in, with the file's settings but for where it listens."""
     from modelyard.serve.torchserve import launcher
     from modelyard.serve.torchserve.properties import format_properties, parse_properties
 
     try:
         given = parse_properties(found.config.read_text(encoding="utf-8"))
-        file = folder / "config.properties"
-        file.write_text(format_properties(listening(given, port, workers)), encoding="utf-8")
-        os.chdir(folder)  # logs and keys are written where it is started
+        file = ours.state_dir / "config.properties"
+        settings = contained(given, port, ours.drain_delay_s, workers)
+        file.write_text(format_properties(settings), encoding="utf-8")
+        os.chdir(ours.state_dir)  # logs and keys are written where it is started
     except (OSError, UnicodeDecodeError) as error:
         raise StartError(f"cannot use {found.config}: {error}") from error
     launcher.become_server(
@@ -125,19 +127,24 @@ def _become_torchserve(found: TorchServes, port: int, folder: Path, workers: int
     )
 
 
-def listening(given: dict[str, str], port: int, workers: int | None = None) -> dict[str, str]:
+def contained(
+    given: dict[str, str], port: int, drain_delay_s: float, workers: int | None = None
+) -> dict[str, str]:
     """Return a `config.properties` for a container that is called on one port.
 
     KServe's own files name 8085, where its wrapper of TorchServe forwards to. Management stays
-    inside of the pod; tokens are off, as behind that wrapper, unless the file wants them.
+    inside of the pod. As behind that wrapper tokens are off, both of KServe's protocols are spoken
+    and `instances` are taken apart by the envelope that KServe sets; the file may say otherwise.
     """
-    open_port = f"http://{EVERYWHERE}:{port}"
     settings = {
         "disable_token_authorization": "true",
+        "drain_delay_s": str(drain_delay_s),
         "grpc_inference_address": EVERYWHERE,
         "metrics_address": f"http://{EVERYWHERE}:8082",
+        "service_envelope": "kserve",
+        "ts_open_inference_protocol": "oip",
         **given,
-        "inference_address": open_port,
+        "inference_address": f"http://{EVERYWHERE}:{port}",
         "management_address": "http://127.0.0.1:8081",
     }
     if workers is not None:

@@ -7,6 +7,7 @@ found counts:
     MAR-INF/                                   one archive, unpacked
     *.mar, *.tar.gz                            archives
     one *.onnx, *.pt2, *.pt, *.pts             an artifact without an archive
+    one folder, and nothing else               what that folder holds
 """
 
 from __future__ import annotations
@@ -66,9 +67,12 @@ def find_layout(folder: Path, name: str | None, scratch: Path) -> TorchServes | 
     if archives := list_archives(folder):
         models = (_named(name, archives[0]),) if len(archives) == 1 else ("ALL",)
         return Archives(folder, models)
-    artifacts = sorted(file for file in folder.iterdir() if file.suffix in ARTIFACTS)
+    files = sorted(folder.iterdir())
+    artifacts = [file for file in files if file.suffix in ARTIFACTS]
     if not artifacts:
-        there = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
+        if len(files) == 1 and files[0].is_dir():  # as `tar czf models.tar.gz models` packs them
+            return find_layout(files[0], name, scratch)
+        there = ", ".join(file.name for file in files) or "nothing"
         raise StartError(
             f"{folder} holds {there}; expected archives (.mar, .tar.gz), one model "
             f"({', '.join(ARTIFACTS)}), or TorchServe's {CONFIG} and {TORCHSERVES_STORE}"

@@ -129,6 +129,8 @@ WITHOUT_EFFECT = {
 WALLS = {"files", "network", "require_sandbox", "sandbox", "worker_uids"}
 LISTS_OF_WALLS = {"pass_variables", "read_paths", "write_paths"}
 """Settings of every server that say what workers reach."""
+DRAIN = {"drain_delay_s"}
+"""Settings of every server that say how it ends."""
 PLACES = {"config_file", "directory", "log_dir", "metrics_dir", "properties", "snapshot_dir"}
 """Settings of the dialect that no key sets."""
 TEXTS = (
@@ -144,6 +146,7 @@ TEXTS = (
         }
         | WALLS
         | LISTS_OF_WALLS
+        | DRAIN
         | {"version"}
         | (TorchServeSettings.model_fields.keys() | WITHOUT_EFFECT.keys()) - INTEGERS.keys()
     )
@@ -244,7 +247,7 @@ def load_configuration(
         "max_request_bytes": typed.get("max_request_size"),
         "install_requirements": typed.get("install_py_dep_per_model"),
         "files": typed.get("files", "all"),  # handlers write beside models, and read home folders
-        **{key: typed[key] for key in WALLS & typed.keys()},
+        **{key: typed[key] for key in (WALLS | DRAIN) & typed.keys()},
         **{key: _split(typed[key]) for key in LISTS_OF_WALLS & typed.keys()},
     }
     try:

@@ -4,9 +4,10 @@
 | --- | --- |
 | /predictions/{m}[/{v}[/rest]], /explanations/… | the hot path |
 | /v1/models/{m}:predict, :explain · /v2/models/{m}[/versions/{v}]/infer, explain | KServe's |
-| /v2/models/{m}[/versions/{v}]/infer | tensors, if that protocol is on and no envelope is |
+| /v2/models/{m}[/versions/{v}]/infer | tensors, if that protocol is on and no envelope reads them |
 | /invocations, /models/{m}/invoke, /{m}[/{v}]/predict | the query is the handler's too |
 | /v2, /v2/health/…, /v2/models/{m}[/versions/{v}][/ready] | Open Inference Protocol, if on |
+| /v1/models[/{m}] | KServe's first, if that one is on |
 | /v2/models, /v2/repository/… | the same, where infer takes tensors |
 | /ping, /health/live, /health/ready | for probes, without a token |
 """
@@ -53,6 +54,8 @@ PROBES = ("/ping", "/health/live", "/health/ready", "/v2/health/live", "/v2/heal
 """Paths that need no token."""
 OIP_NAMES = ("oip", "true")
 """What switches the Open Inference Protocol on: by environment, and by file."""
+OF_INSTANCES = "kserve"
+"""The envelope of KServe's first protocol, which has no tensors."""
 
 
 def has_oip(settings: TorchServeSettings) -> bool:
@@ -61,8 +64,8 @@ def has_oip(settings: TorchServeSettings) -> bool:
 
 
 def has_tensors(settings: TorchServeSettings) -> bool:
-    """Return whether its requests are read as tensors: an envelope reads bodies itself."""
-    return has_oip(settings) and settings.service_envelope is None
+    """Return whether its requests are read as tensors: other envelopes read bodies themselves."""
+    return has_oip(settings) and settings.service_envelope in (None, OF_INSTANCES)
 
 
 class TorchServeInference:
@@ -158,6 +161,10 @@ class TorchServeInference:
                 return self._ready()
             case ["wfpredict", name, *_]:
                 return error_answer(404, "WorkflowNotFoundException", f"Workflow not found: {name}")
+            case ["v1", "models"] if self.has_oip:
+                return json_answer(self._names())
+            case ["v1", "models", name] if self.has_oip:
+                return json_answer(*readiness(self._registry.get(name)))
             case ["v2", *rest] if self.has_oip:
                 if self._has_tensors and (answer := await self._of_tensors(rest, body)) is not None:
                     return answer
@@ -221,8 +228,7 @@ class TorchServeInference:
         """Answer what belongs to requests of tensors, and TorchServe does not have."""
         match path:
             case ["models"]:
-                names = dict.fromkeys(model.name for model in self._registry)
-                return json_answer({"models": list(names)})
+                return json_answer(self._names())
             case [*rest] if target_of_v2(rest) is not None:
                 raise MethodNotAllowed
             case ["repository", "index"]:
@@ -235,6 +241,9 @@ class TorchServeInference:
                 await self._repository.unload(name)
                 return json_answer({"name": name, "unload": True})
         return None
+
+    def _names(self) -> dict[str, list[str]]:
+        return {"models": list(dict.fromkeys(model.name for model in self._registry))}
 
     def _describe(self, model: ModelVersion) -> Answer:
         return json_answer(describe_signature(self._registry, model))

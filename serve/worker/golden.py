@@ -45,7 +45,8 @@ def answer_golden(service: Service, example: dict[str, Any], number: int) -> Ans
     item = wire.Item(1, 0, 0, wire.pack_meta(meta), Path(example["request"]).read_bytes())
     folder = Path(service.context.system_properties["model_dir"])
     rules = replace(OURS, explain_error=partial(_explain, folder), write_error=_write)
-    return answer_batch(replace(service, rules=rules), [item])[0]
+    bare = replace(service, predict=service.golden or service.predict, rules=rules)
+    return answer_batch(bare, [item])[0]
 
 
 def _explain(folder: Path, error: BaseException) -> Refusal:

@@ -26,6 +26,9 @@ from modelyard.serve.worker.codec import OURS, Rules
 
 SHIM = Path(__file__).parent / "shim"
 
+TAKES_TENSORS = "kservev2"
+"""The envelope that reads and writes the JSON of the Open Inference Protocol itself."""
+
 
 def _refuse_shares(data: Sequence[Any], context: Context) -> NoReturn:
     raise BadInput("this handler does not say what its answers come from; it has no `shares`")
@@ -57,6 +60,8 @@ class Service:
     """What answers requests of tensors by name."""
     infer_stream: Entry = _refuse_tensors
     """The same, which sends on what the handler streams."""
+    golden: Entry | None = None
+    """What predicts without an envelope, where one is set: archives are made without."""
 
     @property
     def is_built_in(self) -> bool:
@@ -110,11 +115,13 @@ def load_service(message: dict[str, Any]) -> Service:
     handler.initialize(context)
     predict, explain = handler.handle, _explain_entry(handler, sealed)
     steps = handler.target if isinstance(handler.target, Steps) else None
-    enveloped: Entry | None = None
+    enveloped = golden = None
     if name := message.get("envelope"):
         envelope = shim.find_envelope(name)
+        golden = predict
         predict, explain = envelope(predict).handle, envelope(explain).handle
-        enveloped = predict
+        if name == TAKES_TENSORS:
+            enveloped = predict
         steps = None  # an envelope stands around whole batches
     return Service(
         predict,
@@ -129,6 +136,7 @@ def load_service(message: dict[str, Any]) -> Service:
         handler.target if _is_ours(handler.target) else None,
         _tensor_entry(handler, enveloped),
         _tensor_entry(handler, enveloped, streams=True),
+        golden,
     )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 PROBE = """
 import base64, json, os, sys
 from pathlib import Path
-from modelyard.serve.worker import boot, load
+from modelyard.serve.worker import boot, golden, load
 
 def value(given):
     if isinstance(given, dict) and given.keys() == {"b64"}:
@@ -28,6 +28,7 @@ def answer(message):
         load.import_shim()
         boot._enter(folder)
         service = load.load_service(message)
+        golden.check_golden(service, message.get("golden", []))
         answers = []
         for kind, rows in message["batches"]:
             headers = {"explain": str(kind == "explain")}
@@ -48,8 +49,8 @@ for line in sys.stdin:
 """
 
 Run = Callable[[dict[str, Any]], dict[str, Any]]
-"""LOAD message and `batches`, each `predict` or `explain` and its rows → the answers, or the error;
-a value {"b64": …} of a row becomes a bytearray."""
+"""LOAD message, its `golden` requests in that folder, and `batches`, each `predict` or `explain`
+and its rows → the answers, or the error; a value {"b64": …} of a row becomes a bytearray."""
 
 
 @contextmanager

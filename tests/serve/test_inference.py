@@ -474,6 +474,7 @@ DOCUMENTED = {
     "/explanations/{model}/{version}": {"post"},
     "/openapi/{model}.json": {"get"},
     "/openapi/{model}/{version}.json": {"get"},
+    "/": {"get"},
     "/v1/models": {"get"},
     "/v1/models/{model}": {"get"},
     "/v1/models/{model}:predict": {"post"},

@@ -167,6 +167,7 @@ def test_each_instance_is_a_body_of_its_own(server: LiveServer) -> None:
 
 
 def test_models_of_kserve(server: LiveServer) -> None:
+    assert server.client.get("/").json() == {"status": "alive"}
     assert {"numbers", "tensors"} <= set(server.client.get("/v1/models").json()["models"])
     assert server.client.get("/v1/models/numbers").json() == {"name": "numbers", "ready": True}
     assert server.client.get("/v1/models/nothing").status_code == 404

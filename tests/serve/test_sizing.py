@@ -2,12 +2,15 @@ import itertools
 import json
 import os
 import random
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from modelyard.serve.control import sizing
+from modelyard.serve.control.restore import plan_start
 from modelyard.serve.control.sizing import (
     Machine,
     ResourceRequest,
@@ -16,7 +19,9 @@ from modelyard.serve.control.sizing import (
     cpu_quota,
     describe_excess,
 )
-from tests.serve.live import build_archive, modelyard, running
+from modelyard.serve.errors import Conflict
+from modelyard.serve.settings import Settings
+from tests.serve.live import build_archive, modelyard, running, start_arguments
 
 CPU = ResourceRequest("cpu")
 
@@ -257,7 +262,19 @@ def test_the_plan_warns_of_what_was_said_and_names_what_is_wrong(tmp_path: Path)
     assert wrong.stderr.startswith("error: model-config.yaml: batchSize: expected a whole number")
 
 
-def test_a_damaged_state_file_is_left_where_it_is(tmp_path: Path) -> None:
-    (tmp_path / "models.json").write_text("{")
-    assert explained(f"--state-dir={tmp_path}", f"--model-store={tmp_path}")["models"] == []
-    assert [file.name for file in tmp_path.iterdir()] == ["models.json"]
+def test_two_archives_of_one_name_are_named_before_a_worker_starts(tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    build_archive(store, "echo").rename(store / "second.mar")
+    build_archive(store, "echo")
+    said = re.compile(
+        r"(echo|second)\.mar and (echo|second)\.mar are both version 1\.0 of model echo: "
+        r"leave one out, or name it otherwise \(NAME=FILE\)"
+    )
+    plan = partial(Settings, model_store=store, state_dir=tmp_path)
+    with pytest.raises(Conflict, match=said):
+        plan_start(plan(models=("ALL",)))
+    assert len(plan_start(plan(models=("echo", "twin=second"))).models) == 2
+    ran = modelyard(*start_arguments(tmp_path, store), "--models=ALL")
+    assert ran.returncode == 1
+    assert said.fullmatch(ran.stderr.strip().removeprefix("error: "))
+    assert "ready" not in (tmp_path / "logs" / "server.log").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,19 @@ def load(tmp_path: Path, run: Run) -> Load:
         *,
         sealed: bool = True,
         envelope: str | None = None,
+        golden: str = "",
         **files: str,
     ) -> dict[str, Any]:
         if source:
             (tmp_path / handler.partition(":")[0]).write_text(source, encoding="utf-8")
         for name, text in files.items():
             (tmp_path / f"{name}.py").write_text(text, encoding="utf-8")
+        example = {"request": "request", "expected": "expected", "content_type": "", "tolerance": 0}
+        (tmp_path / "request").write_bytes(b"hi")
+        (tmp_path / "expected").write_text(json.dumps({"answer": golden}), encoding="utf-8")
         message = {
             "folder": str(tmp_path),
+            "golden": [example] if golden else [],
             "name": "m",
             "manifest": {"model": {"modelName": "m", "handler": handler}}
             | ({"modelyard": {}} if sealed else {}),
@@ -111,6 +117,14 @@ def test_a_name_that_the_file_lacks_leaves_its_one_class(load: Load) -> None:
 def test_an_envelope_is_around_both_entries(load: Load) -> None:
     source = body("one").replace("['one']", "[row.decode() for row in data]")
     assert load(source, envelope="body")["answers"] == [["hi"], ["hi"]]
+
+
+def test_golden_requests_were_made_without_an_envelope(load: Load) -> None:
+    source = body("one").replace("['one']", "[str(row) for row in data]")
+    row = str({"body": bytearray(b"hi")})
+    found = load(source, golden=row, envelope="body")
+    assert found["answers"] == [[row[9:-1]]] * 2, found
+    assert "golden request 0" in load(source, golden="otherwise", envelope="body")["error"]
 
 
 def test_an_envelope_that_there_is_not_is_said(load: Load) -> None:

@@ -11,10 +11,12 @@ import httpx
 import pytest
 
 from modelyard.serve.errors import StartError
-from modelyard.serve.kserve.cli import listening, own_settings
+from modelyard.serve.kserve.cli import contained, own_settings
 from modelyard.serve.kserve.layout import Archives, TorchServes, find_layout
 from modelyard.serve.torchserve.properties import parse_properties
 from tests.serve.live import build_archive, poll
+
+ANY_8082 = "http://0.0.0.0:8082"
 
 
 @pytest.fixture
@@ -41,6 +43,18 @@ def test_an_unpacked_archive_is_one(folder: Path) -> None:
     assert find(folder) == Archives(folder.parent, ("digits=models",))
 
 
+def test_a_folder_in_the_folder_counts_where_it_is_all_there_is(folder: Path) -> None:
+    """As of a tar that was made of a folder."""
+    inner = folder / "packed"
+    inner.mkdir()
+    build_archive(inner, "echo")
+    shutil.rmtree(inner / ".build")
+    assert find(folder) == Archives(inner, ("digits=echo.mar",))
+    (folder / "README").write_text("")
+    with pytest.raises(StartError, match="holds README, packed; expected archives"):
+        find(folder)
+
+
 def test_torchserves_folders_are_served_by_the_drop_in_where_kserve_calls(folder: Path) -> None:
     (folder / "config").mkdir()
     config = folder / "config" / "config.properties"
@@ -54,15 +68,22 @@ def test_torchserves_folders_are_served_by_the_drop_in_where_kserve_calls(folder
     (folder / "model-store").mkdir()
     assert find(folder) == TorchServes(config, folder / "model-store")
     given = parse_properties(config.read_text())
-    found = listening(given, 8080, 2)
+    found = contained(given, 8080, 5, 2)
     assert found["inference_address"] == "http://0.0.0.0:8080"
     assert found["management_address"] == "http://127.0.0.1:8081"
     assert found["disable_token_authorization"] == "true"
     assert found["default_workers_per_model"] == "2"
     kept = ("grpc_inference_port", "enable_envvars_config", "model_snapshot")
     assert {key: found[key] for key in kept} == {key: given[key] for key in kept}
-    wants_tokens = listening({**given, "disable_token_authorization": "false"}, 8080)
-    assert wants_tokens["disable_token_authorization"] == "false"
+    # Of KServe's protocol v1, and to end as our own server does there; the file's words come first.
+    unsaid = {"service_envelope": "kserve", "drain_delay_s": "5", "metrics_address": ANY_8082}
+    assert found.items() >= unsaid.items()
+    said = {
+        "disable_token_authorization": "false",
+        "service_envelope": "kservev2",
+        "drain_delay_s": "1",
+    }
+    assert contained({**given, **said}, 8080, 5).items() >= said.items()
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from modelyard.serve.settings import Address, Settings
 from modelyard.serve.torchserve.arguments import parse_command_line
 from modelyard.serve.torchserve.configuration import (
     BOOLEANS,
+    DRAIN,
     INTEGERS,
     KEYS,
     LISTS_OF_WALLS,
@@ -199,7 +200,7 @@ def test_every_key_is_honoured_or_said_to_have_no_effect() -> None:
         "use_env_allowed_urls",
     }
     only_in_snapshots = {"model_server_home", "python", "tsConfigFile", "version"}
-    fields = set(TorchServeSettings.model_fields) | WALLS | LISTS_OF_WALLS
+    fields = set(TorchServeSettings.model_fields) | WALLS | LISTS_OF_WALLS | DRAIN
     assert (KEYS & fields) | set(WITHOUT_EFFECT) | elsewhere | only_in_snapshots == KEYS
     assert NOT_FROM_ENVIRONMENT <= KEYS
 
@@ -213,6 +214,12 @@ def test_walls_are_as_everywhere_but_for_files(tmp_path: Path) -> None:
     assert settings(tmp_path, "sandbox=yes").sandbox
     with pytest.raises(StartError, match=r"sandbox: .*'maybe'"):
         settings(tmp_path, "sandbox=maybe")
+
+
+def test_it_drains_as_every_server(tmp_path: Path) -> None:
+    assert settings(tmp_path, "drain_delay_s=5.5").drain_delay_s == 5.5
+    with pytest.raises(StartError, match=r"drain_delay_s: .*'soon'"):
+        settings(tmp_path, "drain_delay_s=soon")
 
 
 def test_where_grpc_listens(tmp_path: Path) -> None:

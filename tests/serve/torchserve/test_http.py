@@ -359,7 +359,9 @@ def test_tensors_by_name(client: httpx.Client, management: httpx.Client) -> None
         ("false", None, False),
         ("oip", None, True),
         ("TRUE", None, True),
+        ("true", "kserve", True),
         ("true", "kservev2", False),
+        ("true", "body", False),
     ],
 )
 def test_bodies_are_the_handlers_unless_the_protocol_is_on(
