@@ -1,7 +1,7 @@
 """`--example FILE[=EXPECTED]` → a golden request and its expected answer."""
 
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from modelyard.archiver.errors import CannotArchive
@@ -48,8 +48,12 @@ def parse_example(text: str) -> Example:
     if expected_text == "":
         raise CannotArchive(f"example {quoted(text)}: nothing is expected after '='")
     expected = None if expected_text is None else format_json(_expected(expected_text))
-    content_type = _CONTENT_TYPES.get(request.suffix.lower(), "application/octet-stream")
-    return Example(request, content_type, expected)
+    return Example(request, content_type(request.name), expected)
+
+
+def content_type(name: str) -> str:
+    """Return what a file of this name holds, as HTTP says it."""
+    return _CONTENT_TYPES.get(PurePath(name).suffix.lower(), "application/octet-stream")
 
 
 def _split(text: str) -> tuple[Path, str | None]:

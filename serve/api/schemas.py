@@ -41,6 +41,7 @@ PROBABILITIES: Schema = {
     **by_name(NUMBER), "description": "Label → probability, the likeliest first.",
 }  # fmt: skip
 IMAGE = {"application/octet-stream": {**FILE, "description": "The file of a picture."}}
+PICTURE: Schema = {"type": "string", "contentEncoding": "base64"}
 SOUND = {"application/octet-stream": {**FILE, "description": "The file of a sound."}}
 BOX = fields({side: NUMBER for side in ("xmin", "ymin", "xmax", "ymax")})
 SPAN = {"start": INTEGER, "end": INTEGER}
@@ -62,7 +63,7 @@ HANDLERS: Mapping[str, tuple[Mapping[str, Schema], Schema]] = {
     ),
     "image_encoder": (IMAGE, listed(NUMBER)),
     "image_text": (
-        {"application/json": fields({"image": TEXT, "texts": listed(TEXT)})}, PROBABILITIES
+        {"application/json": fields({"image": PICTURE, "texts": listed(TEXT)})}, PROBABILITIES
     ),
     "audio_classifier": (SOUND, PROBABILITIES),
     "speech_recognizer": (

@@ -34,8 +34,8 @@ class Tab(NamedTuple):
     title: str
 
 
-TABS = [Tab("", "Live")]
-"""Of every version, in this order; modules with further pages add theirs."""
+TABS = (Tab("", "Live"), Tab("/try", "Try it"), Tab("/archive", "Archive"))
+"""Of every version, in this order."""
 
 
 @dataclass(frozen=True)
