@@ -125,7 +125,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
             calls, registry, state, repository, check, settings.max_request_bytes, access
         )
     )
-    console = build_console(lifecycle, calls, of_operators, answers, settings)
+    console = build_console(lifecycle, rollouts, calls, of_operators, answers, settings)
     apis = (
         Application(check, answers, clients, calls, streams),
         Application(console.check(operator), answers, console.route(operators)),

@@ -10,15 +10,18 @@ from modelyard.serve.console.log_pages import LogPages
 from modelyard.serve.console.models import ModelPages
 from modelyard.serve.console.readings import Watch
 from modelyard.serve.console.render import Renderer
+from modelyard.serve.console.rollout import RolloutPages
 from modelyard.serve.console.tryit import TryPages
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.http.application import Answers
 from modelyard.serve.http.auth import Grants
+from modelyard.serve.rollout.control import Rollouts
 from modelyard.serve.settings import Settings
 
 
 def build_console(
     lifecycle: Lifecycle,
+    rollouts: Rollouts,
     calls: Calls,
     grants: Grants | None,
     answers: Answers,
@@ -28,6 +31,7 @@ def build_console(
 
     Args:
         lifecycle: what it shows and changes.
+        rollouts: the same, of roll-outs.
         calls: the way to the models.
         grants: the tokens that are known now; None asks for none.
         answers: of the API whose port it is on.
@@ -37,5 +41,6 @@ def build_console(
     models = ModelPages(lifecycle, renderer, Watch(lifecycle.registry))
     log = LogPages(log_tail.attach(), renderer)
     tries = TryPages(models, renderer, calls, settings)
-    pages = [*models.pages(), *tries.pages(), *log.pages()]
+    rolls = RolloutPages(models, renderer, rollouts, settings)
+    pages = [*models.pages(), *tries.pages(), *rolls.pages(), *log.pages()]
     return Console(pages, renderer, grants, answers)

@@ -34,7 +34,8 @@ class Tab(NamedTuple):
     title: str
 
 
-TABS = (Tab("", "Live"), Tab("/try", "Try it"), Tab("/archive", "Archive"))
+TABS = (Tab("", "Live"), Tab("/try", "Try it"), Tab("/archive", "Archive"),
+        Tab("/rollout", "Roll-out"))  # fmt: skip
 """Of every version, in this order."""
 
 
