@@ -34,7 +34,7 @@ CSRF = b"x-csrf-token"
 """Header by which a script sends what a form has in its field `csrf`."""
 
 
-def is_ours(path: str) -> bool:
+def is_console(path: str) -> bool:
     """Return whether a path is the console's."""
     return path == ROOT or path.startswith(f"{ROOT}/")
 
@@ -71,7 +71,7 @@ class Console:
         """
 
         def check(path: str, headers: Headers) -> None:
-            if not is_ours(path):
+            if not is_console(path):
                 others(path, headers)
 
         return check
@@ -80,7 +80,7 @@ class Console:
         """Return what routes the requests of a port that the console is on."""
 
         def route(cycle: RequestResponseCycle, id: str) -> None:
-            if is_ours(cycle.path):
+            if is_console(cycle.path):
                 self(cycle, id)
             else:
                 others(cycle, id)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from modelyard.serve.api.inference import Calls
 from modelyard.serve.console import log_tail
 from modelyard.serve.console.app import Console
 from modelyard.serve.console.format import FILTERS
 from modelyard.serve.console.log_pages import LogPages
-from modelyard.serve.console.models import ModelPages
+from modelyard.serve.console.models import TABS, ModelPages
 from modelyard.serve.console.readings import Watch
 from modelyard.serve.console.render import Renderer
-from modelyard.serve.console.rollout import RolloutPages
+from modelyard.serve.console.rollout import ROLLOUT, RolloutPages
 from modelyard.serve.console.tryit import TryPages
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.http.application import Answers
@@ -21,26 +23,32 @@ from modelyard.serve.settings import Settings
 
 def build_console(
     lifecycle: Lifecycle,
-    rollouts: Rollouts,
+    rollouts: Rollouts | None,
     calls: Calls,
     grants: Grants | None,
     answers: Answers,
     settings: Settings,
+    may_unregister: bool = True,
+    unlogged: Collection[str] = (),
 ) -> Console:
     """Return the console of a server.
 
     Args:
         lifecycle: what it shows and changes.
-        rollouts: the same, of roll-outs.
+        rollouts: the same, of roll-outs; None where the dialect has none.
         calls: the way to the models.
         grants: the tokens that are known now; None asks for none.
         answers: of the API whose port it is on.
         settings: of the server.
+        may_unregister: whether versions can be removed.
+        unlogged: loggers that are not of the server's own log.
     """
     renderer = Renderer(FILTERS)
-    models = ModelPages(lifecycle, renderer, Watch(lifecycle.registry))
-    log = LogPages(log_tail.attach(), renderer)
+    tabs = [tab for tab in TABS if rollouts is not None or tab.path != ROLLOUT]
+    models = ModelPages(lifecycle, renderer, Watch(lifecycle.registry), tabs, may_unregister)
+    log = LogPages(log_tail.attach(unlogged), renderer)
     tries = TryPages(models, renderer, calls, settings)
-    rolls = RolloutPages(models, renderer, rollouts, settings)
-    pages = [*models.pages(), *tries.pages(), *rolls.pages(), *log.pages()]
+    pages = [*models.pages(), *tries.pages(), *log.pages()]
+    if rollouts is not None:
+        pages += RolloutPages(models, renderer, rollouts, settings).pages()
     return Console(pages, renderer, grants, answers)

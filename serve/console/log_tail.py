@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 MOST_LINES = 1000
@@ -71,12 +71,18 @@ class LogTail(logging.Handler):
         ]
 
 
-def attach() -> LogTail:
-    """Return what keeps the last records of this process, which is one for all of it."""
+def attach(unlogged: Collection[str] = ()) -> LogTail:
+    """Return what keeps the last records of this process, which is one for all of it.
+
+    Args:
+        unlogged: loggers whose records are left out.
+    """
     root = logging.getLogger()
     for handler in root.handlers:
         if isinstance(handler, LogTail):
             return handler
     tail = LogTail()
+    left_out = frozenset(unlogged)
+    tail.addFilter(lambda record: record.name not in left_out)
     root.addHandler(tail)
     return tail

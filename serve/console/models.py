@@ -87,7 +87,16 @@ class KindRow(NamedTuple):
 class ModelPages:
     """The pages, and what answers their forms."""
 
-    def __init__(self, lifecycle: Lifecycle, renderer: Renderer, watch: Watch) -> None:
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        renderer: Renderer,
+        watch: Watch,
+        tabs: Sequence[Tab],
+        may_unregister: bool,
+    ) -> None:
+        self._tabs = tabs
+        self._may_unregister = may_unregister
         self._lifecycle = lifecycle
         self._registry = lifecycle.registry
         self._renderer = renderer
@@ -97,7 +106,9 @@ class ModelPages:
     def pages(self) -> Sequence[Page]:
         """Return them all."""
         version = "/models/{model}/{version}"
+        unregister = Page("POST", f"{version}/unregister", "manage", self._unregister)
         return [
+            *([unregister] if self._may_unregister else []),
             Page("GET", "", "view", self._overview),
             Page("GET", "/", "view", self._go_home),
             Page("GET", "/live", "view", self._live_overview),
@@ -108,7 +119,6 @@ class ModelPages:
             Page("GET", f"{version}/points", "view", self._points),
             Page("POST", f"{version}/scale", "manage", self._scale),
             Page("POST", f"{version}/default", "manage", self._set_default),
-            Page("POST", f"{version}/unregister", "manage", self._unregister),
         ]
 
     def find(self, visit: Visit) -> ModelVersion:
@@ -162,7 +172,7 @@ class ModelPages:
         return {
             "model": model,
             "place": place_of(model),
-            "tabs": TABS,
+            "tabs": self._tabs,
             "tab": tab,
             "is_default": self._registry.is_default(model),
             "others": [other for other in versions if other is not model],
@@ -223,6 +233,7 @@ class ModelPages:
             "memory": self._memory(pools_of(model)),
             "recent_s": RECENT,
             "most_workers": MOST_WORKERS,
+            "may_unregister": self._may_unregister,
         }
 
     def _kinds(self, model: ModelVersion) -> Iterable[KindRow]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from modelyard.serve.api.health import why_not_ready
 from modelyard.serve.app import Server, answer_budget, listen
+from modelyard.serve.console.build import build_console
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.repository import Repository
@@ -29,7 +30,7 @@ from modelyard.serve.settings import Address, Settings
 from modelyard.serve.torchserve.combined import Combined
 from modelyard.serve.torchserve.dialect import Dialect, dialect_answers, refuse_http
 from modelyard.serve.torchserve.inference import PROBES, TorchServeInference, has_tensors
-from modelyard.serve.torchserve.log_config import ACCESS_LOG
+from modelyard.serve.torchserve.log_config import ACCESS_LOG, MODEL_LOG
 from modelyard.serve.torchserve.logs import Logs, access_line
 from modelyard.serve.torchserve.management import TorchServeManagement
 from modelyard.serve.torchserve.metrics import TorchServeMetrics
@@ -81,8 +82,18 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     inference = TorchServeInference(
         registry, metrics, check_at(dialect.inference_address), state, answers, dialect, repository
     )
+    console = build_console(
+        lifecycle,
+        None,
+        inference.calls,
+        tokens.grants if tokens else None,
+        answers,
+        settings,
+        may_unregister=dialect.enable_model_api,
+        unlogged=[MODEL_LOG],
+    )
     management = TorchServeManagement(
-        registry, lifecycle, tokens, answers, dialect.enable_model_api
+        registry, lifecycle, tokens, answers, dialect.enable_model_api, console
     )
     recorder.start()
     apis = [inference.dialect, management.dialect]

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from modelyard.archiver import ArchiveError
+from modelyard.serve.console.app import Console
 from modelyard.serve.dataplane.call import Stream
 from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.errors import (
@@ -24,7 +25,15 @@ from modelyard.serve.errors import (
     UrlRefused,
     http_status,
 )
-from modelyard.serve.http.application import Answers, Application, Calls, Check, Events, ServerState
+from modelyard.serve.http.application import (
+    Answers,
+    Application,
+    Calls,
+    Check,
+    Events,
+    Route,
+    ServerState,
+)
 from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
 from modelyard.serve.torchserve.openapi import Document
 from modelyard.serve.torchserve.settings import TorchServeSettings
@@ -55,6 +64,7 @@ class Dialect:
         owns: whether a path is this API's, where one port carries several.
         calls: as of `Application`.
         begin: makes calls of requests that say only in the body for which model they are.
+        console: answers its own paths beside this API's.
     """
 
     def __init__(
@@ -66,8 +76,12 @@ class Dialect:
         owns: Callable[[str], bool],
         calls: Calls | None = None,
         begin: Begin | None = None,
+        console: Console | None = None,
     ) -> None:
-        self.application = Application(check, answers, self._route, calls)
+        route: Route = self._route
+        if console is not None:
+            check, route = console.check(check), console.route(route)
+        self.application = Application(check, answers, route, calls)
         self.document = document
         self.owns = owns
         self._answers = answers

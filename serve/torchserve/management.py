@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from modelyard.serve.api.inference import pack_head
 from modelyard.serve.api.management import describe_settings, memory_bytes
+from modelyard.serve.console.app import Console, is_console
 from modelyard.serve.control.model_config import ModelConfig, Options
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion, Registry
@@ -58,6 +59,7 @@ class TorchServeManagement:
     Args:
         tokens: None lets everybody in.
         has_model_api: whether models may be registered and unregistered.
+        console: answers beside these routes.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class TorchServeManagement:
         tokens: Tokens | None,
         answers: Answers,
         has_model_api: bool,
+        console: Console,
     ) -> None:
         self._registry = registry
         self._lifecycle = lifecycle
@@ -75,7 +78,9 @@ class TorchServeManagement:
         self.check = tokens.check("management", ["/token"]) if tokens else open_to_all
         self._answers = answers
         document = openapi.server(management=True)
-        self.dialect = Dialect(self.check, answers, document, self._respond, is_management)
+        self.dialect = Dialect(
+            self.check, answers, document, self._respond, is_management, console=console
+        )
 
     def rpc_methods(self) -> dict[str, Method]:
         """Return what answers by gRPC."""
@@ -357,6 +362,8 @@ def _describe_worker(slot: ReplicaSlot, config: ModelConfig) -> dict[str, Any]:
 
 def is_management(path: str) -> bool:
     """Return whether a path is this API's, where one port carries several."""
+    if is_console(path):
+        return True
     match segments(path):
         case ["models", _, "invoke"]:
             return False

@@ -13,6 +13,7 @@ from pathlib import Path
 from modelyard.serve.control.state import write_json
 from modelyard.serve.errors import StartError, Unauthorized
 from modelyard.serve.http.connection import Headers
+from modelyard.serve.http.tokens import Grant, make_grant
 
 KEY_FILE = "key_file.json"
 EXPIRING = ("management", "inference")
@@ -63,6 +64,12 @@ class Tokens:
                 self._require(name, headers, "Authorization")
 
         return check
+
+    def grants(self) -> list[Grant]:
+        """Return what the management key may do while it lasts, for the console."""
+        token = self._tokens["management"]
+        is_over = token.expires_at is not None and time.time() >= token.expires_at
+        return [] if is_over else [make_grant("management", "manage", token.key)]
 
     def replace(self, kind: str, headers: Headers) -> None:
         """Make a new key of a kind, which ends the old one; for who has the `API` key.

@@ -19,7 +19,7 @@ const color = (name) => getComputedStyle(document.documentElement).getPropertyVa
 const short = (value) => {
   if (value === null || value === undefined) return "–";
   const digits = Math.abs(value) >= 100 ? 0 : Math.abs(value) >= 1 ? 1 : 2;
-  return value === 0 ? "0" : value.toFixed(digits);
+  return String(Number(value.toFixed(digits)));
 };
 
 // -- points: a bounded list, whatever the time for which the page stays open -----------------------

@@ -133,6 +133,19 @@ def test_a_key_is_replaced_by_who_holds_the_third_one(home: Home, client: httpx.
     assert error(client.get("/nowhere", headers=bearer(home, "inference")))[0] == 404
 
 
+def test_the_console_is_opened_by_the_management_key(home: Home, client: httpx.Client) -> None:
+    assert client.get("/console").headers["location"] == "console/sign-in"
+    keys = json.loads((home.folder / "key_file.json").read_text(encoding="utf-8"))
+    for name in ("inference", "API"):
+        refused = client.post("/console/sign-in", data={"token": keys[name]["key"]})
+        assert refused.status_code == 401, name
+    signed_in = client.post("/console/sign-in", data={"token": keys["management"]["key"]})
+    assert signed_in.status_code == 303
+    page = client.get("/console/models/slow/1.0").text
+    assert "/scale" in page and "/unregister" in page
+    client.cookies.clear()
+
+
 def test_with_job_tickets_a_request_is_taken_only_by_an_idle_worker(
     home: Home, client: httpx.Client, tmp_path: Path
 ) -> None:
@@ -171,5 +184,14 @@ def test_where_nothing_is_said_inference_is_open_on_loopback_and_management_is_n
         assert home.run(*flags)[0] == 0
         assert error(home.get("/nowhere", "inference"))[0] == 404
         assert error(home.get("/models")) == REFUSED
+        # The console does not do what the settings keep the API from doing.
+        keys = json.loads((home.folder / "key_file.json").read_text(encoding="utf-8"))
+        with home.client("management") as client:
+            client.post("/console/sign-in", data={"token": keys["management"]["key"]})
+            assert client.get("/console").status_code == 200
+            assert client.post("/console/models/m/1.0/unregister").status_code == 404
+            assert (
+                client.post("/console/models/m/1.0/scale", data={"workers": "1"}).status_code == 403
+            )
     finally:
         home.stop()

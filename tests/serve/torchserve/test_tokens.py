@@ -59,13 +59,16 @@ def test_only_its_own_key_opens_an_api(tmp_path: Path, name: str) -> None:
 
 
 def test_a_key_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    check = Tokens(tmp_path, 0.5).check("inference")
+    tokens = Tokens(tmp_path, 0.5)
+    check = tokens.check("inference")
     headers = bearer(keys(tmp_path)["inference"])
     check("/x", headers)
+    assert [grant.rights for grant in tokens.grants()] == [{"manage"}]
     now = time.time()
     monkeypatch.setattr(time, "time", lambda: now + 31)
     with pytest.raises(Unauthorized):
         check("/x", headers)
+    assert not tokens.grants()
 
 
 def test_a_new_key_ends_the_old_one_at_once(tmp_path: Path) -> None:
