@@ -221,7 +221,7 @@ class Builder:
             expose(model)
         if config.explain_share and explainers is not None:
             reference = read_reference(archive)
-            pool.on_answer = Drift(
+            drift = Drift(
                 plan.label,
                 config.explain_share,
                 reference,
@@ -229,7 +229,8 @@ class Builder:
                 explainers,
                 model.start_explainers,
                 lambda: max(predictions.waiting, explanations.waiting) > 0,
-            ).offer
+            )
+            pool.on_answer = (drift.offer,)
         elif self._policy.settings.explain_share and REFERENCE_NAME not in archive.names:
             logger.warning(
                 "%s: explain_share is %g, and %s has no reference to compare with; its predictions "

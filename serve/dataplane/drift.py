@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from modelyard.archiver.reference import MAX_BYTES, Reference
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.serve.dataplane import wire
-from modelyard.serve.dataplane.call import Call, Reply
+from modelyard.serve.dataplane.call import Call, Reply, Stream
 from modelyard.serve.errors import WorkerDied
 
 if TYPE_CHECKING:
@@ -67,8 +67,10 @@ class Drift:
         self._has_warned = False
         self._is_ended = False
 
-    def offer(self, job: Call) -> None:
+    def offer(self, job: Call, reply: Reply) -> None:
         """Explain a prediction that was just answered, if it is drawn and a worker has time."""
+        if reply.status != 200 or isinstance(reply.body, Stream):
+            return
         if self._draw() >= self._share or self._is_ended or job.flags & _OTHER_FORMS:
             return
         if not self._explainers.slots:

@@ -186,6 +186,31 @@ class Metrics:
             "Total variation distance of the latest shares' means to the archive's reference.",
             model,
         )
+        rolled = ("model", "candidate")
+        self.rollout_compared = count(
+            "rollout_compared",
+            "Requests that a roll-out's candidate answered beside the live version, by verdict.",
+            (*rolled, "verdict"),
+        )
+        self.rollout_noise = count(
+            "rollout_noise",
+            "Requests that the live version answered a second time, by verdict.",
+            (*rolled, "verdict"),
+        )
+        self.rollout_dropped = count(
+            "rollout_shadow_dropped",
+            "Requests that were drawn for the candidate and not compared, by reason.",
+            (*rolled, "reason"),
+        )
+        self.rollout_state = gauge(
+            "rollout_state", "1 for the state that a roll-out is in.", (*rolled, "state")
+        )
+        self.rollout_share = gauge(
+            "rollout_canary_share", "Share of the requests that the candidate answers.", rolled
+        )
+        self.rollout_returned = count(
+            "rollout_returned", "Candidates that were taken back after they had answered.", rolled
+        )
         self.unrouted = count(
             "unrouted_requests",
             "Requests for no registered model, or without the right to it, by HTTP status.",
@@ -305,8 +330,56 @@ class Counted(NamedTuple):
     refused: int
 
 
+class RolloutMetrics:
+    """The metrics of one roll-out."""
+
+    def __init__(self, metrics: Metrics, model: str, candidate: str) -> None:
+        self._metrics = metrics
+        self._labels = (model, candidate)
+        self._known: set[tuple[Counter | Gauge, tuple[str, ...]]] = set()
+        self._state = ""
+        self.returned = self._of(metrics.rollout_returned)
+
+    def compared(self, verdict: str) -> None:
+        """Count a request that both have answered."""
+        self._of(self._metrics.rollout_compared, verdict).inc()
+
+    def repeated(self, verdict: str) -> None:
+        """Count a request that the live version has answered twice."""
+        self._of(self._metrics.rollout_noise, verdict).inc()
+
+    def dropped(self, reason: str) -> None:
+        """Count a request that was drawn and not compared."""
+        self._of(self._metrics.rollout_dropped, reason).inc()
+
+    def entered(self, state: str, share: float) -> None:
+        """Expose the state, and what share the candidate answers."""
+        gauge = self._metrics.rollout_state
+        if self._state:
+            gauge.labels(*self._labels, self._state).set(0)
+        self._state = state
+        self._known.add((gauge, (*self._labels, state)))
+        gauge.labels(*self._labels, state).set(1)
+        self._known.add((self._metrics.rollout_share, self._labels))
+        self._metrics.rollout_share.labels(*self._labels).set(share)
+
+    def remove(self) -> None:
+        """Forget the series."""
+        for family, labels in self._known:
+            family.remove(*labels)
+        self._known.clear()
+
+    def _of(self, family: Counter, *more: str) -> Counter:
+        labels = (*self._labels, *more)
+        self._known.add((family, labels))
+        return family.labels(*labels)
+
+
 class KindMetrics:
     """The metrics of one model version and kind of job."""
+
+    watcher: Callable[[int, float], None] | None = None
+    """Called with the status of each answer, and how long it took."""
 
     def __init__(self, metrics: Metrics, model: str, version: str, kind: str) -> None:
         self._metrics = metrics
@@ -350,6 +423,8 @@ class KindMetrics:
         for counter in counters:
             counter.inc()
         self.latency.observe(seconds)
+        if self.watcher is not None:
+            self.watcher(code, seconds)
         if trace_id:
             self.latency.exemplify(seconds, trace_id)
 

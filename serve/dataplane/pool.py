@@ -12,7 +12,7 @@ from functools import partial
 
 from modelyard.serve.dataplane.batcher import Batcher
 from modelyard.serve.dataplane.budget import AnswerBudget
-from modelyard.serve.dataplane.call import EXPLAIN, Call
+from modelyard.serve.dataplane.call import EXPLAIN, Call, Reply
 from modelyard.serve.dataplane.clock import Clock
 from modelyard.serve.dataplane.metrics import VersionMetrics
 from modelyard.serve.dataplane.process import Backoff
@@ -88,8 +88,8 @@ class Pool:
         self._sweeper: asyncio.TimerHandle | None = None
         self.clock = clock or Clock()
         """What workers are judged by."""
-        self.on_answer: Callable[[Call], None] | None = None
-        """Told of each job that was answered with 200."""
+        self.on_answer: tuple[Callable[[Call, Reply], None], ...] = ()
+        """Called with each job that a worker answered, when its answer has been given out."""
         self._is_stopping = False
         self._closing: set[asyncio.Task[None]] = set()
         self.slots: list[ReplicaSlot] = []

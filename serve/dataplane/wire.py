@@ -88,6 +88,10 @@ STREAM = 512
 """Beside TENSORS: what the handler streams is sent on, each chunk an answer of its own, behind the
 length of its JSON (u32). Without it all of them are one answer."""
 
+GOLDEN = 1024
+"""Nobody asked: the archive's golden requests are answered again. The reply is 200, or what is
+wrong."""
+
 # Flags of a reply.
 MORE = 1
 """A chunk of a streamed answer; at least one reply to the same job follows."""

@@ -218,6 +218,7 @@ class Worker(asyncio.BufferedProtocol):
         self._replied_at = 0.0
         self._aside: tuple[int, ReplySink] | None = None
         self._aside_since = 0.0
+        self._streams_aside = False
 
     # -- life ----------------------------------------------------------------------------------
 
@@ -468,10 +469,12 @@ class Worker(asyncio.BufferedProtocol):
                     job.fail(StreamBroken(body.decode("utf-8", "replace")))
                 else:
                     job.stream.put(body, is_last=True)
+                    self._tell(job, Reply(status, headers, job.stream))
             elif not job.sink.done():
-                job.sink.set_result(Reply(status, headers, body, queue_us, handler_us))
-                if self._pool.on_answer is not None and status == 200:
-                    self._pool.on_answer(job)
+                reply = Reply(status, headers, body, queue_us, handler_us)
+                job.sink.set_result(reply)
+                if self._pool.on_answer:
+                    self._tell(job, reply)
         if self._partial[1]:
             kind, count = self._partial[0], self._partial[1] + count
         self._partial = (kind, count) if frame[0].flags & wire.PARTIAL else (PREDICT, 0)
@@ -488,6 +491,10 @@ class Worker(asyncio.BufferedProtocol):
         self.busy_since = read_at
         if not self.flight:
             self.is_alone = self.is_reserved = False
+
+    def _tell(self, job: Call, reply: Reply) -> None:
+        for tell in self._pool.on_answer:
+            tell(job, reply)
 
     def _chunk(self, id: int, job: Call, status: int, headers: bytes, body: wire.Payload) -> None:
         """Pass on a chunk; status and headers go with the first one."""
@@ -506,18 +513,20 @@ class Worker(asyncio.BufferedProtocol):
 
     # -- what nobody waits for -----------------------------------------------------------------
 
-    def run_aside(self, head: bytes, parts: Sequence[Buffer], flags: int, sink: ReplySink) -> None:
+    def run_aside(
+        self, head: bytes, parts: Sequence[Buffer], flags: int, sink: ReplySink, rows: int = 0
+    ) -> None:
         """Send a job that nobody waits for, and that gives way to every other.
 
         It is no part of what the worker holds, so that nothing is refused or expected later for it.
-        The sink is cancelled where it gave way.
+        The sink is cancelled where it gave way, and takes a StreamBroken for a streamed answer.
         """
         assert self._transport is not None and self._aside is None
         self._next_id = self._next_id % 0xFFFFFFFF + 1
         self._aside = self._next_id, sink
         self._aside_since = self._read_clock()
         frame = wire.Frame()
-        frame.add(self._next_id, 0, flags, head, parts, wire.now_us())
+        frame.add(self._next_id, rows, flags, head, parts, wire.now_us())
         self._transport.writelines(frame.buffers())
 
     @property
@@ -540,13 +549,20 @@ class Worker(asyncio.BufferedProtocol):
 
     def _end_aside(self, item: wire.Item) -> None:
         """Pass on the reply to what ran aside."""
-        if self._aside is None or item.id != self._aside[0] or item.flags & wire.MORE:
+        if self._aside is None or item.id != self._aside[0]:
             raise wire.WireError(f"a reply to job {item.id}, which it does not hold")
+        if item.flags & wire.MORE:
+            self._streams_aside = True
+            return
         (_, sink), self._aside = self._aside, None
+        was_stream, self._streams_aside = self._streams_aside, False
         if item.flags & wire.UNREAD:
             sink.cancel()
+        elif was_stream:
+            sink.set_exception(StreamBroken("it is streamed, and nobody reads it"))
         else:
-            sink.set_result(Reply(item.code, item.meta, item.body))
+            reply = Reply(item.code, item.meta, item.body, item.queue_us, item.handler_us)
+            sink.set_result(reply)
 
     @property
     def death(self) -> WorkerDied:

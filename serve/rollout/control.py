@@ -19,16 +19,43 @@ from modelyard.archiver import Archive, ArchiveError
 from modelyard.serve.control.model_config import ModelSpec
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import CANDIDATE, LIVE, ModelVersion
+from modelyard.serve.dataplane.metrics import Metrics, RolloutMetrics
 from modelyard.serve.errors import Conflict, ModelNotFound, NoRollout, ServeError
+from modelyard.serve.rollout.comparer import Comparer
 from modelyard.serve.rollout.plan import Plan, format_share, parse_share
 from modelyard.serve.rollout.record import ACTIVE, KEPT, Record, State, Version, now
+from modelyard.serve.rollout.rule import Outcome, parse_rule
 from modelyard.serve.rollout.split import Canary
+from modelyard.serve.rollout.trial import Trial
 
 logger = logging.getLogger(__name__)
 
+TICK_S = 0.25
+"""From one look at what was found to the next."""
 SHADOWS_NICENESS = 10
 """Of a candidate's workers that answer nobody: those that answer go first on the same core."""
 Report = Callable[[str, str], None]
+
+
+_NONE = {"estimate": None, "low": None, "high": None}
+UNMEASURED: dict[str, Any] = {
+    "rule": "",
+    "expect": "",
+    "compared": 0,
+    "verdicts": {},
+    "noise": {"compared": 0, "differs": 0},
+    "dropped": {},
+    "bounds": {
+        "disagreement": _NONE,
+        "noise": _NONE,
+        "excess": _NONE,
+        "failures": _NONE,
+        "p99Ratio": None,
+    },
+    "judgement": {"verdict": "not enough traffic", "reasons": []},
+    "latency": {"live": {"p50": None, "p99": None}, "candidate": {"p50": None, "p99": None}},
+    "worst": [],
+}
 
 
 class Rollout:
@@ -38,14 +65,32 @@ class Rollout:
         record: what is remembered of it.
         candidate: its candidate, where there is one.
         live: the version that it is measured by.
+        metrics: of the roll-out.
     """
 
     def __init__(
-        self, record: Record, candidate: ModelVersion | None, live: ModelVersion | None
+        self,
+        record: Record,
+        candidate: ModelVersion | None,
+        live: ModelVersion | None,
+        metrics: RolloutMetrics,
     ) -> None:
         self.record = record
         self.candidate = candidate
         self.live = live
+        self.metrics = metrics
+        self.trial: Trial | None = None
+        """While it is a shadow or a canary."""
+        self.found: dict[str, Any] = UNMEASURED
+        """By the last trial."""
+        self.moving: asyncio.Task[None] | None = None
+        """By itself, to the next state."""
+
+    def measured(self) -> dict[str, Any]:
+        """Return what was found so far."""
+        if self.trial is not None:
+            self.found = self.trial.to_json()
+        return self.found
 
 
 class Rollouts:
@@ -53,10 +98,14 @@ class Rollouts:
 
     Args:
         lifecycle: of the server.
+        metrics: of the server.
     """
 
-    def __init__(self, lifecycle: Lifecycle) -> None:
+    def __init__(self, lifecycle: Lifecycle, metrics: Metrics) -> None:
         self._lifecycle = lifecycle
+        self._metrics = metrics
+        self._comparer = Comparer()
+        self._ticker: asyncio.TimerHandle | None = None
         self._registry = lifecycle.registry
         self._rollouts: dict[str, Rollout] = {}
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -84,9 +133,11 @@ class Rollouts:
         """Load a candidate beside the version that answers, and begin.
 
         Raises:
+            BadRequest: its rule is none.
             Conflict: another one is under way, or this one cannot follow the version that answers.
             ArchiveError, ServeError: the candidate cannot be served; nothing was changed.
         """
+        parse_rule(plan.rule, plan.expect)
         async with self._locks[name]:
             live, before = self._registry.get(name), self._rollouts.get(name)
             if before is not None and before.record.is_active:
@@ -111,7 +162,7 @@ class Rollouts:
             )
             record.workers = candidate.pool.least
             record.note("", f"{candidate.file} is loaded; its golden requests pass")
-            rollout = Rollout(record, candidate, live)
+            rollout = Rollout(record, candidate, live, self._new_metrics(record))
             try:
                 if self._registry.get(name) is not live:
                     raise Conflict(f"another version of {name} was made the default meanwhile")
@@ -124,6 +175,9 @@ class Rollouts:
                 await self._lifecycle.unregister(candidate, saves=False)
                 raise
             self._rollouts[name] = rollout
+            if before is not None:
+                before.metrics.remove()
+            rollout.metrics.entered(record.state, record.share)
             await self._forget_previous(before, live)
             if plan.shadow:
                 self._move(rollout, State.SHADOW, "started")
@@ -141,6 +195,8 @@ class Rollouts:
             rollout = self._get(name)
             aim = self._aim(rollout.record, to)
             if aim is not None:
+                if aim[0] is not State.SHADOW and not is_forced:
+                    _refuse_unproven(rollout)
                 await self._go(rollout, *aim, "promoted by an operator")
             return describe(rollout)
 
@@ -188,9 +244,58 @@ class Rollouts:
             Conflict: it is not there any more.
         """
         self._move(rollout, State.RETURNED, why)
-        if rollout.candidate is not None:
-            logger.error("%s: %s %s does not answer any more: %s", rollout.record.model,
-                         rollout.record.model, rollout.record.candidate.version, why)  # fmt: skip
+        rollout.metrics.returned.inc()
+
+    # -- by itself -----------------------------------------------------------------------------
+
+    def _arm(self) -> None:
+        if self._ticker is None and any(each.trial for each in self._rollouts.values()):
+            loop = asyncio.get_running_loop()
+            self._ticker = loop.call_later(TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticker = None
+        for rollout in list(self._rollouts.values()):
+            try:
+                self._look(rollout)
+            except Exception:  # the others are looked after
+                logger.exception("the roll-out of %s", rollout.record.model)
+        self._arm()
+
+    def _look(self, rollout: Rollout) -> None:
+        """Take a candidate back that must not answer, end one that is refused, go on otherwise."""
+        trial, record = rollout.trial, rollout.record
+        if trial is None:
+            return
+        if (danger := trial.danger()) is not None:
+            self.turn_back(rollout, danger)
+            return
+        judgement = trial.judge()
+        why = "; ".join(judgement.reasons)
+        if judgement.verdict is Outcome.FAIL:
+            if record.state is State.CANARY:
+                self.turn_back(rollout, why)
+            elif record.plan.for_s is not None:
+                self._move(rollout, State.FAILED, why)
+        elif judgement.verdict is Outcome.PASS and trial.is_over and rollout.moving is None:
+            rollout.moving = asyncio.get_running_loop().create_task(self._advance(rollout, why))
+
+    async def _advance(self, rollout: Rollout, why: str) -> None:
+        """Take a candidate that is judged good one step on."""
+        record = rollout.record
+        try:
+            async with self._locks[record.model]:
+                if rollout.record is not record:
+                    return
+                aim = self._aim(record, None)
+                assert aim is not None
+                await self._go(rollout, *aim, why)
+        except (ServeError, ArchiveError) as error:
+            logger.error("the roll-out of %s does not go on: %s", record.model, error)
+            if rollout.record is record and record.state is State.SHADOW:
+                self._move(rollout, State.FAILED, str(error))
+        finally:
+            rollout.moving = None
 
     # -- steps ---------------------------------------------------------------------------------
 
@@ -261,19 +366,49 @@ class Rollouts:
                     registry.set_default(name, record.candidate.version)
                 elif live is not None and state is State.RETURNED:
                     registry.set_default(name, live.version)
-                self._lifecycle.save()
+                self._save(state)
         except BaseException:
             for model, part in zip((live, candidate), parts, strict=True):
                 if model is not None:
                     model.part = part
             raise
         rollout.record = next_
+        self._enter(rollout)
         if state is State.CANARY and live is not None and candidate is not None:
             split = Canary(live, candidate, record.salt, record.plan.header)
             split.share = next_.share
             registry.splits[name] = split
         logger.info("roll-out of %s %s: %s, it was %s: %s", name, record.candidate.version,
                     next_.label, before or "not there", why)  # fmt: skip
+
+    def _save(self, state: State) -> None:
+        """Remember the change; what protects clients is done even where it cannot be remembered."""
+        try:
+            self._lifecycle.save()
+        except ServeError as error:
+            if state not in (State.RETURNED, State.FAILED):
+                raise
+            logger.error("%s", error)
+
+    def _enter(self, rollout: Rollout) -> None:
+        """Begin or end a trial, as the state has it."""
+        record = rollout.record
+        rollout.metrics.entered(record.state, record.share)
+        if record.state in (State.SHADOW, State.CANARY):
+            assert rollout.live is not None and rollout.candidate is not None
+            if rollout.trial is None:
+                rollout.trial = Trial(
+                    record.plan, rollout.live, rollout.candidate, rollout.metrics, self._comparer
+                )
+            rollout.trial.enter(is_canary=record.state is State.CANARY)
+            self._arm()
+        elif rollout.trial is not None:
+            rollout.measured()
+            rollout.trial.stop()
+            rollout.trial = None
+
+    def _new_metrics(self, record: Record) -> RolloutMetrics:
+        return RolloutMetrics(self._metrics, record.model, record.candidate.version)
 
     def _keep(self, record: Record) -> None:
         self._registry.rollouts = {**self._registry.rollouts, record.model: record.to_json()}
@@ -326,13 +461,15 @@ class Rollouts:
             self._lifecycle.save()
 
     async def _restore(self, record: Record, default: ModelVersion, report: Report) -> None:
-        name, rollout = record.model, Rollout(record, None, None)
+        name = record.model
+        rollout = Rollout(record, None, None, self._new_metrics(record))
         versions = {model.version: model for model in self._registry.versions(name)}
         rollout.live = versions.get(record.live.version)
         self._rollouts[name] = rollout
         if record.state is State.DEFAULT:
             rollout.candidate = versions.get(record.candidate.version)
         if record.state not in KEPT:
+            rollout.metrics.entered(record.state, record.share)
             return
         answers = record.state in (State.CANARY, State.RETURNED)
         spec = ModelSpec(
@@ -355,6 +492,14 @@ class Rollouts:
 
     async def stop(self) -> None:
         """Judge nothing any more; the state stays as it is."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+        for rollout in self._rollouts.values():
+            if rollout.moving is not None:
+                rollout.moving.cancel()
+            if rollout.trial is not None:
+                rollout.trial.stop()
+        await self._comparer.stop()
 
 
 def check_fits(archive: Archive, live: ModelVersion) -> None:
@@ -390,6 +535,26 @@ def check_fits(archive: Archive, live: ModelVersion) -> None:
         )
 
 
+def _refuse_unproven(rollout: Rollout) -> None:
+    """Refuse to give a candidate more that has not been judged good.
+
+    Raises:
+        Conflict: says what is missing.
+    """
+    record, trial = rollout.record, rollout.trial
+    judgement = trial.judge() if trial is not None else None
+    if judgement is not None and judgement.verdict is Outcome.PASS:
+        return
+    verdict = (
+        "nothing was compared" if judgement is None else f"the judgement is {judgement.verdict}"
+    )
+    reasons = "; ".join(judgement.reasons) if judgement is not None else "it had no shadow"
+    raise Conflict(
+        f"{record.model} {record.candidate.version} is not promoted: {verdict}: {reasons}. "
+        "Wait, or promote it all the same with --force"
+    )
+
+
 def _inputs(inputs: Any) -> str:
     return ", ".join(
         f"{each.get('name')}:{each.get('dtype')}[{','.join(map(str, each.get('shape', ())))}]"
@@ -423,29 +588,8 @@ def describe(rollout: Rollout) -> dict[str, Any]:
         "steps": list(plan.steps),
         "step": record.step if record.state is State.CANARY else None,
         "for": plan.for_s,
-        "rule": plan.rule,
-        "expect": plan.expect,
         "keepInputs": plan.keeps_inputs,
         "header": plan.header,
-        **UNMEASURED,
+        **rollout.measured(),
         "events": record.events,
     }
-
-
-_NONE = {"estimate": None, "low": None, "high": None}
-UNMEASURED: dict[str, Any] = {
-    "compared": 0,
-    "verdicts": {},
-    "noise": {"compared": 0, "differs": 0},
-    "dropped": {},
-    "bounds": {
-        "disagreement": _NONE,
-        "noise": _NONE,
-        "excess": _NONE,
-        "failures": _NONE,
-        "p99Ratio": None,
-    },
-    "judgement": {"verdict": "not enough traffic", "reasons": []},
-    "latency": {"live": {"p50": None, "p99": None}, "candidate": {"p50": None, "p99": None}},
-    "worst": [],
-}

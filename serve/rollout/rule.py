@@ -430,6 +430,8 @@ def _describe_failures(rule: Rule, tally: Tally) -> str:
 
 
 def _describe_p99(rule: Rule, ratio: Bound) -> str:
+    if math.isinf(rule.p99):
+        return "its latency is judged once it answers"
     return (
         f"p99 of the candidate's latency is {ratio.estimate:.2f} times the live version's, "
         f"{ratio.low:.2f} to {ratio.high:.2f}; allowed are {rule.p99:g}"

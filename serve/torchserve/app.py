@@ -61,7 +61,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     policy = TorchServePolicy(settings, dialect, recorder)
     budget = answer_budget(settings, policy)
     lifecycle = Lifecycle(policy, registry, metrics, budget)
-    rollouts = Rollouts(lifecycle)
+    rollouts = Rollouts(lifecycle, metrics)
     is_off = dialect.disable_token_authorization
     tokens = None if is_off else Tokens(dialect.directory, dialect.token_expiration_min)
 

@@ -19,6 +19,8 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from modelyard.serve.walls.plan import Walls
 from modelyard.serve.walls.raising import raise_walls
 from modelyard.serve.worker import check, load, loop, shared, steps, torchserve
 from modelyard.serve.worker.codec import MOST_SAID, is_out_of_memory
-from modelyard.serve.worker.golden import check_golden
+from modelyard.serve.worker.golden import check_golden, replay_golden
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -117,7 +119,7 @@ def _load(connection: socket.socket, reader: loop.Reader, message: dict[str, Any
     check_golden(service, message["golden"])
     ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}
     connection.sendall(wire.encode_control(wire.READY, ready))
-    return service
+    return replace(service, replay=partial(replay_golden, service, message["golden"]))
 
 
 def _load_guest(connection: socket.socket, reader: loop.Reader) -> load.Service | None:

@@ -1,0 +1,132 @@
+"""Signs by which a candidate that answers clients is taken back at once.
+
+Shares of failures and latencies are judged by the rule; here is what needs no statistics, or cannot
+wait for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic
+
+import psutil
+
+from modelyard.serve.control.registry import ModelVersion
+from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.call import PREDICT, Reply
+from modelyard.serve.dataplane.pool import Pool
+from modelyard.serve.dataplane.worker import Worker
+
+MOST_RESTARTS = 3
+GOLDEN_EVERY_S = 60.0
+HUNG_S = 5.0
+"""That a request may take at least, however fast the live version is."""
+SLOWER = 20
+"""Times the live version's 99th percentile that a request may take."""
+MEMORY_EVERY_S = 2.0
+SETTLED_S = 30.0
+"""In which memory grows as caches fill; what it grows by afterwards counts."""
+GROWTH = 0.5
+"""Of its size when it had settled, that a worker may grow by, if that is more than the next."""
+GROWTH_BYTES = 256 << 20
+
+
+class Watch:
+    """Watches a candidate while it answers.
+
+    Args:
+        live: what it is measured by.
+        live_p99_s: returns the 99th percentile of the live version's latency, 0 while unknown.
+    """
+
+    def __init__(
+        self, live: ModelVersion, candidate: ModelVersion, live_p99_s: Callable[[], float]
+    ) -> None:
+        self._live = live
+        self._candidate = candidate
+        self._live_p99_s = live_p99_s
+        self._restarts = _restarts(candidate.pool)
+        self._golden_at = monotonic() + GOLDEN_EVERY_S
+        self._failure = ""
+        self._began = monotonic()
+        self._memory_at = 0.0
+        self._settled: dict[int, int] = {}
+        """Bytes by process, when it had settled."""
+
+    def look(self) -> str | None:
+        """Return why the candidate must not answer any more; None where there is nothing."""
+        now = monotonic()
+        restarts = _restarts(self._candidate.pool) - self._restarts
+        if restarts >= MOST_RESTARTS:
+            return f"its workers ended {restarts} times unasked"
+        if (reason := self._candidate.pool.why_none) is not None:
+            return reason
+        self._replay(now)
+        return self._failure or self._hung(now) or self._grown(now)
+
+    def _hung(self, now: float) -> str | None:
+        limit = max(HUNG_S, SLOWER * self._live_p99_s())
+        jobs = [job for worker in self._candidate.pool.workers for job in worker.flight.values()]
+        taken = (job.taken_at for job in jobs if job.kind == PREDICT and job.stream is None)
+        longest = now - min(taken, default=now)
+        if longest > limit:
+            return f"a request has no answer for {longest:.1f} s"
+        if (waited := self._candidate.batchers[PREDICT].oldest_s) > limit:
+            return f"a request waits for {waited:.1f} s"
+        return None
+
+    # -- golden requests -----------------------------------------------------------------------
+
+    def _replay(self, now: float) -> None:
+        """Have an idle worker answer the golden requests again, when it is time."""
+        plan = self._candidate.pool.plan
+        if now < self._golden_at or not plan.load["golden"] or plan.load["handler"] == "generate":
+            return
+        idle = (worker for worker in self._candidate.pool.workers if worker.is_idle)
+        if (worker := next(idle, None)) is None:
+            return
+        self._golden_at = now + GOLDEN_EVERY_S
+        worker.run_aside(wire.pack_meta((b"", b"", b"golden")), [b""], wire.GOLDEN, self)
+
+    def done(self) -> bool:
+        """Return False: it takes every reply."""
+        return False
+
+    def cancel(self) -> bool:
+        """Try again soon, where a request came first."""
+        self._golden_at = monotonic() + 1.0
+        return True
+
+    def set_result(self, reply: Reply, /) -> None:
+        """Take what a replay of the golden requests found."""
+        if reply.status != 200 and isinstance(reply.body, bytes | bytearray):
+            self._failure = bytes(reply.body[:500]).decode("utf-8", "replace")
+
+    def set_exception(self, error: Exception, /) -> None:
+        """Leave the death of a worker to those who count these."""
+
+    # -- memory --------------------------------------------------------------------------------
+
+    def _grown(self, now: float) -> str | None:
+        """Return that a worker grows and grows, while those of the live version do not."""
+        if now < self._memory_at or now - self._began < SETTLED_S:
+            return None
+        self._memory_at = now + MEMORY_EVERY_S
+        most = max(map(self._growth, self._live.pool.workers), default=0)
+        for worker in self._candidate.pool.workers:
+            grown = self._growth(worker)
+            size = self._settled.get(worker.pid, 0)
+            if grown > max(GROWTH * size, GROWTH_BYTES) and grown > 2 * most:
+                return f"worker {worker.number} has grown by {grown >> 20} MB from {size >> 20} MB"
+        return None
+
+    def _growth(self, worker: Worker) -> int:
+        try:
+            size = int(psutil.Process(worker.pid).memory_info().rss) if worker.is_ready else 0
+        except psutil.Error:
+            return 0
+        return size - self._settled.setdefault(worker.pid, size) if size else 0
+
+
+def _restarts(pool: Pool) -> int:
+    return sum(slot.restarts for slot in pool.slots)
