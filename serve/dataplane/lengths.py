@@ -1,4 +1,4 @@
-"""Which of the waiting requests are of like length, and run together.
+"""Which of the waiting requests run together: those that came first, or are of like length.
 
 A batch of texts is filled up to its longest, and what fills it costs as much as text does. So
 requests share a batch only where the call that is saved is worth more than the padding.
@@ -6,8 +6,16 @@ requests share a batch only where the call that is saved is worth more than the 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
+from modelyard.serve.dataplane import wire
+
+KIND = (
+    wire.EXPLAIN | wire.ALONE | wire.DESCRIBE | wire.SHARES | wire.TENSORS | wire.STREAM
+    | wire.GOLDEN
+)  # fmt: skip
+"""Flags that jobs of one batch share."""
 NEIGHBOURS = 128
 """Of those that wait, how many are looked at: it bounds the work, and how long one is passed by."""
 
@@ -56,3 +64,44 @@ def choose_alike(lengths: Sequence[int], size: int, call_bytes: int) -> list[int
         if saved > most_saved:
             best, most_saved = batch, saved
     return sorted(best)
+
+
+def take_batch(
+    waiting: deque[wire.Item], size: int, call_bytes: int | None = None
+) -> list[wire.Item]:
+    """Take the first item and up to `size - 1` more of its kind; the others keep their order.
+
+    Args:
+        waiting: what has arrived, at least one.
+        size: the largest batch, in rows; an item that has more comes alone.
+        call_bytes: of `lengths.CALL_BYTES`, for items of like length; None takes them in order.
+    """
+    first = waiting.popleft()
+    batch = [first]
+    rows = max(1, first.code)
+    kind = first.flags & KIND
+    if kind & (wire.ALONE | wire.DESCRIBE):
+        return batch
+    if call_bytes is not None:
+        waiting.appendleft(first)
+        return _take_alike(waiting, size, call_bytes)
+    others: list[wire.Item] = []
+    while waiting and rows < size:
+        item = waiting.popleft()
+        if item.flags & KIND == kind and rows + max(1, item.code) <= size:
+            batch.append(item)
+            rows += max(1, item.code)
+        else:
+            others.append(item)
+    waiting.extendleft(reversed(others))
+    return batch
+
+
+def _take_alike(waiting: deque[wire.Item], size: int, call_bytes: int) -> list[wire.Item]:
+    kind = waiting[0].flags & KIND
+    places = [at for at, item in enumerate(waiting) if item.flags & KIND == kind]
+    chosen = choose_alike([len(waiting[at].body) for at in places], size, call_bytes)
+    batch = [waiting[places[at]] for at in chosen]
+    for at in reversed(chosen):
+        del waiting[places[at]]
+    return batch

@@ -25,7 +25,7 @@ from modelyard.handlers.errors import BadInput
 from modelyard.handlers.instances import join_chunks
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.heap import keep_freed
-from modelyard.serve.dataplane.lengths import CALL_BYTES, choose_alike
+from modelyard.serve.dataplane.lengths import CALL_BYTES, take_batch
 from modelyard.serve.worker.codec import (
     BYTES,
     JSON,
@@ -52,11 +52,6 @@ KEPT_BYTES = 16 << 20
 """Of freed memory, for the next bodies and answers."""
 
 _PACKED = {name: wire.pack_meta([b"content-type", name.encode()]) for name in (JSON, TEXT, BYTES)}
-KIND = (
-    wire.EXPLAIN | wire.ALONE | wire.DESCRIBE | wire.SHARES | wire.TENSORS | wire.STREAM
-    | wire.GOLDEN
-)  # fmt: skip
-"""Flags that jobs of one batch share."""
 
 STREAMED = {"ts_stream_next": "true"}
 """On the first chunk of a streamed answer, as TorchServe's clients know it."""
@@ -348,47 +343,6 @@ def pack_headers(headers: dict[str, str]) -> bytes:
     return wire.pack_meta(
         text.encode("latin-1", "replace") for pair in headers.items() for text in pair
     )
-
-
-def take_batch(
-    waiting: deque[wire.Item], size: int, call_bytes: int | None = None
-) -> list[wire.Item]:
-    """Take the first item and up to `size - 1` more of its kind; the others keep their order.
-
-    Args:
-        waiting: what has arrived, at least one.
-        size: the largest batch, in rows; an item that has more comes alone.
-        call_bytes: of `lengths.CALL_BYTES`, for items of like length; None takes them in order.
-    """
-    first = waiting.popleft()
-    batch = [first]
-    rows = max(1, first.code)
-    kind = first.flags & KIND
-    if kind & (wire.ALONE | wire.DESCRIBE):
-        return batch
-    if call_bytes is not None:
-        waiting.appendleft(first)
-        return _take_alike(waiting, size, call_bytes)
-    others: list[wire.Item] = []
-    while waiting and rows < size:
-        item = waiting.popleft()
-        if item.flags & KIND == kind and rows + max(1, item.code) <= size:
-            batch.append(item)
-            rows += max(1, item.code)
-        else:
-            others.append(item)
-    waiting.extendleft(reversed(others))
-    return batch
-
-
-def _take_alike(waiting: deque[wire.Item], size: int, call_bytes: int) -> list[wire.Item]:
-    kind = waiting[0].flags & KIND
-    places = [at for at, item in enumerate(waiting) if item.flags & KIND == kind]
-    chosen = choose_alike([len(waiting[at].body) for at in places], size, call_bytes)
-    batch = [waiting[places[at]] for at in chosen]
-    for at in reversed(chosen):
-        del waiting[places[at]]
-    return batch
 
 
 def answer_batch(

@@ -16,10 +16,10 @@ from modelyard.handlers.context import Context, Headers
 from modelyard.handlers.errors import HandlerError
 from modelyard.handlers.steps import Part
 from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.lengths import KIND
 from modelyard.serve.worker.codec import UNREAD, Answer, Request, WrongAnswer, encode_value
 from modelyard.serve.worker.load import Service
 from modelyard.serve.worker.loop import (
-    KIND,
     STREAMED,
     Reader,
     answer_batch,

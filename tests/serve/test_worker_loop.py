@@ -22,11 +22,12 @@ import torch
 
 from modelyard.handlers import BadInput, BaseHandler, Context, PredictionException
 from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.lengths import take_batch
 from modelyard.serve.worker import loop
 from modelyard.serve.worker.codec import OURS, Answer, Rules
 from modelyard.serve.worker.golden import compare_golden
 from modelyard.serve.worker.load import Service
-from modelyard.serve.worker.loop import answer_batch, take_batch
+from modelyard.serve.worker.loop import answer_batch
 from modelyard.serve.worker.torchserve import choose_rules
 
 JSON = {"content-type": "application/json"}
