@@ -40,6 +40,20 @@ RELEASE_S = 0.002
 """From one release of clients that are held back to the next."""
 
 
+def last_comes_first(waited_s: float, patience_s: float, taken: int) -> bool:
+    """Return whether of those who wait the last has its turn, for there is a flood.
+
+    It is one where in the order of arrival all would come too late. The last can still be answered
+    in their time, and among the others are those who left.
+
+    Args:
+        waited_s: by who waits longest.
+        patience_s: the shortest time within which a client wants its answer.
+        taken: how many have had their turn.
+    """
+    return waited_s > PATIENT_SHARE * patience_s and taken % OLDEST_EVERY != 0
+
+
 class Demand:
     """For how long this thread has run, or has waited to run.
 
@@ -159,14 +173,9 @@ class Turns:
         self._arm(monotonic(), rests=self._is_refusing and not has_accepted)
 
     def _take(self) -> Waiting:
-        """Return whose turn it is: who waits longest, or under a flood mostly who came last.
-
-        It is a flood where in the order of arrival all would come too late. The last can still be
-        answered in their time, and among the others are those who left.
-        """
+        """Return whose turn it is: who waits longest, or under a flood mostly who came last."""
         self._taken += 1
-        is_flood = monotonic() - self._waiting[0][0] > PATIENT_SHARE * self._patience_s
-        is_last = is_flood and self._taken % OLDEST_EVERY
+        is_last = last_comes_first(monotonic() - self._waiting[0][0], self._patience_s, self._taken)
         return (self._waiting.pop() if is_last else self._waiting.popleft())[1]
 
     # -- refusals --------------------------------------------------------------------------------

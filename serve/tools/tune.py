@@ -302,7 +302,7 @@ class Trial:
             StartError: the model answers nothing but errors, so no setting is worth a try.
         """
         try:
-            with self._server(setting) as url:
+            with self.serve(setting) as (url, _):
                 requests = [make_request(url, self.path, *each) for each in self.bodies]
                 load = run_load(url, requests, self.connections, self.seconds, WARM_S)
         except ServeError as error:
@@ -311,9 +311,8 @@ class Trial:
             raise StartError(f"{self.name} answers {load.first_failure}; see --input")
         return _turn(load)
 
-    @contextmanager
-    def _server(self, setting: Setting) -> Iterator[str]:
-        """Yield the base URL of a server that runs for the block."""
+    def settings_for(self, setting: Setting) -> Settings:
+        """Return the settings of a server with this setting."""
         own = {
             **self.settings.model_settings.get(self.name, {}),
             "minWorkers": setting.workers,
@@ -323,12 +322,17 @@ class Trial:
         }
         if setting.artifact:
             own[KEY] = setting.artifact
-        settings = self.settings.model_copy(update={"model_settings": {self.name: own}})
+        return self.settings.model_copy(update={"model_settings": {self.name: own}})
+
+    @contextmanager
+    def serve(self, setting: Setting) -> Iterator[tuple[str, int]]:
+        """Yield the base URL and the process id of a server that runs for the block."""
+        settings = self.settings_for(setting)
         process, about = start_detached(
             settings, StateDir(settings.state_dir), lambda model, text: None, CHILD
         )
         try:
-            yield str(about["inference"])
+            yield str(about["inference"]), process.pid
         finally:
             process.terminate()
             try:

@@ -1,0 +1,357 @@
+"""One cell: a server process, its queues and its workers, each busy as long as was measured.
+
+The queues are `Batcher`s with their `Admission`, over `Pool`s of `Worker`s: the classes that a
+server runs, which pick, estimate, refuse and count as they do there. Made here is only what is a
+process or a machine there: how long the server has of a core for its clients and its workers'
+answers, how long a worker has for a batch, and that these share the cores.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.batcher import Batcher
+from modelyard.serve.dataplane.budget import AnswerBudget
+from modelyard.serve.dataplane.call import PREDICT, Call, ReplySink
+from modelyard.serve.dataplane.clock import Clock
+from modelyard.serve.dataplane.lengths import take_batch
+from modelyard.serve.dataplane.metrics import VersionMetrics
+from modelyard.serve.dataplane.pool import SWEEP_EVERY_S, Pool, ReplicaSlot
+from modelyard.serve.dataplane.worker import Worker, WorkerPlan, WorkerPolicy
+from modelyard.serve.errors import ServeError
+from modelyard.serve.http.turns import FORGETS, SLICE_S, last_comes_first
+from modelyard.serve.simulation.loop import VirtualLoop
+
+IN_SHARE = 0.6
+"""Of what a request costs the server, before it is queued: a refused one costs that much."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """One model as every cell that has it runs it."""
+
+    name: str
+    times_s: Callable[[int], Sequence[float]]
+    """By batch size: times of one batch, each as likely as the next."""
+    workers: int
+    threads: int
+    batch_size: int
+    server_s: float
+    """The server has of a core for one request of it."""
+    wake_s: float
+    wait_s: float
+    """On the way, with nobody busy."""
+    queue_size: int
+    request_timeout_s: float
+    refuses_late: bool = True
+    batch_delay_s: float = 0.0
+    gathers_bursts: bool = False
+    needs_ticket: bool = False
+
+
+class Cores:
+    """The cores of one cell: what runs on more threads than there are cores is so much slower.
+
+    Shared evenly (processor sharing). A slow cell takes `slowness` times as long for everything.
+    """
+
+    def __init__(self, loop: VirtualLoop, cores: float, threads: int, slowness: float) -> None:
+        self._loop = loop
+        self._cores = cores
+        self._is_shared = threads > cores
+        self.slowness = slowness
+        self._threads = 0
+        self._work: list[tuple[float, int, int, Callable[..., object], tuple[Any, ...]]] = []
+        """What runs, by the work after which it ends."""
+        self._done = self._at = 0.0
+        """Work that each thread has done, up to when."""
+        self._numbers = count()
+        self._armed = 0
+        self.busy_s = 0.0
+        """Of one core, in all."""
+
+    def run(self, seconds: float, threads: int, then: Callable[..., object], *args: Any) -> None:
+        """Call when something has run for so long on so many threads."""
+        seconds *= self.slowness
+        self.busy_s += seconds * threads
+        if not self._is_shared:
+            self._loop.at(self._loop.now + seconds, then, *args)
+            return
+        self._advance()
+        self._threads += threads
+        end = self._done + seconds
+        heapq.heappush(self._work, (end, next(self._numbers), threads, then, args))
+        self._arm()
+
+    def _advance(self) -> None:
+        now = self._loop.now
+        self._done += (now - self._at) * self._speed
+        self._at = now
+
+    @property
+    def _speed(self) -> float:
+        return min(1.0, self._cores / self._threads) if self._threads else 1.0
+
+    def _arm(self) -> None:
+        """Come back when the first is done, if nothing changes until then."""
+        self._armed += 1
+        if self._work:
+            left = max(0.0, self._work[0][0] - self._done) / self._speed
+            self._loop.at(self._loop.now + left, self._ended, self._armed)
+
+    def _ended(self, armed: int) -> None:
+        if armed != self._armed:
+            return
+        end, _, threads, then, args = heapq.heappop(self._work)
+        self._at, self._done = self._loop.now, end
+        self._threads -= threads
+        self._arm()
+        then(*args)
+
+
+class SimulatedWorker(Worker):
+    """A worker without a process: it has a batch for as long as one was measured to take."""
+
+    def __init__(self, pool: Pool, number: int, cell: Cell, model: ModelShape) -> None:
+        super().__init__(pool, number, number)
+        self.is_ready = True
+        self._cell = cell
+        self._model = model
+        self._inbox: deque[wire.Item] = deque()
+        self._has_batch = False
+
+    def _send(self, ids: Sequence[int], jobs: Sequence[Call]) -> None:
+        self._inbox.extend(
+            wire.Item(id, job.rows, wire.ALONE if job.retried else 0, b"", b"", 0, 0)
+            for id, job in zip(ids, jobs, strict=True)
+        )
+        if not self._has_batch:
+            self._begin()
+
+    def cancel(self, id: int) -> None:
+        """Take out what has not begun, as a worker does that is told."""
+        for item in self._inbox:
+            if item.id == id:
+                self._inbox.remove(item)
+                answer = wire.Item(id, 499, wire.UNREAD, b"", b"", 0, 0)
+                self._cell.server.reply(self, [answer])
+                return
+
+    def _begin(self) -> None:
+        model, cell = self._model, self._cell
+        batch = take_batch(self._inbox, model.batch_size)
+        self._has_batch = True
+        times = model.times_s(sum(item.code for item in batch))
+        seconds = times[int(cell.chance.random() * len(times))]
+        cell.batches += 1
+        cell.cores.run(seconds, model.threads, self._ended, batch, seconds)
+
+    def _ended(self, batch: list[wire.Item], seconds: float) -> None:
+        took_us = int(seconds * 1e6)
+        answers = [wire.Item(item.id, 200, 0, b"", b"", 0, took_us) for item in batch]
+        self._cell.server.reply(self, answers)
+        if self._inbox:
+            self._begin()
+        else:
+            self._has_batch = False
+
+    def take_replies(self, answers: list[wire.Item]) -> None:
+        """Take answers as from the socket."""
+        self._replies(answers)
+        self._pool.pump()
+
+
+class SimulatedPool(Pool):
+    """The workers of one model in one cell, all loaded."""
+
+    def __init__(self, cell: Cell, model: ModelShape, world: World) -> None:
+        super().__init__(
+            world.plan_of(model),
+            world.metrics,
+            world.policy,
+            world.budget,
+            Clock(cell.loop.time),
+        )
+        for number in range(1, model.workers + 1):
+            slot = ReplicaSlot(number, number)
+            slot.worker = SimulatedWorker(self, number, cell, model)
+            self.slots.append(slot)
+        # Not all cells at the same moments, and never later than the clock bears.
+        self._sweeper = cell.loop.call_later(SWEEP_EVERY_S * cell.chance.random(), self._sweep)
+
+    def stop_sweeping(self) -> None:
+        """Look after deadlines no more."""
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+
+
+class SimulatedModel:
+    """A model version, as far as calls look at it."""
+
+    def __init__(self, cell: Cell, model: ModelShape, world: World) -> None:
+        self.shape = model
+        self.request_timeout_s = model.request_timeout_s
+        self.pool = SimulatedPool(cell, model, world)
+        self.queue = Batcher(
+            self.pool,
+            PREDICT,
+            world.metrics.kinds[PREDICT],
+            batch_size=model.batch_size,
+            delay_s=model.batch_delay_s,
+            queue_size=model.queue_size,
+            gathers_bursts=model.gathers_bursts,
+            needs_ticket=model.needs_ticket,
+            clock=cell.loop.time,
+        )
+        self.batchers = (self.queue,)
+        self.pool.feed(self.batchers)
+
+    def start_explainers(self) -> None:
+        """Start nothing: predictions are simulated."""
+
+
+class World:
+    """What all cells share that has no part in what is found out."""
+
+    def __init__(self, metrics: VersionMetrics) -> None:
+        self.metrics = metrics
+        self.policy = WorkerPolicy()
+        self.budget = AnswerBudget()
+        self._plans: dict[str, WorkerPlan] = {}
+
+    def plan_of(self, model: ModelShape) -> WorkerPlan:
+        """Return what a model's workers would be started with."""
+        if model.name not in self._plans:
+            self._plans[model.name] = WorkerPlan(
+                label=f"{model.name} 1",
+                load={},
+                log_dir=Path(),
+                threads=model.threads,
+                batch_size=model.batch_size,
+                startup_timeout_s=1e9,
+                response_timeout_s=1e9,
+                retry=True,
+                max_answer_bytes=1 << 20,
+            )
+        return self._plans[model.name]
+
+
+class Server:
+    """The server process of a cell: one thread, that reads clients and workers in turns.
+
+    A turn takes the answers that are there, and requests for a millisecond's work; what it took is
+    acted on at its end.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        self._cell = cell
+        self._requests: deque[tuple[float, str, float, ReplySink]] = deque()
+        self._answers: deque[tuple[SimulatedWorker, list[wire.Item]]] = deque()
+        self._is_busy = False
+        self._taken = 0
+        self._patience_s = float("inf")
+        self.busy_s = 0.0
+
+    def request(self, model: str, timeout_s: float, sink: ReplySink) -> None:
+        """Take a request, when it is its turn."""
+        timeout_s = min(timeout_s, self._cell.models[model].request_timeout_s)
+        self._patience_s = min(timeout_s, FORGETS * self._patience_s)
+        self._requests.append((self._cell.loop.now, model, timeout_s, sink))
+        if not self._is_busy:
+            self._begin(self._cell.models[model].shape.wake_s)
+
+    def reply(self, worker: SimulatedWorker, answers: list[wire.Item]) -> None:
+        """Take a worker's answers, when it is their turn."""
+        self._answers.append((worker, answers))
+        if not self._is_busy:
+            self._begin(worker._model.wake_s)
+
+    def _begin(self, wake_s: float) -> None:
+        self._is_busy = True
+        answers = list(self._answers)
+        self._answers.clear()
+        seconds = wake_s
+        for worker, items in answers:
+            seconds += (1 - IN_SHARE) * worker._model.server_s * len(items)
+        requests = []
+        of_clients = 0.0
+        while self._requests and of_clients < SLICE_S:
+            self._taken += 1
+            waited_s = self._cell.loop.now - self._requests[0][0]
+            if last_comes_first(waited_s, self._patience_s, self._taken):
+                request = self._requests.pop()
+            else:
+                request = self._requests.popleft()
+            of_clients += IN_SHARE * self._cell.models[request[1]].shape.server_s
+            requests.append(request)
+        self.busy_s += seconds + of_clients
+        self._cell.cores.run(seconds + of_clients, 1, self._end, answers, requests)
+
+    def _end(
+        self,
+        answers: list[tuple[SimulatedWorker, list[wire.Item]]],
+        requests: list[tuple[float, str, float, ReplySink]],
+    ) -> None:
+        for worker, items in answers:
+            worker.take_replies(items)
+        for came_at, model, timeout_s, sink in requests:
+            self._cell.submit(came_at, model, timeout_s, sink)
+        if self._requests or self._answers:
+            self._begin(0.0)
+        else:
+            self._is_busy = False
+
+
+class Cell:
+    """A server with its workers, on cores of their own.
+
+    Args:
+        models: those that it serves.
+        cores: that its threads share.
+        chance: for the times of batches.
+        slowness: by which everything takes longer here.
+    """
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        world: World,
+        models: Sequence[ModelShape],
+        cores: float,
+        chance: Random,
+        slowness: float = 1.0,
+    ) -> None:
+        self.loop = loop
+        self.chance = chance
+        self.batches = 0
+        threads = 1 + sum(model.workers * model.threads for model in models)
+        self.cores = Cores(loop, cores, threads, slowness)
+        self.server = Server(self)
+        self.models = {model.name: SimulatedModel(self, model, world) for model in models}
+
+    def stop(self) -> None:
+        """Look after nobody any more: what it holds is lost."""
+        for model in self.models.values():
+            model.pool.stop_sweeping()
+
+    def submit(self, came_at: float, model: str, timeout_s: float, sink: ReplySink) -> None:
+        """Queue a request that the server has read, or refuse it."""
+        of, now = self.models[model], self.loop.now
+        must_fit = of.shape.refuses_late or timeout_s < of.request_timeout_s
+        waited_s = now - came_at
+        try:
+            of.queue.check(timeout_s, must_fit, now, waited_s)
+        except ServeError as error:
+            sink.set_exception(error)
+            return
+        call = Call(of, PREDICT, b"", sink, timeout_s - waited_s, None, 0, must_fit)
+        call.arrived((b"",), now)
+        of.queue.put(call)

@@ -1,0 +1,226 @@
+"""Measure what a request costs: a worker's time by batch size, the server's own, memory."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+
+import psutil
+
+from modelyard.archiver.quantile import nearest_rank
+from modelyard.serve.control.register import Lifecycle
+from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.dataplane.call import PREDICT, Call, Reply
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.dataplane.wire import pack_meta
+from modelyard.serve.errors import StartError
+from modelyard.serve.policy import Policy
+from modelyard.serve.simulation.costs import Costs, summarise
+from modelyard.serve.tools.closed_loop import Load, make_request, run_load
+from modelyard.serve.tools.tune import WARM_S, Setting, Trial
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+LEAST_BATCHES = 20
+"""Of a size, however long they take, up to:"""
+LONGEST_S = 20.0
+BUSY_CONNECTIONS = 8
+MB = 1e6
+
+OnSize = Callable[[str, int, int], None]
+
+
+def measure_costs(
+    trial: Trial,
+    setting: Setting,
+    file: str,
+    cores: int,
+    on_step: OnSize = lambda text, done, total: None,
+) -> Costs:
+    """Return what a request costs with this setting.
+
+    Batches of each size run one after the other in one worker that always has the next one ready,
+    with no server around it; then a server answers one client, and many.
+
+    Args:
+        trial: says which model, and with what bodies; each size is measured for its time.
+        file: the archive, in the store.
+        cores: of this machine.
+
+    Raises:
+        StartError: the model answers nothing but errors.
+    """
+    sizes = [size for size in SIZES if size < setting.batch_size] + [setting.batch_size]
+    total = len(sizes) + 1
+    batch_ms = {}
+    for done, size in enumerate(sizes):
+        on_step(f"batches of {size}", done, total)
+        batch_ms[size] = summarise(asyncio.run(_batches(trial, setting, file, size)))
+    on_step("the server", total - 1, total)
+    began = time.perf_counter()
+    with trial.serve(replace(setting, workers=1)) as (url, pid):
+        load_s = time.perf_counter() - began
+        requests = [make_request(url, trial.path, *each) for each in trial.bodies]
+
+        def ask(connections: int) -> tuple[Load, float]:
+            cpu = _cpu_s(pid)
+            load = run_load(url, requests, connections, trial.seconds, 0.0)
+            if not load.latencies_s:
+                raise StartError(f"{trial.name} answers {load.first_failure}; see --input")
+            return load, (_cpu_s(pid) - cpu) / len(load.latencies_s) * 1e3
+
+        run_load(url, requests, 1, WARM_S, 0.0)
+        alone, light_ms = ask(1)
+        _, server_ms = ask(max(BUSY_CONNECTIONS, 2 * setting.batch_size))
+        worker_mb, server_mb = _memory_mb(pid)
+    server_ms = min(server_ms, light_ms)
+    wait_ms = nearest_rank(alone.latencies_s, 0.5) * 1e3 - light_ms - _middle(batch_ms[1])
+    return Costs(
+        batch_ms=batch_ms,
+        server_ms=_short(server_ms),
+        wake_ms=_short((light_ms - server_ms) / 2),
+        wait_ms=_short(max(0.0, wait_ms)),
+        worker_mb=_short(worker_mb),
+        server_mb=_short(server_mb),
+        load_s=_short(load_s),
+        threads=setting.threads,
+        batch_size=setting.batch_size,
+        cores=cores,
+    )
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _middle(at_levels: Sequence[float]) -> float:
+    return at_levels[len(at_levels) // 2 - 1]
+
+
+async def _batches(trial: Trial, setting: Setting, file: str, size: int) -> list[float]:
+    """Return the times of batches of one size, in seconds, while the next one always waits."""
+    settings = trial.settings_for(replace(setting, workers=1, batch_size=size))
+    # What a fork server forks becomes a server's child, and this process is none.
+    policy = Policy(settings.model_copy(update={"fork_workers": False}))
+    policy.state.create()
+    lifecycle = Lifecycle(policy, Registry(), Metrics())
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(lifecycle.stop, 0.0)
+        model = await lifecycle.register(file, trial.name, 1)
+        return await _Row(model, trial, size).run()
+
+
+class _Row:
+    """Batches one after the other, two of them always in the worker's hands."""
+
+    def __init__(self, model: ModelVersion, trial: Trial, size: int) -> None:
+        self._model = model
+        self._size = size
+        self._seconds = trial.seconds
+        self._bodies = self._turns(trial.bodies)
+        self._name = trial.name
+        self._ended = asyncio.get_running_loop().create_future()
+        self._left = [size, size]
+        """Answers that are missing of the batch that runs, and of the next."""
+        self._times: list[float] = []
+        self._began = self._last = time.perf_counter()
+
+    @staticmethod
+    def _turns(bodies: Sequence[tuple[bytes, str]]) -> Iterator[tuple[bytes, bytes]]:
+        while True:
+            for body, kind in bodies:
+                yield body, pack_meta((b"", b"", b"tune", b"content-type", kind.encode()))
+
+    async def run(self) -> list[float]:
+        """Return the times, the first ones left out."""
+        self._send()
+        self._send()
+        await self._ended
+        return self._times[len(self._times) // 10 :]
+
+    def _send(self) -> None:
+        jobs = []
+        for _ in range(self._size):
+            body, head = next(self._bodies)
+            job = Call(self._model, PREDICT, head, _Sink(self))
+            job.arrived([body], time.monotonic())
+            jobs.append(job)
+        self._model.pool.workers[0].run(jobs)
+
+    def answered(self, reply: Reply | Exception) -> None:
+        """Take an answer, and send the next batch where that was the last of one."""
+        if self._ended.done():
+            return
+        if isinstance(reply, Exception) or reply.status != 200:
+            said = str(reply) if isinstance(reply, Exception) else f"status {reply.status}"
+            self._ended.set_exception(StartError(f"{self._name} answers {said}; see --input"))
+            return
+        self._left[0] -= 1
+        if self._left[0]:
+            return
+        now = time.perf_counter()
+        self._times.append(now - self._last)
+        self._last = now
+        self._left = [self._left[1], self._size]
+        took_s = now - self._began
+        is_enough = took_s > self._seconds and len(self._times) >= LEAST_BATCHES
+        if is_enough or took_s > self._seconds + LONGEST_S:
+            self._ended.set_result(None)
+        else:
+            self._send()
+
+
+class _Sink:
+    """Where the answer to one job goes."""
+
+    __slots__ = ("_has_ended", "_row")
+
+    def __init__(self, row: _Row) -> None:
+        self._row = row
+        self._has_ended = False
+
+    def done(self) -> bool:
+        """Return whether it has its answer."""
+        return self._has_ended
+
+    def set_result(self, reply: Reply, /) -> None:
+        """Take the answer."""
+        self._has_ended = True
+        self._row.answered(reply)
+
+    def set_exception(self, error: Exception, /) -> None:
+        """Take an error."""
+        self._has_ended = True
+        self._row.answered(error)
+
+    def cancel(self) -> bool:
+        """Note nothing."""
+        return True
+
+
+def _cpu_s(pid: int) -> float:
+    times = psutil.Process(pid).cpu_times()
+    return float(times.user + times.system)
+
+
+def _memory_mb(pid: int) -> tuple[float, float]:
+    """Return what a worker takes that is its own, and what all else takes, in MB.
+
+    Of a page that n processes share each has 1/n. Workers are the server's children with memory of
+    their own above that of the fork server, which does no work: the largest child.
+    """
+    server = psutil.Process(pid)
+    own: list[float] = []
+    total = 0.0
+    for process in (server, *server.children(recursive=True)):
+        try:
+            memory = process.memory_full_info()
+        except (psutil.AccessDenied, psutil.NoSuchProcess):
+            continue
+        total += memory.pss / MB
+        if process is not server:
+            own.append(memory.uss / MB)
+    worker = max(own, default=0.0)
+    return worker, max(0.0, total - worker)

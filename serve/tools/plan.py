@@ -1,0 +1,430 @@
+"""From measured costs to workers, cells and memory: a queueing model of one cell.
+
+A worker with n jobs before it runs them in batches of up to the batch size, so its rate grows with
+n. The number of jobs of a model in a cell is a birth-death chain: they come at random (Poisson) and
+go at the rate of the batches that n jobs make over all workers. From the chain's stationary
+distribution follow the batches that are before a new job, which are as long as they were measured;
+their sum is scaled by (1 + cv²) / 2, as waiting is in M/G/c where service varies with cv (Allen and
+Cunneen). The server process is a queue of its own, M/D/1, that a request passes twice. Threads that
+are more than the cores slow each other down by how many run at a time, on average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import fmean, pstdev
+
+from modelyard.serve.errors import ServeError
+from modelyard.serve.simulation.cell import ModelShape
+from modelyard.serve.simulation.costs import Costs
+
+MOST_CELLS = 1_000_000
+MOST_STATES = 4000
+"""Jobs in a cell that are reckoned with; beyond them the cell is as good as full."""
+FULL = 0.995
+"""Utilisation from which on nothing is predicted but that it is too much."""
+ROUNDS = 6
+"""Of a fixed point: cores that are shared make times longer, which makes cores busier."""
+
+
+class CannotPlan(ServeError):
+    """There is no number of cells that does it, and why."""
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model of the mix, with what is known of it."""
+
+    name: str
+    share: float
+    costs: Costs
+    batch_size: int
+    threads: int
+    queue_size: int
+    request_timeout_s: float
+    refuses_late: bool = True
+    batch_delay_s: float = 0.0
+    gathers_bursts: bool = False
+    needs_ticket: bool = False
+
+    def shape(self, workers: int) -> ModelShape:
+        """Return it as a cell runs it that has so many workers for it."""
+        costs = self.costs
+        return ModelShape(
+            name=self.name,
+            times_s=costs.times_s,
+            workers=workers,
+            threads=self.threads,
+            batch_size=self.batch_size,
+            server_s=costs.server_ms / 1e3,
+            wake_s=costs.wake_ms / 1e3,
+            wait_s=costs.wait_ms / 1e3,
+            queue_size=self.queue_size,
+            request_timeout_s=self.request_timeout_s,
+            refuses_late=self.refuses_late,
+            batch_delay_s=self.batch_delay_s,
+            gathers_bursts=self.gathers_bursts,
+            needs_ticket=self.needs_ticket,
+        )
+
+    @cached_property
+    def batch_s(self) -> list[float]:
+        """Mean time of a batch, by its size; of none at place 0."""
+        return [0.0, *(self.costs.mean_s(size) for size in range(1, self.batch_size + 1))]
+
+    @cached_property
+    def best_job_s(self) -> float:
+        """What a job costs a worker at least, in the batches that are best for it."""
+        return min(self.batch_s[size] / size for size in range(1, self.batch_size + 1))
+
+    @cached_property
+    def variation(self) -> float:
+        """Squared coefficient of variation of a single job's time."""
+        times = self.costs.times_s(1)
+        return (pstdev(times) / fmean(times)) ** 2
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one model's clients may expect of a cell."""
+
+    model: KnownModel
+    rate: float
+    """Per second and cell."""
+    workers: int
+    busy: float
+    """Share of the time that a worker is busy; above 1 it cannot keep up."""
+    mean_batch: float
+    latencies_s: Sequence[float] = field(repr=False, default=())
+    """Each as likely as the next, sorted; none where the cell cannot keep up."""
+
+    def quantile_s(self, share: float) -> float:
+        """Return a quantile of the latency, infinite where it grows without end."""
+        if not self.latencies_s:
+            return math.inf
+        return self.latencies_s[min(int(share * len(self.latencies_s)), len(self.latencies_s) - 1)]
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """One cell, and what is expected of it."""
+
+    cores: int
+    models: Sequence[Expected]
+    server_busy: float
+    stretch: float
+    """By which times are longer for sharing the cores."""
+
+    @property
+    def memory_mb(self) -> float:
+        """Of the server with all its workers."""
+        own = sum(each.workers * each.model.costs.worker_mb for each in self.models)
+        return own + max(each.model.costs.server_mb for each in self.models)
+
+    @property
+    def threads(self) -> int:
+        """Of all workers."""
+        return sum(each.workers * each.model.threads for each in self.models)
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether no queue grows without end."""
+        return all(each.latencies_s for each in self.models)
+
+    def worst_s(self, share: float) -> float:
+        """Return the largest of the models' quantiles."""
+        return max(each.quantile_s(share) for each in self.models)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Cells of one kind, or of one kind for each model."""
+
+    groups: Sequence[tuple[int, CellPlan]]
+
+    @property
+    def cells(self) -> int:
+        """How many."""
+        return sum(number for number, _ in self.groups)
+
+    @property
+    def cores(self) -> int:
+        """Of all of them."""
+        return sum(number * cell.cores for number, cell in self.groups)
+
+    @property
+    def memory_mb(self) -> float:
+        """Of all of them."""
+        return sum(number * cell.memory_mb for number, cell in self.groups)
+
+    def shapes(self) -> list[tuple[int, list[ModelShape]]]:
+        """Return the groups as a simulation takes them."""
+        return [
+            (number, [each.model.shape(each.workers) for each in cell.models])
+            for number, cell in self.groups
+        ]
+
+
+def make_plan(
+    models: Sequence[KnownModel],
+    rate: float,
+    limit_s: float,
+    quantile: float,
+    cores: int,
+    is_split: bool = False,
+    cells: int | None = None,
+) -> Plan:
+    """Return the fewest cells of so many cores with which each model keeps the limit.
+
+    Args:
+        models: whose shares are of 1.
+        rate: requests per second, to all cells.
+        limit_s: of the quantile of each model's latency.
+        quantile: 0.99 for p99.
+        cores: of a cell.
+        is_split: each model has cells of its own.
+        cells: so many, whatever is expected of them.
+
+    Raises:
+        CannotPlan: no number of cells is enough, and why.
+    """
+    for model in models:
+        refuse_impossible(model, limit_s, quantile)
+    if not is_split:
+        return Plan([_fewest(models, rate, limit_s, quantile, cores, cells)])
+    if cells is not None and cells < len(models):
+        raise CannotPlan(f"{len(models)} archives with cells of their own need as many cells")
+    found = []
+    wanted = _parts(models, cells) if cells is not None else [None] * len(models)
+    for model, number in zip(models, wanted, strict=True):
+        alone = replace(model, share=1.0)
+        found.append(_fewest([alone], rate * model.share, limit_s, quantile, cores, number))
+    return Plan(found)
+
+
+def _parts(models: Sequence[KnownModel], cells: int) -> list[int | None]:
+    """Divide cells among models by what they cost, at least one for each."""
+    costs = [model.share * (model.best_job_s + model.costs.server_ms / 1e3) for model in models]
+    parts = [1] * len(models)
+    for _ in range(cells - len(models)):
+        parts[max(range(len(models)), key=lambda at: costs[at] / parts[at])] += 1
+    return list(parts)
+
+
+def refuse_impossible(model: KnownModel, limit_s: float, quantile: float) -> None:
+    """Raise where one request alone, in a cell that has nothing else to do, takes longer.
+
+    Raises:
+        CannotPlan: with the parts of that time.
+    """
+    times = model.costs.times_s(1)
+    service_s = times[int(quantile * len(times))]
+    around_s = (model.costs.server_ms + 2 * model.costs.wake_ms + model.costs.wait_ms) / 1e3
+    if service_s + around_s > limit_s:
+        raise CannotPlan(
+            f"{model.name}: p{quantile * 100:g}={limit_s * 1e3:g}ms cannot be met with any number "
+            f"of cells: one request alone takes {1e3 * (service_s + around_s):.3g} ms at that "
+            f"quantile, {1e3 * service_s:.3g} of them in the model. A faster artifact, or more "
+            "threads of a worker, make it shorter; cells do not"
+        )
+
+
+def _fewest(
+    models: Sequence[KnownModel],
+    rate: float,
+    limit_s: float,
+    quantile: float,
+    cores: int,
+    cells: int | None,
+) -> tuple[int, CellPlan]:
+    def at(number: int) -> CellPlan:
+        return best_cell(models, rate / number, quantile, cores)
+
+    if cells is not None:
+        return cells, at(cells)
+    low, high = 0, 1
+    while at(high).worst_s(quantile) > limit_s:
+        low, high = high, 2 * high
+        if high > MOST_CELLS:
+            raise CannotPlan(
+                f"more than {MOST_CELLS} cells of {cores} cores would be needed for {rate:g} "
+                "requests per second; give a cell more --cores"
+            )
+    while high - low > 1:
+        middle = (low + high) // 2
+        if at(middle).worst_s(quantile) > limit_s:
+            low = middle
+        else:
+            high = middle
+    return high, at(high)
+
+
+def best_cell(models: Sequence[KnownModel], rate: float, quantile: float, cores: int) -> CellPlan:
+    """Return the better of two cells: workers for all cores, or with one left to the server."""
+    tried = [
+        expect(models, rate, workers, cores)
+        for threads in dict.fromkeys((cores - 1, cores))
+        if threads >= 1 and (workers := share_out(models, threads))
+    ]
+    return min(tried, key=lambda cell: (cell.worst_s(quantile), cell.threads))
+
+
+def share_out(models: Sequence[KnownModel], threads: int) -> list[int]:
+    """Return workers for each model, by what it costs, and one at least, on so many threads."""
+    workers = [1] * len(models)
+    demand = [model.share * model.best_job_s * model.threads for model in models]
+    left = threads - sum(model.threads for model in models)
+    while True:
+        able = [at for at, model in enumerate(models) if model.threads <= left]
+        if not able:
+            return workers
+        # One whose demand is nothing gets no second worker.
+        at = max(able, key=lambda at: demand[at] / workers[at])
+        workers[at] += 1
+        left -= models[at].threads
+
+
+def expect(
+    models: Sequence[KnownModel], rate: float, workers: Sequence[int], cores: int
+) -> CellPlan:
+    """Return what is to be expected of a cell that gets `rate` requests per second."""
+    rates = [rate * model.share for model in models]
+    server_busy = sum(
+        own * model.costs.server_ms / 1e3 for own, model in zip(rates, models, strict=True)
+    )
+    threads = sum(number * model.threads for number, model in zip(workers, models, strict=True))
+    stretch = 1.0
+    found: list[Expected] = []
+    for _ in range(ROUNDS):
+        found = [
+            _expect_model(model, own, number, stretch, server_busy * stretch)
+            for model, own, number in zip(models, rates, workers, strict=True)
+        ]
+        if threads + 1 <= cores:
+            break
+        again = _stretch(found, min(1.0, server_busy), cores)
+        if abs(again - stretch) < 1e-3:
+            break
+        stretch = again
+    return CellPlan(cores, found, server_busy * stretch, stretch)
+
+
+def _stretch(found: Sequence[Expected], server_busy: float, cores: int) -> float:
+    """Return by how much a thread is slowed down on average by others that run beside it."""
+    chances = [min(1.0, each.busy) for each in found for _ in range(each.workers)]
+    sizes = [each.model.threads for each in found for _ in range(each.workers)]
+    # The one that runs is one of these; the others run as often as they are busy.
+    running = {sizes[0]: 1.0}
+    for chance, size in [*zip(chances[1:], sizes[1:], strict=True), (server_busy, 1)]:
+        after: dict[int, float] = {}
+        for number, likely in running.items():
+            after[number] = after.get(number, 0.0) + likely * (1 - chance)
+            after[number + size] = after.get(number + size, 0.0) + likely * chance
+        running = after
+    return sum(likely * max(1.0, number / cores) for number, likely in running.items())
+
+
+def _expect_model(
+    model: KnownModel, rate: float, workers: int, stretch: float, server_busy: float
+) -> Expected:
+    size = model.batch_size
+    batch_s = [each * stretch for each in model.batch_s]
+    most = workers / (model.best_job_s * stretch)
+    if rate >= FULL * most or server_busy >= FULL:
+        return Expected(model, rate, workers, rate / most, float(size))
+    states = _chain(rate, workers, size, batch_s)
+    before = [_before(jobs, workers, size, batch_s) for jobs in range(len(states))]
+    served = sum(
+        likely * min(jobs, workers) for jobs, likely in enumerate(states)
+    )  # workers that are busy, on average
+    mean_batch = sum(
+        likely * max(1.0, min(size, jobs / workers)) for jobs, likely in enumerate(states)
+    )
+    costs = model.costs
+    server_s = costs.server_ms / 1e3 * stretch
+    at_server_s = server_s + 2 * costs.wake_ms / 1e3 * (1 - server_busy)
+    at_server_s += server_busy * server_s / 2 / (1 - server_busy)  # 2 passes, each of half
+    waits = [
+        (likely, wait_s * (1 + model.variation) / 2, own)
+        for likely, (wait_s, own) in zip(states, before, strict=True)
+    ]
+    around_s = at_server_s + costs.wait_ms / 1e3
+    latencies = _mixed(model, waits, stretch, around_s)
+    return Expected(model, rate, workers, served / workers, mean_batch, latencies)
+
+
+def _chain(rate: float, workers: int, size: int, batch_s: Sequence[float]) -> list[float]:
+    """Return how likely each number of jobs is in the cell."""
+    weights = [1.0]
+    total = 1.0
+    for jobs in range(1, MOST_STATES):
+        if jobs <= workers:
+            leaving = jobs / batch_s[1]
+        else:
+            batch = min(float(size), jobs / workers)
+            low = int(batch)
+            high = min(size, low + 1)
+            took_s = batch_s[low] + (batch - low) * (batch_s[high] - batch_s[low])
+            leaving = workers * batch / took_s
+        weights.append(weights[-1] * rate / leaving)
+        total += weights[-1]
+        if weights[-1] < 1e-7 * total and jobs > workers:
+            break
+        if total > 1e200:
+            weights = [each / total for each in weights]
+            total = 1.0
+    return [each / total for each in weights]
+
+
+def _before(jobs: int, workers: int, size: int, batch_s: Sequence[float]) -> tuple[float, int]:
+    """Return how long the batches before a new job take, and the size of its own."""
+    if jobs < workers:
+        return 0.0, 1
+    running = min(float(size), jobs / workers)
+    low = int(running)
+    high = min(size, low + 1)
+    running_s = batch_s[low] + (running - low) * (batch_s[high] - batch_s[low])
+    waiting = (jobs - running * workers) / workers  # for each worker
+    full = int(waiting // size)
+    own = min(size, max(1, round(waiting - full * size + 1)))
+    return running_s + full * batch_s[size], own
+
+
+POINTS = 40
+"""Of a batch's times that stand for all of them."""
+
+
+def _mixed(
+    model: KnownModel,
+    waits: Sequence[tuple[float, float, int]],
+    stretch: float,
+    around_s: float,
+) -> list[float]:
+    """Return latencies, each as likely as the next: of waiting and of the own batch's time."""
+    weighted: list[tuple[float, float]] = []
+    for likely, wait_s, own in waits:
+        if likely < 1e-8:
+            continue
+        times = model.costs.times_s(own)
+        for point in range(POINTS):
+            time_s = times[int((point + 0.5) / POINTS * len(times))]
+            weighted.append((wait_s + time_s * stretch + around_s, likely / POINTS))
+    weighted.sort()
+    total = sum(likely for _, likely in weighted)
+    found: list[float] = []
+    passed, at = 0.0, 0
+    for draw in range(2000):
+        level = (draw + 0.5) / 2000 * total
+        while at < len(weighted) - 1 and passed + weighted[at][1] < level:
+            passed += weighted[at][1]
+            at += 1
+        found.append(weighted[at][0])
+    return found
+
+
+def mean_mix(models: Sequence[KnownModel]) -> Mapping[str, float]:
+    """Return the shares by name."""
+    return {model.name: model.share for model in models}
