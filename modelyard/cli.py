@@ -44,6 +44,11 @@ COMMANDS = {
         "models_app",
         "List, register, scale and remove models of the running server.",
     ),
+    "rollout": Command(
+        "modelyard.serve.tools.rollout_cli",
+        "rollout_app",
+        "Compare a new version with the one that answers, and let it answer step by step.",
+    ),
     "token": Command(
         "modelyard.serve.tools.token_cli", "token_app", "Make tokens that outlive a restart."
     ),

@@ -308,10 +308,9 @@ class Rollouts:
             raise Conflict(
                 f"the roll-out of {record.model} is {at}; start it again to promote anything"
             )
-        step = record.step if at is State.CANARY else -1
         if to is None:
-            after = (State.CANARY, step + 1) if step + 1 < len(steps) else (State.DEFAULT, 0)
-            return (State.SHADOW, 0) if at is State.CANDIDATE and record.plan.shadow else after
+            return next_of(record)
+        step = record.step if at is State.CANARY else -1
         if to == State.DEFAULT:
             return State.DEFAULT, 0
         if to == State.SHADOW:
@@ -502,6 +501,16 @@ class Rollouts:
         await self._comparer.stop()
 
 
+def next_of(record: Record) -> tuple[State, int] | None:
+    """Return state and step that follow; None where nothing does."""
+    if not record.is_active:
+        return None
+    if record.state is State.CANDIDATE and record.plan.shadow:
+        return State.SHADOW, 0
+    step = record.step + 1 if record.state is State.CANARY else 0
+    return (State.CANARY, step) if step < len(record.plan.steps) else (State.DEFAULT, 0)
+
+
 def check_fits(archive: Archive, live: ModelVersion) -> None:
     """Refuse an archive that cannot follow the version that answers.
 
@@ -573,10 +582,15 @@ def _refuse_other(record: Record, plan: Plan) -> None:
     )
 
 
+def _name(aim: tuple[State, int], plan: Plan) -> str:
+    """Return what `to` of a promotion says for a state and a step."""
+    return f"{plan.steps[aim[1]] * 100:.9g}%" if aim[0] is State.CANARY else str(aim[0])
+
+
 def describe(rollout: Rollout) -> dict[str, Any]:
     """Return a roll-out as the management API has it."""
     record = rollout.record
-    plan = record.plan
+    plan, after = record.plan, next_of(record)
     return {
         "model": record.model,
         "state": record.state,
@@ -587,6 +601,7 @@ def describe(rollout: Rollout) -> dict[str, Any]:
         "canaryShare": record.share,
         "steps": list(plan.steps),
         "step": record.step if record.state is State.CANARY else None,
+        "next": None if after is None else _name(after, plan),
         "for": plan.for_s,
         "keepInputs": plan.keeps_inputs,
         "header": plan.header,

@@ -287,8 +287,8 @@ class _Run:
         self._end(reply)
 
     def set_exception(self, error: Exception, /) -> None:
-        """Take the error that there is instead."""
-        self._end(error)
+        """Take the error that there is instead; a worker that is ended here has made none."""
+        self._end(None if self.worker.is_closing else error)
 
     def _end(self, outcome: Reply | Exception | None) -> None:
         shadow, self._shadow = self._shadow, None

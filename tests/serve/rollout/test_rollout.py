@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from modelyard.serve.tools.rollout_cli import rollout_app
 from tests.serve.live import LiveServer, build_archive, poll, running, start_server
 
 QUICK = "disagreement<=40%, least 5, confidence 80%, p99<=1000"
@@ -75,6 +77,14 @@ def ask_until(
     return poll(found, what, 60)
 
 
+def by_command(server: LiveServer, code: int, name: str, *more: str) -> str:
+    """Run a command of `modelyard rollout`, and return what it prints."""
+    arguments = [name, "rolled", *more, f"--state-dir={server.state_dir}"]
+    ran = CliRunner().invoke(rollout_app, arguments)
+    assert ran.exit_code == code, ran.output
+    return ran.output
+
+
 def test_a_version_goes_from_shadow_to_default_and_back(shared_server: LiveServer) -> None:
     server, store = shared_server, shared_server.store
     one, two, three = (build(store, version) for version in ("1.0", "2.0", "3.0"))
@@ -109,9 +119,15 @@ def test_a_version_goes_from_shadow_to_default_and_back(shared_server: LiveServe
     sides = ask(server, 60)
     assert sides == ask(server, 60)
     assert 3 < sides["2.0"] < 35
-    done(verb(server, "promote", to="default", force=True), "default")
+    by_command(server, 0, "promote", "--to", "default", "--force")
+    by_command(server, 0, "promote")
     assert ask(server, 5) == {"2.0": 5}
+    by_command(server, 1, "abort")
     refused(verb(server, "abort"), "back")
+    shown = by_command(server, 0, "status")
+    assert "default, since" in shown
+    assert "promoted by an operator" in shown
+    by_command(server, 2, "start", "rolled-2.0.mar", "--wait")
     for _ in range(2):
         done(verb(server, "back"), "returned")
     assert ask(server, 5) == {"1.0": 5}
