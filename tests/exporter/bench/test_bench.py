@@ -46,6 +46,9 @@ class Net(nn.Module):
 
 Author = Callable[[str], tuple[Path, str]]
 
+nightly = pytest.mark.nightly
+"""Of what one bench of four artifacts, 40 s of a core, is looked at for."""
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -95,6 +98,7 @@ def cells(report: BenchReport, subject: str) -> list[Cell]:
     return [cell for cell in report.cells if cell.subject == subject]
 
 
+@nightly
 def test_every_subject_is_measured_at_every_batch_size(report: BenchReport) -> None:
     for subject in ("eager", "net.pt2", "net.onnx", "other.onnx"):
         found = cells(report, subject)
@@ -107,6 +111,7 @@ def test_every_subject_is_measured_at_every_batch_size(report: BenchReport) -> N
             assert 0 < cell.p50_ms <= cell.p99_ms
 
 
+@nightly
 def test_outputs_are_compared_with_the_first_subject(report: BenchReport) -> None:
     assert report.reference == "eager"
     assert [cell.max_abs for cell in cells(report, "eager")] == [None, None]
@@ -115,7 +120,7 @@ def test_outputs_are_compared_with_the_first_subject(report: BenchReport) -> Non
         assert cell.max_abs == pytest.approx(1.0, abs=1e-5)
 
 
-@pytest.mark.nightly
+@nightly
 def test_a_model_gives_just_the_outputs_that_its_artifacts_have(tmp_path: Path) -> None:
     """The eager model would give "twice" too, and be no reference for an artifact without."""
     source = """
@@ -142,12 +147,14 @@ class Net(torch.nn.Module):
     assert [(cell.error, cell.max_abs) for cell in found.cells] == [(None, None), (None, 0.0)]
 
 
+@nightly
 def test_a_subject_that_does_not_load_says_why_and_the_others_run(report: BenchReport) -> None:
     for cell in cells(report, "damaged.onnx"):
         assert cell.error is not None and "damaged" in cell.error
         assert cell.p50_ms is None
 
 
+@nightly
 def test_the_footprint_holds_sizes_parameters_and_operations(
     report: BenchReport, folder: Path
 ) -> None:
@@ -162,6 +169,7 @@ def test_the_footprint_holds_sizes_parameters_and_operations(
     assert found["damaged.onnx"].error is not None
 
 
+@nightly
 def test_a_trace_of_each_subject_is_written(report: BenchReport, folder: Path) -> None:
     assert {path.name for path in (folder / "traces").iterdir()} == {
         f"{name}.trace.json" for name in ("eager", "net.pt2", "net.onnx", "other.onnx")
@@ -170,12 +178,14 @@ def test_a_trace_of_each_subject_is_written(report: BenchReport, folder: Path) -
     assert "call with batch 1" in {event.get("name") for event in trace["traceEvents"]}
 
 
+@nightly
 def test_the_report_is_json_without_nan(report: BenchReport) -> None:
     strange = replace(report.cells[0], max_abs=math.inf, p50_ms=math.nan)
     text = json.dumps(replace(report, cells=(strange,)).to_json(), allow_nan=False)
     assert json.loads(text)["cells"][0]["p50_ms"] is None
 
 
+@nightly
 def test_the_table_holds_every_subject_and_the_reason_of_a_failure(report: BenchReport) -> None:
     console = Console(width=300, record=True, file=io.StringIO())
     console.print(bench_table(report))
@@ -186,6 +196,7 @@ def test_the_table_holds_every_subject_and_the_reason_of_a_failure(report: Bench
     assert "reference" in shown
 
 
+@nightly
 def test_the_page_needs_nothing_else(report: BenchReport, tmp_path: Path) -> None:
     page = tmp_path / "made" / "bench.html"
     write_bench_page(report, page)
@@ -198,6 +209,7 @@ def test_the_page_needs_nothing_else(report: BenchReport, tmp_path: Path) -> Non
     assert [path.name for path in page.parent.iterdir()] == ["bench.html"]
 
 
+@nightly
 def test_text_of_a_report_cannot_end_the_script(report: BenchReport) -> None:
     text = script_data(replace(report, reference="</script><b>"))
     assert "</script>" not in text
