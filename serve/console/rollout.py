@@ -62,6 +62,22 @@ class Count(NamedTuple):
     requests: int
     share: float
 
+    @property
+    def percent(self) -> str:
+        """The share, as people read it."""
+        return _percent(self.share)
+
+
+class Side(NamedTuple):
+    """What one of the two versions has answered."""
+
+    name: str
+    p50: float | None
+    """Seconds."""
+    p99: float | None
+    requests: int | None
+    failed: int | None
+
 
 class Different(NamedTuple):
     """A request that the two versions answered differently."""
@@ -209,8 +225,8 @@ def describe(status: Mapping[str, Any]) -> dict[str, Any]:
         "verdict": judged.get("verdict", "not enough traffic"),
         "verdict_kind": JUDGED.get(judged.get("verdict", ""), "warn"),
         "reasons": [cut(str(each), 500) for each in judged.get("reasons") or ()],
-        "latencies": list(_latencies(status.get("latency") or {})),
-        "ratio": _ratio(bounds.get("p99Ratio")),
+        "sides": list(_sides(status)),
+        "ratio": _ratio(bounds.get("p99RatioBounds") or bounds.get("p99Ratio")),
         "worst": [_different(each) for each in (status.get("worst") or ())[:MOST_WORST]],
         "cut": cut,
         "when": when,
@@ -264,10 +280,18 @@ def _percent(value: Any) -> str:
     return f"{number * 100:.3g} %".replace("-", "−") if math.isfinite(number) else "unknown"
 
 
-def _latencies(latency: Mapping[str, Any]) -> Iterable[tuple[str, float | None, float | None]]:
-    for side, name in (("live", "live version"), ("candidate", "candidate")):
-        found = latency.get(side) or {}
-        yield name, found.get("p50"), found.get("p99")
+def _sides(status: Mapping[str, Any]) -> Iterable[Side]:
+    """Yield what both versions have answered, and how fast."""
+    for key, name in (("live", "live version"), ("candidate", "candidate")):
+        latency = (status.get("latency") or {}).get(key) or {}
+        answered = (status.get("answered") or {}).get(key) or {}
+        yield Side(
+            name,
+            latency.get("p50"),
+            latency.get("p99"),
+            answered.get("requests"),
+            answered.get("failed"),
+        )
 
 
 def _ratio(bound: Any) -> str:

@@ -35,6 +35,40 @@ FLAGS = (
     *("--disable-sync", "--no-first-run", "--no-default-browser-check", "--mute-audio"),
     "--js-flags=--expose-gc",
 )
+CONTRAST = """
+const paint = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+const rgba = (color) => {
+  paint.clearRect(0, 0, 1, 1); paint.fillStyle = color; paint.fillRect(0, 0, 1, 1);
+  const [r, g, b, a] = paint.getImageData(0, 0, 1, 1).data;
+  return [r, g, b, a / 255];
+};
+const over = (top, below) => [0, 1, 2].map((i) => top[i] * top[3] + below[i] * (1 - top[3]));
+const behind = (element) => {
+  const layers = [];
+  for (let at = element; at; at = at.parentElement) {
+    layers.push(rgba(getComputedStyle(at).backgroundColor));
+    if (layers[layers.length - 1][3] === 1) break;
+  }
+  return layers.reverse().reduce((below, layer) => over(layer, below), [255, 255, 255]);
+};
+const light = (color) => {
+  const [r, g, b] = color.map((v) => v / 255).map(
+    (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+};
+const found = [];
+const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walker.nextNode()) {
+  const text = walker.currentNode.textContent.trim(), element = walker.currentNode.parentElement;
+  if (!text || !element.checkVisibility({visibilityProperty: true}) || element.disabled) continue;
+  const below = behind(element), own = over(rgba(getComputedStyle(element).color), below);
+  const [low, high] = [light(own), light(below)].sort((a, b) => a - b);
+  const contrast = (high + 0.05) / (low + 0.05);
+  if (contrast < 4.5) found.push(`${contrast.toFixed(2)} ${element.tagName} ${text.slice(0, 40)}`);
+}
+return found;
+"""
+"""A script; for what contrast is see https://www.w3.org/TR/WCAG22/#dfn-contrast-ratio."""
 KEYS = {
     "Tab": "\ue004", "Enter": "\ue007", "Space": " ", "Escape": "\ue00c", "Shift": "\ue008",
     "Left": "\ue012", "Up": "\ue013", "Right": "\ue014", "Down": "\ue015",
@@ -232,6 +266,14 @@ class Browser:
         """Return what the page's script holds, after its garbage was collected."""
         self.tool("HeapProfiler.collectGarbage")
         return int(self.tool("Runtime.getHeapUsage")["usedSize"])
+
+    def nodes(self) -> int:
+        """Return how many nodes the page has, those that wait for the collector included."""
+        return int(self.tool("Memory.getDOMCounters")["nodes"])
+
+    def faint_texts(self) -> list[str]:
+        """Return texts that have less contrast than WCAG's level AA asks for, 4.5 to 1."""
+        return list(self.run(CONTRAST))
 
     def look(self) -> None:
         """Read what was asked for and complained of since the last look."""

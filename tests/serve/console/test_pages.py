@@ -183,9 +183,9 @@ STATUS: dict[str, Any] = {
     "verdicts": {"equal": 3, "differs": 1}, "noise": {"compared": 2, "differs": 0},
     "bounds": {"disagreement": {"estimate": 0.25, "low": 0.01, "high": 0.8},
                "noise": {"estimate": None, "low": None, "high": None},
-               "p99Ratio": {"estimate": 1.5, "low": 0.5, "high": None}},
+               "p99Ratio": 1.5, "p99RatioBounds": {"estimate": 1.5, "low": 0.5, "high": None}},
     "judgement": {"verdict": "fail", "reasons": ["because"]},
-    "latency": {"live": {"p50": 0.1, "p99": None}},
+    "latency": {"live": {"p50": 0.1, "p99": None}}, "answered": {"live": {"requests": 9}},
     "worst": [{
         "requestId": "r", "at": "t", "difference": None, "input": {"base64": "AA==", "bytes": 1},
         "live": {"status": 200, "text": "x" * 9999}, "candidate": {"status": 500, "text": ""},
@@ -209,7 +209,9 @@ def test_what_is_not_known_yet_is_left_out() -> None:
         ("Answers that differ", "25 %", "1 % to 80 %")
     ]
     assert found["ratio"] == "1.50, from 0.50 to any number"
-    assert found["latencies"] == [("live version", 0.1, None), ("candidate", None, None)]
+    assert [side[:4] for side in found["sides"]] == [
+        ("live version", 0.1, None, 9), ("candidate", None, None, None),
+    ]  # fmt: skip
     assert {each.name: each.requests for each in found["verdicts"]}["differs"] == 1
 
 
