@@ -15,6 +15,7 @@ from modelyard.archiver import ArchiveError
 from modelyard.serve.errors import ServeError
 from modelyard.serve.ray.arguments import Arguments, Plan, make_plan
 from modelyard.serve.ray.cell import HEALTH_S, Cell
+from modelyard.serve.ray.environment import ray_environment
 from modelyard.serve.ray.scaling import CellScaling
 
 logger = logging.getLogger(__name__)
@@ -23,14 +24,6 @@ NAME = "cell"
 HEALTH_EVERY_S = 1
 LEAVING_S = 45.0
 """For which a replica that is to go is kept by Ray, at least: 30 s in which proxies forget it."""
-ENVIRONMENT = {
-    "RAY_SERVE_ENABLE_HA_PROXY": "1",
-    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
-    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
-    "RAY_worker_niceness": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-}
-"""Of a Ray that is started here; `deploy/ray/cells.env` says what each is for."""
 
 
 def app(said: dict[str, Any]) -> Any:
@@ -47,8 +40,7 @@ def app(said: dict[str, Any]) -> Any:
     except (ServeError, ArchiveError) as error:
         raise click.ClickException(str(error)) from error
     if not ray.is_initialized():
-        for name, value in ENVIRONMENT.items():
-            os.environ.setdefault(name, value)
+        os.environ.update(ray_environment() | os.environ)
     for each in plan.archives:
         logger.info("%s %s: %s, digest %s", each.name, each.version, each.location, each.digest)
     cell = serve.deployment(name=NAME, **_options(arguments, plan))(serve.ingress()(Cell))

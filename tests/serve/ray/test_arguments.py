@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+import yaml
 
 from modelyard.archiver import ArchiveError, open_archive
 from modelyard.serve.errors import ServeError
 from modelyard.serve.ray.archives import place
 from modelyard.serve.ray.arguments import Plan, make_plan
+from modelyard.serve.ray.environment import ENVIRONMENT, HAPROXY
 from tests.serve.live import build_archive
 from tests.serve.test_fetch import sends, serving
+
+REPO = Path(__file__).parents[3]
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +127,36 @@ def test_an_archive_is_fetched_once_and_only_with_its_digest(store: Path, tmp_pa
     assert (archive.name, archive.version, archive.location) == ("mirror", "1.0", source)
     placed = place(archive.location, archive.digest, tmp_path, cache)
     assert placed.read_bytes() == echo.read_bytes()
+
+
+def test_the_file_for_a_cluster_and_a_ray_that_is_started_here_have_the_same_variables() -> None:
+    file = REPO / "deploy" / "ray" / "cells.env"
+    ran = subprocess.run(
+        ["sh", "-c", f"set -a; . {file}; env"], env={}, capture_output=True, text=True, check=True
+    )
+    said = dict(line.split("=", 1) for line in ran.stdout.splitlines() if line.startswith("RAY_"))
+    assert said.pop("RAY_SERVE_HAPROXY_BINARY_PATH").endswith("modelyard/serve/ray/haproxy.sh")
+    assert said == ENVIRONMENT
+
+
+def test_haproxy_waits_for_bodies_that_it_may_have_to_send_again(tmp_path: Path) -> None:
+    config = tmp_path / "haproxy.cfg"
+    config.write_text("global\n    maxconn 9\ndefaults\n    mode http\n")
+    ran = subprocess.run(
+        [HAPROXY, config],
+        env={**os.environ, "CELLS_HAPROXY": "cat"},
+        capture_output=True,
+        text=True,
+    )
+    assert "defaults\n    option http-buffer-request\n    mode http\n" in ran.stdout
+
+
+def test_the_example_for_a_cluster_is_a_plan(store: Path, tmp_path: Path) -> None:
+    example = yaml.safe_load((REPO / "deploy" / "ray" / "cells.yaml").read_text())
+    (application,) = example["applications"]
+    said = dict(application["args"], model_store=str(store), models="echo", auth="management")
+    del said["token_file"]
+    arguments, plan = make_plan(said)
+    assert arguments.max_cells == 8
+    assert plan.settings.workers == 2
+    assert application["import_path"] == "modelyard.serve.ray:app"

