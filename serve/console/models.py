@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
+from urllib.parse import quote
 
 from modelyard.serve.console.readings import RECENT, TOTAL, Key, Percentile, Reading, Watch
 from modelyard.serve.console.render import Renderer
@@ -298,8 +299,8 @@ class ModelPages:
 
 
 def place_of(model: ModelVersion) -> str:
-    """Return a version's path behind the console's; names and versions need no quoting."""
-    return f"/models/{model.name}/{model.version}"
+    """Return a version's path behind the console's; a dialect may take names of any characters."""
+    return f"/models/{quote(model.name, safe='')}/{quote(model.version, safe='')}"
 
 
 def point(reading: Reading) -> list[float | None]:
