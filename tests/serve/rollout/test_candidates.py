@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ def candidates(digits_artifacts: dict[str, Path], tmp_path_factory: pytest.TempP
                 archive_candidate(store, file, f"2.{number}", onnx, behaviour)
             archive_candidate(store, "steady.mar", "1.0", onnx, pause_ms=5, name="steady")
             archive_candidate(store, "slow.mar", "2.0", onnx, pause_ms=15, name="steady")
+            archive_candidate(store, "late.mar", "2.7", onnx, pause_ms=500)
     return store
 
 
@@ -252,7 +252,14 @@ def test_a_retrained_model_is_judged_by_what_was_expected_of_it(
     assert clients.count() == {200: len(clients.outcomes)}
 
 
-def seconds_from(one: str, other: str) -> float:
-    """Return the seconds between two times of events."""
-    times = [datetime.fromisoformat(each) for each in (one, other)]
-    return (times[1] - times[0]).total_seconds()
+def test_a_copy_that_runs_while_its_worker_makes_way_is_no_failure(
+    server: LiveServer, bodies: list[bytes]
+) -> None:
+    """A canary gets workers of the usual priority; those of the shadow end."""
+    start(server, "late.mar", **{"for": "1h"})
+    with load(server, bodies):
+        poll(lambda: status(server)["verdicts"], "copies are compared")
+        promote(server, "50%")
+        found = status(server)
+    assert found["dropped"]["interrupted"] >= 1
+    assert found["verdicts"].keys() == {"equal"}
