@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 EXTRAS: Mapping[str, str] = {
     "captum": "explain",
+    "matplotlib": "explain",
     "onnx_ir": "export",
     "onnxscript": "export",
     "opentelemetry.sdk": "otel",
@@ -14,7 +15,7 @@ EXTRAS: Mapping[str, str] = {
     "tokenizers": "text",
     "transformers": "huggingface",
 }
-"""Module → the extra."""
+"""Module → the extra. Captum brings matplotlib."""
 
 
 def how_to_install(error: ImportError) -> str | None:

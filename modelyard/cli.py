@@ -57,6 +57,11 @@ COMMANDS = {
         "tune_app",
         "Find a model's best settings on this machine.",
     ),
+    "plan": Command(
+        "modelyard.serve.tools.plan_cli",
+        "plan_app",
+        "Say how many cells a load needs, and simulate them.",
+    ),
     "doctor": Command(
         "modelyard.serve.tools.doctor_cli", "doctor_app", "Report what works here, and what to do."
     ),

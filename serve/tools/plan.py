@@ -3,16 +3,17 @@
 A worker with n jobs before it runs them in batches of up to the batch size, so its rate grows with
 n. The number of jobs of a model in a cell is a birth-death chain: they come at random (Poisson) and
 go at the rate of the batches that n jobs make over all workers. From the chain's stationary
-distribution follow the batches that are before a new job, which are as long as they were measured;
-their sum is scaled by (1 + cv²) / 2, as waiting is in M/G/c where service varies with cv (Allen and
-Cunneen). The server process is a queue of its own, M/D/1, that a request passes twice. Threads that
-are more than the cores slow each other down by how many run at a time, on average.
+distribution follow the batches that are before a new job, which are as long as they were measured:
+of the one that runs any part is left, and the others are scaled by (1 + cv²) / 2, as waiting is in
+M/G/c where service varies with cv (Allen and Cunneen). The server process is a queue of its own,
+M/D/1, that a request passes twice. Threads that are more than the cores slow each other down by how
+many run at a time, on average.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean, pstdev
@@ -98,8 +99,17 @@ class Expected:
     busy: float
     """Share of the time that a worker is busy; above 1 it cannot keep up."""
     mean_batch: float
-    latencies_s: Sequence[float] = field(repr=False, default=())
-    """Each as likely as the next, sorted; none where the cell cannot keep up."""
+    waits: Sequence[tuple[float, float, float, int]] = field(repr=False, default=())
+    """How likely it is that so long a batch runs before a request, that those behind take so long,
+    and that its own is of such a size; none where the cell cannot keep up."""
+    stretch: float = 1.0
+    around_s: float = 0.0
+    """Of a request, outside the worker."""
+
+    @cached_property
+    def latencies_s(self) -> Sequence[float]:
+        """Each as likely as the next, sorted; none where the cell cannot keep up."""
+        return _mixed(self.model, self.waits, self.stretch, self.around_s) if self.waits else ()
 
     def quantile_s(self, share: float) -> float:
         """Return a quantile of the latency, infinite where it grows without end."""
@@ -132,7 +142,7 @@ class CellPlan:
     @property
     def keeps_up(self) -> bool:
         """Whether no queue grows without end."""
-        return all(each.latencies_s for each in self.models)
+        return all(each.waits for each in self.models)
 
     def worst_s(self, share: float) -> float:
         """Return the largest of the models' quantiles."""
@@ -292,9 +302,10 @@ def expect(
 ) -> CellPlan:
     """Return what is to be expected of a cell that gets `rate` requests per second."""
     rates = [rate * model.share for model in models]
-    server_busy = sum(
-        own * model.costs.server_ms / 1e3 for own, model in zip(rates, models, strict=True)
-    )
+    working = sum(own * each.costs.server_ms for own, each in zip(rates, models, strict=True)) / 1e3
+    waking = sum(own * each.costs.wake_ms for own, each in zip(rates, models, strict=True)) / 500
+    # It is woken where it is idle, and at most twice for a request.
+    server_busy = working if working >= 1 else (working + waking) / (1 + waking)
     threads = sum(number * model.threads for number, model in zip(workers, models, strict=True))
     stretch = 1.0
     found: list[Expected] = []
@@ -348,12 +359,11 @@ def _expect_model(
     at_server_s = server_s + 2 * costs.wake_ms / 1e3 * (1 - server_busy)
     at_server_s += server_busy * server_s / 2 / (1 - server_busy)  # 2 passes, each of half
     waits = [
-        (likely, wait_s * (1 + model.variation) / 2, own)
-        for likely, (wait_s, own) in zip(states, before, strict=True)
+        (likely, running_s, full_s * (1 + model.variation) / 2, own)
+        for likely, (running_s, full_s, own) in zip(states, before, strict=True)
     ]
     around_s = at_server_s + costs.wait_ms / 1e3
-    latencies = _mixed(model, waits, stretch, around_s)
-    return Expected(model, rate, workers, served / workers, mean_batch, latencies)
+    return Expected(model, rate, workers, served / workers, mean_batch, waits, stretch, around_s)
 
 
 def _chain(rate: float, workers: int, size: int, batch_s: Sequence[float]) -> list[float]:
@@ -379,10 +389,12 @@ def _chain(rate: float, workers: int, size: int, batch_s: Sequence[float]) -> li
     return [each / total for each in weights]
 
 
-def _before(jobs: int, workers: int, size: int, batch_s: Sequence[float]) -> tuple[float, int]:
-    """Return how long the batches before a new job take, and the size of its own."""
+def _before(
+    jobs: int, workers: int, size: int, batch_s: Sequence[float]
+) -> tuple[float, float, int]:
+    """Return how long the batch takes that runs before a new job, those behind it, its own size."""
     if jobs < workers:
-        return 0.0, 1
+        return 0.0, 0.0, 1
     running = min(float(size), jobs / workers)
     low = int(running)
     high = min(size, low + 1)
@@ -390,28 +402,31 @@ def _before(jobs: int, workers: int, size: int, batch_s: Sequence[float]) -> tup
     waiting = (jobs - running * workers) / workers  # for each worker
     full = int(waiting // size)
     own = min(size, max(1, round(waiting - full * size + 1)))
-    return running_s + full * batch_s[size], own
+    return running_s, full * batch_s[size], own
 
 
-POINTS = 40
-"""Of a batch's times that stand for all of them."""
+LEAST_POINTS, MOST_POINTS = 20, 6_000
+"""Of a batch's times that stand for all of them; of all batches that are told apart."""
+GOLDEN = 0.618034
+"""Of the golden section, whose multiples fill a range evenly in an order of their own."""
 
 
 def _mixed(
     model: KnownModel,
-    waits: Sequence[tuple[float, float, int]],
+    waits: Sequence[tuple[float, float, float, int]],
     stretch: float,
     around_s: float,
 ) -> list[float]:
     """Return latencies, each as likely as the next: of waiting and of the own batch's time."""
     weighted: list[tuple[float, float]] = []
-    for likely, wait_s, own in waits:
-        if likely < 1e-8:
-            continue
+    likely_waits = [each for each in waits if each[0] > 1e-7]
+    points = max(LEAST_POINTS, min(1000, MOST_POINTS // len(likely_waits)))
+    for likely, running_s, full_s, own in likely_waits:
         times = model.costs.times_s(own)
-        for point in range(POINTS):
-            time_s = times[int((point + 0.5) / POINTS * len(times))]
-            weighted.append((wait_s + time_s * stretch + around_s, likely / POINTS))
+        for point in range(points):
+            time_s = times[int((point + 0.5) / points * len(times))]
+            wait_s = full_s + (point * GOLDEN % 1) * running_s
+            weighted.append((wait_s + time_s * stretch + around_s, likely / points))
     weighted.sort()
     total = sum(likely for _, likely in weighted)
     found: list[float] = []
@@ -423,8 +438,3 @@ def _mixed(
             at += 1
         found.append(weighted[at][0])
     return found
-
-
-def mean_mix(models: Sequence[KnownModel]) -> Mapping[str, float]:
-    """Return the shares by name."""
-    return {model.name: model.share for model in models}

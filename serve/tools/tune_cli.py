@@ -6,7 +6,7 @@ import json
 import mimetypes
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -24,7 +24,11 @@ if TYPE_CHECKING:
     from modelyard.archiver import Archive
     from modelyard.serve.control.restore import StartPlan
     from modelyard.serve.settings import Settings
+    from modelyard.serve.simulation.costs import Costs
     from modelyard.serve.tools.tune import Outcome, Result, Setting, Slo
+
+COSTS_S = 1.0
+"""For each batch size, and for each load, of what `plan` reckons with."""
 
 tune_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -126,6 +130,8 @@ class Tuned:
     plan: Setting
     """What would be started without the file."""
     outcome: Outcome
+    costs: Costs | None
+    """Of the best setting; None where there is none."""
 
 
 def _measure(
@@ -147,6 +153,7 @@ def _measure(
     from modelyard.archiver import open_archive
     from modelyard.serve.control.restore import plan_start
     from modelyard.serve.control.sizing import is_on_gpu
+    from modelyard.serve.tools.measure_costs import measure_costs
     from modelyard.serve.tools.tune import Setting, Trial, WrongUsage, on_own_ports, search
 
     if model.upper() == "ALL":
@@ -194,8 +201,14 @@ def _measure(
                 f"{setting}, turn {turn}", done, expected
             ),
         )
+        costs = None
+        if outcome.best is not None:
+            best, shortly = outcome.best.setting, replace(trial, seconds=min(seconds, COSTS_S))
+            costs = measure_costs(shortly, best, planned.file, plan.machine.cores, show)
     cores = plan.machine.cores
-    return Tuned(planned.name, planned.version, config_text, cores, connections, start, outcome)
+    return Tuned(
+        planned.name, planned.version, config_text, cores, connections, start, outcome, costs
+    )
 
 
 def _read_inputs(files: Sequence[Path]) -> list[tuple[bytes, str]]:
@@ -230,12 +243,14 @@ def _write(file: Path, tuned: Tuned) -> None:
     import yaml
 
     from modelyard.serve.errors import StartError
+    from modelyard.serve.simulation.costs import KEY
     from modelyard.serve.tools.tune import config_changes, merge_config
 
-    best = tuned.outcome.best
-    assert best is not None
+    best, costs = tuned.outcome.best, tuned.costs
+    assert best is not None and costs is not None
     old = yaml.safe_load(tuned.config_text) or {}
-    text = merge_config(tuned.config_text, config_changes(old, best.setting, best.rate))
+    changes = {**config_changes(old, best.setting, best.rate), KEY: costs.as_dict()}
+    text = merge_config(tuned.config_text, changes)
     try:
         file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -276,6 +291,7 @@ def _report(tuned: Tuned, slo: Slo | None, output: Path) -> dict[str, Any]:
         "best": of(outcome.best) if outcome.best else None,
         "nearest": of(outcome.nearest) if outcome.nearest else None,
         "file": str(output) if outcome.best else None,
+        "costs": tuned.costs.as_dict() if tuned.costs else None,
     }
 
 

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from modelyard.archiver import write_archive
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import load_settings
+from modelyard.serve.simulation.costs import parse_costs
 from modelyard.serve.tools.closed_loop import Load, make_request, run_load
 from modelyard.serve.tools.tune import (
     QUANTILES,
@@ -324,11 +325,16 @@ def test_the_best_setting_is_written_for_the_archive(store: Path, tmp_path: Path
     assert report["best"]["rate"] > 0
     assert 0 < report["best"]["p50_ms"] <= report["best"]["p99_ms"]
     assert 0 < report["load_cores"] < 1
-    assert (tmp_path / "model-config.yaml").read_text() == (
+    text, _, costs = (tmp_path / "model-config.yaml").read_text().partition("tunedCosts: ")
+    assert text == (
         "# kept\nbatchSize: 1\nhandler: {of: its own}\n"
         "minWorkers: 1\nmaxWorkers: 1\nworkerThreads: 1\n"
         f"tunedRate: {float(format(report['best']['rate'], '.3g'))}\n"
     )
+    found = parse_costs(yaml.safe_load(costs), "here")
+    assert (found.threads, found.batch_size, list(found.batch_ms)) == (1, 1, [1])
+    assert found.worker_mb > 1 and found.server_mb > 10 and found.load_s > 0
+    assert report["costs"]["server_ms"] == found.server_ms > 0
 
 
 @pytest.mark.slow
