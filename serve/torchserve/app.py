@@ -93,7 +93,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
         unlogged=[MODEL_LOG],
     )
     management = TorchServeManagement(
-        registry, lifecycle, tokens, answers, dialect.enable_model_api, console
+        registry, lifecycle, rollouts, tokens, answers, dialect.enable_model_api, console
     )
     recorder.start()
     apis = [inference.dialect, management.dialect]

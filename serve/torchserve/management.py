@@ -27,6 +27,8 @@ from modelyard.serve.errors import (
 )
 from modelyard.serve.http.application import Answers, open_to_all
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
+from modelyard.serve.rollout.control import Rollouts
+from modelyard.serve.rollout.plan import parse_plan
 from modelyard.serve.torchserve import openapi
 from modelyard.serve.torchserve.dialect import (
     JSON,
@@ -66,6 +68,7 @@ class TorchServeManagement:
         self,
         registry: Registry,
         lifecycle: Lifecycle,
+        rollouts: Rollouts,
         tokens: Tokens | None,
         answers: Answers,
         has_model_api: bool,
@@ -73,6 +76,7 @@ class TorchServeManagement:
     ) -> None:
         self._registry = registry
         self._lifecycle = lifecycle
+        self._rollouts = rollouts
         self._tokens = tokens
         self.has_model_api = has_model_api
         self.check = tokens.check("management", ["/token"]) if tokens else open_to_all
@@ -103,6 +107,8 @@ class TorchServeManagement:
                     return await self.register(_body_or_query(cycle, body, query))
             case ["models", name]:
                 return await self._one(cycle, method, name, None, query, id)
+            case ["models", name, "rollout", *verb] if method in ("GET", "POST"):
+                return await self._roll(method, name, verb, cycle, body, query)
             case ["models", name, version]:
                 return await self._one(cycle, method, name, version, query, id)
             case ["models", name, version, "set-default"]:
@@ -147,6 +153,46 @@ class TorchServeManagement:
         if method == "OPTIONS":
             return json_answer(openapi.model_management(self._get(name, version).name))
         raise MethodNotAllowed
+
+    async def _roll(
+        self,
+        method: str,
+        name: str,
+        verb: list[str],
+        cycle: RequestResponseCycle,
+        body: bytes,
+        query: Mapping[str, str],
+    ) -> Answer:
+        """Answer a request for a model's roll-out, which is ours."""
+        rollouts, values = self._rollouts, _body_or_query(cycle, body, query)
+        if method == "GET" and not verb:
+            return json_answer(rollouts.status(name))
+        if method == "GET" or not self.has_model_api:
+            raise MethodNotAllowed
+        match verb:
+            case []:
+                if (url := _text(values, "url")) is None:
+                    raise BadRequest("Parameter url is required.")
+                plan = parse_plan(
+                    url,
+                    _text(values, "shadow"),
+                    _text(values, "for"),
+                    _text(values, "canary"),
+                    _text(values, "rule"),
+                    _text(values, "expect"),
+                    boolean(values, "keep_inputs", False),
+                    _text(values, "header"),
+                )
+                return json_answer(await rollouts.start(name, plan))
+            case ["promote"]:
+                is_forced = boolean(values, "force", False)
+                found = await rollouts.promote(name, _text(values, "to"), is_forced)
+                return json_answer(found)
+            case ["abort"]:
+                return json_answer(await rollouts.abort(name))
+            case ["back"]:
+                return json_answer(await rollouts.back(name))
+        raise NoSuchRoute
 
     def _get(self, name: str, version: str | None) -> ModelVersion:
         return self._registry.get(name, version)

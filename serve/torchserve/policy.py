@@ -32,7 +32,7 @@ from modelyard.serve.torchserve.logs import WorkerPipes
 from modelyard.serve.torchserve.metrics import TorchServeMetrics
 from modelyard.serve.torchserve.model_config import load_torchserve_config
 from modelyard.serve.torchserve.settings import TorchServeSettings
-from modelyard.serve.torchserve.snapshot import Snapshots, parse_model_snapshot
+from modelyard.serve.torchserve.snapshot import Snapshots, parse_model_snapshot, parse_rollouts
 from modelyard.serve.torchserve.store import (
     TORCHSERVE_SUFFIXES,
     check_torchserve_name,
@@ -96,6 +96,10 @@ class TorchServePolicy(Policy):
         parts = [option.partition("=") for option in options]
         pairs = [(name, rest) if equals else (None, name) for name, equals, rest in parts]
         return [ModelSpec(location, name, at_start=True) for name, location in pairs]
+
+    def rollouts_at_start(self) -> dict[str, dict[str, Any]]:
+        """Return what a snapshot remembers of roll-outs, by model."""
+        return parse_rollouts(self._dialect.model_snapshot)
 
     async def locate(self, location: str) -> tuple[Path, bool]:
         """Return an archive of the store; what a URL names is fetched into it."""

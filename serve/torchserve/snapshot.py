@@ -65,15 +65,20 @@ class Snapshots:
             logger.error("Error while saving snapshot to file %s: %s", error.filename, error)
 
     def _format(self, name: str, registry: Registry) -> str:
+        from modelyard.serve.control.registry import CANDIDATE
+
         models: dict[str, dict[str, Any]] = {}
         for model in registry:
+            if model.part == CANDIDATE:  # which its roll-out remembers
+                continue
             entry = _describe(model, registry.is_default(model))
             models.setdefault(model.name, {})[model.version] = entry
         snapshot = {
             "name": name,
-            "modelCount": len(registry),
+            "modelCount": sum(map(len, models.values())),
             "created": time.time_ns() // 1_000_000,
             "models": models,
+            **({"rollouts": registry.rollouts} if registry.rollouts else {}),
         }
         values = {
             **self._settings.properties,
@@ -108,6 +113,13 @@ def _describe(model: ModelVersion, is_default: bool) -> dict[str, Any]:
         "startupTimeout": int(config.startup_timeout_s),
         "runtimeType": (model.manifest or {}).get("runtime", "python"),
     }
+
+
+def parse_rollouts(snapshot: Any) -> dict[str, dict[str, Any]]:
+    """Return what a `model_snapshot` remembers of roll-outs, by model."""
+    found = snapshot.get("rollouts") if isinstance(snapshot, dict) else None
+    rollouts = found if isinstance(found, dict) else {}
+    return {name: content for name, content in rollouts.items() if isinstance(content, dict)}
 
 
 def find_snapshots(folder: Path) -> list[Path]:

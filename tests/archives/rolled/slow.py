@@ -1,4 +1,4 @@
-"""The same classifier, three times as slow."""
+"""The same classifier, which takes a fifth of a second."""
 
 import time
 
@@ -9,5 +9,5 @@ def handle(data, context):
     """Answer each row, later."""
     if data is None:
         return None
-    time.sleep(0.01)
+    time.sleep(0.2)
     return good.handle(data, context)

@@ -102,3 +102,36 @@ def test_snapshots_of_one_moment_have_an_order(home: Home) -> None:
     (folder / "99990101000000000-shutdown.cfg").write_text("")
     home.start()
     assert kinds(home) == ["shutdown", "startup"]
+
+
+@pytest.mark.nightly
+def test_a_roll_out_of_the_drop_in_is_remembered_too(home: Home) -> None:
+    properties = {"default_workers_per_model": "1", "enable_model_api": "true"}
+    home.start("--models", "echo.mar", properties=properties)
+
+    def ask() -> set[str]:
+        with home.client() as client:
+            answers = [client.post("/predictions/echo", content=b"x") for _ in range(30)]
+        assert {answer.status_code for answer in answers} == {200}, answers[0].text
+        return {answer.headers["x-model-version"] for answer in answers}
+
+    plan = {"url": "echo_two.mar", "shadow": "0", "canary": "50"}
+    with home.client("management") as client:
+        assert client.get("/models/echo/rollout").status_code == 404
+        assert client.post("/models/echo/rollout", params=plan).json()["state"] == "candidate"
+        assert ask() == {"1.0"}
+        for path, status in (("promote", 409), ("promote?force=true", 200), ("forward", 404)):
+            answer = client.post(f"/models/echo/rollout/{path}")
+            assert answer.status_code == status, answer.text
+        assert client.delete("/models/echo/2.0").status_code == 409
+    assert ask() == {"1.0", "2.0"}
+    assert newest(home)[1]["modelCount"] == 1
+    assert newest(home)[1]["rollouts"]["echo"]["state"] == "canary"
+    home.stop()
+    code, output = home.run("--model-store", home.store)
+    assert code == 0, output
+    home.wait_for_workers("echo")
+    assert ask() == {"1.0", "2.0"}
+    with home.client("management") as client:
+        assert client.post("/models/echo/rollout/abort").json()["state"] == "aborted"
+    assert ask() == {"1.0"}
