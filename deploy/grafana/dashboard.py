@@ -114,6 +114,16 @@ ROWS: Sequence[tuple[str, Sequence[Panel]]] = (
             f"{rate('modelyard_attribution_share_count', 'model, part')}": "{{model}} {{part}}"},
             "percentunit"),
     )),
+    ("Roll-outs", (
+        Panel("State", {'modelyard_rollout_state{model=~"$model"} > 0': "{{model}} {{candidate}} "
+              "{{state}}"}, kind="table"),
+        Panel("Compared", {'sum by (model, candidate, verdict) '
+              f'(rate(modelyard_rollout_compared_total{{model=~"$model"}}{RATE}))':
+              "{{model}} {{candidate}} {{verdict}}"}, "reqps"),
+        Panel("Share that the candidate answers",
+              {'modelyard_rollout_canary_share{model=~"$model"}': "{{model}} {{candidate}}"},
+              "percentunit"),
+    )),
     ("What is served", (
         Panel("Models", {f"modelyard_model_info{{{OF}}}": ""}, kind="table"),
         Panel("Servers", {"modelyard_build_info": ""}, kind="table"),

@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from time import monotonic
+from typing import Protocol
 from urllib.parse import parse_qsl
 
 import orjson
@@ -67,7 +68,7 @@ from modelyard.serve.errors import (
     http_status,
 )
 from modelyard.serve.http.application import Answers, Events, ServerState
-from modelyard.serve.http.connection import Headers, RequestResponseCycle
+from modelyard.serve.http.connection import Headers, RequestResponseCycle, Served
 
 KINDS = {"predictions": PREDICT, "explanations": EXPLAIN}
 METHODS = frozenset({"POST", "PUT"})
@@ -294,13 +295,20 @@ class Calls:
         return model
 
 
+class Carrier(Protocol):
+    """What an answer is sent by: a request of HTTP, a call of gRPC."""
+
+    served: Served
+    """Model and version that answer, as logs and the answer's headers have it."""
+
+
 class CallReply:
     """Takes the reply to a call, counts it, and sends it on at once: a sink without a task.
 
     What sends it is of the protocol: `answer` and `refuse`.
     """
 
-    __slots__ = ("_calls", "_model", "_target", "call", "trace")
+    __slots__ = ("_calls", "_model", "_target", "call", "carrier", "trace")
     call: Call | None
     """Given up with the reply: the two hold each other, and what is left to the collector stops
     this process for it."""
@@ -312,6 +320,16 @@ class CallReply:
         self._model = model
         self._target = target
         self.trace = trace
+        self.carrier: Carrier | None = None
+
+    def move(self, call: Call) -> bool:
+        """Take the reply of another version, if the client named none."""
+        if self._target.version is not None or self.carrier is None:
+            return False
+        assert isinstance(call.model, ModelVersion)
+        self.call, self._model = call, call.model
+        self.carrier.served = self._model.name, self._model.version
+        return True
 
     def answer(self, reply: Reply) -> None:
         """Send a worker's reply."""
@@ -382,7 +400,7 @@ class DirectReply(CallReply):
         trace: Trace | None = None,
     ) -> None:
         super().__init__(calls, model, target, trace)
-        self._cycle = cycle
+        self._cycle = self.carrier = cycle
         self._id = id
 
     def answer(self, reply: Reply) -> None:

@@ -238,6 +238,13 @@ class Batcher:
         while self._queue:
             self._queue.popleft().fail(error)
 
+    def withdraw(self) -> list[Call]:
+        """Take everything that waits."""
+        jobs = []
+        while self._queue:
+            jobs.append(self._queue.popleft())
+        return jobs
+
     def _take(self, replica: Replica, count: int) -> list[Call]:
         """Take up to `count` jobs, the oldest always among them."""
         if self._call_bytes is None:

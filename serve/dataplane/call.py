@@ -12,7 +12,7 @@ import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.wire import Buffer, Payload
@@ -158,6 +158,30 @@ class ReplySink(Protocol):
 
     def cancel(self) -> bool:
         """Note that nobody waits for it any more."""
+
+
+@runtime_checkable
+class MovableSink(ReplySink, Protocol):
+    """A sink whose call another model version may answer."""
+
+    def move(self, call: Call) -> bool:
+        """Take the reply to another call in place of this one's, if its client named no version."""
+
+
+class _Nobody:
+    """The sink of a call that another one was made of."""
+
+    def done(self) -> bool:
+        return True
+
+    def cancel(self) -> bool:
+        return True
+
+    def set_result(self, reply: Reply, /) -> None:
+        pass
+
+    def set_exception(self, error: Exception, /) -> None:
+        pass
 
 
 class Queue(Protocol):
@@ -320,6 +344,23 @@ class Call:
             self.stream.fail(error)
         elif not self.sink.done():
             self.sink.set_exception(error)
+
+    def hand_to(self, model: Model) -> bool:
+        """Have another version answer it; return whether it may. What this one says is dropped."""
+        sink = self.sink
+        if sink.done() or self.stream is not None or not isinstance(sink, MovableSink):
+            return False
+        call = Call(
+            model, self.kind, self.head, sink, self.timeout_s, self.has_left, self.flags,
+            False, self.trace, self.priority,
+        )  # fmt: skip
+        call.rows, call.parts = self.rows, self.parts
+        call.queued_at, call.taken_at, call.deadline = self.queued_at, self.taken_at, self.deadline
+        if not sink.move(call):
+            return False
+        self.sink = _Nobody()
+        model.batchers[self.kind].put(call)
+        return True
 
     def drop_if_left(self) -> bool:
         """Return whether nobody waits for it any more, its client having left."""

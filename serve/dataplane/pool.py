@@ -90,6 +90,9 @@ class Pool:
         """What workers are judged by."""
         self.on_answer: tuple[Callable[[Call, Reply], None], ...] = ()
         """Called with each job that a worker answered, when its answer has been given out."""
+        self.heir: Callable[[Call], bool] | None = None
+        """Called with a job whose worker has died, in place of trying it once more; returns whether
+        somebody else answers it."""
         self._is_stopping = False
         self._closing: set[asyncio.Task[None]] = set()
         self.slots: list[ReplicaSlot] = []
@@ -395,7 +398,7 @@ class Pool:
         for job in worker.flight.values():
             if job.stream is not None or job.retried or not self.plan.retry:
                 job.fail(worker.death)
-            elif not job.sink.done():
+            elif not job.sink.done() and not (self.heir is not None and self.heir(job)):
                 job.retried = True
                 self._retries.append(job)
         worker.flight.clear()

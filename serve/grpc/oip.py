@@ -192,6 +192,7 @@ def begin_call(
         raise failure from error
     rpc.served = model.name, model.version
     sink = reply(model)
+    sink.carrier = rpc
     trace = None
     if calls.tracing is not None:
         trace = sink.trace = _begin_trace(calls.tracing, rpc, model, target)

@@ -243,8 +243,11 @@ class Rollouts:
         Raises:
             Conflict: it is not there any more.
         """
+        trial = rollout.trial
         self._move(rollout, State.RETURNED, why)
         rollout.metrics.returned.inc()
+        if trial is not None:
+            trial.hand_over()
 
     # -- by itself -----------------------------------------------------------------------------
 
@@ -336,7 +339,7 @@ class Rollouts:
         assert candidate is not None and live is not None
         if state in (State.CANARY, State.DEFAULT) and candidate.pool.plan.niceness:
             before = record.state
-            await self._lifecycle.renew(candidate, live.pool.least, niceness=0)
+            await self._lifecycle.renew(candidate, max(1, live.pool.least), niceness=0)
             if record.state is not before:
                 raise Conflict(f"the roll-out of {record.model} is {record.state} meanwhile")
             record.workers = candidate.pool.least
@@ -485,9 +488,14 @@ class Rollouts:
                 raise Conflict(f"{name} {record.live.version} is not the default any more")
             rollout.candidate = await self._lifecycle.add(spec, None, waits=True)
         except (ServeError, ArchiveError) as error:
-            self._move(rollout, State.FAILED, f"it could not be restored: {error}")
-            return
-        self._move(rollout, record.state, "the server started again", record.step)
+            logger.error("%s: the candidate %s: %s", name, record.candidate.version, error)
+            if record.is_active:
+                self._move(rollout, State.FAILED, f"it could not be restored: {error}")
+                return
+        if record.is_active:
+            self._move(rollout, record.state, "the server started again", record.step)
+        else:
+            rollout.metrics.entered(record.state, record.share)
 
     async def stop(self) -> None:
         """Judge nothing any more; the state stays as it is."""

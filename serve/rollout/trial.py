@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from modelyard.serve.control.registry import ModelVersion
-from modelyard.serve.dataplane.call import PREDICT, Reply
+from modelyard.serve.dataplane.call import PREDICT, Call, Reply
 from modelyard.serve.dataplane.metrics import RolloutMetrics
 from modelyard.serve.errors import WorkerDied
 from modelyard.serve.rollout.bounds import Bound, excess
@@ -93,6 +93,7 @@ class Trial:
         watcher = self._candidate_answered if is_canary else None
         self._candidate.metrics.kinds[PREDICT].watcher = watcher
         self._watch = Watch(self._live, self._candidate, self._live_p99_s) if is_canary else None
+        self._candidate.pool.heir = self._inherit if is_canary else None
 
     def stop(self) -> None:
         """Copy and count nothing more; what was found stays."""
@@ -102,6 +103,25 @@ class Trial:
         for model in (self._live, self._candidate):
             model.metrics.kinds[PREDICT].watcher = None
         self._watch = None
+        self._candidate.pool.heir = None
+
+    def hand_over(self) -> None:
+        """Have the live version answer what the candidate has not, and may be asked twice."""
+        pool, queue = self._candidate.pool, self._candidate.batchers[PREDICT]
+        for job in queue.withdraw():
+            if not job.hand_to(self._live):
+                queue.put(job)
+        for worker in pool.workers if pool.plan.retry else ():
+            for id, job in worker.flight.items():
+                if job.kind == PREDICT and job.hand_to(self._live):
+                    worker.cancel(id)
+
+    def _inherit(self, job: Call) -> bool:
+        """Count a request that a worker of the candidate died with, and have it answered."""
+        if job.kind != PREDICT or not job.hand_to(self._live):
+            return False
+        self._tally.add_answers(candidate=1, candidate_failed=1)
+        return True
 
     @property
     def is_over(self) -> bool:
