@@ -32,6 +32,8 @@ logger = logging.getLogger("ray.serve")
 STORE = "store"
 HEALTH_S = 4.0
 """For an answer to the question whether the server lives."""
+MOST_MISSED = 3
+"""Answers to it that are missed in a row; as many as Ray forgives."""
 SERVER_ENDED = 70
 """Exit code of a replica whose server has ended."""
 
@@ -41,6 +43,7 @@ class Cell:
 
     _server: CellServer | None = None
     _folder: CellFolder | None = None
+    _missed = 0
 
     def __init__(self, plan: str) -> None:
         """Read what every cell is given.
@@ -82,11 +85,22 @@ class Cell:
         self._signals = Signals(_upstream(about["metrics"], settings), token)
 
     async def check_health(self) -> None:
-        """Raise where the server does not answer; Ray then replaces the cell."""
-        async with asyncio.timeout(HEALTH_S):
-            status, _ = await self._upstream.get("/health/live")
-        if status != HTTPStatus.OK:
-            raise StartError(f"the cell's server answers {status} to /health/live")
+        """Raise where the server does not answer.
+
+        After the third time the replica ends. Ray would wait for what the server holds, and that is
+        never answered; with the replica gone, it is sent to another cell.
+        """
+        try:
+            async with asyncio.timeout(HEALTH_S):
+                status, _ = await self._upstream.get("/health/live")
+            if status != HTTPStatus.OK:
+                raise StartError(f"the cell's server answers {status} to /health/live")
+        except Exception:
+            self._missed += 1
+            if self._missed == MOST_MISSED:
+                _end(f"the cell's server has not answered /health/live {MOST_MISSED} times")
+            raise
+        self._missed = 0
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what `CellScaling` decides by."""

@@ -1,0 +1,407 @@
+"""What becomes of requests while cells of Ray Serve are killed, hung, scaled and updated.
+
+    python -m benchmarks.chaos
+    python -m benchmarks.chaos --only cell --only update --clients 4
+
+Two cells of one worker behind Ray's HAProxy serve an archive that takes 5 ms a request and answers
+with length and checksum of the body; clients send bodies of 100 bytes to 2 MB, in turns. While they
+do, one thing goes wrong, and the table says what became of every request. HAProxy repeats what it
+holds: bodies up to 1 MB. What it cannot repeat, larger ones and all on the connections of a proxy
+that is killed, the clients send again, and that is counted apart.
+
+Needs Ray (`pip install modelyard[ray]`) and Linux: it runs in namespaces of its own, because Ray
+listens on every address, and processes are found by what they run.
+
+The exit code is 1 when a request was never answered, or when clients had to repeat one that HAProxy
+could have.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.chaos_load import Account, Load
+
+ROOT = Path(__file__).absolute().parents[1]
+IS_ROOT = os.getuid() == 0
+ALONE = ("unshare", *(() if IS_ROOT else ("--map-root-user",)), "--net", "--pid", "--fork",
+         "--mount-proc", "--kill-child")  # fmt: skip
+"""Namespaces of its own, all of which end with the command."""
+HOST, PORT = "127.0.0.1", 8000
+MODEL = "chaos"
+PATH = f"/predictions/{MODEL}"
+SIZES = (100, 10_000, 100_000, 1_000_000, 2_000_000)
+HELD = 1_000_000
+"""The largest of these that fits HAProxy's buffer, as cells set it."""
+CLIENTS = 6
+START_S, BEFORE_S, AFTER_S, RECOVER_S = 240.0, 2.0, 2.0, 180.0
+CELL, SERVER, PROXY = b"ray::ServeReplica", b"modelyard.serve.ray.child", b"haproxy"
+"""What the command line of a process says."""
+RUN = str(Path(sys.executable).with_name("serve"))
+"""Ray's command."""
+READY = "is ready at"
+"""What `serve run` says of an application that is."""
+HANDLER = '''\
+"""Say of each body how long it is, and its checksum, after 5 ms."""
+
+import time
+import zlib
+
+VERSION = "{version}"
+
+
+class Chaos:
+    def initialize(self, context):
+        {initialize}
+
+    def handle(self, data, context):
+        rows = [bytes(row.get("body") or b"") for row in data]
+        time.sleep(0.005 * len(rows))
+        return [
+            {{"version": VERSION, "bytes": len(row), "crc": zlib.crc32(row)}} for row in rows
+        ]
+'''
+
+
+def build(store: Path, version: str, initialize: str = "pass") -> None:
+    """Archive a version of the handler; its artifact is never opened."""
+    from modelyard.archiver import write_archive
+
+    sources = store / "sources"
+    sources.mkdir(parents=True)
+    (sources / "handler.py").write_text(HANDLER.format(version=version, initialize=initialize))
+    (sources / "nothing.bin").write_bytes(b"nothing")
+    write_archive(
+        MODEL,
+        version=version,
+        artifact=sources / "nothing.bin",
+        handler=str(sources / "handler.py"),
+        output_dir=store,
+    )
+    shutil.rmtree(sources)
+
+
+# -- what runs in the namespaces ------------------------------------------------------------------
+
+
+def processes(words: bytes) -> list[int]:
+    """Return the processes whose command line holds these words, oldest first."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if words in entry.read_bytes() and int(entry.parent.name) != os.getpid():
+                found.append(int(entry.parent.name))
+    return sorted(found)
+
+
+def poll(condition: Callable[[], object], what: str, timeout_s: float = RECOVER_S) -> None:
+    """Wait until something is true."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"not within {timeout_s:g} s: {what}")
+        time.sleep(0.1)
+
+
+def answers(url: str) -> bool:
+    """Return whether this is answered with 200."""
+    with contextlib.suppress(OSError), urllib.request.urlopen(url, timeout=2) as answer:
+        return bool(answer.status == 200)
+    return False
+
+
+def is_ready() -> bool:
+    """Return whether the application answers."""
+    return answers(f"http://{HOST}:{PORT}/health/ready")
+
+
+class Cells:
+    """The application on a Ray of its own.
+
+    Args:
+        folder: of the stores; cells keep their own folders in it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cells = 2
+        self.store = "one"
+
+    def arguments(self) -> list[str]:
+        """Return what `serve run` is given now."""
+        return ["modelyard.serve.ray:app", f"model_store={self.folder / self.store}",
+                f"cells={self.cells}", "cpus=0.1", "workers=1", "auth=management"]  # fmt: skip
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Run the application for a block."""
+        command = [RUN, "run", *self.arguments()]
+        log = self.folder / "serve.log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(command, stdout=output, stderr=output)
+        try:
+            # A cell that is lost before Ray says this fails the deployment.
+            poll(lambda: READY in log.read_text() or process.poll() is not None,
+                 "cells are ready", START_S)  # fmt: skip
+            if process.poll() is not None:
+                raise SystemExit(log.read_text()[-2000:])
+            poll(is_ready, "the proxy knows them")
+            yield
+        finally:
+            process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(60)
+
+    def redeploy(self) -> subprocess.CompletedProcess[str]:
+        """Have Ray make it as the arguments now say; return when it has, or has failed."""
+        command = [RUN, "run", "--non-blocking", "--address", "auto", *self.arguments()]
+        return subprocess.run(command, capture_output=True, text=True, timeout=RECOVER_S)
+
+    def ready(self) -> set[int]:
+        """Return the servers that are ready."""
+        found = set()
+        for file in self.folder.glob("modelyard-*/cells/cell-*/server.json"):
+            with contextlib.suppress(OSError, ValueError):
+                about = json.loads(file.read_text())
+                if answers(f"{about['inference']}/health/ready"):
+                    found.add(int(about["pid"]))
+        return found
+
+    def whole(self, without: frozenset[int] | set[int] = frozenset()) -> None:
+        """Wait until as many servers are ready as there should be, none of these among them."""
+        poll(
+            lambda: len(left := self.ready()) == self.cells and not left & without,
+            f"{self.cells} servers are ready",
+        )
+
+    def replaced(self, event: Callable[[], None]) -> None:
+        """Do something that ends a cell; wait until another has come."""
+        before = self.ready()
+        event()
+        poll(lambda: before - set(processes(SERVER)), "a server has gone")
+        self.whole(without=before - set(processes(SERVER)))
+
+    # The faults; each returns when the set is whole again.
+
+    def kill_cell(self) -> str:
+        """Kill a replica; its server ends with it."""
+        self.replaced(lambda: os.kill(processes(CELL)[0], signal.SIGKILL))
+        return ""
+
+    def kill_server(self) -> str:
+        """Kill the server inside of a replica."""
+        self.replaced(lambda: os.kill(processes(SERVER)[0], signal.SIGKILL))
+        return ""
+
+    def kill_proxy(self) -> str:
+        """Kill HAProxy."""
+        pid = processes(PROXY)[-1]
+        os.kill(pid, signal.SIGKILL)
+        poll(lambda: pid not in processes(PROXY) and is_ready(), "there is another proxy")
+        return ""
+
+    def hang_server(self) -> str:
+        """Stop the server inside of a replica, which is there and does not run."""
+        self.replaced(lambda: os.kill(processes(SERVER)[0], signal.SIGSTOP))
+        return ""
+
+    def hang_cell(self) -> str:
+        """Stop a replica; its server goes on."""
+        self.replaced(lambda: os.kill(processes(CELL)[0], signal.SIGSTOP))
+        return ""
+
+    def scale_up(self) -> str:
+        """Make it three cells."""
+        self.cells = 3
+        return self._deploy()
+
+    def scale_down(self) -> str:
+        """Make it two cells again."""
+        self.cells = 2
+        return self._deploy()
+
+    def update(self) -> str:
+        """Roll out the next version of the archive."""
+        self.store = "two"
+        return self._deploy(without=self.ready())
+
+    def update_bad(self) -> str:
+        """Roll out an archive whose workers do not start; then say again what was there before."""
+        good, self.store = self.store, "bad"
+        if not self.redeploy().returncode:
+            return "the bad archive was taken"
+        kept = f"the bad one was refused, {len(self.ready())} of {self.cells} cells stayed"
+        self.store = good
+        return self._deploy() or kept
+
+    def _deploy(self, without: frozenset[int] | set[int] = frozenset()) -> str:
+        ran = self.redeploy()
+        self.whole(without)
+        return ran.stderr[-300:] if ran.returncode else ""
+
+
+FAULTS: dict[str, Callable[[Cells], str]] = {
+    "cell": Cells.kill_cell,
+    "server": Cells.kill_server,
+    "proxy": Cells.kill_proxy,
+    "hung-server": Cells.hang_server,
+    "up": Cells.scale_up,
+    "down": Cells.scale_down,
+    "update": Cells.update,
+    "bad-update": Cells.update_bad,
+    "hung-cell": Cells.hang_cell,
+}
+
+
+@dataclass
+class Outcome:
+    """What became of all requests during one fault."""
+
+    fault: str
+    accounts: dict[int, Account]
+    seconds: float
+    note: str
+
+
+async def during(cells: Cells, fault: str, clients: int) -> Outcome:
+    """Do something under load; return what became of the requests."""
+    load = Load(HOST, PORT, PATH, SIZES, clients)
+    running = asyncio.create_task(load.run())
+    await asyncio.sleep(BEFORE_S)
+    started = time.monotonic()
+    try:
+        note = await asyncio.to_thread(FAULTS[fault], cells)
+    except (TimeoutError, subprocess.TimeoutExpired) as error:
+        note = str(error)[:200]
+        sys.stderr.write((cells.folder / "serve.log").read_text()[-6000:])
+    seconds = time.monotonic() - started
+    await asyncio.sleep(AFTER_S)
+    load.stop()
+    await running
+    return Outcome(fault, load.accounts, seconds, note)
+
+
+def inside(folder: Path, faults: list[str], clients: int) -> None:
+    """Run the application and all faults; write each outcome as a line of JSON."""
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    cells = Cells(folder)
+    with cells.running():
+        for fault in faults:
+            outcome = asyncio.run(during(cells, fault, clients))
+            sys.stdout.write(json.dumps(vars(outcome), default=vars) + "\n")
+            sys.stdout.flush()
+            time.sleep(AFTER_S)
+
+
+# -- what runs outside ----------------------------------------------------------------------------
+
+
+def main() -> int:
+    """Read the arguments, run, and print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", action="append", choices=FAULTS, help="repeatable; default: all")
+    parser.add_argument("--clients", type=int, default=CLIENTS)
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    faults = given.only or list(FAULTS)
+    if given.inside:
+        inside(given.inside, faults, given.clients)
+        return 0
+    with tempfile.TemporaryDirectory(dir="/tmp") as name:  # Ray's sockets have long names
+        folder = Path(name)
+        build(folder / "one", "1.0")
+        build(folder / "two", "2.0")
+        build(folder / "bad", "3.0", 'raise RuntimeError("this version does not load")')
+        outcomes = run(folder, faults, given.clients)
+    report(outcomes)
+    is_well = len(outcomes) == len(faults) and not any(map(missed, outcomes))
+    return 0 if is_well else 1
+
+
+def run(folder: Path, faults: list[str], clients: int) -> list[Outcome]:
+    """Run everything in namespaces of its own; return what was accounted for."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("MODELYARD_", "RAY_"))}
+    name = str(folder)
+    place = {"TMPDIR": name, "RAY_TMPDIR": name}
+    only = [word for fault in faults for word in ("--only", fault)]
+    command = [*ALONE, sys.executable, "-m", "benchmarks.chaos", "--inside", name,
+               "--clients", str(clients), *only]  # fmt: skip
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])}
+    outcomes = []
+    with subprocess.Popen(
+        command, cwd=folder, env={**kept, **place, **path}, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            read = json.loads(line)
+            accounts = {int(size): Account(**each) for size, each in read.pop("accounts").items()}
+            outcomes.append(Outcome(accounts=accounts, **read))
+            Console(stderr=True).print(f"{read['fault']}: done after {read['seconds']:.0f} s")
+    return outcomes
+
+
+def missed(outcome: Outcome) -> int:
+    """Return how many requests were never answered, or repeated by clients where HAProxy could."""
+    is_proxy = outcome.fault == "proxy"
+    return sum(
+        each.lost + (each.repeated if size <= HELD and not is_proxy else 0)
+        for size, each in outcome.accounts.items()
+    )
+
+
+def report(outcomes: list[Outcome]) -> None:
+    """Print what became of all requests."""
+    table = Table(box=box.SIMPLE)
+    for column in ("fault", "whole again", "sent", "answered at once", "to a repeat, up to 1 MB",
+                   "above", "lost", "slowest", "versions", "what clients met"):  # fmt: skip
+        table.add_column(column, justify="left" if "a" in column[:2] else "right")
+    for outcome in outcomes:
+        total = list(outcome.accounts.values())
+        met: Counter[str] = sum((Counter(each.met) for each in total), Counter())
+        versions: Counter[str] = sum((Counter(each.versions) for each in total), Counter())
+        repeated = {
+            is_held: sum(
+                each.repeated
+                for size, each in outcome.accounts.items()
+                if (size <= HELD) is is_held
+            )
+            for is_held in (True, False)
+        }
+        table.add_row(
+            outcome.fault,
+            f"{outcome.seconds:.0f} s",
+            str(sum(each.sent for each in total)),
+            str(sum(each.at_once for each in total)),
+            str(repeated[True]),
+            str(repeated[False]),
+            str(sum(each.lost for each in total)),
+            f"{max(each.slowest_s for each in total):.1f} s",
+            ", ".join(f"{n} of {version}" for version, n in sorted(versions.items())),
+            "; ".join(filter(None, [outcome.note, *(f"{n} × {said}" for said, n in met.items())])),
+        )
+    Console(width=200).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
