@@ -72,7 +72,7 @@ const make = (figure) => {
       legend: { live: false },
       scales: { x: { time: true, range: (_, first, last) => window_(first, last) }, y: { range: (_, __, most) => [0, most > 0 ? most * 1.1 : 1] } },
       axes: [
-        { ...axis, size: 26, space: 60, values: (_, ticks) => ticks.map((at) => clock(at)) },
+        { ...axis, size: 26, space: 38, values: (_, ticks) => ticks.map((at) => clock(at)) },
         { ...axis, size: 48, values: (_, ticks) => ticks.map(short) },
       ],
       series: [
@@ -98,7 +98,7 @@ const window_ = (first, last) => {
   return [Math.min(first || end, end - 60), end];
 };
 
-const clock = (at) => new Date(at * 1000).toTimeString().slice(0, 8);
+const clock = (at) => new Date(at * 1000).toTimeString().slice(0, at % 60 ? 8 : 5);
 
 const draw = ({ figure, canvas, lines, plot }) => {
   const columns = lines.map(([, column]) => points.map((each) => each[COLUMN[column]]));
