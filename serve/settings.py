@@ -144,6 +144,8 @@ class Settings(BaseModel):
     """Size of an answer, or of a chunk of it; a larger one is answered 500."""
     response_memory_bytes: int = Field(default=256 << 20, ge=1)
     """Of all answers that the server process holds; beyond it workers wait for clients."""
+    answer_cache_bytes: int = Field(default=64 << 20, ge=0)
+    """Of all answers that are kept, of models whose settings say `cacheAnswers`."""
     max_image_pixels: int = Field(default=25_000_000, ge=1)
     """Of a picture in a request; built-in handlers answer a larger one 400."""
     max_header_bytes: int = Field(default=65_536, ge=8192)

@@ -226,7 +226,9 @@ class Calls:
             timeout_s = min(timeout_s, model.request_timeout_s)
             cycle.connection.turns.expect(timeout_s)
             waited_s = cycle.connection.waited_s
-            if kind == PREDICT:  # before there is a call, or a body: a refusal is to cost little
+            if (
+                kind == PREDICT and model.kept is None
+            ):  # before there is a call, or a body: a refusal is to cost little
                 model.batchers[kind].check(
                     timeout_s, must_fit, monotonic(), waited_s, priority=priority
                 )
@@ -249,7 +251,9 @@ class Calls:
             trace,
             priority,
         )
-        is_checked = kind == PREDICT and cycle.is_received
+        if model.kept is not None:  # whose answer is there needs no place in a queue
+            call.lookup = model.kept.lookup(cycle.headers)
+        is_checked = kind == PREDICT and cycle.is_received and model.kept is None
         put = call.put if is_checked else call.submit
         if flags & wire.TENSORS:
             put = partial(put_tensors, call, self.check_high, cycle.headers)
@@ -407,9 +411,12 @@ class DirectReply(CallReply):
         """Send a worker's reply."""
         headers = unpack_headers(reply.headers)
         form, body = self._target.form, reply.body
+        if reply.note is not None:
+            self._cycle.outcome = reply.note.outcome
+            headers = [*headers, *reply.note.headers]
         if form is None and isinstance(body, Stream) and self._calls.sends_events:
             form = CHUNKS if wants_events(self._cycle.headers) and is_text(headers) else None
-        if form is None or reply.status >= 400 or are_events(headers):
+        if form is None or reply.status == 304 or reply.status >= 400 or are_events(headers):
             self._send(reply.status, headers, body)
             return
         write = writer(form, self._model.name, self._model.version, headers)

@@ -30,6 +30,7 @@ from modelyard.serve.control.sizing import is_on_gpu, this_machine
 from modelyard.serve.control.store import file_stem
 from modelyard.serve.dataplane.batcher import Batcher
 from modelyard.serve.dataplane.budget import AnswerBudget
+from modelyard.serve.dataplane.cache import AnswerStore, VersionAnswers
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
 from modelyard.serve.dataplane.drift import Drift
 from modelyard.serve.dataplane.fork_server import ForkServer, Preload
@@ -94,6 +95,7 @@ class Builder:
         self._policy = policy
         self._budget = budget
         self._metrics = metrics
+        self._answers = AnswerStore(policy.settings.answer_cache_bytes)
         self.sandbox = Sandbox(policy.settings)
         self.fork_server: ForkServer | None = None
         if policy.settings.fork_workers:
@@ -189,6 +191,16 @@ class Builder:
             )
             for kind in (PREDICT, EXPLAIN)
         )
+        is_ours = manifest.modelyard is not None and plan.load["handler"] in OUR_HANDLERS
+        kept = None
+        if config.keeps_answers:
+            if plan.load["handler"] == STEPS:
+                raise BadModelConfig(
+                    f"model_settings: cacheAnswers: the handler {STEPS} of {file} draws what it "
+                    "answers; expected a model that answers the same request with the same"
+                )
+            ignored = [name.encode() for name in config.ignored_headers]
+            kept = VersionAnswers(self._answers, is_ours, ignored)
         if explainers is None:
             pool.feed((predictions, explanations))
         else:
@@ -209,8 +221,8 @@ class Builder:
             explainers=explainers,
             batchers=(predictions, explanations),
             metrics=metrics,
-            takes_our_options=manifest.modelyard is not None
-            and plan.load["handler"] in OUR_HANDLERS,
+            takes_our_options=is_ours,
+            kept=kept,
             at_start=spec.at_start,
             part=spec.part,
             is_downloaded=is_fetched,
@@ -364,6 +376,8 @@ def expose(model: ModelVersion) -> None:
     """Have a version's workers and its requests counted at each scrape."""
     pool = model.pool
     model.metrics.watch_workers(lambda: pool.ready_count, lambda: pool.busy_s)
+    if model.kept is not None:
+        model.metrics.watch_cache(model.kept)
     predictions, explanations = model.batchers
     _watch(model.metrics, predictions, pool, PREDICT)
     _watch(model.metrics, explanations, model.explainers or pool, EXPLAIN)

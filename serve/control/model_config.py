@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from modelyard.serve.settings import Settings
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+_HEADER_NAME = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 
 DEFAULT_BATCH_SIZE = 8
 """On a CPU a batch above 8 gains nothing for small networks and costs latency for large ones."""
@@ -122,6 +124,12 @@ class ModelConfig:
     shares_workers: bool | None = None
     """Whether its workers share processes with those of other versions; None as the setting
     `share_workers` says, where it can be. The operator's alone to say [shareWorkers]."""
+    keeps_answers: bool = False
+    """Whether an answer is given again to the same request. The operator's alone to say
+    [cacheAnswers]."""
+    ignored_headers: tuple[str, ...] = ()
+    """That say nothing to an author's handler, when a request is compared with others
+    [cacheIgnores]."""
     artifact: str = ""
     """What predicts in place of the artifact that the manifest names, as the settings say it of
     this model; what the archive says its workers read [artifact]."""
@@ -218,6 +226,8 @@ def extensions(
         "files": values.of_operator("files", ("own", "all"), settings.files),
         "shares_workers": values.of_operator("shareWorkers", (True, False), None),
         "capacity_rps": values.rate("tunedRate"),
+        "keeps_answers": values.of_operator("cacheAnswers", (True, False), False),
+        "ignored_headers": values.operators_headers("cacheIgnores"),
     }
 
 
@@ -353,6 +363,18 @@ class Values:
         if value and value not in archive.names:
             raise BadModelConfig(f"model_settings: {key}: the archive holds no {value!r}")
         return str(value)
+
+    def operators_headers(self, key: str) -> tuple[str, ...]:
+        """Return names of headers, in lower case, that the settings list."""
+        self._known.add(key)
+        value = self._settings.get(key, [])
+        if not isinstance(value, list) or not all(
+            isinstance(name, str) and _HEADER_NAME.fullmatch(name) for name in value
+        ):
+            raise BadModelConfig(
+                f"model_settings: {key}: expected a list of names of headers, got {value!r}"
+            )
+        return tuple(name.lower() for name in value)
 
     def of_operator(self, key: str, words: Sequence[T], default: T) -> T:
         """Return a value that the settings say of the model; what the archive says is not asked."""

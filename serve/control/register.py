@@ -322,6 +322,8 @@ class Lifecycle:
     async def _end(
         self, model: ModelVersion, drain_timeout_s: float, forgets_metrics: bool = True
     ) -> None:
+        if model.kept is not None:
+            model.kept.close()
         pools = pools_of(model)
         self._unlisted.update(pools)
         try:

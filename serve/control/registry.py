@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from modelyard.serve.control.model_config import ModelConfig, Options
 from modelyard.serve.dataplane.batcher import Batcher
+from modelyard.serve.dataplane.cache import VersionAnswers
 from modelyard.serve.dataplane.metrics import VersionMetrics
 from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.errors import Conflict, DefaultVersion, ModelNotFound, VersionNotFound
@@ -52,6 +53,8 @@ class ModelVersion:
     batchers: tuple[Batcher, Batcher]
     """For predictions and explanations."""
     metrics: VersionMetrics
+    kept: VersionAnswers | None = None
+    """Its answers that are kept; None where none are."""
     explainers: Pool | None = None
     """Workers that only explain; None where those of predictions do that too."""
     at_start: bool = False

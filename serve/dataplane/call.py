@@ -132,6 +132,15 @@ class Stream:
             await self._arrived.wait()
 
 
+class Note(NamedTuple):
+    """How an answer came about that was looked for among those that are kept."""
+
+    outcome: str
+    """`hit`, `miss`, `joined` or `bypass`."""
+    headers: tuple[tuple[bytes, bytes], ...]
+    """That the answer has beside its own."""
+
+
 class Reply(NamedTuple):
     """A worker's answer to one call: HTTP status, packed headers (`wire.pack_meta`), body."""
 
@@ -142,6 +151,8 @@ class Reply(NamedTuple):
     """How long the call waited at the worker before its batch began; 0 in a streamed answer."""
     handler_us: int = 0
     """How long the handler's call took that answered it; 0 in a streamed answer."""
+    note: Note | None = None
+    """None where no answers are kept."""
 
 
 class ReplySink(Protocol):
@@ -236,6 +247,13 @@ class Model(Protocol):
         """Start the workers that only explain; None where there is nothing to start."""
 
 
+class Lookup(Protocol):
+    """What looks for a call's answer among those that are kept."""
+
+    def answer(self, call: Call) -> bool:
+        """Return whether the call is seen to: it is answered, or waits for the same answer."""
+
+
 class Call:
     """One request for a model's answer.
 
@@ -258,6 +276,7 @@ class Call:
         "has_left",
         "head",
         "kind",
+        "lookup",
         "model",
         "must_fit",
         "parts",
@@ -305,6 +324,8 @@ class Call:
         self.retried = False
         self.rows = 1
         """Of a batch, that it fills; known when the body is there."""
+        self.lookup: Lookup | None = None
+        """Where answers are kept."""
         self.stream: Stream | None = None
         """Once the first chunk of its answer has come."""
 
@@ -314,8 +335,13 @@ class Call:
         self.model.batchers[self.kind].put(self)
 
     def submit(self, parts: Sequence[Buffer]) -> None:
-        """Queue it with its body; a refusal is its reply."""
+        """Queue it with its body, unless its answer is there; a refusal is its reply."""
         self.arrived(parts, monotonic())
+        if self.lookup is None or not self.lookup.answer(self):
+            self.start()
+
+    def start(self) -> None:
+        """Queue it; its body is there."""
         starting = self.model.start_explainers() if self.kind == EXPLAIN else None
         if starting is None:
             self._queue()

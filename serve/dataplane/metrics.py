@@ -29,6 +29,8 @@ from modelyard.serve.dataplane.readings import Family, Readings
 KINDS = ("predict", "explain")
 """Label values by kind of job: index 0 and 1."""
 BUILD = ("version", "python", "torch")
+LOOKUPS = ("hit", "miss", "joined", "bypass")
+"""Label values: what came of looking for an answer that is kept."""
 REFUSED = ("full", "deadline")
 """Label values: why a request was refused."""
 
@@ -71,6 +73,16 @@ class CallObserver(Protocol):
 
     def inferred(self, model: str, version: str | None, queued_s: float, total_s: float) -> None:
         """Take note of an answer, not an error: how long it waited, and how long it took in all."""
+
+
+class KeptCounts(Protocol):
+    """What is counted of the answers that are kept, of one version."""
+
+    held: int
+    """Bytes."""
+    evictions: int
+    outcomes: list[dict[str, int]]
+    """By kind; by `LOOKUPS`."""
 
 
 class Metrics:
@@ -164,6 +176,19 @@ class Metrics:
             "Rate that `modelyard tune` measured for the model's configuration.",
             model,
         )
+        self.cache_lookups = read(
+            "cache_lookups",
+            "Requests to versions whose answers are kept, by what came of that.",
+            (*kind, "outcome"),
+            CounterMetricFamily,
+        )
+        self.cache_bytes = read("cache_bytes", "Memory of the answers that are kept.", model)
+        self.cache_evictions = read(
+            "cache_evictions",
+            "Kept answers that went to make room for others.",
+            model,
+            CounterMetricFamily,
+        )
         self.model_info = gauge("model_info", "1; what is served.", (*model, "digest", "format"))
         part = (*model, "part")
         self.explained = count(
@@ -252,6 +277,7 @@ class VersionMetrics:
         self.kinds = tuple(KindMetrics(metrics, model, version, kind) for kind in KINDS)
         self.restarts = metrics.restarts.labels(model, version)
         self._drift: DriftMetrics | None = None
+        self._has_cache = False
         self._about: tuple[str, ...] = ()
 
     def watch_workers(self, ready: Callable[[], float], busy_s: Callable[[], float]) -> None:
@@ -271,6 +297,17 @@ class VersionMetrics:
         self._drift = DriftMetrics(self._metrics, self._labels, reference)
         return self._drift
 
+    def watch_cache(self, kept: KeptCounts) -> None:
+        """Read what came of looking for answers that are kept, at each scrape."""
+        metrics, labels = self._metrics, self._labels
+        self._has_cache = True
+        metrics.cache_bytes.watch(labels, lambda: kept.held)
+        metrics.cache_evictions.watch(labels, lambda: kept.evictions)
+        for kind, found in zip(KINDS, kept.outcomes, strict=True):
+            for outcome in found:
+                read = partial(_read_of, found, outcome)
+                metrics.cache_lookups.watch((*labels, kind, outcome), read)
+
     def reported(self, records: object, seconds: float) -> None:
         """Take what a handler measured in one batch, which its worker had for `seconds`."""
         self._metrics.recorder.reported(read_records(records), seconds)
@@ -289,6 +326,12 @@ class VersionMetrics:
             kind.remove()
         if self._drift is not None:
             self._drift.remove()
+        if self._has_cache:
+            metrics.cache_bytes.remove(*self._labels)
+            metrics.cache_evictions.remove(*self._labels)
+            for name in KINDS:
+                for outcome in LOOKUPS:
+                    metrics.cache_lookups.remove(*self._labels, name, outcome)
 
 
 class DriftMetrics:
@@ -460,6 +503,10 @@ class KindMetrics:
             metrics.requests.remove(*labels, str(code))
             if code >= 400:
                 metrics.errors.remove(*labels, str(code))
+
+
+def _read_of(counts: Mapping[str, int], name: str) -> float:
+    return counts[name]
 
 
 def _read_at(rows: Callable[[], Sequence[int]], at: int) -> float:

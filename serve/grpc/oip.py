@@ -206,7 +206,8 @@ def begin_call(
                 priority = parse_priority(value)
         if priority == HIGH:
             calls.check_high(rpc.metadata)
-        model.batchers[target.kind].check(asked_s, must_fit, monotonic(), priority=priority)
+        if model.kept is None:
+            model.batchers[target.kind].check(asked_s, must_fit, monotonic(), priority=priority)
     except (BadRequest, Forbidden, Unavailable) as error:
         sink.fail(error, 0.0)
         return
@@ -217,6 +218,8 @@ def begin_call(
     )  # fmt: skip
     sink.call = call
     call.rows = rows
+    if model.kept is not None:
+        call.lookup = model.kept.lookup(rpc.metadata)
     call.submit(parts)
 
 
@@ -359,6 +362,8 @@ class Inference:
             target = target._replace(flags=target.flags | wire.STREAM)
 
         def reply(answer: Reply) -> None:
+            if answer.note is not None and several is None:
+                rpc.outcome = answer.note.outcome
             if isinstance(answer.body, Stream) and several is not None:
                 write = partial(_write_chunk, is_raw=asked.is_raw, id=id)
                 rpc.run(_pass_on(rpc, answer.body, write, several, failed))

@@ -46,10 +46,11 @@ _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 
 
 @lru_cache(maxsize=256)
-def _head(served: Served) -> bytes:
-    """Return what an answer's metadata begin with, by the model that gives it."""
+def _head(served: Served, outcome: str) -> bytes:
+    """Return what an answer's metadata begin with, by the model that gives it, and how."""
     version = [] if served is None else [(VERSION_HEADER, served[1].encode())]
-    return header_block([*_HEAD, *version])
+    cache = [(b"x-cache", outcome.encode())] if outcome else []
+    return header_block([*_HEAD, *version, *cache])
 
 
 class Status(IntEnum):
@@ -146,6 +147,7 @@ class Rpc:
         on_message: called with each message.
         keeps_messages: whether they count among the bodies that the server holds until `release`.
         served: model and version that it reached.
+        outcome: of looking for an answer that is kept; empty where none are.
         sent: bytes of messages so far.
         may_rest: whether the client may leave the call alone between messages.
         on_whole: called when there are no more.
@@ -179,6 +181,7 @@ class Rpc:
         "on_left",
         "on_message",
         "on_whole",
+        "outcome",
         "sent",
         "served",
         "status",
@@ -199,6 +202,7 @@ class Rpc:
         self.served: Served = None
         self.sent = 0
         self.trace_id = ""
+        self.outcome = ""
         self.timeout_s = math.inf
         self.on_message: Callable[[Message], None] | None = None
         self.on_whole: Callable[[], None] | None = None
@@ -445,7 +449,7 @@ class Rpc:
         parts: list[tuple[int, Buffer]] = []
         if not self._is_started:
             self._is_started = True
-            parts.append((HEADERS, _head(self.served)))
+            parts.append((HEADERS, _head(self.served, self.outcome)))
         if message:
             size = sum(map(len, message))
             self.sent += size
@@ -465,7 +469,7 @@ class Rpc:
         if text:
             trailers.append((b"grpc-message", quote(text, safe=_PRINTABLE).encode()))
         block = header_block(trailers)
-        head = b"" if self._is_started else _head(self.served)
+        head = b"" if self._is_started else _head(self.served, self.outcome)
         self.stream.send(HEADERS, head + block, ends=True)
         self._end(status)
 
@@ -576,7 +580,7 @@ class Services:
             self._access(
                 Answered(
                     client, "gRPC", name, rpc.status, took_s, rpc.id, rpc.sent, rpc.served,
-                    rpc.trace_id or trace_id_of(rpc.metadata),
+                    rpc.trace_id or trace_id_of(rpc.metadata), rpc.outcome,
                 )
             )  # fmt: skip
         if self._on_end is not None:

@@ -101,12 +101,12 @@ def text_form() -> Form:
     clock = Clock()
 
     def form(answered: Answered, now: float) -> bytes:
-        client, method, target, status, seconds, id, size, served, trace_id = answered
+        client, method, target, status, seconds, id, size, served, trace_id, outcome = answered
         host = f"{client[0]}:{client[1]}" if client else "unix"
         model = "/".join(served) if served else "-"
         return (
             f'{clock(now)} {host} "{method} {_path(target)}" {status} {size} {seconds:.6f} '
-            f"{model} {id or '-'} {trace_id or '-'}\n"
+            f"{model} {id or '-'} {trace_id or '-'}{' ' if outcome else ''}{outcome}\n"
         ).encode()
 
     return form
@@ -122,7 +122,7 @@ def json_form() -> Form:
     common = json.dumps({**service(), "log.level": "info", "log.logger": "modelyard.access"})[1:-1]
 
     def form(answered: Answered, now: float) -> bytes:
-        client, method, target, status, seconds, id, size, served, trace_id = answered
+        client, method, target, status, seconds, id, size, served, trace_id, outcome = answered
         path = _path(target)
         said = (
             f'"rpc.system":"grpc","rpc.method":"{path}","rpc.grpc.status_code":{status:d}'
@@ -134,6 +134,8 @@ def json_form() -> Form:
             said = f'{said},"client.ip":"{client[0]}","client.port":{client[1]}'
         if served:
             said = f'{said},"labels.model":"{served[0]}","labels.version":"{served[1]}"'
+        if outcome:
+            said = f'{said},"labels.cache":"{outcome}"'
         if trace_id:
             said = f'{said},"trace.id":"{trace_id}"'
         return (

@@ -169,7 +169,8 @@ class Answers:
         if isinstance(body, Events):
             cycle.run(_send_events(cycle, status, [*headers, *common], body, id))
         elif not isinstance(body, Stream):
-            headers = [*headers, (b"content-length", b"%d" % len(body)), *common]
+            length = [(b"content-length", b"%d" % len(body))] if status != 304 else []
+            headers = [*headers, *length, *common]
             if not cycle.send_whole(status, headers, body):
                 cycle.connection.budget.add(len(body))
                 cycle.run(_send_parts(cycle, status, headers, body))

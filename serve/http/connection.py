@@ -107,6 +107,8 @@ class Answered(NamedTuple):
     """Bytes of the answer's body."""
     served: Served
     trace_id: str
+    outcome: str = ""
+    """Of looking for an answer that is kept; empty where none are."""
 
 
 Served = tuple[str, str] | None
@@ -245,6 +247,7 @@ class RequestResponseCycle:
     id = ""
     served: Served = None
     trace_id = ""
+    outcome = ""
     is_logged = False
     task: asyncio.Task[None]
     _then: Callable[[Sequence[Buffer]], None] | None = None
@@ -476,7 +479,7 @@ class RequestResponseCycle:
         access(
             Answered(
                 self.connection.client, self.method, target, status, took_s, self.id, self.sent,
-                self.served, self.trace_id or trace_id_of(self.headers),
+                self.served, self.trace_id or trace_id_of(self.headers), self.outcome,
             )
         )  # fmt: skip
 

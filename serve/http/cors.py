@@ -13,7 +13,9 @@ from modelyard.serve.http.site import ANY
 
 METHODS = b"GET, HEAD, POST, PUT, DELETE"
 MAX_AGE_S = 600
-EXPOSED = b"x-request-id, x-model-version, retry-after, inference-header-content-length"
+EXPOSED = (
+    b"x-request-id, x-model-version, x-cache, etag, retry-after, inference-header-content-length"
+)
 """What a page may read of an answer's headers, beside those that it may always read."""
 _NAMES = re.compile(rb"[A-Za-z0-9-]+(?:[ ,]+[A-Za-z0-9-]+)*")
 

@@ -127,6 +127,8 @@ class _Prediction(CallReply):
 
     def answer(self, reply: Reply) -> None:
         """Send a worker's reply."""
+        if reply.note is not None:
+            self._rpc.outcome = reply.note.outcome
         if isinstance(reply.body, Stream):
             send = self._send_each if self._takes_parts else self._send_all
             self._rpc.run(send(reply.body))

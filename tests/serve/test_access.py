@@ -30,6 +30,9 @@ def test_a_line_for_people() -> None:
         r"digits/1\.0 id-1 -\n",
         text_form()(SERVED, 1e9 + 0.25).decode(),
     )
+    hit = text_form()(SERVED._replace(outcome="hit"), 1e9).decode()
+    assert hit.endswith(" digits/1.0 id-1 - hit\n")
+    assert json.loads(json_form()(SERVED._replace(outcome="hit"), 1e9))["labels.cache"] == "hit"
     left = SERVED._replace(client=None, status=LEFT, served=None, id="")
     assert text_form()(left, 0).decode().split()[1:] == [
         "unix", '"POST', '/predictions/digits"', "499", "12", "0.001250", "-", "-", "-",

@@ -46,12 +46,16 @@ class Edited:
             examples=[f"{self.source}/hello.txt=HELLO"],
             output_dir=folder / "store",
         )
+        # A request that was answered before an edit is answered anew after it.
+        (config := folder / "config.yaml").write_text(
+            "model_settings: {shout: {cacheAnswers: true}}\n"
+        )
         command = start_arguments(folder / "state", folder / "store")
         self.output = folder / "output"
         with self.output.open("w") as output:
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "modelyard", *command, "--models=shout",
-                 "--workers=1", f"--reload={self.source}"],
+                 "--workers=1", f"--reload={self.source}", f"--config={config}"],
                 stdout=output,
                 stderr=output,
                 env=environment(),
