@@ -271,7 +271,10 @@ class Rollouts:
         if trial is None:
             return
         if (danger := trial.danger()) is not None:
-            self.turn_back(rollout, danger)
+            if record.state is State.CANARY:
+                self.turn_back(rollout, danger)
+            else:
+                self._move(rollout, State.FAILED, danger)
             return
         judgement = trial.judge()
         why = "; ".join(judgement.reasons)

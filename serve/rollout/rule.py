@@ -283,6 +283,7 @@ class Judge:
         self.first = first_look(rule)
         self._looks = self._fail_looks = 0
         self._next, self._next_fail = self.first, _FIRST_FAIL_LOOK
+        self._was_over = False
         self._decided: Judgement | None = None
 
     def look(self, tally: Tally, is_over: bool = False) -> Judgement:
@@ -291,7 +292,8 @@ class Judge:
         Args:
             tally: of everything since the judge began.
             is_over: the time that the candidate was given has passed. What could not be shown in
-                it, though there was traffic enough, is refused.
+                it, though there was traffic enough, is refused; but for its latency, which is
+                looked at until it is known.
         """
         if self._decided is not None and self._decided.verdict is Outcome.FAIL:
             return self._decided
@@ -307,15 +309,17 @@ class Judge:
             return self._decided
         alpha = self._alpha(self._looks + 1)
         bounds = bounds_of(self.rule, tally, alpha)
-        missing = _missing(self.rule, tally, bounds)
-        if n >= self._next or (is_over and n >= self.first):
+        missing, slow = _missing(self.rule, tally, bounds), _slow(self.rule, tally, bounds)
+        is_last = is_over and not self._was_over and n >= self.first
+        if n >= self._next or is_last:
             self._looks += 1
             self._next = 2 * n
-            if not missing:
+            self._was_over |= is_last
+            if not missing and not slow:
                 return self._decide(Outcome.PASS, _shown(self.rule, tally, bounds), alpha, bounds)
-            if is_over:
+            if is_over and missing:
                 return self._decide(Outcome.FAIL, missing, alpha, bounds)
-        reasons = [self._still_needed(tally), *missing]
+        reasons = [self._still_needed(tally), *missing, *slow]
         return Judgement(Outcome.NOT_ENOUGH, tuple(reasons), 1 - alpha, bounds)
 
     def _alpha(self, look: int) -> float:
@@ -363,7 +367,7 @@ def _deciding(rule: Rule, tally: Tally, alpha: float, n: int, of_noise: int, noi
 
 
 def _missing(rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> list[str]:
-    """Return what has not been shown."""
+    """Return what has not been shown, latency left out."""
     missing = []
     if _high(rule, bounds) > rule.allowed:
         missing.append(_describe(rule, tally, bounds))
@@ -372,12 +376,16 @@ def _missing(rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> list[str]:
     seen = failures.low if tally.live_failed else failures.estimate
     if seen > rule.failures:
         missing.append(_describe_failures(rule, tally))
-    if bounds["p99Ratio"].low > rule.p99:
-        missing.append(_describe_p99(rule, bounds["p99Ratio"]))
-    timed = min(sum(tally.live.counts), sum(tally.candidate.counts))
-    if timed < rule.least:
-        missing.append(f"{timed} latencies of both were measured, expected {rule.least}")
     return missing
+
+
+def _slow(rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> list[str]:
+    """Return what has not been seen of latency; of few answers, a percentile may be anything."""
+    timed = min(sum(tally.live.counts), sum(tally.candidate.counts))
+    if rule.p99 < math.inf and timed < rule.least:
+        return [f"{timed} latencies of both were measured, expected {rule.least}"]
+    is_slow = bounds["p99Ratio"].estimate > rule.p99
+    return [_describe_p99(rule, bounds["p99Ratio"])] if is_slow else []
 
 
 def _shown(rule: Rule, tally: Tally, bounds: dict[str, Bound]) -> list[str]:

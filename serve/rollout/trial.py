@@ -71,6 +71,7 @@ class Trial:
         self._counted: tuple[object, ...] = ()
         self._shadow: Shadow | None = None
         self._watch: Watch | None = None
+        self._is_canary = False
         self._began = monotonic()
 
     # -- phases --------------------------------------------------------------------------------
@@ -92,7 +93,8 @@ class Trial:
         self._live.metrics.kinds[PREDICT].watcher = self._live_answered if is_canary else None
         watcher = self._candidate_answered if is_canary else None
         self._candidate.metrics.kinds[PREDICT].watcher = watcher
-        self._watch = Watch(self._live, self._candidate, self._live_p99_s) if is_canary else None
+        self._is_canary = is_canary
+        self._watch = Watch(self._live, self._candidate, self._live_p99_s)
         self._candidate.pool.heir = self._inherit if is_canary else None
 
     def stop(self) -> None:
@@ -133,7 +135,7 @@ class Trial:
     def judge(self) -> Judgement:
         """Return what there is to say now."""
         tally, is_over = self._tally, self.is_over
-        if self._watch is not None and (few := self._too_few()) is not None:
+        if self._is_canary and (few := self._too_few()) is not None:
             self._judged = few
             return few
         counted = (tally.verdicts.total(), tally.noise, tally.candidate_total, is_over)
@@ -156,10 +158,10 @@ class Trial:
         return Judgement(Outcome.NOT_ENOUGH, (reason,), self._rule.confidence, bounds)
 
     def danger(self) -> str | None:
-        """Return why the candidate must not answer any more; None where there is nothing."""
+        """Return why the candidate must not go on; None where there is nothing."""
         if self._watch is None:
             return None
-        if (reason := self._watch.look()) is not None:
+        if (reason := self._watch.look()) is not None or not self._is_canary:
             return reason
         tally = self._tally
         if tally.candidate_failed < LEAST_FAILURES:
@@ -208,7 +210,7 @@ class Trial:
             self._tally.add(comparison)
             self._metrics.compared(comparison.verdict)
             self._worst.add(copy.request_id, comparison, live, answer, copy.parts)
-            if self._watch is None:  # else what clients wait for is measured
+            if not self._is_canary:  # else what clients wait for is measured
                 self._tally.live.observe(handler_us[0] / 1e6)
                 self._tally.candidate.observe(handler_us[1] / 1e6)
 

@@ -37,8 +37,8 @@ def candidates(digits_artifacts: dict[str, Path], tmp_path_factory: pytest.TempP
             ):
                 file = f"{behaviour.lower()}.mar"
                 archive_candidate(store, file, f"2.{number}", onnx, behaviour)
-            archive_candidate(store, "steady.mar", "1.0", onnx, pause_ms=5, name="steady")
-            archive_candidate(store, "slow.mar", "2.0", onnx, pause_ms=15, name="steady")
+            archive_candidate(store, "steady.mar", "1.0", onnx, pause_ms=100, name="steady")
+            archive_candidate(store, "slow.mar", "2.0", onnx, pause_ms=300, name="steady")
             archive_candidate(store, "late.mar", "2.7", onnx, pause_ms=500)
     return store
 
@@ -57,8 +57,13 @@ def bodies() -> list[bytes]:
     return scans()
 
 
-def load(server: LiveServer, bodies: list[bytes], model: str = "digits") -> PacedLoad:
-    return PacedLoad(server.address, model, bodies, RATE)
+def load(server: LiveServer, bodies: list[bytes], **options: Any) -> PacedLoad:
+    return PacedLoad(server.address, "digits", bodies, RATE, **options)
+
+
+def slow_load(server: LiveServer, bodies: list[bytes]) -> PacedLoad:
+    """As much as a version that takes 300 ms for a batch can answer."""
+    return PacedLoad(server.address, "steady", bodies, 30, connections=20)
 
 
 def start(server: LiveServer, file: str, model: str = "digits", **options: str) -> dict[str, Any]:
@@ -163,11 +168,12 @@ def test_what_fails_clients_is_taken_back(
 ) -> None:
     """An operator has promoted it by force."""
     start(server, file, **{"for": "1h"})
-    with load(server, bodies) as clients:
+    with load(server, bodies, connections=64) as clients:  # some of them wait for what hangs
         promote(server, "50%")
         assert ended(server)["state"] == "returned"
         returned = time.monotonic()
-        time.sleep(3)
+        poll(lambda: len(clients.count(since=returned)), "clients are answered", 60)
+        time.sleep(2)
     answered = clients.versions(since=returned)
     assert answered.keys() == {"1.0"}
     assert clients.count(since=returned).keys() == {200}
@@ -176,7 +182,7 @@ def test_what_fails_clients_is_taken_back(
 
 
 def test_what_leaks_is_taken_back(server: LiveServer, bodies: list[bytes]) -> None:
-    start(server, "leaking.mar", **{"for": "1h"})
+    start(server, "leaking.mar", rule="p99<=1000", **{"for": "1h"})
     with load(server, bodies) as clients:
         promote(server, "50%")
         found = ended(server, timeout_s=200)
@@ -189,8 +195,8 @@ def test_three_times_slower_is_taken_back_and_nobody_gets_an_error(
     server: LiveServer, bodies: list[bytes]
 ) -> None:
     server.register_all("steady.mar")
-    start(server, "slow.mar", "steady", **{"for": "10s"})
-    with load(server, bodies, "steady") as clients:
+    start(server, "slow.mar", "steady", **{"for": "15s"})
+    with slow_load(server, bodies) as clients:
         found = ended(server, "steady")
     assert found["state"] == "returned"
     assert "p99" in found["events"][-1]["why"]
@@ -200,8 +206,8 @@ def test_three_times_slower_is_taken_back_and_nobody_gets_an_error(
 def test_two_models_roll_out_at_once(server: LiveServer, bodies: list[bytes]) -> None:
     server.register_all("steady.mar")
     start(server, "wrong.mar", **{"for": "12s"})
-    start(server, "slow.mar", "steady", **{"for": "10s"})
-    with load(server, bodies) as clients, load(server, bodies, "steady") as others:
+    start(server, "slow.mar", "steady", **{"for": "15s"})
+    with load(server, bodies) as clients, slow_load(server, bodies) as others:
         assert ended(server)["state"] == "failed"
         assert ended(server, "steady")["state"] == "returned"
     assert clients.count() == {200: len(clients.outcomes)}

@@ -181,6 +181,20 @@ def test_three_times_slower_fails_and_as_fast_passes() -> None:
     assert 0.9 < ratio.estimate < 1.1
 
 
+def test_latency_is_looked_at_until_it_is_known_to_be_within_the_limit_or_over_it() -> None:
+    """A few answers that took long make a percentile of few."""
+    counted = tally((400, EQUAL))
+    for _ in range(8):
+        counted.candidate.observe(0.004)
+    judge = Judge(Rule())
+    found = judge.look(counted, is_over=True)
+    assert found.verdict is Outcome.NOT_ENOUGH
+    assert found.reasons[1].startswith("p99 of the candidate's latency is 1.5")
+    later = tally((4000, EQUAL))
+    later.candidate.observe(0.004)
+    assert judge.look(later, is_over=True).verdict is Outcome.PASS
+
+
 def test_labels_that_are_expected_to_differ_are_judged_by_their_agreement() -> None:
     """A retrained model: every number differs, and 98 % of the labels agree."""
     rule = parse_rule("", "labels=95%")
