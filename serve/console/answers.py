@@ -36,7 +36,7 @@ MOST_JSON_BYTES = 8 << 20
 PICTURES = ("image/png", "image/jpeg", "image/gif", "image/webp", "image/bmp")
 SHADES = 5
 """Strengths in which words are coloured."""
-_OF_OURS = frozenset({
+OF_OURS = frozenset({
     *("method", "f_input", "f_baseline", "n_steps", "label", "target", "baseline", "output"),
     *("tolerance", "convergence_delta"),
 })  # fmt: skip
@@ -116,8 +116,8 @@ class Column:
         if answered.status != 200:
             message = value.get("message") if isinstance(value, dict) else None
             self.problem = cut(str(message or _pretty(value)))
-        elif is_explanation and (each := _explanations(value)):
-            self.explained = [_explained(one) for one in each[:MOST_ROWS]]
+        elif is_explanation and (each := _read_explanations(value)):
+            self.explained = each
         elif rows := _rows(value):
             self.rows, self.hidden_rows = rows[:MOST_ROWS], max(0, len(rows) - MOST_ROWS)
         else:
@@ -173,15 +173,17 @@ def _rows(value: Any) -> list[Row]:
     return sorted(rows, key=lambda row: -row.value)
 
 
-def _explanations(value: Any) -> list[Mapping[str, Any]]:
+def _read_explanations(value: Any) -> list[Explained]:
     """Return the explanations of an answer; none where it is something else."""
-    if not isinstance(value, dict):
-        return []
-    each = value.get("explanations", [value])
+    each = value.get("explanations", [value]) if isinstance(value, dict) else None
     if not isinstance(each, list):
         return []
-    are_ours = all(isinstance(one, dict) and one.keys() >= _OF_OURS for one in each)
-    return each if are_ours else []
+    if not all(isinstance(one, dict) and one.keys() >= OF_OURS for one in each):
+        return []
+    try:
+        return [_explained(one) for one in each[:MOST_ROWS]]
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
+        return []  # of another handler, which has the same names for something else
 
 
 def _explained(answer: Mapping[str, Any]) -> Explained:
@@ -201,7 +203,8 @@ def _explained(answer: Mapping[str, Any]) -> Explained:
         facts.append(("Left after cancelling", percent(left)))
     if file := answer.get("explained_with"):
         facts.append(("Explained with", cut(str(file), 200)))
-    warnings = [cut(str(each), 500) for each in answer.get("warnings") or ()]
+    said = [*(answer.get("warnings") or ()), (answer.get("check") or {}).get("summary")]
+    warnings = [cut(str(each), 500) for each in said if each]
     words = tuple(_words(answer.get("tokens")))
     return Explained(cut(question(answer), 300), facts, warnings, off, asked, words)
 

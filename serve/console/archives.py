@@ -35,7 +35,8 @@ class Archives:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._kept: OrderedDict[str, Known] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, float], Known] = OrderedDict()
+        """By digest, and by the time of the trusted keys: one may have been taken out."""
         self._lock = asyncio.Lock()
 
     async def read(self, model: ModelVersion) -> Known:
@@ -45,14 +46,16 @@ class Archives:
             ArchiveError: it is gone from the store, or is no longer what was registered.
         """
         async with self._lock:
-            known = self._kept.get(model.digest)
+            keys = self._settings.trusted_keys
+            key = model.digest, keys.stat().st_mtime if keys is not None and keys.exists() else 0.0
+            known = self._kept.get(key)
             if known is None:
                 path = self._settings.model_store / model.file
                 known = await asyncio.to_thread(self._open, path, model.digest)
                 if len(self._kept) >= KEPT:
                     self._kept.popitem(last=False)
-                self._kept[model.digest] = known
-            self._kept.move_to_end(model.digest)
+                self._kept[key] = known
+            self._kept.move_to_end(key)
             return known
 
     def _open(self, path: Path, digest: str) -> Known:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
-from modelyard.serve.console.answers import Column, difference
+from modelyard.serve.console.answers import OF_OURS, Column, difference
 from modelyard.serve.console.ask import Answered
 from modelyard.serve.console.rollout import describe, label
 from tests.serve.live import LiveServer, build_archive
@@ -96,6 +97,21 @@ def test_what_cannot_be_asked_is_said_on_the_page(
     assert said in answer.text and SCRIPT not in answer.text
 
 
+def test_a_body_above_the_limit_of_requests_is_refused_before_it_is_read(
+    server: LiveServer, session: httpx.Client
+) -> None:
+    with socket.create_connection(
+        (session.base_url.host, session.base_url.port or 0), 20
+    ) as client:
+        (cookie,) = session.cookies.jar
+        head = (
+            f"POST /console/models/echo/1.0/try/predict HTTP/1.1\r\nHost: localhost\r\n"
+            f"Cookie: {cookie.name}={cookie.value}\r\nContent-Length: {1 << 40}\r\n\r\n"
+        )
+        client.sendall(head.encode())
+        assert client.recv(99).startswith(b"HTTP/1.1 413")
+
+
 def test_a_model_that_is_not_there_is_answered_404(session: httpx.Client) -> None:
     for path in ("try", "archive", "rollout"):
         assert session.get(f"/models/nobody/1.0/{path}").status_code == 404
@@ -158,6 +174,7 @@ def test_anything_else_is_bounded_text(value: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("value", [
     {"explanations": 3}, {"explanations": [3]}, {"method": "saliency"}, {"tokens": 1}, 4,
+    dict.fromkeys(OF_OURS, 3), dict.fromkeys(OF_OURS, "x"), dict.fromkeys(OF_OURS),
 ], ids=str)  # fmt: skip
 def test_an_explanation_of_an_authors_own_is_shown_as_it_is(value: Any) -> None:
     found = column(value, explain=True)
