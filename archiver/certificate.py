@@ -12,7 +12,7 @@ from typing import Any
 from modelyard.archiver.errors import ArchiveError, NotTrusted
 from modelyard.archiver.manifest import Golden
 from modelyard.archiver.read import Archive
-from modelyard.archiver.report import MAX_REPORT_BYTES, Report, parse_report
+from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.signing import Trust, claimed_key, find_signer
 from modelyard.archiver.untrusted.json import Fields, parse_json
 from modelyard.archiver.untrusted.names import SBOM_NAME, SIGNING_NAME
@@ -21,9 +21,13 @@ MOST_GOLDEN = 50
 """Golden requests that are shown."""
 MOST_GOLDEN_BYTES = 1 << 20
 """Of all requests that are kept with a certificate, to be looked at and sent again."""
-MOST_EXPECTED_BYTES = 1 << 16
+MOST_EXPECTED_BYTES = 8 << 10
+"""Of the answer to one of them."""
+MAX_REPORT_BYTES = 1 << 20
 MAX_SBOM_BYTES = 16 << 20
 MOST_COMPONENTS = 500
+MOST_CHARACTERS = 200
+"""Of a name in a bill of materials."""
 
 
 @dataclass(frozen=True)
@@ -187,5 +191,5 @@ def _component(fields: Fields) -> Component:
     hashes: list[Any] = fields.items("hashes") if "hashes" in fields.values else []
     contents = [each.get("content") for each in hashes if isinstance(each, dict)]
     digest = next((each for each in contents if isinstance(each, str)), "")
-    version = fields.text_or_none("version") or ""
-    return Component(fields.text("type"), fields.text("name"), version, digest)
+    said = fields.text("type"), fields.text("name"), fields.text_or_none("version") or "", digest
+    return Component(*(text[:MOST_CHARACTERS] for text in said))

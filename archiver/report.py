@@ -14,7 +14,7 @@ from modelyard.archiver.values import End, Values, read_end
 Extent = Literal["every", "random", "few", "quick", "none"]
 """How much was tried; `modelyard.handlers.plan` says what each is."""
 
-MAX_REPORT_BYTES = 16 * 1024 * 1024
+_MAX_REPORT_BYTES = 16 * 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def parse_report(data: bytes, path: Path) -> Report:
     """
     problems: list[str] = []
     try:
-        fields = Fields(parse_json(data, MAX_REPORT_BYTES), "", problems)
+        fields = Fields(parse_json(data, _MAX_REPORT_BYTES), "", problems)
     except ValueError as error:
         raise CannotArchive("cannot read the report", [f"{path.name}: {error}"]) from error
     signature = read_signature(fields.object("signature"))
