@@ -58,6 +58,10 @@ UNMEASURED: dict[str, Any] = {
 }
 
 
+class _Answers(Exception):
+    """The archive is what answers already, by the roll-out before."""
+
+
 class Rollout:
     """One roll-out while the server runs.
 
@@ -143,9 +147,8 @@ class Rollouts:
             if before is not None and before.record.is_active:
                 _refuse_other(before.record, plan)
                 return describe(before)
-            if before is not None and self._is_done(before, plan, live):
-                return describe(before)
             if before is not None and before.candidate is not None and before.record.state in KEPT:
+                self._move(before, State.ABORTED, "another roll-out is started")
                 await self._remove(before)  # of the same version, most likely
             spec = ModelSpec(
                 plan.file,
@@ -154,15 +157,23 @@ class Rollouts:
                 part=CANDIDATE,
                 niceness=SHADOWS_NICENESS,
             )
-            candidate = await self._lifecycle.add(
-                spec, None, waits=True, check=lambda archive: check_fits(archive, live)
-            )
+
+            def check(archive: Archive) -> None:
+                is_over = before is not None and before.record.state is State.DEFAULT
+                if is_over and archive.digest == live.digest:
+                    raise _Answers
+                check_fits(archive, live)
+
+            try:
+                candidate = await self._lifecycle.add(spec, None, waits=True, check=check)
+            except _Answers:
+                assert before is not None
+                return describe(before)
             record = Record(
                 name, plan, secrets.token_hex(8), Version.of(candidate), Version.of(live)
             )
             record.workers = candidate.pool.least
             record.note("", f"{candidate.file} is loaded; its golden requests pass")
-            rollout = Rollout(record, candidate, live, self._new_metrics(record))
             try:
                 if self._registry.get(name) is not live:
                     raise Conflict(f"another version of {name} was made the default meanwhile")
@@ -174,13 +185,14 @@ class Rollouts:
                 live.part = candidate.part = ""
                 await self._lifecycle.unregister(candidate, saves=False)
                 raise
-            self._rollouts[name] = rollout
             if before is not None:
                 before.metrics.remove()
+            rollout = Rollout(record, candidate, live, self._new_metrics(record))
+            self._rollouts[name] = rollout
             rollout.metrics.entered(record.state, record.share)
-            await self._forget_previous(before, live)
             if plan.shadow:
                 self._move(rollout, State.SHADOW, "started")
+            await self._forget_previous(before, live)
             return describe(rollout)
 
     async def promote(
@@ -341,10 +353,9 @@ class Rollouts:
         record, candidate, live = rollout.record, rollout.candidate, rollout.live
         assert candidate is not None and live is not None
         if state in (State.CANARY, State.DEFAULT) and candidate.pool.plan.niceness:
-            before = record.state
             await self._lifecycle.renew(candidate, max(1, live.pool.least), niceness=0)
-            if record.state is not before:
-                raise Conflict(f"the roll-out of {record.model} is {record.state} meanwhile")
+            if rollout.record is not record:
+                raise Conflict(f"the roll-out of {record.model} is {rollout.record.label} by now")
             record.workers = candidate.pool.least
         self._move(rollout, state, why, step)
 
@@ -426,15 +437,6 @@ class Rollouts:
         except ModelNotFound:
             return False
 
-    def _is_done(self, before: Rollout, plan: Plan, live: ModelVersion) -> bool:
-        """Return whether this very candidate answers already."""
-        record = before.record
-        return (
-            record.state is State.DEFAULT
-            and record.plan == plan
-            and live.version == record.candidate.version
-        )
-
     async def _remove(self, rollout: Rollout) -> None:
         """Unregister a candidate, if it is still there."""
         candidate, rollout.candidate = rollout.candidate, None
@@ -447,7 +449,10 @@ class Rollouts:
         if before is None or before.record.state is not State.DEFAULT or before.live is None:
             return
         if before.live is not live and self._is_registered(before.live) and not before.live.part:
-            await self._lifecycle.unregister(before.live)
+            try:
+                await self._lifecycle.unregister(before.live)
+            except ServeError as error:  # the roll-out has begun all the same
+                logger.error("%s %s is not removed: %s", live.name, before.live.version, error)
 
     # -- the server's life ---------------------------------------------------------------------
 

@@ -122,6 +122,7 @@ def test_a_version_goes_from_shadow_to_default_and_back(shared_server: LiveServe
     by_command(server, 0, "promote", "--to", "default", "--force")
     by_command(server, 0, "promote")
     assert ask(server, 5) == {"2.0": 5}
+    assert done(verb(server, url=two), "default")["candidate"]["version"] == "2.0"
     by_command(server, 1, "abort")
     refused(verb(server, "abort"), "back")
     shown = by_command(server, 0, "status")
