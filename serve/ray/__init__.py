@@ -5,9 +5,9 @@
     cell         a replica: one server in a process of its own, and what Ray asks about it
     process      that process; `child` is what runs in it
     forward      the bytes of a request to the server, and those of its answer back
-    signals      what the server measures, for Ray's metrics; `scaling` decides by it
+    signals      what the server measures, for Ray's metrics (`publish`) and `scaling`
 
-Ray is imported by `builder` and `signals` only, and never by the process of a server.
+Only `builder` and `publish` import Ray, never the process of a server.
 """
 
 from typing import TYPE_CHECKING

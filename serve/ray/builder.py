@@ -10,6 +10,7 @@ import click
 import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy
+from ray.serve.exceptions import RayServeException
 
 from modelyard.archiver import ArchiveError
 from modelyard.serve.errors import ServeError
@@ -26,6 +27,10 @@ LEAVING_S = 45.0
 """For which a replica that is to go is kept by Ray, at least: 30 s in which proxies forget it."""
 
 
+class CannotBuild(click.ClickException, RayServeException):  # type: ignore[misc]
+    """What both `serve run` and Ray's controller show as a line, not as a traceback."""
+
+
 def app(said: dict[str, Any]) -> Any:
     """Return an application of cells.
 
@@ -33,12 +38,12 @@ def app(said: dict[str, Any]) -> Any:
         said: `Arguments`, and settings of a server.
 
     Raises:
-        click.ClickException: what is wrong, in a line; nothing was started.
+        CannotBuild: what is wrong, in a line; nothing was started.
     """
     try:
         arguments, plan = make_plan(said)
     except (ServeError, ArchiveError) as error:
-        raise click.ClickException(str(error)) from error
+        raise CannotBuild(str(error)) from error
     if not ray.is_initialized():
         os.environ.update(ray_environment() | os.environ)
     for each in plan.archives:

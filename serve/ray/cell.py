@@ -23,6 +23,7 @@ from modelyard.serve.ray.arguments import Plan
 from modelyard.serve.ray.folders import CellFolder
 from modelyard.serve.ray.forward import Forwarder, Upstream
 from modelyard.serve.ray.process import CellServer
+from modelyard.serve.ray.publish import Publisher
 from modelyard.serve.ray.signals import Signals
 from modelyard.serve.ray.versions import refuse_other
 from modelyard.serve.settings import Settings
@@ -68,7 +69,8 @@ class Cell:
         except BaseException:
             await self._stop()
             raise
-        return Forwarder(self._upstream, bool(self._plan.settings.allowed_hosts))
+        self._forwarder = Forwarder(self._upstream, bool(self._plan.settings.allowed_hosts))
+        return self._forwarder
 
     async def _start(self) -> None:
         settings = self._plan.settings
@@ -82,7 +84,7 @@ class Cell:
         logger.info("cell %s: server pid %d at %s", state.root, about["pid"], about["inference"])
         self._upstream = _upstream(about["inference"], settings)
         token = read_key(state.key_file, "inference")
-        self._signals = Signals(_upstream(about["metrics"], settings), token)
+        self._signals = Signals(_upstream(about["metrics"], settings), token, Publisher())
 
     async def check_health(self) -> None:
         """Raise where the server does not answer.
@@ -104,7 +106,7 @@ class Cell:
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return what `CellScaling` decides by."""
-        return self._signals.load
+        return {"busy": self._signals.busy, "in_flight": float(self._forwarder.in_flight)}
 
     async def __del__(self) -> None:
         """Stop the server; Ray has waited for the requests, and sends no more."""
