@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from typing import Any
 
@@ -18,8 +17,6 @@ from modelyard.serve.ray.arguments import Arguments, Plan, make_plan
 from modelyard.serve.ray.cell import HEALTH_S, Cell
 from modelyard.serve.ray.environment import ray_environment
 from modelyard.serve.ray.scaling import CellScaling
-
-logger = logging.getLogger(__name__)
 
 NAME = "cell"
 HEALTH_EVERY_S = 1
@@ -45,9 +42,7 @@ def app(said: dict[str, Any]) -> Any:
     except (ServeError, ArchiveError) as error:
         raise CannotBuild(str(error)) from error
     if not ray.is_initialized():
-        os.environ.update(ray_environment() | os.environ)
-    for each in plan.archives:
-        logger.info("%s %s: %s, digest %s", each.name, each.version, each.location, each.digest)
+        os.environ.update(ray_environment(plan.settings.request_timeout_s) | os.environ)
     cell = serve.deployment(name=NAME, **_options(arguments, plan))(serve.ingress()(Cell))
     return cell.bind(plan.model_dump_json())
 

@@ -129,7 +129,8 @@ class Cell:
             path = place(
                 each.location, each.digest, self._plan.settings.model_store, self._plan.cache_dir
             )
-            (store / path.name).symlink_to(path)
+            if not (link := store / path.name).is_symlink():  # one file may have two names
+                link.symlink_to(path)
             is_first = all(each.name != spec.name for spec in specs)
             specs.append(ModelSpec(path.name, each.name, is_default=is_first, digest=each.digest))
         write_specs(state, specs)

