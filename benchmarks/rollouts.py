@@ -1,10 +1,10 @@
 """Roll-outs of a good, a subtly wrong and a slow candidate, as an operator sees them.
 
-    python -m benchmarks.rollouts [-o docs/images/rollout] [--rate 200] [--seconds 20]
+    python -m benchmarks.rollouts [-o docs/images/rollout] [--rate 100] [--seconds 20]
 
 Serves the digits model (ONNX), sends it scans at a steady rate, and rolls out, one after the other:
 the same checkpoint in another format; a candidate that gives one scan in a hundred another label;
-one that takes 15 ms longer. Prints what became of each, and of the clients' requests. With `-o` a
+one that takes 50 ms longer. Prints what became of each, and of the clients' requests. With `-o` a
 browser (chromium and chromium-driver) takes pictures of the console's page.
 """
 
@@ -54,7 +54,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("-o", "--output", type=Path, help="folder for pictures")
-    parser.add_argument("--rate", type=float, default=200, help="requests a second")
+    parser.add_argument("--rate", type=float, default=100, help="requests a second")
     parser.add_argument("--seconds", type=float, default=20, help="of each state")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="modelyard-rollouts-") as name:
@@ -65,7 +65,7 @@ def main() -> None:
         archive_candidate(store, "digits.mar", "1.0", onnx)
         archive_candidate(store, "good.mar", "2.0", pt2)
         archive_candidate(store, "wrong.mar", "2.1", onnx, "Wrong")
-        archive_candidate(store, "slow.mar", "2.2", onnx, pause_ms=15)
+        archive_candidate(store, "slow.mar", "2.2", onnx, pause_ms=50)
         bodies = scans()
         print(HEADING)
         for candidate in ("good", "wrong", "slow"):
@@ -135,7 +135,7 @@ def _roll_out(
         began = time.monotonic()
         operator.ask(
             "POST", "/models/digits/rollout", url=f"{candidate}.mar", shadow="50%",
-            canary="10,50", **{"for": f"{given.seconds:g}s"},
+            canary="50", **{"for": f"{given.seconds:g}s"},
         )  # fmt: skip
         seen = set()
         while time.monotonic() - began < LONGEST_S:
