@@ -131,7 +131,8 @@ def describe(
     for each in found:
         grid = plain_table(("", "left"), ("", "left"), show_header=False)
         workers = [*each.pop("workers"), *each.pop("explainWorkers", ())]
-        for name, value in (each | each.pop("jobQueueStatus", {})).items():
+        cache = {f"cache {name}": value for name, value in each.pop("cacheStatus", {}).items()}
+        for name, value in (each | each.pop("jobQueueStatus", {}) | cache).items():
             if not isinstance(value, dict):
                 grid.add_row(name, escape(str(value)))
         out.print(grid)
