@@ -50,7 +50,7 @@ class TokenCheck:
 
     def __call__(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
         """Raise Unauthorized or Forbidden unless the request may pass."""
-        if path not in self._open_paths:
+        if self._grants is not None and path not in self._open_paths:
             self.check_right(self._right(path), headers)
 
     def check_right(self, right: str | None, headers: Iterable[tuple[bytes, bytes]]) -> None:
