@@ -42,7 +42,13 @@ def test_cells_lose_no_request_when_a_server_dies_or_the_archive_changes() -> No
         ran = subprocess.run(
             [*ALONE, "sh", "-c", f"{trip} {store}"],
             cwd=folder,
-            env={**kept, "TMPDIR": folder, "RAY_TMPDIR": folder, "PYTHONPATH": str(REPO)},
+            env={
+                **kept,
+                "TMPDIR": folder,
+                "RAY_TMPDIR": folder,
+                "PYTHONPATH": str(REPO),
+                "RAY_raylet_start_wait_time_s": "240",  # on a machine with other work
+            },
             capture_output=True,
             text=True,
         )
