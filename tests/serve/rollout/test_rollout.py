@@ -261,3 +261,31 @@ def test_a_good_one_goes_on_by_itself_and_a_wrong_one_does_not(tmp_path: Path) -
         found = poll(is_judged, "it is refused", 60)
         assert found["worst"][0]["input"]["text"] == "37"
         assert found["worst"][0]["candidate"]["text"].startswith('{"8"')
+
+
+@pytest.mark.nightly
+def test_golden_requests_are_answered_again_while_a_canary_answers(tmp_path: Path) -> None:
+    store, state = tmp_path / "store", tmp_path / "state"
+    one = build(store, "1.0")
+    (request := tmp_path / "seven.txt").write_text("7")
+    made = build_archive(
+        store, "rolled", version="2.0", handler="drifting.py", examples=[f"{request}=7"]
+    )
+    with running(state, store) as server:
+        assert server.register(one).status_code == 200
+        done(verb(server, url=made.name, shadow="0", canary="50"), "candidate")
+        done(verb(server, "promote", force=True), "canary")
+        (folder,) = {
+            path.parent
+            for path in (state / "unpacked").rglob("good.py")
+            if json.loads((path.parent / "MAR-INF" / "MANIFEST.json").read_text())["model"][
+                "modelVersion"
+            ]
+            == "2.0"
+        }
+        (folder / "gate").touch()
+        poll(lambda: status(server)["state"] == "returned", "it is taken back", 100)
+        why = status(server)["events"][-1]["why"]
+        assert "golden request 0" in why
+        assert 'expected the label "7", got "8"' in why
+        assert ask(server, 5) == {"1.0": 5}
