@@ -163,7 +163,7 @@ class TorchServeInference:
                 return error_answer(404, "WorkflowNotFoundException", f"Workflow not found: {name}")
             case ["v1", "models"] if self.has_oip:
                 return json_answer(self._names())
-            case ["v1", "models", name] if self.has_oip:
+            case ["v1", "models", name] if self.has_oip and ":" not in name:
                 return json_answer(*readiness(self._registry.get(name)))
             case ["v2", *rest] if self.has_oip:
                 if self._has_tensors and (answer := await self._of_tensors(rest, body)) is not None:
