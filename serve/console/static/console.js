@@ -72,7 +72,7 @@ const make = (figure) => {
       legend: { live: false },
       scales: { x: { time: true, range: (_, first, last) => window_(first, last) }, y: { range: (_, __, most) => [0, most > 0 ? most * 1.1 : 1] } },
       axes: [
-        { ...axis, size: 26, space: 38, values: (_, ticks) => ticks.map((at) => clock(at)) },
+        { ...axis, size: 26, space: (_, __, first, last) => (last - first > 120 ? 38 : 62), values: (_, ticks) => ticks.map((at) => clock(at)) },
         { ...axis, size: 48, values: (_, ticks) => ticks.map(short) },
       ],
       series: [
