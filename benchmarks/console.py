@@ -27,9 +27,8 @@ from urllib.parse import urlencode, urlsplit
 from benchmarks import procfs
 from benchmarks.archives import build_echo
 from benchmarks.server import Server
-from modelyard.serve.tools.closed_loop import make_request, run_load
+from benchmarks.wrk import run_wrk
 
-WARM_S = 0.5
 SETTLE_S = 1.0
 IDLE_S = 20.0
 EVERY_S = 1.0
@@ -40,7 +39,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--consoles", type=int, default=5)
     parser.add_argument("--pairs", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=5)
+    parser.add_argument("--seconds", type=int, default=5)
     parser.add_argument("--connections", type=int, default=8)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="modelyard-console-") as name:
@@ -49,8 +48,7 @@ def main() -> None:
         with Server(subject, 1, folder / "state") as server:
             about = json.loads((folder / "state" / "server.json").read_text())
             keys = json.loads((folder / "state" / "keys.json").read_text())
-            body = subject.requests[0].read_bytes()
-            request = make_request(server.url, urlsplit(server.url).path, body, None)
+            send = subject.content_type, subject.requests
 
             def open_consoles() -> contextlib.AbstractContextManager[None]:
                 url, token = about["management"], keys["management"]
@@ -67,9 +65,11 @@ def main() -> None:
                 """Return answers per second, and CPU seconds of the server per answer."""
                 time.sleep(SETTLE_S)
                 before = procfs.cpu_s(server.pid)
-                load = run_load(server.url, [request], given.connections, given.seconds, WARM_S)
-                answers = load.rate * (given.seconds + WARM_S)
-                return load.rate, (procfs.cpu_s(server.pid) - before) / answers
+                load = run_wrk(server.url, given.connections, given.seconds, *send)
+                return (
+                    (load.requests - load.failures) / load.seconds,
+                    (procfs.cpu_s(server.pid) - before) / load.requests,
+                )
 
             run()
             alone = share()
