@@ -175,6 +175,7 @@ class Console:
         self, cycle: RequestResponseCycle, page: Page, visit: Visit, body: Sequence[Buffer] | None
     ) -> None:
         try:
+            await self._renderer.prepare()
             if body is not None:
                 kind = visit.headers.get(b"content-type", b"")
                 visit.fields, visit.files = read_form(b"".join(body), kind)

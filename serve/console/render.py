@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -65,6 +66,17 @@ class Renderer:
         )
         self._environment.filters.update(filters or {})
         self._environment.globals["digests"] = self._digests
+        self._compiling: asyncio.Future[None] | None = None
+
+    async def prepare(self) -> None:
+        """Compile the templates, once, beside the loop: it takes as long as many requests."""
+        if self._compiling is None:
+            self._compiling = asyncio.ensure_future(asyncio.to_thread(self._compile))
+        await self._compiling
+
+    def _compile(self) -> None:
+        for name in self._environment.list_templates():
+            self._environment.get_template(name)
 
     def text(self, template: str, values: Mapping[str, object]) -> str:
         """Return what a template makes of values."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 from pytest import approx
 
-from modelyard.serve.console.format import duration, rate, size
+from modelyard.serve.console.format import FILTERS, duration, rate, size
 from modelyard.serve.console.log_tail import MOST_CHARACTERS, MOST_LINES, LogTail
 from modelyard.serve.console.readings import (
     MOST_WATCHED,
@@ -21,6 +21,7 @@ from modelyard.serve.console.readings import (
     Watch,
     percentile,
 )
+from modelyard.serve.console.render import Renderer
 from modelyard.serve.console.sessions import (
     AGE_S,
     FAILURES_S,
@@ -284,6 +285,18 @@ def test_the_logs_last_lines_are_bounded() -> None:
         logger.exception("it failed")
     (line,) = tail.lines(contains="IT FAILED")
     assert line.text == "it failed: ValueError: why" and line.logger == "serve.x"
+
+
+def test_templates_are_compiled_once_and_not_while_a_page_is_made() -> None:
+    renderer = Renderer(FILTERS)
+
+    async def twice() -> None:
+        await asyncio.gather(renderer.prepare(), renderer.prepare())
+
+    asyncio.run(twice())
+    environment = renderer._environment
+    assert environment.cache is not None
+    assert len(environment.cache) == len(environment.list_templates()) > 10
 
 
 def test_numbers_are_written_for_people() -> None:
