@@ -31,6 +31,7 @@ TIMEOUT_S = 20.0
 TRIES = 5
 FLAGS = (
     *("--headless=new", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"),
+    *("--in-process-gpu", "--disable-software-rasterizer"),  # a quarter of the CPU of a start
     *("--disable-extensions", "--disable-background-networking", "--disable-component-update"),
     *("--disable-sync", "--no-first-run", "--no-default-browser-check", "--mute-audio"),
     "--js-flags=--expose-gc",
