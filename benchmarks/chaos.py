@@ -2,6 +2,7 @@
 
     python -m benchmarks.chaos
     python -m benchmarks.chaos --only cell --only update --clients 4
+    python -m benchmarks.chaos --straight        # without the hop: modelyard.serve.ray.straight
 
 Two cells of one worker behind Ray's HAProxy serve an archive that takes 5 ms a request and answers
 with length and checksum of the body; clients send bodies of 100 bytes to 2 MB, in turns. While they
@@ -46,7 +47,7 @@ IS_ROOT = os.getuid() == 0
 ALONE = ("unshare", *(() if IS_ROOT else ("--map-root-user",)), "--net", "--pid", "--fork",
          "--mount-proc", "--kill-child")  # fmt: skip
 """Namespaces of its own, all of which end with the command."""
-HOST, PORT = "127.0.0.1", 8000
+HOST, PORT, STRAIGHT_PORT = "127.0.0.1", 8000, 8001
 MODEL = "chaos"
 PATH = f"/predictions/{MODEL}"
 SIZES = (100, 10_000, 100_000, 1_000_000, 2_000_000)
@@ -129,9 +130,22 @@ def answers(url: str) -> bool:
     return False
 
 
-def is_ready() -> bool:
+def is_ready(port: int = PORT) -> bool:
     """Return whether the application answers."""
-    return answers(f"http://{HOST}:{PORT}/health/ready")
+    return answers(f"http://{HOST}:{port}/health/ready")
+
+
+@contextlib.contextmanager
+def straight() -> Iterator[int]:
+    """Run HAProxy straight to the cells; yield its port."""
+    command = [sys.executable, "-m", "modelyard.serve.ray.straight"]
+    process = subprocess.Popen([*command, "--listen", f"{HOST}:{STRAIGHT_PORT}"])
+    try:
+        poll(lambda: is_ready(STRAIGHT_PORT), "the straight proxy is ready")
+        yield STRAIGHT_PORT
+    finally:
+        process.terminate()
+        process.wait(90)
 
 
 class Cells:
@@ -143,6 +157,7 @@ class Cells:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.port = PORT
         self.cells = 2
         self.store = "one"
 
@@ -216,7 +231,7 @@ class Cells:
         """Kill HAProxy."""
         pid = processes(PROXY)[-1]
         os.kill(pid, signal.SIGKILL)
-        poll(lambda: pid not in processes(PROXY) and is_ready(), "there is another proxy")
+        poll(lambda: pid not in processes(PROXY) and is_ready(self.port), "there is another proxy")
         return ""
 
     def hang_server(self) -> str:
@@ -247,9 +262,11 @@ class Cells:
     def update_bad(self) -> str:
         """Roll out an archive whose workers do not start; then say again what was there before."""
         good, self.store = self.store, "bad"
-        if not self.redeploy().returncode:
-            return "the bad archive was taken"
-        kept = f"the bad one was refused, {len(self.ready())} of {self.cells} cells stayed"
+        try:
+            said = "was refused" if self.redeploy().returncode else "WAS TAKEN"
+        except subprocess.TimeoutExpired:
+            said = f"was still tried after {RECOVER_S:g} s"
+        kept = f"the bad one {said}, {len(self.ready())} of {self.cells} cells stayed"
         self.store = good
         return self._deploy() or kept
 
@@ -267,8 +284,8 @@ FAULTS: dict[str, Callable[[Cells], str]] = {
     "up": Cells.scale_up,
     "down": Cells.scale_down,
     "update": Cells.update,
-    "bad-update": Cells.update_bad,
     "hung-cell": Cells.hang_cell,
+    "bad-update": Cells.update_bad,
 }
 
 
@@ -284,7 +301,7 @@ class Outcome:
 
 async def during(cells: Cells, fault: str, clients: int) -> Outcome:
     """Do something under load; return what became of the requests."""
-    load = Load(HOST, PORT, PATH, SIZES, clients)
+    load = Load(HOST, cells.port, PATH, SIZES, clients)
     running = asyncio.create_task(load.run())
     await asyncio.sleep(BEFORE_S)
     started = time.monotonic()
@@ -300,11 +317,11 @@ async def during(cells: Cells, fault: str, clients: int) -> Outcome:
     return Outcome(fault, load.accounts, seconds, note)
 
 
-def inside(folder: Path, faults: list[str], clients: int) -> None:
+def inside(folder: Path, faults: list[str], clients: int, is_straight: bool) -> None:
     """Run the application and all faults; write each outcome as a line of JSON."""
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     cells = Cells(folder)
-    with cells.running():
+    with cells.running(), straight() if is_straight else contextlib.nullcontext(PORT) as cells.port:
         for fault in faults:
             outcome = asyncio.run(during(cells, fault, clients))
             sys.stdout.write(json.dumps(vars(outcome), default=vars) + "\n")
@@ -322,35 +339,42 @@ def main() -> int:
     )
     parser.add_argument("--only", action="append", choices=FAULTS, help="repeatable; default: all")
     parser.add_argument("--clients", type=int, default=CLIENTS)
+    parser.add_argument("--straight", action="store_true", help="past Ray's hop")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     faults = given.only or list(FAULTS)
     if given.inside:
-        inside(given.inside, faults, given.clients)
+        inside(given.inside, faults, given.clients, given.straight)
         return 0
     with tempfile.TemporaryDirectory(dir="/tmp") as name:  # Ray's sockets have long names
         folder = Path(name)
         build(folder / "one", "1.0")
         build(folder / "two", "2.0")
         build(folder / "bad", "3.0", 'raise RuntimeError("this version does not load")')
-        outcomes = run(folder, faults, given.clients)
+        outcomes = run(folder, faults, given.clients, given.straight)
     report(outcomes)
     is_well = len(outcomes) == len(faults) and not any(map(missed, outcomes))
     return 0 if is_well else 1
 
 
-def run(folder: Path, faults: list[str], clients: int) -> list[Outcome]:
-    """Run everything in namespaces of its own; return what was accounted for."""
+def surroundings(folder: str) -> dict[str, str]:
+    """Return the variables of a Ray that keeps everything in a folder, and runs this code."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MODELYARD_", "RAY_"))}
+    path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
+    own = {"TMPDIR": folder, "RAY_TMPDIR": folder, "PYTHONPATH": path}
+    return {**kept, **own, "RAY_raylet_start_wait_time_s": f"{START_S:g}"}
+
+
+def run(folder: Path, faults: list[str], clients: int, is_straight: bool) -> list[Outcome]:
+    """Run everything in namespaces of its own; return what was accounted for."""
     name = str(folder)
-    place = {"TMPDIR": name, "RAY_TMPDIR": name}
     only = [word for fault in faults for word in ("--only", fault)]
+    only += ["--straight"] if is_straight else []
     command = [*ALONE, sys.executable, "-m", "benchmarks.chaos", "--inside", name,
                "--clients", str(clients), *only]  # fmt: skip
-    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [kept.get("PYTHONPATH")])])}
     outcomes = []
     with subprocess.Popen(
-        command, cwd=folder, env={**kept, **place, **path}, stdout=subprocess.PIPE, text=True
+        command, cwd=folder, env=surroundings(name), stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

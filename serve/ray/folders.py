@@ -48,6 +48,17 @@ class CellFolder:
         os.close(self._fd)
 
 
+def is_held(folder: Path) -> bool:
+    """Return whether the cell of a folder lives."""
+    try:
+        os.close(_lock(_lock_of(folder)))
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
 def _unheld(root: Path) -> Iterator[Path]:
     """Yield the folders whose cells are gone, each while its lock is held; the lock goes then."""
     for file in root.glob(f"cell-*{LOCK}"):

