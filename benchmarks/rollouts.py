@@ -1,9 +1,9 @@
 """Roll-outs of a good, a subtly wrong and a slow candidate, as an operator sees them.
 
-    python -m benchmarks.rollouts [-o docs/images/rollout] [--rate 100] [--seconds 20]
+    python -m benchmarks.rollouts [good wrong slow] [-o docs/images/rollout] [--rate 100]
 
 Serves the digits model (ONNX), sends it scans at a steady rate, and rolls out, one after the other:
-the same checkpoint in another format; a candidate that gives one scan in a hundred another label;
+the same model again; a candidate that gives one scan in a hundred another label;
 one that takes 50 ms longer. Prints what became of each, and of the clients' requests. With `-o` a
 browser (chromium and chromium-driver) takes pictures of the console's page.
 """
@@ -25,7 +25,9 @@ from benchmarks.archives import build_digits, modelyard, modelyard_json
 from benchmarks.candidates import PacedLoad, archive_candidate, scans
 
 LONGEST_S = 180
-WIDTH = 1100
+WIDTH, HEIGHT = 1100, 1560
+"""Of a picture."""
+CANDIDATES = ["good", "wrong", "slow"]
 HEADING = (
     f"{'CANDIDATE':<10} {'ENDED AS':<10} {'AFTER':>7} {'COMPARED':>9} {'DIFFER':>7} "
     f"{'MORE THAN NOISE':>17} {'p99':>6} {'REQUESTS':>9} {'ERRORS':>7} {'CHANGED':>8}"
@@ -56,19 +58,20 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path, help="folder for pictures")
     parser.add_argument("--rate", type=float, default=100, help="requests a second")
     parser.add_argument("--seconds", type=float, default=20, help="of each state")
+    parser.add_argument("candidates", nargs="*", default=CANDIDATES, choices=CANDIDATES)
     given = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="modelyard-rollouts-") as name:
         folder = Path(name)
         build_digits(folder, ("onnx",))
-        onnx, pt2 = (folder / "artifacts" / f"digits.{suffix}" for suffix in ("onnx", "pt2"))
+        onnx = folder / "artifacts" / "digits.onnx"
         store = folder / "rolled"
         archive_candidate(store, "digits.mar", "1.0", onnx)
-        archive_candidate(store, "good.mar", "2.0", pt2)
+        archive_candidate(store, "good.mar", "2.0", onnx)
         archive_candidate(store, "wrong.mar", "2.1", onnx, "Wrong")
         archive_candidate(store, "slow.mar", "2.2", onnx, pause_ms=50)
         bodies = scans()
         print(HEADING)
-        for candidate in ("good", "wrong", "slow"):
+        for candidate in given.candidates:
             with (
                 serving(store, folder / f"state-{candidate}") as (about, operator, token),
                 picturing(given.output, about, token) as take,
@@ -118,8 +121,18 @@ def picturing(folder: Path | None, about: dict[str, Any], token: str) -> Iterato
             page.open(f"{about['management']}/console/models/digits/1.0/rollout")
             page.shows(text)
             page.screenshot(folder / f"{name}.png")
+            _shrink(folder / f"{name}.png")
 
         yield take
+
+
+def _shrink(file: Path) -> None:
+    """Cut a picture where a page of the docs would be all picture, and give it a palette."""
+    from PIL import Image
+
+    with Image.open(file) as picture:
+        found = picture.convert("RGB").crop((0, 0, picture.width, min(picture.height, HEIGHT)))
+    found.quantize(64).save(file, optimize=True)
 
 
 def _roll_out(

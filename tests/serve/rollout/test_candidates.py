@@ -195,8 +195,9 @@ def test_three_times_slower_is_taken_back_and_nobody_gets_an_error(
     server: LiveServer, bodies: list[bytes]
 ) -> None:
     server.register_all("steady.mar")
-    start(server, "slow.mar", "steady", **{"for": "15s"})
+    start(server, "slow.mar", "steady", **{"for": "1h"})
     with slow_load(server, bodies) as clients:
+        promote(server, "50%", "steady")
         found = ended(server, "steady")
     assert found["state"] == "returned"
     assert "p99" in found["events"][-1]["why"]
@@ -206,8 +207,9 @@ def test_three_times_slower_is_taken_back_and_nobody_gets_an_error(
 def test_two_models_roll_out_at_once(server: LiveServer, bodies: list[bytes]) -> None:
     server.register_all("steady.mar")
     start(server, "wrong.mar", **{"for": "12s"})
-    start(server, "slow.mar", "steady", **{"for": "15s"})
+    start(server, "slow.mar", "steady", **{"for": "1h"})
     with load(server, bodies) as clients, slow_load(server, bodies) as others:
+        promote(server, "50%", "steady")
         assert ended(server)["state"] == "failed"
         assert ended(server, "steady")["state"] == "returned"
     assert clients.count() == {200: len(clients.outcomes)}
