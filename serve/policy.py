@@ -77,8 +77,8 @@ class Policy:
         return [ModelSpec(location, name, at_start=True) for name, location in pairs]
 
     def rollouts_at_start(self) -> dict[str, dict[str, Any]]:
-        """Return what is remembered of roll-outs, by model; nothing where models are named."""
-        return {} if self.settings.models else read_rollouts(self.state)
+        """Return what is remembered of roll-outs, by model, whether or not models are named."""
+        return read_rollouts(self.state)
 
     async def locate(self, location: str) -> tuple[Path, bool]:
         """Return the archive that a location names, and whether it was fetched just now.

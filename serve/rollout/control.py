@@ -462,6 +462,10 @@ class Rollouts:
             try:
                 record = Record.from_json(content)
                 live = self._registry.get(name)
+                if record.state is State.DEFAULT and live.version != record.candidate.version:
+                    raise ValueError(
+                        f"{record.candidate.version} was the default, and {live.version} is served"
+                    )
             except (ValueError, ModelNotFound) as error:
                 logger.error("the roll-out of %s cannot be restored: %s", name, error)
                 del self._registry.rollouts[name]

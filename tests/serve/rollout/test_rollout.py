@@ -175,11 +175,11 @@ def test_after_a_kill_every_state_is_there_again(tmp_path: Path) -> None:
     server = start_server(folder, store)
     assert server.register(one).status_code == 200
 
-    def kill() -> LiveServer:
+    def kill(*arguments: str) -> LiveServer:
         server.signal(signal.SIGKILL)
         server.wait()
         server.close_clients()
-        return start_server(folder, store)
+        return start_server(folder, store, *arguments)
 
     plan = {"url": two, "shadow": "100", "canary": "50"}
     steps: tuple[tuple[str, Callable[[], Any]], ...] = (
@@ -200,6 +200,10 @@ def test_after_a_kill_every_state_is_there_again(tmp_path: Path) -> None:
         assert before["2.0"] in shares.get(state, range(1)), state
         versions = {each["modelVersion"] for each in all_versions(server)}
         assert versions == ({"1.0"} if state == "aborted" else {"1.0", "2.0"}), state
+        if state == "canary":  # as a service starts, which names what it serves
+            server = kill(f"--models=rolled={one}")
+            assert status(server)["state"] == "canary"
+            assert ask(server, 60) == before
     done(verb(server, **plan), "shadow")
     store.joinpath(two).write_bytes(store.joinpath(one).read_bytes())  # not what it was
     server = kill()
