@@ -231,6 +231,7 @@ class ModelPages:
             "reading": self._watch.latest.get((model.name, model.version)),
             "workers": workers,
             "kinds": list(self._kinds(model)),
+            "kept": model.kept.describe() if model.kept is not None else None,
             "memory": self._memory(pools_of(model)),
             "recent_s": RECENT,
             "most_workers": MOST_WORKERS,

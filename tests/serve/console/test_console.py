@@ -64,7 +64,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     lines = [str(make_grant(token[:3], right, token)) for token, right in rights.items()]
     tokens.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     config = folder / "modelyard.yaml"
-    config.write_text(f"allowed_origins: ['{ELSEWHERE}']\n", encoding="utf-8")
+    config.write_text(
+        f"allowed_origins: ['{ELSEWHERE}']\nmodel_settings: {{echo: {{cacheAnswers: true}}}}\n",
+        encoding="utf-8",
+    )
     options = ["--workers=1", "--models=echo", f"--token-file={tokens}", f"--config={config}"]
     with running(folder / "state", store, *options) as server:
         yield server
@@ -160,6 +163,8 @@ def test_the_pages_show_what_is_served_and_done(server: LiveServer, viewer: Brow
         "the page counts",
     )  # fmt: skip
     assert int(found[1]) >= 3
+    kept = viewer.get("/console/models/echo/1.0").text.partition("Answers that are kept")[2]
+    assert '<th scope="row">2</th><td data-name="Not found" class="n">1</td>' in kept
     points = poll(lambda: viewer.get("/console/models/echo/1.0/points").json(), "a reading")
     assert all(len(point) == 9 for point in points)
     overview = viewer.get("/console").text
