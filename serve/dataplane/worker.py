@@ -307,9 +307,6 @@ class Worker(asyncio.BufferedProtocol):
             self._drop()
         if self._transport is not None:
             self._transport.close()
-        if self._aside is not None:  # it gave way to whoever ends this worker; that is no failure
-            (_, sink), self._aside = self._aside, None
-            sink.cancel()
         await self._process.end(EXIT_GRACE_S)
         await self.ended
 
