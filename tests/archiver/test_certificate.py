@@ -145,7 +145,6 @@ def test_a_report_that_cannot_be_read_is_named(archive: Path) -> None:
         ("MAX_REPORT_BYTES", 9, lambda found: found.report is None and len(found.problems) == 2),
         ("MOST_COMPONENTS", 2, lambda found: len(found.components) == 2 < found.component_count),
     ],
-    ids=str,
 )  # fmt: skip
 def test_no_more_is_kept_than_can_be_shown(
     archive: Path, monkeypatch: pytest.MonkeyPatch, limit: str, value: int, seen: Any
