@@ -175,7 +175,7 @@ def test_anything_else_is_bounded_text(value: Any, kind: str) -> None:
 @pytest.mark.parametrize("value", [
     {"explanations": 3}, {"explanations": [3]}, {"method": "saliency"}, {"tokens": 1}, 4,
     dict.fromkeys(OF_OURS, 3), dict.fromkeys(OF_OURS, "x"), dict.fromkeys(OF_OURS),
-], ids=str)  # fmt: skip
+])  # fmt: skip
 def test_an_explanation_of_an_authors_own_is_shown_as_it_is(value: Any) -> None:
     found = column(value, explain=True)
     assert not found.explained and (found.text or found.rows)
