@@ -1,13 +1,17 @@
 """What `modelyard plan --simulate` predicts, beside what one server does.
 
-    python -m benchmarks.plan [--model sleep] [--model digits] [--seconds 12] [--output FILE.json]
+    python -m benchmarks.plan [--model sleep] [--seconds 12] [--output FILE.json]
 
-Two models: `sleep` takes 2 ms a request and leaves the cores to others; `digits` is the network of
-that example in ONNX. Of each the costs are measured as `modelyard tune` does, then a server with
-one worker is loaded in an open loop with 0.5, 0.9 and 1.5 times its capacity, which is what 64
-clients get. Every request names a deadline. The simulation gets the moments of the same requests.
-Prints p50 and p99 of the answers, goodput and refusals, measured and predicted, with their ratio.
-Within six minutes.
+Three models: `sleep` takes 2 ms a request and leaves the cores to others; `digits` is the network
+of that example in ONNX, for which the server process is what limits; `digits-1` is the same one
+request at a time, for which the worker is. Of each the costs are measured as `modelyard tune` does,
+then a server with one worker is loaded in an open loop with 0.5, 0.9 and 1.5 times its capacity,
+which is what 64 clients get. Every request names a deadline. The simulation gets the moments of the
+same requests, and as many cores as the generator left. Prints p50 and p99 of the answers, goodput
+and refusals, measured and predicted, with their ratio. Within six minutes.
+
+With --url the load goes there instead, to --cells behind a router, each with one worker of the same
+model and deadlines, on this machine; what a request alone takes more is the router's.
 """
 
 from __future__ import annotations
@@ -15,11 +19,13 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import random
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +36,8 @@ from rich.table import Table
 
 from benchmarks import procfs
 from benchmarks.archives import Subject, archive_digits, build_bare, build_digits, scan_files
-from benchmarks.open_loop import GeneratorFailed, Phase, compiled, run, schedule
-from benchmarks.server import Server, wait_idle
+from benchmarks.open_loop import GeneratorFailed, Phase, Report, compiled, run, schedule
+from benchmarks.server import Server
 from modelyard.serve.settings import load_settings
 from modelyard.serve.simulation.arrivals import Recorded
 from modelyard.serve.simulation.costs import Costs
@@ -42,12 +48,14 @@ from modelyard.serve.tools.tune import Setting, Trial, on_own_ports
 
 TIMES = (0.5, 0.9, 1.5)
 DEEP = "jobQueueSize: 10000\nbatchSize: 8\n"
+MORE = {"digits": "", "digits-1": "batchSize: 1\n"}
 QUEUE_SIZE = 10_000
+COSTS_S, REST_S = 1.5, 1.0
+"""For each measurement of the costs; after each load."""
 CAPACITY_CLIENTS = 64
 GOAL = 0.15
-SLEEP_MS = 2.0
-SLEEP_HANDLER = f'''\
-"""Take {SLEEP_MS} ms for each row."""
+SLEEP_HANDLER = '''\
+"""Take {ms} ms for each row."""
 
 import time
 
@@ -55,7 +63,7 @@ import time
 def handle(data, context):
     if data is None:
         return None
-    until = time.perf_counter() + {SLEEP_MS / 1000} * len(data)
+    until = time.perf_counter() + {ms} / 1000 * len(data)
     while (left := until - time.perf_counter()) > 0:
         time.sleep(left)
     return ["ok"] * len(data)
@@ -85,55 +93,71 @@ class Row:
         return abs(self.ratio - 1) <= GOAL
 
 
-def build(folder: Path, model: str) -> Subject:
+def build(folder: Path, model: str, sleep_ms: float) -> Subject:
     """Archive one of the models."""
-    if model == "digits":
+    if model == "sleep":
+        handler = SLEEP_HANDLER.format(ms=sleep_ms)
+        return build_bare(folder, model, handler, DEEP, scan_files())
+    if not (folder / "artifacts").exists():
         build_digits(folder, ())
-        return archive_digits(folder, "onnx", "digits", "jobQueueSize: 10000\n")
-    return build_bare(folder, model, SLEEP_HANDLER, DEEP, scan_files())
+    return archive_digits(folder, "onnx", model, f"jobQueueSize: {QUEUE_SIZE}\n" + MORE[model])
 
 
-def costs_of(subject: Subject, folder: Path, seconds: float) -> Costs:
+def costs_of(subject: Subject, folder: Path, batch_size: int) -> Costs:
     """Measure what a request costs."""
     settings = load_settings({"model_store": subject.archive.parent, "device": "cpu"}, None)
     settings = on_own_ports(settings, subject.name, folder)
     bodies = [(subject.requests[0].read_bytes(), subject.content_type)]
-    trial = Trial(settings, subject.name, f"/predictions/{subject.name}", bodies, 8, seconds)
-    return measure_costs(trial, Setting(1, 1, 8), subject.archive.name, procfs_cores())
+    trial = Trial(settings, subject.name, f"/predictions/{subject.name}", bodies, 8, COSTS_S)
+    return measure_costs(trial, Setting(1, 1, batch_size), subject.archive.name, cores())
 
 
-def procfs_cores() -> int:
+def cores() -> int:
     """Return the cores of this machine."""
-    import os
-
     return len(os.sched_getaffinity(0))
+
+
+@contextmanager
+def served(subject: Subject, folder: Path, given: argparse.Namespace) -> Iterator[str]:
+    """Yield the URL of the predictions: of a server of our own, or the one that is given."""
+    if given.url:
+        yield given.url
+        return
+    with Server(subject, 1, folder / f"state-{subject.name}") as server:
+        yield server.url
 
 
 def compare(model: str, folder: Path, given: argparse.Namespace) -> Iterator[Row]:
     """Measure one model, and predict."""
-    subject = build(folder, model)
-    costs = costs_of(subject, folder / f"costs-{model}", 1.5)
+    subject = build(folder, model, given.sleep_ms)
+    batch_size = 1 if model == "digits-1" else 8
+    costs = costs_of(subject, folder / f"costs-{model}", batch_size)
     say(f"{model}: {json.dumps(costs.as_dict())}")
-    deadline_s = given.deadline / 1e3
-    known = KnownModel(model, 1.0, costs, 8, 1, QUEUE_SIZE, 60.0)
+    known = KnownModel(model, 1.0, costs, batch_size, 1, QUEUE_SIZE, 60.0)
     body, kind = subject.requests[0].read_bytes(), subject.content_type
-    with Server(subject, 1, folder / f"state-{model}") as server:
-        closed = run(server.url, body, [Phase(0, 3)], closed=CAPACITY_CLIENTS, content_type=kind)
-        capacity = asyncio.run(closed).phases[0].goodput
-        wait_idle(server.usage)
+
+    def load(url: str, phase: Phase, **how: Any) -> Report:
+        report = asyncio.run(run(url, body, [phase], content_type=kind, **how))
+        time.sleep(REST_S)
+        return report
+
+    with served(subject, folder, given) as url:
+        alone = load(url, Phase(0, 2), closed=1).phases[0].answered_ms.p50
+        capacity = load(url, Phase(0, 3), closed=CAPACITY_CLIENTS).phases[0].goodput
+        expected_ms = costs.times_s(1)[1000] * 1e3 + costs.server_ms + 2 * costs.wake_ms
+        hop_s = max(0.0, alone - expected_ms - costs.wait_ms) / 1e3 if given.url else 0.0
+        say(f"{model}: one client {alone:.3g} ms, capacity {capacity:.0f}/s, hop {hop_s * 1e3:.3g}")
         for times in given.times or TIMES:
             phase = Phase(times * capacity, given.seconds)
-            report = asyncio.run(
-                run(server.url, body, [phase], deadline_s, given.seed, content_type=kind)
-            )
-            wait_idle(server.usage)
-            figures = report.phases[0]
+            deadline_s = given.deadline / 1e3
+            report = load(url, phase, deadline_s=deadline_s, seed=given.seed)
+            figures, left = report.phases[0], cores() - report.cores
             dues = [due for _, due in schedule([phase], random.Random(given.seed))]
             recorded = Recorded(tuple(dues), (None,) * len(dues), "the same requests")
-            outcome = simulate(
+            found = simulate(
                 Scenario(
-                    groups=[(1, [known.shape(1)])],
-                    cores=procfs_cores(),
+                    groups=[(given.cells, [known.shape(1)])],
+                    cores=left / given.cells,  # the generator has the others
                     rate=recorded.rate,
                     mix={model: 1.0},
                     arrivals=recorded,
@@ -141,19 +165,24 @@ def compare(model: str, folder: Path, given: argparse.Namespace) -> Iterator[Row
                     warm_s=0.0,
                     timeout_s=deadline_s,
                     limit_s=deadline_s,
+                    hop_s=hop_s,
                 )
             )
-            found = outcome.all
+            tally = found.all
             say(
-                f"{model} {times:g} × {capacity:.0f}/s: measured {asdict(figures)}; simulated "
-                f"{found.offered} offered, {found.good} good, {found.late} late, {found.refused} "
-                f"refused, {found.expired} expired, batches of {outcome.mean_batch:.2f}"
+                f"{model} {times:g} × {capacity:.0f}/s: generator {report.cores} cores, "
+                f"{asdict(figures)}"
+            )
+            say(
+                f"simulated {tally.offered} offered, {tally.good} good, {tally.late} late, "
+                f"{tally.refused} refused, {tally.expired} expired; batches of "
+                f"{found.mean_batch:.2f}, server busy {found.server_busy:.2f}"
             )
             pairs = [
-                ("p50 ms", figures.answered_ms.p50, found.quantile_s(0.5) * 1e3),
-                ("p99 ms", figures.answered_ms.p99, found.quantile_s(0.99) * 1e3),
-                ("goodput /s", figures.goodput, found.good / given.seconds),
-                ("refused /s", figures.refused / given.seconds, found.refused / given.seconds),
+                ("p50 ms", figures.answered_ms.p50, tally.quantile_s(0.5) * 1e3),
+                ("p99 ms", figures.answered_ms.p99, tally.quantile_s(0.99) * 1e3),
+                ("goodput /s", figures.goodput, tally.good / given.seconds),
+                ("refused /s", figures.refused / given.seconds, tally.refused / given.seconds),
             ]
             for what, measured, predicted in pairs:
                 yield Row(model, times, what, measured, predicted)
@@ -169,10 +198,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", choices=("sleep", "digits"), action="append")
+    parser.add_argument("--model", choices=("sleep", *MORE), action="append")
     parser.add_argument("--times", type=float, action="append", help="of the capacity; repeatable")
     parser.add_argument("--seconds", type=float, default=12, help="length of each load")
     parser.add_argument("--deadline", type=float, default=100, help="milliseconds")
+    parser.add_argument("--sleep-ms", type=float, default=2.0, help="of `sleep`, for a request")
+    parser.add_argument("--url", help="of the model's predictions, behind a router")
+    parser.add_argument("--cells", type=int, default=1, help="behind that URL")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("-o", "--output", type=Path, help="the rows, in JSON")
     given = parser.parse_args()
@@ -181,7 +213,7 @@ def main() -> None:
     try:
         compiled()
         with tempfile.TemporaryDirectory(prefix="modelyard-plan-") as name:
-            for model in given.model or ("sleep", "digits"):
+            for model in given.model or ("sleep", *MORE):
                 rows += compare(model, Path(name), given)
     except GeneratorFailed as error:
         sys.exit(str(error))
