@@ -15,7 +15,7 @@ EXTRAS: Mapping[str, str] = {
     "tokenizers": "text",
     "transformers": "huggingface",
 }
-"""Module → the extra. Captum brings matplotlib."""
+"""Module → the extra. Captum brings matplotlib in any case."""
 
 
 def how_to_install(error: ImportError) -> str | None:

@@ -311,8 +311,8 @@ def test_an_offer_to_change_the_protocol_is_passed_over(
     ("data", "status"),
     [
         (b"GET http://other.host/ping?a=b HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
-        (b"GET http://other.host HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
-        (b"POST * HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
+        (b"GET http://other.host HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
+        (b"POST * HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
         (b"GET /ping#part HTTP/1.1\r\nHost: localhost\r\n\r\n", 200),
         (b"GET /ping HTTP/1.0\r\n\r\n", 200),
         (b"\r\n\r\nGET /ping HTTP/1.0\r\n\r\n", 200),

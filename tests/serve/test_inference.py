@@ -499,6 +499,10 @@ DOCUMENTED = {
     "/models/{model}": {"get", "put", "delete"},
     "/models/{model}/{version}": {"get", "put", "delete"},
     "/models/{model}/{version}/set-default": {"put"},
+    "/models/{model}/rollout": {"get", "post"},
+    "/models/{model}/rollout/promote": {"post"},
+    "/models/{model}/rollout/abort": {"post"},
+    "/models/{model}/rollout/back": {"post"},
     "/metrics": {"get"},
 }
 
