@@ -34,7 +34,8 @@ ModelArgument = Annotated[str, typer.Argument(metavar="NAME[/VERSION]", help="Wh
 VersionArgument = Annotated[str, typer.Argument(metavar="NAME/VERSION", help="A version of it.")]
 
 
-def _ask(at: Endpoint, method: str, path: str, query: dict[str, Any] | None = None) -> Any:
+def ask(at: Endpoint, method: str, path: str, query: dict[str, Any] | None = None) -> Any:
+    """Return what the management API answers to a request."""
     from modelyard.serve.tools.client import call
 
     return call(at, method, path, query=query).json()
@@ -57,10 +58,10 @@ def all_versions(at: Endpoint) -> list[dict[str, Any]]:
     names: list[str] = []
     page: str | None = "0"
     while page is not None:
-        answer = _ask(at, "GET", "/models", {"next_page_token": page})
+        answer = ask(at, "GET", "/models", {"next_page_token": page})
         names += [model["modelName"] for model in answer["models"]]
         page = answer.get("nextPageToken")
-    return [model for name in names for model in _ask(at, "GET", f"{_path(name)}/all")]
+    return [model for name in names for model in ask(at, "GET", f"{_path(name)}/all")]
 
 
 def print_models(models: list[dict[str, Any]]) -> None:
@@ -124,7 +125,7 @@ def describe(
     Example: modelyard models describe digits
     """
     with known_errors():
-        found = _ask(endpoint("management", url, token, ca, state_dir), "GET", _path(model))
+        found = ask(endpoint("management", url, token, ca, state_dir), "GET", _path(model))
     if json_output:
         out.print_json(json.dumps(found))
         return
@@ -166,7 +167,7 @@ def register(
     """
     query = {"url": archive, "model_name": name, "initial_workers": workers}
     with known_errors():
-        answer = _ask(endpoint("management", url, token, ca, state_dir), "POST", "/models", query)
+        answer = ask(endpoint("management", url, token, ca, state_dir), "POST", "/models", query)
     _print(answer, json_output)
 
 
@@ -186,7 +187,7 @@ def scale(
     """
     with known_errors():
         at = endpoint("management", url, token, ca, state_dir)
-        answer = _ask(at, "PUT", _path(model), {"min_worker": workers})
+        answer = ask(at, "PUT", _path(model), {"min_worker": workers})
     _print(answer, json_output)
 
 
@@ -207,7 +208,7 @@ def default(
         if not model.partition("/")[2]:
             raise StartError(f'"{model}" names no version; expected NAME/VERSION')
         at = endpoint("management", url, token, ca, state_dir)
-        answer = _ask(at, "PUT", f"{_path(model)}/set-default")
+        answer = ask(at, "PUT", f"{_path(model)}/set-default")
     _print(answer, json_output)
 
 
@@ -225,5 +226,5 @@ def unregister(
     Example: modelyard models unregister digits/1.0
     """
     with known_errors():
-        answer = _ask(endpoint("management", url, token, ca, state_dir), "DELETE", _path(model))
+        answer = ask(endpoint("management", url, token, ca, state_dir), "DELETE", _path(model))
     _print(answer, json_output)

@@ -21,6 +21,7 @@ from modelyard.serve.cli import (
     endpoint,
     known_errors,
 )
+from modelyard.serve.tools.models_cli import ask
 
 if TYPE_CHECKING:
     from modelyard.serve.tools.client import Endpoint
@@ -43,10 +44,8 @@ ENDS = ("default", "returned", "aborted", "failed")
 def _ask(
     at: Endpoint, model: str, method: str, verb: str = "", query: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    from modelyard.serve.tools.client import call
-
     path = f"/models/{quote(model, safe='')}/rollout" + (f"/{verb}" if verb else "")
-    found: dict[str, Any] = call(at, method, path, query=query).json()
+    found: dict[str, Any] = ask(at, method, path, query)
     return found
 
 
