@@ -56,6 +56,7 @@ HELD = 1_000_000
 CLIENTS = 6
 START_S, BEFORE_S, AFTER_S, RECOVER_S = 240.0, 2.0, 2.0, 180.0
 CELL, SERVER, PROXY = b"ray::ServeReplica", b"modelyard.serve.ray.child", b"haproxy"
+OWN_PROXY = b"-straight-"
 """What the command line of a process says."""
 RUN = str(Path(sys.executable).with_name("serve"))
 """Ray's command."""
@@ -228,10 +229,11 @@ class Cells:
         return ""
 
     def kill_proxy(self) -> str:
-        """Kill HAProxy."""
-        pid = processes(PROXY)[-1]
+        """Kill the HAProxy that clients ask."""
+        words = OWN_PROXY if self.port == STRAIGHT_PORT else PROXY
+        pid = processes(words)[-1]
         os.kill(pid, signal.SIGKILL)
-        poll(lambda: pid not in processes(PROXY) and is_ready(self.port), "there is another proxy")
+        poll(lambda: pid not in processes(words) and is_ready(self.port), "there is another proxy")
         return ""
 
     def hang_server(self) -> str:
