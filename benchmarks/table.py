@@ -22,7 +22,6 @@ from benchmarks.results import (
     Footprint,
     Results,
     Row,
-    Spread,
     best,
     is_ours,
     summarise,
@@ -228,10 +227,3 @@ def _rate(row: Row, digits: int = 0) -> str | Text:
         return Text(f"{row.failures} failed", style="bold red")
     mark = "*" if row.other_cores > BUSY_NEIGHBOUR else ""
     return f"{row.rate.median:,.{digits}f}{mark}"
-
-
-def show_spread(values: Spread) -> str:
-    """Show half the distance from lowest to highest, relative to the median."""
-    if values.low == values.high:
-        return ""
-    return f"{50 * (values.high - values.low) / values.median:.0f}%"
