@@ -26,6 +26,8 @@ from modelyard.serve.ray.environment import BODY_BYTES, ENVIRONMENT
 from modelyard.serve.ray.folders import is_held
 
 LOOK_S = 0.5
+RENAME = "    http-request set-header host localhost\n"
+"""A cell's server answers to its own name only, and clients call HAProxy by another."""
 ANSWER_S = 70
 """For an answer: above the default of `request_timeout_s`."""
 LASTS_S = 2.0
@@ -51,7 +53,7 @@ defaults
     balance leastconn
 frontend clients
     bind {listen}
-    default_backend cells
+{rename}    default_backend cells
 backend cells
     http-reuse always
     option httpchk GET /health/ready
@@ -73,10 +75,13 @@ def find_servers(cells: Path) -> dict[str, str]:
     return found
 
 
-def configuration(listen: str, servers: dict[str, str], answer_s: int = ANSWER_S) -> str:
+def configuration(
+    listen: str, servers: dict[str, str], answer_s: int = ANSWER_S, keeps_host: bool = False
+) -> str:
     """Return what HAProxy reads."""
     return CONFIGURATION.format(
         listen=listen,
+        rename="" if keeps_host else RENAME,
         body_bytes=BODY_BYTES,
         stop_s=STOP_S,
         answer_s=answer_s,
@@ -109,11 +114,15 @@ class Straight:
         cells: folder of the cells' own folders.
         folder: for the configuration.
         answer_s: how long it waits for an answer.
+        keeps_host: whether cells look at the name that a client calls them by.
     """
 
-    def __init__(self, listen: str, cells: Path, folder: Path, answer_s: int) -> None:
+    def __init__(
+        self, listen: str, cells: Path, folder: Path, answer_s: int, keeps_host: bool
+    ) -> None:
         self._listen = listen
         self._answer_s = answer_s
+        self._keeps_host = keeps_host
         self._cells = cells
         self._file = folder / "haproxy.cfg"
         self._servers = find_servers(cells)
@@ -165,7 +174,7 @@ class Straight:
     def _write(self) -> None:
         """Replace the file in one step."""
         new = self._file.with_suffix(".new")
-        text = configuration(self._listen, self._servers, self._answer_s)
+        text = configuration(self._listen, self._servers, self._answer_s, self._keeps_host)
         new.write_text(text, encoding="utf-8")
         new.replace(self._file)
 
@@ -178,6 +187,8 @@ def main() -> int:
                         help="of the cells, where they were given another one")  # fmt: skip
     parser.add_argument("--answer-s", type=int, default=ANSWER_S,
                         help="for an answer; above the longest request_timeout_s")  # fmt: skip
+    parser.add_argument("--keep-host", action="store_true",
+                        help="where the cells are given allowed_hosts")  # fmt: skip
     given = parser.parse_args()
     stopped: list[int] = []
 
@@ -188,7 +199,9 @@ def main() -> int:
         signal.signal(number, stop)
     with tempfile.TemporaryDirectory(prefix=f"modelyard-{os.getuid()}-straight-") as folder:
         try:
-            straight = Straight(given.listen, given.state_dir, Path(folder), given.answer_s)
+            straight = Straight(
+                given.listen, given.state_dir, Path(folder), given.answer_s, given.keep_host
+            )
         except StartError as error:
             sys.stderr.write(f"error: {error}\n")
             return 1

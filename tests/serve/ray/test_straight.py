@@ -3,10 +3,14 @@
 import json
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import httpx
 import pytest
 
 from modelyard.serve.errors import StartError
@@ -74,3 +78,48 @@ def test_an_address_that_is_none_is_one_line(listen: str, tmp_path: Path) -> Non
     assert ran.returncode == 1
     assert ran.stderr.startswith(f"error: haproxy refuses {listen}: ")
     assert ran.stderr.count("\n") == 1
+
+
+class SaysHost(BaseHTTPRequestHandler):
+    """Ready, and answers with the name that it was called by."""
+
+    def do_GET(self) -> None:
+        body = self.headers.get("host", "").encode()  # its own checks have none
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not has_haproxy(), reason="haproxy is not installed")
+@pytest.mark.parametrize(
+    ("arguments", "called"), [((), "localhost"), (("--keep-host",), "models.example")]
+)
+def test_a_cell_is_called_by_a_name_that_it_has(
+    arguments: tuple[str, ...], called: str, tmp_path: Path
+) -> None:
+    cell = CellFolder(tmp_path)
+    with (
+        ThreadingHTTPServer(("127.0.0.1", 0), SaysHost) as server,
+        socket.create_server(("127.0.0.1", 0)) as free,
+    ):
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        about = {"pid": 1, "inference": f"http://127.0.0.1:{server.server_port}"}
+        (cell.path / "server.json").write_text(json.dumps(about))
+        listen = f"127.0.0.1:{free.getsockname()[1]}"
+        free.close()
+        command = [sys.executable, "-m", "modelyard.serve.ray.straight", "--listen", listen]
+        process = subprocess.Popen([*command, "--state-dir", tmp_path, *arguments], cwd=ROOT)
+        try:
+            with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
+                answer = client.get(f"http://{listen}/", headers={"host": "models.example"})
+            assert (answer.status_code, answer.text) == (200, called)
+        finally:
+            process.terminate()
+            process.wait(90)
+            server.shutdown()
+    cell.remove()
