@@ -53,7 +53,10 @@ def rootfs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Cell:
-    """A running container: `bwrap` with the image's variables, a read-only root and no rights."""
+    """A running container: `bwrap` with the image's variables and a read-only root.
+
+    It has no rights, unless its user is root: of this namespace, which has no other user.
+    """
 
     def __init__(self, rootfs: Path, folder: Path, store: Path, user: int) -> None:
         self.state, self.tmp = folder / "state", folder / "tmp"
@@ -64,7 +67,8 @@ class Cell:
                      "MODELYARD_METRICS_PORT": "0", "MODELYARD_WORKERS": "1"}  # fmt: skip
         self._command = [
             *("bwrap", "--unshare-all", "--share-net", "--die-with-parent", "--as-pid-1"),
-            *("--uid", str(user), "--gid", "0", "--cap-drop", "ALL", "--clearenv"),
+            *("--uid", str(user), "--gid", "0", "--cap-drop" if user else "--cap-add", "ALL"),
+            "--clearenv",
             *("--ro-bind", str(rootfs), "/", "--proc", "/proc", "--dev", "/dev"),
             *("--ro-bind", str(store), "/models", "--bind", str(self.state), "/state"),
             *("--bind", str(self.tmp), "/tmp", "--chdir", "/tmp"),
@@ -129,7 +133,11 @@ def runs_the_image(test: Any) -> Any:
 
 
 @runs_the_image
-@pytest.mark.parametrize("user", [1000, 1000660000], ids=["its-own-user", "any-user"])
+@pytest.mark.parametrize(
+    "user",
+    [1000, 1000660000, 0],
+    ids=["its-own-user", "any-user", "root-of-an-engine-without-root"],
+)
 def test_it_serves_and_stops_under_load_and_writes_to_its_state_only(
     rootfs: Path, digits_store: Path, tmp_path: Path, user: int
 ) -> None:

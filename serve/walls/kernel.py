@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import struct
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
@@ -13,6 +14,8 @@ PR_SET_CHILD_SUBREAPER = 36
 PR_SET_NO_NEW_PRIVS = 38
 PR_CAP_AMBIENT = 47
 _CAPABILITY_VERSION = 0x20080522
+
+USER_MAPS = (Path("/proc/self/uid_map"), Path("/proc/self/gid_map"))
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -54,6 +57,23 @@ def capabilities() -> int:
         if line.startswith("CapEff:"):
             return int(line.split()[1], 16)
     return 0
+
+
+def has_users(uids: range, maps: Sequence[Path] = USER_MAPS) -> bool:
+    """Return whether these users, and groups of the same numbers, exist in our user namespace.
+
+    A container engine without root has as many as it was given, often a single one.
+
+    Source: user_namespaces(7)
+    """
+    return all(len(uids) == sum(len(each) for each in _common(uids, file)) for file in maps)
+
+
+def _common(uids: range, file: Path) -> Iterator[range]:
+    """Yield which of these each line of a map has."""
+    for line in file.read_text(encoding="ascii").splitlines():
+        first, _, count = (int(word) for word in line.split())
+        yield range(max(uids.start, first), min(uids.stop, first + count))
 
 
 def _checked(result: int, what: str) -> int:

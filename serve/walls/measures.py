@@ -11,7 +11,7 @@ from pathlib import Path
 from modelyard.serve.walls import calls, kernel, landlock, places, raising
 
 UP, LACKING, OFF = "up", "lacking", "off"
-_DAC_OVERRIDE, _DAC_READ_SEARCH, _KILL, _SETGID, _SETUID = 1, 2, 5, 6, 7
+_CHOWN, _DAC_OVERRIDE, _DAC_READ_SEARCH, _KILL, _SETGID, _SETUID = 0, 1, 2, 5, 6, 7
 _READS_ALL = (_DAC_READ_SEARCH, _DAC_OVERRIDE)
 """Capabilities with which a user of its own reads what the server's may, where Landlock lets it:
 archive and interpreter often lie in folders that are closed to others."""
@@ -58,12 +58,17 @@ def why_one_user(uids: range) -> str | None:
         return "the server is not root"
     if not uids:
         return "by the setting worker_uids"
+    if not kernel.has_users(uids):
+        return (
+            f"users {uids[0]}-{uids[-1]} are not all in this user namespace, as where a container "
+            "engine runs without root; set worker_uids to users that are, or to nothing"
+        )
     if not (landlock.version() and calls.is_supported()):
         return "it takes Landlock and seccomp"
     held = kernel.capabilities()
-    may_change = all(held >> number & 1 for number in (_SETUID, _SETGID, _KILL))
+    may_change = all(held >> number & 1 for number in (_CHOWN, _SETUID, _SETGID, _KILL))
     if not may_change or reading_capability() is None:
-        return "it takes CAP_SETUID, CAP_SETGID, CAP_KILL and CAP_DAC_READ_SEARCH"
+        return "it takes CAP_CHOWN, CAP_SETUID, CAP_SETGID, CAP_KILL and CAP_DAC_READ_SEARCH"
     return None
 
 

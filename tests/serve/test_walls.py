@@ -19,7 +19,7 @@ import pytest
 from modelyard.serve.control.sandbox import check_machine, examine_machine
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Settings
-from modelyard.serve.walls import calls
+from modelyard.serve.walls import calls, kernel
 from modelyard.serve.walls.environment import PASSED, choose_variables
 from modelyard.serve.walls.measures import LACKING, OFF, UP
 from tests.serve import live
@@ -252,6 +252,49 @@ def test_what_a_kernel_lacks_is_said(without: str, lacking: dict[str, str]) -> N
         assert found.pop("users") == "it takes Landlock and seccomp"
     assert found.keys() == lacking.keys()
     assert all(text in found[name] for name, text in lacking.items())
+
+
+PLANS = """
+import sys
+from pathlib import Path
+from modelyard.serve.control.sandbox import Sandbox, check_machine
+from modelyard.serve.settings import Settings
+settings = Settings(state_dir=Path(sys.argv[1]))
+check_machine(settings)
+(folder := Path(sys.argv[1], "echo-1")).mkdir()
+print(Sandbox(settings).plan(folder, "none", "own", may_write=False).uid)
+"""
+
+
+def test_a_root_with_no_other_user_runs_workers_as_itself_and_says_so(tmp_path: Path) -> None:
+    """As in a container of an engine without root, which may have a single user."""
+    command = ["unshare", "--user", "--map-root-user"]
+    if subprocess.run([*command, "true"], capture_output=True).returncode:
+        pytest.skip("there are no user namespaces here")
+    command += [sys.executable, "-P", "-c", PLANS, str(tmp_path)]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ran.stdout, ran.returncode) == ("None\n", 0), ran.stderr
+    assert ran.stderr.count("no wall for users: users 60706-61183 are not all in this") == 1
+
+
+@pytest.mark.parametrize(
+    ("users", "groups", "has_them"),
+    [
+        ("0 1000 1\n1 100000 65536\n", "0 1000 1\n1 100000 65536\n", True),
+        ("0 0 4294967295\n", "0 0 60800\n60800 200000 1000\n", True),
+        ("0 0 4294967295\n", "0 0 60800\n", False),
+        ("0 1000 1\n", "0 0 4294967295\n", False),
+        ("60800 0 9999\n", "0 0 4294967295\n", False),
+    ],
+    ids=["engine without root", "two pieces", "some groups", "one user", "some users"],
+)
+def test_users_are_there_when_each_is_mapped(
+    tmp_path: Path, users: str, groups: str, has_them: bool
+) -> None:
+    maps = tmp_path / "uid_map", tmp_path / "gid_map"
+    for file, text in zip(maps, (users, groups), strict=True):
+        file.write_text(text)
+    assert kernel.has_users(Settings().uids, maps) is has_them
 
 
 # -- their parts -------------------------------------------------------------------------------
