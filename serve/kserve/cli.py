@@ -15,6 +15,7 @@ import typer
 
 from modelyard.archiver.terminal import err
 from modelyard.serve.cli import known_errors, run_attached
+from modelyard.serve.control.sizing import this_machine
 from modelyard.serve.errors import StartError
 from modelyard.serve.kserve.layout import Archives, TorchServes, find_layout
 from modelyard.serve.settings import ENV_PREFIX, Settings, load_settings
@@ -49,7 +50,10 @@ def kserve(
         int | None,
         typer.Option("--http_port", "--http-port", help="Default: the variable PORT, then 8080."),
     ] = None,
-    workers: Annotated[int | None, typer.Option(help="Per model; default by cores.")] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option(min=0, help="Per model, up to one per core; default, and 0: by cores."),
+    ] = None,
     predictor_host: Annotated[
         str | None,
         typer.Option(
@@ -65,6 +69,7 @@ def kserve(
     """
     with known_errors():
         port = _port() if http_port is None else http_port
+        workers = count_workers(workers, this_machine().cores)
         ours = load_settings({}, defaults=DEFAULTS)
         state_dir = ours.state_dir
         try:
@@ -99,6 +104,15 @@ def own_settings(found: Archives, port: int, workers: int | None = None) -> Sett
         },
         defaults=DEFAULTS,
     )
+
+
+def count_workers(said: int | None, cores: int) -> int | None:
+    """Return the workers per model; None leaves them to the cores.
+
+    KServe writes `containerConcurrency` there, which says how many requests a pod takes at once: 0
+    is any number, and a copy of the model for each of a hundred would fill the pod's memory.
+    """
+    return min(said, cores) if said else None
 
 
 def _port() -> int:

@@ -56,7 +56,10 @@ def find_layout(folder: Path, name: str | None, scratch: Path) -> TorchServes | 
         StartError: there is nothing to serve, or more than one thing it could be.
     """
     if not folder.is_dir():
-        raise StartError(f"there is no folder {folder}; set the storageUri of the InferenceService")
+        raise StartError(
+            f"there is no folder {folder}; set the storageUri of the InferenceService, or the "
+            "variable STORAGE_URI of an explainer's container"
+        )
     if (folder / CONFIG).is_file():
         store = folder / TORCHSERVES_STORE
         if not store.is_dir():

@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from modelyard.serve.errors import StartError
-from modelyard.serve.kserve.cli import contained, own_settings
+from modelyard.serve.kserve.cli import contained, count_workers, own_settings
 from modelyard.serve.kserve.layout import Archives, TorchServes, find_layout
 from modelyard.serve.torchserve.properties import parse_properties
 from tests.serve.live import build_archive, poll
@@ -111,6 +111,15 @@ def test_management_alone_asks_for_tokens_unless_a_variable_says_otherwise(
     assert not settings.asks_for_tokens
     monkeypatch.setenv("MODELYARD_AUTH", "always")
     assert own_settings(Archives(folder, ("ALL",)), 8080).asks_for_tokens
+
+
+@pytest.mark.parametrize(
+    ("said", "workers"), [(None, None), (0, None), (1, 1), (2, 2), (100, 2)], ids=str
+)
+def test_workers_are_what_kserve_says_of_concurrency_up_to_the_cores(
+    said: int | None, workers: int | None
+) -> None:
+    assert count_workers(said, 2) == workers
 
 
 def test_an_artifact_without_an_archive_is_served_and_nothing_written_beside_it(
