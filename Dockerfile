@@ -1,5 +1,5 @@
 # syntax=docker/dockerfile:1
-# Modelyard's image: `docker build -t modelyard .`; docs/deploy.md says how to run it.
+# Modelyard's image: `docker build -t modelyard .`; docs/containers.md says how to run it.
 # For CUDA: --build-arg TORCH_INDEX=https://download.pytorch.org/whl/cu130
 ARG BASE=python:3.11-slim-bookworm
 
@@ -22,6 +22,7 @@ RUN mkdir /torch /own \
         -exec mv -t /torch {} +
 COPY pyproject.toml README.md LICENSE ./
 COPY archiver archiver
+COPY client client
 COPY exporter exporter
 COPY handlers handlers
 COPY serve serve

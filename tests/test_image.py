@@ -27,7 +27,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.image import COMMAND, ENVIRONMENT, HOME, PORTS, USER, Blobs, folder_entries
+from deploy.image import COMMAND, ENVIRONMENT, HOME, PORTS, SOURCES, USER, Blobs, folder_entries
 from modelyard.serve.settings import load_settings
 from tests.conftest import DIGITS, ROOT
 from tests.serve.live import poll
@@ -231,6 +231,8 @@ def test_what_the_dockerfile_copies_is_there_and_reaches_the_build() -> None:
     copied = {name for names in lines for name in names if not names[0].startswith("--from")}
     ignore = (ROOT / ".dockerignore").read_text().splitlines()
     assert copied and all((ROOT / name).exists() for name in copied)
+    packages = {link.name for link in (ROOT / "modelyard").iterdir() if link.is_symlink()}
+    assert packages == set(SOURCES) <= copied
     assert {line[1:] for line in ignore if line.startswith("!")} == copied
 
 

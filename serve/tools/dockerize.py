@@ -125,7 +125,7 @@ def _dockerfile(packed: Sequence[Packed], base: str) -> str:
 
 def _compose(name: str) -> str:
     return f"""\
-# docker compose up --build; docs/deploy.md says what each line is for.
+# docker compose up --build; docs/containers.md says what holds in it.
 services:
   {name}:
     build: .
