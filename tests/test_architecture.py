@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -224,19 +225,11 @@ def test_the_rule_finds_what_it_forbids(code: str) -> None:
     assert list(unpickles_or_evaluates("serve.any", ast.parse(code)))
 
 
-def loaded_by(statement: str, *names: str, project: Path | None = None) -> set[str]:
-    """Return which of these modules a fresh interpreter holds after a statement.
-
-    Args:
-        statement: run in `project`, which then leads the path.
-        names: of modules.
-        project: a folder, or None for an interpreter that sees no working folder.
-    """
+def loaded_by(statement: str, *names: str) -> set[str]:
+    """Return which of these modules a fresh interpreter holds after a statement."""
     code = f"{statement}\nimport sys; print(*({set(names)!r} & set(sys.modules)))"
     ran = subprocess.run(
-        [sys.executable, *([] if project else ["-P"]), "-c", code],
-        cwd=project,
-        env=os.environ | (neighbours.ENVIRONMENT if project else {}),
+        [sys.executable, "-P", "-c", code],
         capture_output=True,
         text=True,
         timeout=60,
@@ -254,39 +247,58 @@ def commands() -> Iterator[list[str]]:
             yield [name, subcommand]
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a project with files of our packages' names."""
-    folder = tmp_path_factory.mktemp("project")
-    neighbours.write_neighbours(folder)
-    return folder
-
-
 MAINS = {
     "torchserve": "modelyard.serve.torchserve.cli",
     "torch-model-archiver": "modelyard.archiver.torchserve.cli",
 }
+HELPS = [("modelyard.cli", words) for words in commands()] + [(main, []) for main in MAINS.values()]
+"""Every `main` that has a `--help`, and the words before it."""
+HELP = """
+import contextlib, importlib, io, json, os, sys
+import pydantic, typer.rich_utils
+names, helps = json.load(sys.stdin)
+for module, words in helps:
+    if os.fork():
+        if os.wait()[1]:
+            sys.exit(f"the help of {module} {words} failed")
+        continue
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
+        importlib.import_module(module).main([*words, "--help"])
+    assert "usage: " in shown.getvalue().lower()
+    print(json.dumps(sorted({*names} & {*sys.modules})))
+    sys.exit()
+"""
+"""Each runs in a fork of an interpreter that has imported what they all need, and is light."""
+
+
+@pytest.fixture(scope="module")
+def loaded_by_help(tmp_path_factory: pytest.TempPathFactory) -> list[list[str]]:
+    """Run every help in a project with files of our packages' names; return what each loaded."""
+    project = tmp_path_factory.mktemp("project")
+    neighbours.write_neighbours(project)
+    ran = subprocess.run(
+        [sys.executable, "-c", HELP],
+        cwd=project,
+        env=os.environ | neighbours.ENVIRONMENT,
+        input=json.dumps([[*HEAVY, "modelyard.exporter.trip"], HELPS]),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ran.returncode == 0, ran.stderr
+    return [json.loads(line) for line in ran.stdout.splitlines()]
 
 
 @pytest.mark.parametrize(
-    ("module", "words"),
-    [("modelyard.cli", words) for words in commands()]
-    + [(module, []) for module in MAINS.values()],
-    ids=lambda given: given if isinstance(given, str) else "-".join(given),
+    "place", range(len(HELPS)), ids=["-".join([module, *words]) for module, words in HELPS]
 )
 def test_no_help_loads_torch_or_numpy_or_a_neighbour(
-    module: str, words: list[str], project: Path
+    place: int, loaded_by_help: list[list[str]]
 ) -> None:
-    """Each command's own `--help`, run to its end in a fresh interpreter."""
-    loaded = loaded_by(
-        f"import contextlib, io\nfrom {module} import main\n"
-        "with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):\n"
-        f"    main([*{words!r}, '--help'])",
-        *HEAVY,
-        "modelyard.exporter.trip",
-        project=project,
-    )
-    assert not loaded
+    """Each command's own `--help`, run to its end."""
+    assert len(loaded_by_help) == len(HELPS)
+    assert not loaded_by_help[place]
 
 
 @pytest.mark.parametrize("first", ["import modelyard.exporter.trip", ""])
