@@ -187,7 +187,7 @@ def test_what_keeps_no_keys_and_values_is_refused(model: Any, message: str) -> N
 
 
 def test_a_model_that_takes_its_positions_otherwise_is_refused(gpt2: Any) -> None:
-    class Stubborn(transformers.GPT2LMHeadModel):  # type: ignore[no-untyped-call]
+    class Stubborn(transformers.GPT2LMHeadModel):  # type: ignore[misc]
         """Counts every call's tokens from the first place."""
 
         def forward(self, input_ids: torch.Tensor, position_ids: Any = None, **rest: Any) -> Any:

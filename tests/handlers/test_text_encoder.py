@@ -35,7 +35,7 @@ def bert() -> BertModel:
         intermediate_size=64, max_position_embeddings=64, hidden_dropout_prob=0.0,
     )  # fmt: skip
     model = BertModel(config, add_pooling_layer=False)
-    model.eval()  # type: ignore[no-untyped-call]
+    model.eval()
     model.requires_grad_(False)
     return model
 

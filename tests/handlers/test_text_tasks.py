@@ -64,7 +64,7 @@ def tokenizer_of(folder: Path) -> Any:
 
 
 def piped(kind: str, task: str, folder: Path, *texts: Any, **options: Any) -> Any:
-    pipe: Any = pipeline(kind, model=model_of(task, folder), tokenizer=tokenizer_of(folder))  # type: ignore[call-overload]
+    pipe: Any = pipeline(kind, model=model_of(task, folder), tokenizer=tokenizer_of(folder))
     return [pipe(text, **options) for text in texts]
 
 
