@@ -36,6 +36,8 @@ max_request_bytes: {LIMIT}
 SWEEP_S = 1.0
 SLACK_S = 3.0
 """For a machine under load."""
+PAUSE_S = 0.005
+"""Of a client of the load between two requests: without one, tests that wait would fill a core."""
 SMUGGLED = b"GET /smuggled HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /predictions/echo HTTP/1.1\r\nHost: localhost\r\n"
 CHUNKED = POST + b"Transfer-Encoding: chunked\r\n"
@@ -177,6 +179,7 @@ class Load:
                 self.outcomes[data[:12].decode()] += 1
                 if not data:
                     return
+                self._is_over.wait(PAUSE_S)
 
     def __enter__(self) -> Load:
         for thread in self._threads:
