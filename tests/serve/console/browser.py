@@ -27,7 +27,7 @@ CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 DRIVER = "chromedriver"
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
 """The key of a reference to an element, by the standard."""
-TIMEOUT_S = 20.0
+TIMEOUT_S = 60.0
 TRIES = 5
 FLAGS = (
     *("--headless=new", "--disable-dev-shm-usage", "--disable-gpu", "--hide-scrollbars"),
