@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor, nn
 
 from modelyard.handlers import Context
-from tests.conftest import DIGITS
+from tests.conftest import DIGITS, made_once
 
 SIGNATURE = {
     "inputs": [{"name": "image", "dtype": "float32", "shape": ["batch", 1, 8, 8]}],
@@ -60,15 +60,21 @@ def digits_net() -> nn.Module:
 
 @pytest.fixture(scope="session")
 def digits_folder(digits_net: nn.Module, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("digits")
-    export_all(digits_net, torch.rand(5, 1, 8, 8), folder / "digits")
+    with made_once(tmp_path_factory, "digits_folder") as (folder, is_empty):
+        if is_empty:
+            fill_digits(digits_net, folder)
+    return folder
+
+
+def fill_digits(net: nn.Module, folder: Path) -> None:
+    """Write what an archive of each format holds when it is unpacked."""
+    export_all(net, torch.rand(5, 1, 8, 8), folder / "digits")
     shutil.copy(DIGITS / "index_to_name.json", folder)
     for name, format in (("pt2", "pt2"), ("onnx", "onnx"), ("pt", "torchscript")):
         report = folder / f"digits.{name}.report.json"
         proof = {"parity": {"tolerance": 1e-4, "outputs": {"logits": {"tolerance": 1e-4}}}}
         digests = {"artifact_sha256": "0" * 64, "checkpoint": {"sha256": "0" * 64}}
         report.write_text(json.dumps({"format": format, "signature": SIGNATURE} | proof | digests))
-    return folder
 
 
 @pytest.fixture(scope="session")

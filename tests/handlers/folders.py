@@ -71,6 +71,18 @@ def load(
     return handler
 
 
+_LOADED: dict[tuple[object, ...], Any] = {}
+
+
+def loaded(make: type[Handler], folder: Path, config: dict[str, Any] | None = None) -> Handler:
+    """Return a handler of a folder that others were given too: leave it as it is."""
+    key = (make, folder, json.dumps(config))
+    if key not in _LOADED:
+        _LOADED[key] = load(make, folder, config=config)
+    found: Handler = _LOADED[key]
+    return found
+
+
 def ask(handler: BaseHandler, *bodies: Any, headers: dict[str, str] | None = None) -> list[Any]:
     """Return the answers to a batch of bodies."""
     context = handler.context

@@ -28,7 +28,7 @@ from modelyard.handlers import (
     ObjectDetector,
 )
 from modelyard.handlers.pictures import colour_table, decode, find_settings
-from tests.handlers.folders import Tensors, ask, copied, explain, load, save_program
+from tests.handlers.folders import Tensors, ask, copied, explain, load, loaded, save_program
 from tests.handlers.test_text_tasks import tokenizer_of
 
 PNG = {"accept": "image/png"}
@@ -164,7 +164,7 @@ def processor_of(name: str) -> Any:
 
 
 def test_boxes_are_those_of_transformers(drawn: Path) -> None:
-    handler = load(ObjectDetector, drawn / "detector", config=IMAGE)
+    handler = loaded(ObjectDetector, drawn / "detector", config=IMAGE)
     picture = (drawn / "shapes.png").read_bytes()
     (answer,) = ask(handler, picture)
     logits, boxes = handler.model(handler.preprocess([{"body": picture}]))
@@ -183,7 +183,7 @@ def test_boxes_are_those_of_transformers(drawn: Path) -> None:
 
 
 def test_a_request_may_say_its_own_threshold(drawn: Path) -> None:
-    handler = load(ObjectDetector, drawn / "detector", config=IMAGE)
+    handler = loaded(ObjectDetector, drawn / "detector", config=IMAGE)
     picture = (drawn / "shapes.png").read_bytes()
 
     def count(threshold: str) -> int:
@@ -196,7 +196,7 @@ def test_a_request_may_say_its_own_threshold(drawn: Path) -> None:
 
 
 def test_boxes_are_drawn_on_the_picture_where_that_is_asked_for(drawn: Path) -> None:
-    handler = load(ObjectDetector, drawn / "detector", config=IMAGE)
+    handler = loaded(ObjectDetector, drawn / "detector", config=IMAGE)
     picture = (drawn / "shapes.png").read_bytes()
     (answer,) = ask(handler, picture)
     (file,) = ask(handler, picture, headers=PNG)
@@ -214,7 +214,7 @@ def test_boxes_are_drawn_on_the_picture_where_that_is_asked_for(drawn: Path) -> 
 
 
 def test_a_box_is_explained_by_the_picture_around_it(drawn: Path) -> None:
-    handler = load(ObjectDetector, drawn / "detector", config=IMAGE)
+    handler = loaded(ObjectDetector, drawn / "detector", config=IMAGE)
     picture = (drawn / "shapes.png").read_bytes()
     found = explain(handler, picture, target="square", aggregate="sum", n_steps="10")
     assert found["label"].startswith("square in box ")
@@ -290,7 +290,7 @@ def run_lengths(mask: np.ndarray) -> list[int]:
 
 
 def test_every_pixel_has_the_class_that_transformers_gives_it(drawn: Path) -> None:
-    handler = load(ImageSegmenter, drawn / "segmenter", config=IMAGE)
+    handler = loaded(ImageSegmenter, drawn / "segmenter", config=IMAGE)
     picture = (drawn / "shapes.png").read_bytes()
     (answer,) = ask(handler, picture)
     logits = handler.model(handler.preprocess([{"body": picture}]))
@@ -312,14 +312,14 @@ def test_every_pixel_has_the_class_that_transformers_gives_it(drawn: Path) -> No
 
 
 def test_drawn_shapes_are_coloured_in(drawn: Path) -> None:
-    handler = load(ImageSegmenter, drawn / "segmenter", config=IMAGE)
+    handler = loaded(ImageSegmenter, drawn / "segmenter", config=IMAGE)
     picture, _, classes = shapes.draw(np.random.default_rng(5), (128, 96))
     (file,) = ask(handler, png(picture), headers=PNG)
     assert (np.asarray(Image.open(io.BytesIO(file))) == classes).mean() > 0.95
 
 
 def test_a_class_of_a_map_is_explained(drawn: Path) -> None:
-    handler = load(ImageSegmenter, drawn / "segmenter", config=IMAGE)
+    handler = loaded(ImageSegmenter, drawn / "segmenter", config=IMAGE)
     found = explain(handler, (drawn / "shapes.png").read_bytes(), target="circle", n_steps="5")
     assert (found["label"], found["shape"]) == ("circle", [3, shapes.SIDE, shapes.SIDE])
     assert found["probability"] is None, "of a mean over a picture"
@@ -328,7 +328,7 @@ def test_a_class_of_a_map_is_explained(drawn: Path) -> None:
 
 
 def test_a_region_of_a_map_is_explained(drawn: Path) -> None:
-    handler = load(ImageSegmenter, drawn / "segmenter", config=IMAGE)
+    handler = loaded(ImageSegmenter, drawn / "segmenter", config=IMAGE)
     picture = (drawn / "shapes.png").read_bytes()
     width, height = Image.open(io.BytesIO(picture)).size
     logits = handler.score(handler.inference(handler.preprocess([{"body": picture}])))[0]
@@ -458,7 +458,7 @@ def test_a_request_without_picture_or_texts_is_refused(
     folders: dict[str, Path], body: Any, message: str
 ) -> None:
     with pytest.raises(BadInput, match=message):
-        ask(load(ImageText, folders["clip"]), body)
+        ask(loaded(ImageText, folders["clip"]), body)
 
 
 def test_a_model_without_pictures_is_refused(drawn: Path, tmp_path: Path) -> None:

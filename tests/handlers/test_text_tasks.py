@@ -21,7 +21,7 @@ from modelyard.handlers import (
     TextHandler,
     TokenClassifier,
 )
-from tests.handlers.folders import Tensors, ask, copied, explain, load, save_program
+from tests.handlers.folders import Tensors, ask, copied, explain, load, loaded, save_program
 
 SENTENCE = "Anna lives in New York and Dmitri went to San Marino, today!"
 OUTPUTS = {
@@ -87,7 +87,7 @@ def test_a_pair_of_texts_is_classified_as_the_pipeline_does(folders: dict[str, P
 
 
 def test_a_pair_as_json_text_is_the_pair_as_an_object(folders: dict[str, Path]) -> None:
-    handler = load(TextHandler, folders["pairs"])
+    handler = loaded(TextHandler, folders["pairs"])
     pair = {"text": "Anna", "text_pair": "Rome"}
     assert ask(handler, json.dumps(pair).encode()) == ask(handler, pair)
     # An object of something else is a text that looks like JSON.
@@ -95,7 +95,7 @@ def test_a_pair_as_json_text_is_the_pair_as_an_object(folders: dict[str, Path]) 
 
 
 def test_an_explained_pair_says_which_text_a_token_is_of(folders: dict[str, Path]) -> None:
-    handler = load(TextHandler, folders["pairs"])
+    handler = loaded(TextHandler, folders["pairs"])
     pair = {"text": "Anna", "text_pair": "in Rome"}
     tokens = explain(handler, pair, n_steps="5")["tokens"]
     assert [token.get("part") for token in tokens] == [
@@ -118,7 +118,7 @@ def test_an_explained_pair_says_which_text_a_token_is_of(folders: dict[str, Path
 )
 def test_another_pair_is_refused(folders: dict[str, Path], body: Any, message: str) -> None:
     with pytest.raises(BadInput, match=message):
-        ask(load(TextHandler, folders["pairs"]), body)
+        ask(loaded(TextHandler, folders["pairs"]), body)
 
 
 def test_a_model_that_measures_gives_a_number(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_entities_are_those_of_the_pipeline(folders: dict[str, Path], aggregatio
 
 
 def test_the_example_has_learned_its_people_and_places(folders: dict[str, Path]) -> None:
-    (answer,) = ask(load(TokenClassifier, folders["entities"]), "Elif went to San Marino today")
+    (answer,) = ask(loaded(TokenClassifier, folders["entities"]), "Elif went to San Marino today")
     assert [(each["entity"], each["word"]) for each in answer] == [
         ("PER", "Elif"),
         ("LOC", "San Marino"),
@@ -178,7 +178,7 @@ def test_the_example_has_learned_its_people_and_places(folders: dict[str, Path])
 
 
 def test_an_entity_is_explained_by_its_tokens(folders: dict[str, Path]) -> None:
-    handler = load(TokenClassifier, folders["entities"])
+    handler = loaded(TokenClassifier, folders["entities"])
     text = "Elif went to Rome"
     found = explain(handler, text, target="B-LOC", n_steps="20")
     assert found["label"] == 'B-LOC at "Rome"'
@@ -190,7 +190,7 @@ def test_an_entity_is_explained_by_its_tokens(folders: dict[str, Path]) -> None:
 
 
 def test_an_entity_is_explained_in_a_span_of_the_text(folders: dict[str, Path]) -> None:
-    handler = load(TokenClassifier, folders["entities"])
+    handler = loaded(TokenClassifier, folders["entities"])
     text = "Elif went to Rome and Oslo"
     place = example.TAGS.index("B-LOC")
     first, second = (
@@ -208,7 +208,7 @@ def test_an_entity_is_explained_in_a_span_of_the_text(folders: dict[str, Path]) 
 
 @pytest.mark.parametrize("method", ["kernel_shap", "feature_ablation", "occlusion"])
 def test_the_tokens_of_a_word_are_one_feature(folders: dict[str, Path], method: str) -> None:
-    handler = load(TokenClassifier, folders["entities"])
+    handler = loaded(TokenClassifier, folders["entities"])
     found = explain(handler, "Elif and Oslo", target="B-LOC", method=method)
     tokens = {token["token"]: token["attribution"] for token in found["tokens"]}
     assert list(tokens) == ["[CLS]", "elif", "an", "##d", "oslo", "[SEP]"]
@@ -306,12 +306,12 @@ def test_a_question_without_sense_is_refused(
     folders: dict[str, Path], body: Any, message: str
 ) -> None:
     with pytest.raises(BadInput, match=message):
-        ask(load(QuestionAnswering, folders["answers"]), body)
+        ask(loaded(QuestionAnswering, folders["answers"]), body)
 
 
 @pytest.mark.parametrize("end", ["start", "end"])
 def test_either_end_of_an_answer_is_explained(folders: dict[str, Path], end: str) -> None:
-    handler = load(QuestionAnswering, folders["answers"])
+    handler = loaded(QuestionAnswering, folders["answers"])
     asked = {"question": "where does Anna live", "context": SENTENCE}
     (answer,) = ask(handler, asked)
     found = explain(handler, asked, target=end, n_steps="20")
@@ -356,7 +356,7 @@ def test_gaps_are_filled_as_the_pipeline_does(folders: dict[str, Path]) -> None:
 
 
 def test_a_gap_is_explained_by_the_words_around_it(folders: dict[str, Path]) -> None:
-    handler = load(FillMask, folders["gaps"])
+    handler = loaded(FillMask, folders["gaps"])
     text = "Anna lives in [MASK]"
     (answer,) = ask(handler, text)
     assert explain(handler, text, n_steps="5")["label"] == answer[0]["token_str"]
@@ -366,7 +366,7 @@ def test_a_gap_is_explained_by_the_words_around_it(folders: dict[str, Path]) -> 
 
 def test_a_text_without_a_gap_is_refused(folders: dict[str, Path]) -> None:
     with pytest.raises(BadInput, match=r'the text has no "\[MASK\]" among its first 3 tokens'):
-        ask(load(FillMask, folders["gaps"]), "Anna")
+        ask(loaded(FillMask, folders["gaps"]), "Anna")
 
 
 @pytest.mark.parametrize(
