@@ -59,10 +59,14 @@ def lines_of(state: Path) -> str:
     [
         ("breaks_on_import", "No module named 'a_library_that_nobody_has' (handler.py:3)"),
         ("wrong", "expected 'fine: goodbye', got 'fine: hello'"),
-        ("no_zip", "no_zip.mar"),
+        pytest.param("no_zip", "no_zip.mar", marks=pytest.mark.nightly),
         ("nowhere", "Model not found at: nowhere; the model store holds"),
-        ("../store/echo", "expected the name of a file in the model store"),
-        ("-x=echo", "model name"),
+        pytest.param(
+            "../store/echo",
+            "expected the name of a file in the model store",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param("-x=echo", "model name", marks=pytest.mark.nightly),
     ],
 )
 def test_a_model_that_cannot_be_served_fails_the_start_and_leaves_nothing(

@@ -80,7 +80,10 @@ def test_the_server_reads_at_least_97_of_100_held_out_digits(
     assert sum(right) >= 97
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    "format",
+    ["onnx", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("pt2", "torchscript"))],
+)
 def test_the_command_line_predicts(server: LiveServer, format: str) -> None:
     where = f"--state-dir={server.state_dir}"
     ran = modelyard("predict", format, DIGITS / "scans" / "7.png", where, "--json")
