@@ -27,8 +27,11 @@ EXPORT = (
 )
 """The export of the README, which the whole test run shares."""
 
-LONGEST = ("test_docs.py", "trips", "benchmarks", "serve", "exporter")
-"""Folders and files whose tests take longest."""
+LONGEST = (
+    *("test_docs.py", "serve", "test_architecture.py", "trips"),
+    *("handlers", "exporter", "archiver", "benchmarks"),
+)
+"""Folders and files whose tests take longest; `trips` needs what `test_docs.py` exports."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
