@@ -20,6 +20,7 @@ from modelyard.serve.control.state import StateDir, read_key
 from modelyard.serve.errors import StartError
 from modelyard.serve.ray.archives import place
 from modelyard.serve.ray.arguments import Plan
+from modelyard.serve.ray.beats import Beats
 from modelyard.serve.ray.folders import CellFolder
 from modelyard.serve.ray.forward import Forwarder, Upstream
 from modelyard.serve.ray.process import CellServer
@@ -44,6 +45,7 @@ class Cell:
 
     _server: CellServer | None = None
     _folder: CellFolder | None = None
+    _beats: Beats | None = None
     _missed = 0
 
     def __init__(self, plan: str) -> None:
@@ -79,7 +81,10 @@ class Cell:
         store = self._folder.path / STORE
         settings = settings.model_copy(update={"state_dir": state.root, "model_store": store})
         await asyncio.to_thread(self._place_archives, state, store)
-        self._server = CellServer(self._plan.version, settings, self._plan.python, _end)
+        self._beats = Beats()
+        self._server = CellServer(
+            self._plan.version, settings, self._plan.python, self._beats.pipe, _end
+        )
         about = await asyncio.wrap_future(self._server.started)
         logger.info("cell %s: server pid %d at %s", state.root, about["pid"], about["inference"])
         self._upstream = _upstream(about["inference"], settings)
@@ -117,9 +122,11 @@ class Cell:
             await signals.stop()
         if self._server is not None:
             await asyncio.to_thread(self._server.stop)
+        if self._beats is not None:
+            await self._beats.stop()
         if self._folder is not None:
             await asyncio.to_thread(self._folder.remove)
-        self._server = self._folder = None
+        self._server = self._beats = self._folder = None
 
     def _place_archives(self, state: StateDir, store: Path) -> None:
         """Link to every archive of the plan, and have the server restore exactly these."""

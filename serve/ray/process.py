@@ -33,6 +33,7 @@ class CellServer:
         version: of Modelyard, which the server must be.
         settings: of the server.
         python: its interpreter; None takes this one.
+        beats: the pipe of this process's `Beats`.
         on_end: called in a thread with how it ended, where nobody stopped it.
     """
 
@@ -41,6 +42,7 @@ class CellServer:
         version: str,
         settings: Settings,
         python: Path | None,
+        beats: int,
         on_end: Callable[[str], None],
     ) -> None:
         told = {"version": version, "settings": settings.model_dump(mode="json")}
@@ -48,6 +50,7 @@ class CellServer:
         self._grace_s = settings.drain_delay_s + settings.drain_timeout_s + STOP_GRACE_S
         self._cwd = settings.state_dir
         self._python = python
+        self._beats = beats
         self._on_end = on_end
         self._process: subprocess.Popen[str] | None = None
         self._is_stopped = False
@@ -92,11 +95,12 @@ class CellServer:
             told.seek(0)
             process = subprocess.Popen(
                 [
-                    self._python or sys.executable,
-                    *("-P", "-m", "modelyard.serve.ray.child", str(os.getpid())),
+                    *(self._python or sys.executable, "-P", "-m", "modelyard.serve.ray.child"),
+                    *(str(os.getpid()), str(self._beats)),
                 ],
                 stdin=told,
                 stdout=subprocess.PIPE,
+                pass_fds=[self._beats],
                 cwd=self._cwd,
                 env=environment,
                 start_new_session=True,

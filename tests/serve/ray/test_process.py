@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,19 +19,23 @@ from modelyard.serve.control.model_config import ModelSpec
 from modelyard.serve.control.saved import write_specs
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.errors import StartError
+from modelyard.serve.ray.beats import MOST_MISSED, Beats, watch
 from modelyard.serve.ray.folders import CellFolder
 from modelyard.serve.ray.process import CellServer
 from modelyard.serve.settings import Settings
 from tests.serve.live import build_archive, environment, is_alive, poll
 
 REPLICA = """
-import json, sys, time
+import asyncio, json, sys
+from modelyard.serve.ray.beats import Beats
 from modelyard.serve.ray.process import CellServer
 from modelyard.serve.settings import Settings
-settings = Settings(**json.loads(sys.argv[2]))
-server = CellServer(sys.argv[1], settings, None, print)
-print(json.dumps(server.started.result()), flush=True)
-time.sleep(60)
+async def main():
+    settings = Settings(**json.loads(sys.argv[2]))
+    server = CellServer(sys.argv[1], settings, None, Beats().pipe, print)
+    print(json.dumps(await asyncio.wrap_future(server.started)), flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
 """
 
 
@@ -65,6 +73,38 @@ def test_a_server_ends_with_its_replica(settings: Settings) -> None:
         poll(lambda: not is_alive(about["pid"]), "the server ends with the replica")
 
 
+@pytest.mark.nightly
+def test_a_server_ends_the_replica_that_hangs(settings: Settings) -> None:
+    with start_replica(settings) as replica:
+        assert replica.stdout is not None
+        about = json.loads(replica.stdout.readline())
+        replica.send_signal(signal.SIGSTOP)
+        assert replica.wait(60) == -signal.SIGKILL
+        poll(lambda: not is_alive(about["pid"]), "and ends with it")
+
+
+def test_a_replica_is_killed_when_its_event_loop_does_not_move(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    beats_s, reads_s = 0.005, 0.05
+    with subprocess.Popen(["sleep", "60"]) as replica:
+
+        async def main() -> None:
+            beats = Beats(beats_s)
+            watching = asyncio.create_task(
+                asyncio.to_thread(watch, beats.pipe, replica.pid, reads_s)
+            )
+            await asyncio.sleep(MOST_MISSED * reads_s * 1.5)
+            assert replica.poll() is None, "it beats"
+            time.sleep(MOST_MISSED * reads_s * 1.5)
+            await watching
+            await beats.stop()
+
+        asyncio.run(main())
+        assert replica.wait(10) == -signal.SIGKILL
+    assert f"process {replica.pid}, has not moved for 0.75 s; it is killed" in caplog.text
+
+
 def test_another_archive_than_the_plans_is_not_served(settings: Settings) -> None:
     specs = [ModelSpec("echo.mar", "echo", digest="0" * 64)]
     write_specs(StateDir(settings.state_dir), specs)
@@ -84,14 +124,16 @@ def test_a_server_of_another_version_or_without_an_interpreter_does_not_start(
 def start_here(
     settings: Settings, version: str = version("modelyard"), python: Path | None = None
 ) -> None:
-    CellServer(version, settings, python, lambda how: None).started.result(60)
+    with Path(os.devnull).open("rb") as none:
+        CellServer(version, settings, python, none.fileno(), print).started.result(60)
 
 
 def test_a_folder_is_a_cells_own_until_it_ends_however_it_ends(tmp_path: Path) -> None:
     root = tmp_path / "cells"
     living = CellFolder(root)
     code = f"""
-from pathlib import Path; from modelyard.serve.ray.folders import CellFolder
+from pathlib import Path; from modelyard.serve.ray.beats import MOST_MISSED, Beats, watch
+from modelyard.serve.ray.folders import CellFolder
 import os, signal
 folder = CellFolder(Path({str(root)!r}))
 (folder.path / "file").touch()
