@@ -32,15 +32,18 @@ import tempfile
 import time
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.chaos_load import Account, Load
+from modelyard.serve.ray.environment import ray_environment
+from modelyard.serve.settings import Settings
 
 ROOT = Path(__file__).absolute().parents[1]
 IS_ROOT = os.getuid() == 0
@@ -51,17 +54,21 @@ HOST, PORT, STRAIGHT_PORT = "127.0.0.1", 8000, 8001
 MODEL = "chaos"
 PATH = f"/predictions/{MODEL}"
 SIZES = (100, 10_000, 100_000, 1_000_000, 2_000_000)
+SMALL = SIZES[:2]
+"""Of which two cores answer so many that three cells are busy."""
 HELD = 1_000_000
 """The largest of these that fits HAProxy's buffer, as cells set it."""
 CLIENTS = 6
 START_S, BEFORE_S, AFTER_S, RECOVER_S = 240.0, 2.0, 2.0, 180.0
+FAILED_S = 20.0
+"""For which a roll-out that has failed is left as it is."""
 CELL, SERVER, PROXY = b"ray::ServeReplica", b"modelyard.serve.ray.child", b"haproxy"
 OWN_PROXY = b"-straight-"
 """What the command line of a process says."""
-RUN = str(Path(sys.executable).with_name("serve"))
-"""Ray's command."""
-READY = "is ready at"
-"""What `serve run` says of an application that is."""
+RAY, SERVE = (str(Path(sys.executable).with_name(name)) for name in ("ray", "serve"))
+APPLICATION = "modelyard"
+STATUS = f"http://{HOST}:8265/api/serve/applications/"
+"""Where Ray says how its applications are."""
 HANDLER = '''\
 """Say of each body how long it is, and its checksum, after 5 ms."""
 
@@ -156,41 +163,53 @@ class Cells:
         folder: of the stores; cells keep their own folders in it.
     """
 
+    load: Load
+    """What asks them now."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.port = PORT
         self.cells = 2
+        self.scaling: dict[str, float] = {}
         self.store = "one"
-
-    def arguments(self) -> list[str]:
-        """Return what `serve run` is given now."""
-        return ["modelyard.serve.ray:app", f"model_store={self.folder / self.store}",
-                f"cells={self.cells}", "cpus=0.1", "workers=1", "auth=management"]  # fmt: skip
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
-        """Run the application for a block."""
-        command = [RUN, "run", *self.arguments()]
-        log = self.folder / "serve.log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output)
+        """Run the application for a block, as on a cluster: `ray start`, `serve deploy`."""
+        command = [RAY, "start", "--head", "--block"]
+        with (self.folder / "ray.log").open("wb") as log:
+            process = subprocess.Popen(command, stdout=log, stderr=log)
         try:
-            # A cell that is lost before Ray says this fails the deployment.
-            poll(lambda: READY in log.read_text() or process.poll() is not None,
-                 "cells are ready", START_S)  # fmt: skip
-            if process.poll() is not None:
-                raise SystemExit(log.read_text()[-2000:])
+            poll(lambda: answers(STATUS), "Ray has started", START_S)
+            self.deploy()
+            poll(lambda: self.status()["status"] == "RUNNING", "cells are ready", START_S)
             poll(is_ready, "the proxy knows them")
             yield
         finally:
-            process.send_signal(signal.SIGINT)
+            process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(60)
 
-    def redeploy(self) -> subprocess.CompletedProcess[str]:
-        """Have Ray make it as the arguments now say; return when it has, or has failed."""
-        command = [RUN, "run", "--non-blocking", "--address", "auto", *self.arguments()]
-        return subprocess.run(command, capture_output=True, text=True, timeout=RECOVER_S)
+    def deploy(self) -> None:
+        """Tell Ray how the application is to be from now on."""
+        application = {
+            "name": APPLICATION,
+            "route_prefix": "/",
+            "import_path": "modelyard.serve.ray:app",
+            "args": {"model_store": str(self.folder / self.store), "cells": self.cells,
+                     "cpus": 0.1, "workers": 1, "auth": "management", **self.scaling},
+        }  # fmt: skip
+        file = self.folder / "cells.yaml"  # JSON is YAML
+        file.write_text(json.dumps({"applications": [application]}))
+        ran = subprocess.run([SERVE, "deploy", file], capture_output=True, text=True)
+        if ran.returncode:
+            raise SystemExit(ran.stderr[-2000:])
+
+    def status(self) -> dict[str, Any]:
+        """Return what Ray says of the application."""
+        with urllib.request.urlopen(STATUS, timeout=10) as answer:
+            said: dict[str, Any] = json.load(answer)["applications"][APPLICATION]
+        return said
 
     def ready(self) -> set[int]:
         """Return the servers that are ready."""
@@ -202,10 +221,10 @@ class Cells:
                     found.add(int(about["pid"]))
         return found
 
-    def whole(self, without: frozenset[int] | set[int] = frozenset()) -> None:
+    def whole(self, without: Collection[int] = ()) -> None:
         """Wait until as many servers are ready as there should be, none of these among them."""
         poll(
-            lambda: len(left := self.ready()) == self.cells and not left & without,
+            lambda: len(left := self.ready()) == self.cells and left.isdisjoint(without),
             f"{self.cells} servers are ready",
         )
 
@@ -248,34 +267,49 @@ class Cells:
 
     def scale_up(self) -> str:
         """Make it three cells."""
-        self.cells = 3
-        return self._deploy()
+        return self._deployed(cells=3)
 
     def scale_down(self) -> str:
         """Make it two cells again."""
-        self.cells = 2
-        return self._deploy()
+        return self._deployed(cells=2)
 
     def update(self) -> str:
         """Roll out the next version of the archive."""
-        self.store = "two"
-        return self._deploy(without=self.ready())
+        without = self.ready()
+        return self._deployed(store="two", without=without)
 
     def update_bad(self) -> str:
-        """Roll out an archive whose workers do not start; then say again what was there before."""
+        """Roll out an archive whose workers do not start; some time later, what was there."""
         good, self.store = self.store, "bad"
-        try:
-            said = "was refused" if self.redeploy().returncode else "WAS TAKEN"
-        except subprocess.TimeoutExpired:
-            said = f"was still tried after {RECOVER_S:g} s"
-        kept = f"the bad one {said}, {len(self.ready())} of {self.cells} cells stayed"
-        self.store = good
-        return self._deploy() or kept
+        self.deploy()
+        poll(lambda: self.status()["status"] == "DEPLOY_FAILED", "Ray gives it up")
+        time.sleep(FAILED_S)
+        kept = f"{len(self.ready())} of {self.cells} cells answered until it was taken back"
+        self._deployed(store=good)
+        return kept
 
-    def _deploy(self, without: frozenset[int] | set[int] = frozenset()) -> str:
-        ran = self.redeploy()
+    def follow(self) -> str:
+        """Have Ray add cells while they are busy, and take them away when they are not."""
+        self.scaling = {"max_cells": 3, "upscale_delay_s": 2, "downscale_delay_s": 5}
+        all_clients, self.load.clients = self.load.clients, 1
+        self._deployed(cells=1)
+        said = []
+        for self.load.clients, self.cells in ((all_clients, 3), (1, 1)):
+            started = time.monotonic()
+            self.whole()
+            took_s = time.monotonic() - started
+            said.append(f"{self.load.clients} clients: {self.cells} cells after {took_s:.0f} s")
+        return ", ".join(said)
+
+    def _deployed(
+        self, cells: int | None = None, store: str | None = None, without: Collection[int] = ()
+    ) -> str:
+        """Deploy it with something changed; wait until all is so."""
+        self.cells = cells or self.cells
+        self.store = store or self.store
+        self.deploy()
         self.whole(without)
-        return ran.stderr[-300:] if ran.returncode else ""
+        return ""
 
 
 FAULTS: dict[str, Callable[[Cells], str]] = {
@@ -288,6 +322,7 @@ FAULTS: dict[str, Callable[[Cells], str]] = {
     "update": Cells.update,
     "hung-cell": Cells.hang_cell,
     "bad-update": Cells.update_bad,
+    "load": Cells.follow,
 }
 
 
@@ -303,7 +338,8 @@ class Outcome:
 
 async def during(cells: Cells, fault: str, clients: int) -> Outcome:
     """Do something under load; return what became of the requests."""
-    load = Load(HOST, cells.port, PATH, SIZES, clients)
+    sizes = SMALL if fault == "load" else SIZES
+    load = cells.load = Load(HOST, cells.port, PATH, sizes, clients)
     running = asyncio.create_task(load.run())
     await asyncio.sleep(BEFORE_S)
     started = time.monotonic()
@@ -311,7 +347,7 @@ async def during(cells: Cells, fault: str, clients: int) -> Outcome:
         note = await asyncio.to_thread(FAULTS[fault], cells)
     except (TimeoutError, subprocess.TimeoutExpired) as error:
         note = str(error)[:200]
-        sys.stderr.write((cells.folder / "serve.log").read_text()[-6000:])
+        sys.stderr.write(f"{cells.status()}\n")
     seconds = time.monotonic() - started
     await asyncio.sleep(AFTER_S)
     load.stop()
@@ -363,8 +399,10 @@ def surroundings(folder: str) -> dict[str, str]:
     """Return the variables of a Ray that keeps everything in a folder, and runs this code."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("MODELYARD_", "RAY_"))}
     path = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
-    own = {"TMPDIR": folder, "RAY_TMPDIR": folder, "PYTHONPATH": path}
-    return {**kept, **own, "RAY_raylet_start_wait_time_s": f"{START_S:g}"}
+    # Nobody reaches its network; a token would be made in the user's home.
+    own = {"TMPDIR": folder, "RAY_TMPDIR": folder, "PYTHONPATH": path, "RAY_AUTH_MODE": "disabled"}
+    ours = ray_environment(Settings().request_timeout_s)
+    return {**kept, **ours, **own, "RAY_raylet_start_wait_time_s": f"{START_S:g}"}
 
 
 def run(folder: Path, faults: list[str], clients: int, is_straight: bool) -> list[Outcome]:

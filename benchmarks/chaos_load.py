@@ -54,22 +54,28 @@ class Load:
         self.accounts = {size: Account() for size in sizes}
         self._at = host, port
         self._path = path
-        self._clients = clients
+        self.clients = clients
+        """How many go on; the others wait until there are to be more again."""
+        self._started = clients
         self._numbers = count()
         self._stop = asyncio.Event()
 
     async def run(self) -> None:
         """Ask until `stop`; return when every request that was sent is accounted for."""
-        await asyncio.gather(*(self._client(at) for at in range(self._clients)))
+        await asyncio.gather(*(self._client(number) for number in range(self._started)))
 
     def stop(self) -> None:
         """Have no further requests sent."""
         self._stop.set()
 
-    async def _client(self, at: int) -> None:
+    async def _client(self, number: int) -> None:
         connection = Connection(*self._at)
         sizes = list(self.accounts)
+        at = number
         while not self._stop.is_set():
+            if number >= self.clients:
+                await asyncio.sleep(PAUSE_S)
+                continue
             size = sizes[at % len(sizes)]
             at += 1
             await self._account(connection, size, next(self._numbers))
