@@ -85,9 +85,10 @@ def find_archives(models: Sequence[str], store: Path, cache: Path) -> list[CellA
     if [text.upper() for text in models] in ([], ["ALL"]):
         models = list_archives(store)
         if not models:
+            seen = "holds no archives" if store.is_dir() else "does not exist"
             raise StartError(
-                f"the model store {store} holds no archives; name the folder that every node "
-                "reaches with model_store=FOLDER"
+                f"the model store {store} {seen}; name the folder that every node reaches with "
+                "model_store=FOLDER"
             )
     found: dict[tuple[str, str], CellArchive] = {}
     for source in map(parse_source, models):

@@ -82,9 +82,11 @@ def test_what_haproxy_cannot_repeat_is_counted_apart(
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
-def test_a_server_that_dies_or_hangs_loses_no_request() -> None:
+def test_cells_that_die_hang_or_follow_the_load_lose_no_request() -> None:
+    faults = ("server", "hung-server", "hung-cell", "bad-update", "load")
+    only = [word for fault in faults for word in ("--only", fault)]
     ran = subprocess.run(
-        [sys.executable, "-m", "benchmarks.chaos", "--only", "server", "--only", "hung-server"],
+        [sys.executable, "-m", "benchmarks.chaos", *only],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -73,7 +73,8 @@ def test_a_changed_archive_of_the_same_name_makes_another_plan(store: Path, tmp_
 
 WRONG = [
     ({}, "model_store is missing"),
-    ({"model_store": "{none}"}, "holds no archives"),
+    ({"model_store": "{none}"}, "the model store {none} does not exist; name the folder"),
+    ({"model_store": "{empty}"}, "the model store {empty} holds no archives; name the folder"),
     ({"model_store": "{store}", "auth": "auto"}, "no token file: all cells must know the same"),
     ({"token_file": "{none}/tokens.txt"}, "cannot read the token file"),
     ({"models": "other"}, "Model not found at: other; the model store holds counting.mar, echo"),
@@ -101,7 +102,9 @@ def test_what_is_wrong_is_said_in_a_line(
         said = {"model_store": "{store}", **said}
     if "token_file" not in said:
         said = {"auth": "management", **said}
-    places = {"{store}": str(store), "{none}": str(tmp_path / "none")}
+    (tmp_path / "empty").mkdir()
+    places = {"{store}": str(store)}
+    places |= {f"{{{name}}}": str(tmp_path / name) for name in ("none", "empty")}
     for mark, place_ in places.items():
         message = message.replace(mark, place_)
         said = {name: value.replace(mark, place_) for name, value in said.items()}
