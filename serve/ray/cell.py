@@ -16,12 +16,12 @@ from urllib.parse import urlsplit
 
 from modelyard.serve.control.model_config import ModelSpec
 from modelyard.serve.control.saved import write_specs
-from modelyard.serve.control.state import StateDir, read_key
+from modelyard.serve.control.state import StateDir, read_key, write_json
 from modelyard.serve.errors import StartError
 from modelyard.serve.ray.archives import place
 from modelyard.serve.ray.arguments import Plan
 from modelyard.serve.ray.beats import Beats
-from modelyard.serve.ray.folders import CellFolder
+from modelyard.serve.ray.folders import READY, CellFolder
 from modelyard.serve.ray.forward import Forwarder, Upstream
 from modelyard.serve.ray.process import CellServer
 from modelyard.serve.ray.publish import Publisher
@@ -71,7 +71,7 @@ class Cell:
         except BaseException:
             await self._stop()
             raise
-        self._forwarder = Forwarder(self._upstream, bool(self._plan.settings.allowed_hosts))
+        self._forwarder = Forwarder(self._upstream, self._keeps_host)
         return self._forwarder
 
     async def _start(self) -> None:
@@ -88,6 +88,9 @@ class Cell:
         about = await asyncio.wrap_future(self._server.started)
         logger.info("cell %s: server pid %d at %s", state.root, about["pid"], about["inference"])
         self._upstream = _upstream(about["inference"], settings)
+        self._keeps_host = bool(settings.allowed_hosts)
+        known = {"address": self._upstream.address, "keeps_host": self._keeps_host}
+        await asyncio.to_thread(write_json, state.root / READY, known)
         token = read_key(state.key_file, "inference")
         self._signals = Signals(_upstream(about["metrics"], settings), token, Publisher())
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from modelyard.serve.errors import StartError
 
 LOCK = ".lock"
+READY = "ready.json"
+"""In a cell's folder from when its server is ready: what `straight` has to know of it."""
 
 
 class CellFolder:

@@ -117,6 +117,11 @@ class Upstream:
         self._keep_s = keep_s
         self._idle: list[Connection] = []
 
+    @property
+    def address(self) -> str:
+        """Where the server listens; its own name."""
+        return f"{self.host}:{self.port}"
+
     async def connect(self) -> Connection:
         """Return a new connection.
 
@@ -151,7 +156,7 @@ class Upstream:
             ServerGone, OSError, asyncio.IncompleteReadError: it does not answer.
         """
         authorization = f"authorization: Bearer {token}\r\n" if token else ""
-        request = f"GET {path} HTTP/1.1\r\nhost: {self.host}:{self.port}\r\n{authorization}\r\n"
+        request = f"GET {path} HTTP/1.1\r\nhost: {self.address}\r\n{authorization}\r\n"
         connection = self.take() or await self.connect()
         try:
             connection.writer.write(request.encode("latin-1"))
@@ -271,7 +276,7 @@ class Forwarder:
         kept = _kept(headers, OF_ONE_CONNECTION | {EXPECT})
         lines = [scope["method"].encode() + b" " + target + b" HTTP/1.1"]
         if not self._keeps_host:
-            lines.append(f"host: {self._upstream.host}:{self._upstream.port}".encode())
+            lines.append(f"host: {self._upstream.address}".encode())
             kept = [pair for pair in kept if pair[0] != b"host"]
         if is_chunked:
             lines.append(b"transfer-encoding: chunked")

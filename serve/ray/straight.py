@@ -16,18 +16,19 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from urllib.parse import urlsplit
 
 from modelyard.serve.errors import StartError
 from modelyard.serve.ray.arguments import own_folder
 from modelyard.serve.ray.environment import BODY_BYTES, ENVIRONMENT
-from modelyard.serve.ray.folders import is_held
+from modelyard.serve.ray.folders import READY, is_held
 
 LOOK_S = 0.5
 RENAME = "    http-request set-header host localhost\n"
-"""A cell's server answers to its own name only, and clients call HAProxy by another."""
+"""A cell's server answers to its own name only, and clients call HAProxy by another; unless
+`allowed_hosts` says by which."""
 ANSWER_S = 70
 """For an answer: above the default of `request_timeout_s`."""
 LASTS_S = 2.0
@@ -64,21 +65,31 @@ observe layer4 error-limit 3 on-error mark-down
 """Of the same measures as Ray's own, for which `deploy/ray/cells.env` gives the reasons."""
 
 
-def find_servers(cells: Path) -> dict[str, str]:
-    """Return the name of each cell that lives on this machine, and where its server listens."""
+@dataclass(frozen=True)
+class Server:
+    """The server of a cell: where it listens, and whether it looks at what clients call it."""
+
+    address: str
+    keeps_host: bool
+
+
+def find_servers(cells: Path) -> dict[str, Server]:
+    """Return the servers of the cells that live on this machine, by the names of the cells.
+
+    Those that are ready: HAProxy asks for one that it did not know as if it were.
+    """
     found = {}
-    for file in sorted(cells.glob("cell-*/server.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError):
-            address = urlsplit(json.loads(file.read_text(encoding="utf-8"))["inference"]).netloc
+    for file in sorted(cells.glob(f"cell-*/{READY}")):
+        with contextlib.suppress(OSError, ValueError, TypeError):
+            server = Server(**json.loads(file.read_text(encoding="utf-8")))
             if is_held(file.parent):
-                found[file.parent.name] = address
+                found[file.parent.name] = server
     return found
 
 
-def configuration(
-    listen: str, servers: dict[str, str], answer_s: int = ANSWER_S, keeps_host: bool = False
-) -> str:
+def configuration(listen: str, servers: dict[str, Server], answer_s: int = ANSWER_S) -> str:
     """Return what HAProxy reads."""
+    keeps_host = any(server.keeps_host for server in servers.values())
     return CONFIGURATION.format(
         listen=listen,
         rename="" if keeps_host else RENAME,
@@ -87,7 +98,7 @@ def configuration(
         answer_s=answer_s,
         retry_on=ENVIRONMENT["RAY_SERVE_HAPROXY_RETRY_ON"],
         retries=ENVIRONMENT["RAY_SERVE_HAPROXY_RETRIES"],
-        servers="\n".join(f"    server {name} {at}" for name, at in servers.items()),
+        servers="\n".join(f"    server {name} {at.address}" for name, at in servers.items()),
     )
 
 
@@ -114,15 +125,11 @@ class Straight:
         cells: folder of the cells' own folders.
         folder: for the configuration.
         answer_s: how long it waits for an answer.
-        keeps_host: whether cells look at the name that a client calls them by.
     """
 
-    def __init__(
-        self, listen: str, cells: Path, folder: Path, answer_s: int, keeps_host: bool
-    ) -> None:
+    def __init__(self, listen: str, cells: Path, folder: Path, answer_s: int) -> None:
         self._listen = listen
         self._answer_s = answer_s
-        self._keeps_host = keeps_host
         self._cells = cells
         self._file = folder / "haproxy.cfg"
         self._servers = find_servers(cells)
@@ -152,7 +159,8 @@ class Straight:
             self._servers = servers
             self._write()
             self._process.send_signal(signal.SIGUSR2)
-            sys.stderr.write(f"cells: {', '.join(servers.values()) or 'none'}\n")
+            addresses = ", ".join(server.address for server in servers.values())
+            sys.stderr.write(f"cells: {addresses or 'none'}\n")
 
     def stop(self) -> None:
         """Have HAProxy answer what it holds, and end."""
@@ -174,7 +182,7 @@ class Straight:
     def _write(self) -> None:
         """Replace the file in one step."""
         new = self._file.with_suffix(".new")
-        text = configuration(self._listen, self._servers, self._answer_s, self._keeps_host)
+        text = configuration(self._listen, self._servers, self._answer_s)
         new.write_text(text, encoding="utf-8")
         new.replace(self._file)
 
@@ -187,8 +195,6 @@ def main() -> int:
                         help="of the cells, where they were given another one")  # fmt: skip
     parser.add_argument("--answer-s", type=int, default=ANSWER_S,
                         help="for an answer; above the longest request_timeout_s")  # fmt: skip
-    parser.add_argument("--keep-host", action="store_true",
-                        help="where the cells are given allowed_hosts")  # fmt: skip
     given = parser.parse_args()
     stopped: list[int] = []
 
@@ -199,9 +205,7 @@ def main() -> int:
         signal.signal(number, stop)
     with tempfile.TemporaryDirectory(prefix=f"modelyard-{os.getuid()}-straight-") as folder:
         try:
-            straight = Straight(
-                given.listen, given.state_dir, Path(folder), given.answer_s, given.keep_host
-            )
+            straight = Straight(given.listen, given.state_dir, Path(folder), given.answer_s)
         except StartError as error:
             sys.stderr.write(f"error: {error}\n")
             return 1

@@ -15,22 +15,24 @@ import pytest
 
 from modelyard.serve.errors import StartError
 from modelyard.serve.ray.environment import ENVIRONMENT
-from modelyard.serve.ray.folders import CellFolder
-from modelyard.serve.ray.straight import configuration, find_haproxy, find_servers
+from modelyard.serve.ray.folders import READY, CellFolder
+from modelyard.serve.ray.straight import Server, configuration, find_haproxy, find_servers
 
 ROOT = Path(__file__).parents[3]
 
 
-def test_cells_that_live_and_listen_are_found(tmp_path: Path) -> None:
+def test_cells_that_live_and_are_ready_are_found(tmp_path: Path) -> None:
     one, starting = CellFolder(tmp_path), CellFolder(tmp_path)
-    about = json.dumps({"pid": 1, "inference": "http://127.0.0.1:4711"})
-    (one.path / "server.json").write_text(about)
+    server = Server("127.0.0.1:4711", keeps_host=False)
+    about = json.dumps(vars(server))
+    (starting.path / "server.json").touch()
+    (one.path / READY).write_text(about)
     dead = tmp_path / "cell-000000000000"
     dead.mkdir()
-    (dead / "server.json").write_text(about)
+    (dead / READY).write_text(about)
     (tmp_path / "cell-000000000000.lock").touch()
-    assert find_servers(tmp_path) == {one.path.name: "127.0.0.1:4711"}
-    (starting.path / "server.json").write_text('{"infer')
+    assert find_servers(tmp_path) == {one.path.name: server}
+    (starting.path / READY).write_text('{"addr')
     assert list(find_servers(tmp_path)) == [one.path.name]
     one.remove()
     starting.remove()
@@ -39,7 +41,8 @@ def test_cells_that_live_and_listen_are_found(tmp_path: Path) -> None:
 
 
 def test_haproxy_is_told_what_rays_is_told() -> None:
-    text = configuration("127.0.0.1:8001", {"cell-1": "127.0.0.1:5001", "cell-2": "127.0.0.1:5002"})
+    servers = {f"cell-{at}": Server(f"127.0.0.1:500{at}", keeps_host=False) for at in (1, 2)}
+    text = configuration("127.0.0.1:8001", servers)
     assert re.findall(r"^    server (\S+) (\S+)$", text, re.MULTILINE) == [
         ("cell-1", "127.0.0.1:5001"),
         ("cell-2", "127.0.0.1:5002"),
@@ -96,11 +99,9 @@ class SaysHost(BaseHTTPRequestHandler):
 
 @pytest.mark.nightly
 @pytest.mark.skipif(not has_haproxy(), reason="haproxy is not installed")
-@pytest.mark.parametrize(
-    ("arguments", "called"), [((), "localhost"), (("--keep-host",), "models.example")]
-)
+@pytest.mark.parametrize(("keeps_host", "called"), [(False, "localhost"), (True, "models.example")])
 def test_a_cell_is_called_by_a_name_that_it_has(
-    arguments: tuple[str, ...], called: str, tmp_path: Path
+    keeps_host: bool, called: str, tmp_path: Path
 ) -> None:
     cell = CellFolder(tmp_path)
     with (
@@ -108,12 +109,12 @@ def test_a_cell_is_called_by_a_name_that_it_has(
         socket.create_server(("127.0.0.1", 0)) as free,
     ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        about = {"pid": 1, "inference": f"http://127.0.0.1:{server.server_port}"}
-        (cell.path / "server.json").write_text(json.dumps(about))
+        about = {"address": f"127.0.0.1:{server.server_port}", "keeps_host": keeps_host}
+        (cell.path / READY).write_text(json.dumps(about))
         listen = f"127.0.0.1:{free.getsockname()[1]}"
         free.close()
         command = [sys.executable, "-m", "modelyard.serve.ray.straight", "--listen", listen]
-        process = subprocess.Popen([*command, "--state-dir", tmp_path, *arguments], cwd=ROOT)
+        process = subprocess.Popen([*command, "--state-dir", tmp_path], cwd=ROOT)
         try:
             with httpx.Client(transport=httpx.HTTPTransport(retries=10)) as client:
                 answer = client.get(f"http://{listen}/", headers={"host": "models.example"})
