@@ -7,8 +7,10 @@ of that example in ONNX, for which the server process is what limits; `digits-1`
 request at a time, for which the worker is. Of each the costs are measured as `modelyard tune` does,
 then a server with one worker is loaded in an open loop with 0.5, 0.9 and 1.5 times its capacity,
 which is what 64 clients get. Every request names a deadline. The simulation gets the moments of the
-same requests, and as many cores as the generator left. Prints p50 and p99 of the answers, goodput
-and refusals, measured and predicted, with their ratio. Within six minutes.
+same requests, and how long the generator, which runs on the same cores, worked on each. What comes
+in the first second, while the server accepts connections, is not counted in either. Prints p50 and
+p99 of the answers, goodput and refusals, measured and predicted, with their ratio. Within six
+minutes.
 
 With --url the load goes there instead, to --cells behind a router, each with one worker of the same
 model and deadlines, on this machine; what a request alone takes more is the router's.
@@ -50,8 +52,8 @@ TIMES = (0.5, 0.9, 1.5)
 DEEP = "jobQueueSize: 10000\nbatchSize: 8\n"
 MORE = {"digits": "", "digits-1": "batchSize: 1\n"}
 QUEUE_SIZE = 10_000
-COSTS_S, REST_S = 1.5, 1.0
-"""For each measurement of the costs; after each load."""
+COSTS_S, WARM_S, REST_S = 1.5, 1.0, 1.0
+"""For each measurement of the costs; of each load, not counted; after it."""
 CAPACITY_CLIENTS = 64
 GOAL = 0.15
 SLEEP_HANDLER = '''\
@@ -136,36 +138,37 @@ def compare(model: str, folder: Path, given: argparse.Namespace) -> Iterator[Row
     known = KnownModel(model, 1.0, costs, batch_size, 1, QUEUE_SIZE, 60.0)
     body, kind = subject.requests[0].read_bytes(), subject.content_type
 
-    def load(url: str, phase: Phase, **how: Any) -> Report:
-        report = asyncio.run(run(url, body, [phase], content_type=kind, **how))
+    def load(url: str, phases: list[Phase], **how: Any) -> Report:
+        report = asyncio.run(run(url, body, phases, content_type=kind, **how))
         time.sleep(REST_S)
         return report
 
     with served(subject, folder, given) as url:
-        alone = load(url, Phase(0, 2), closed=1).phases[0].answered_ms.p50
-        capacity = load(url, Phase(0, 3), closed=CAPACITY_CLIENTS).phases[0].goodput
-        expected_ms = costs.times_s(1)[1000] * 1e3 + costs.server_ms + 2 * costs.wake_ms
+        alone = load(url, [Phase(0, 2)], closed=1).phases[0].answered_ms.p50
+        capacity = load(url, [Phase(0, 3)], closed=CAPACITY_CLIENTS).phases[0].goodput
+        expected_ms = costs.times_s(1)[1000] * 1e3 + costs.server_ms + 2 * costs.turn_ms
         hop_s = max(0.0, alone - expected_ms - costs.wait_ms) / 1e3 if given.url else 0.0
         say(f"{model}: one client {alone:.3g} ms, capacity {capacity:.0f}/s, hop {hop_s * 1e3:.3g}")
         for times in given.times or TIMES:
-            phase = Phase(times * capacity, given.seconds)
+            phases = [Phase(times * capacity, seconds) for seconds in (WARM_S, given.seconds)]
             deadline_s = given.deadline / 1e3
-            report = load(url, phase, deadline_s=deadline_s, seed=given.seed)
-            figures, left = report.phases[0], cores() - report.cores
-            dues = [due for _, due in schedule([phase], random.Random(given.seed))]
+            report = load(url, phases, deadline_s=deadline_s, seed=given.seed)
+            figures = report.phases[1]
+            dues = [due for _, due in schedule(phases, random.Random(given.seed))]
             recorded = Recorded(tuple(dues), (None,) * len(dues), "the same requests")
             found = simulate(
                 Scenario(
                     groups=[(given.cells, [known.shape(1)])],
-                    cores=left / given.cells,  # the generator has the others
+                    cores=cores(),
                     rate=recorded.rate,
                     mix={model: 1.0},
                     arrivals=recorded,
-                    seconds=given.seconds,
-                    warm_s=0.0,
+                    seconds=WARM_S + given.seconds,
+                    warm_s=WARM_S,
                     timeout_s=deadline_s,
                     limit_s=deadline_s,
                     hop_s=hop_s,
+                    client_s=report.cpu_s / len(dues),
                 )
             )
             tally = found.all

@@ -50,7 +50,7 @@ RULES = {
 def shape(name: str, workers: int) -> ModelShape:
     """Return one of the two models."""
     mean = MEANS_MS[name]
-    costs = Costs({1: [mean * each for each in SPREAD]}, 0.1, 0.02, 0.1, 100, 100, 1, 1, 1, CORES)
+    costs = Costs({1: [mean * each for each in SPREAD]}, 0, 0, {}, 0, 0, 0, 0, 1, 1, CORES)
     return ModelShape(name, costs.times_s, workers, 1, 1, 1e-4, 2e-5, 1e-4, 1000, 60.0)
 
 

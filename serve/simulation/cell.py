@@ -46,7 +46,8 @@ class ModelShape:
     batch_size: int
     server_s: float
     """The server has of a core for one request of it."""
-    wake_s: float
+    turn_s: float
+    """And for each turn of its event loop."""
     wait_s: float
     """On the way, with nobody busy."""
     queue_size: int
@@ -55,19 +56,20 @@ class ModelShape:
     batch_delay_s: float = 0.0
     gathers_bursts: bool = False
     needs_ticket: bool = False
+    idle_s: Callable[[float], tuple[float, float]] = lambda pause_s: (0.0, 0.0)
+    """By a pause: what the server's next turn takes more for a request, and a worker's batch."""
 
 
 class Cores:
-    """The cores of one cell: what runs on more threads than there are cores is so much slower.
+    """Cores of one machine: what runs on more threads than there are cores is so much slower.
 
-    Shared evenly (processor sharing). A slow cell takes `slowness` times as long for everything.
+    Shared evenly (processor sharing).
     """
 
-    def __init__(self, loop: VirtualLoop, cores: float, threads: int, slowness: float) -> None:
+    def __init__(self, loop: VirtualLoop, cores: float, threads: int) -> None:
         self._loop = loop
         self._cores = cores
         self._is_shared = threads > cores
-        self.slowness = slowness
         self._threads = 0
         self._work: list[tuple[float, int, int, Callable[..., object], tuple[Any, ...]]] = []
         """What runs, by the work after which it ends."""
@@ -75,13 +77,9 @@ class Cores:
         """Work that each thread has done, up to when."""
         self._numbers = count()
         self._armed = 0
-        self.busy_s = 0.0
-        """Of one core, in all."""
 
     def run(self, seconds: float, threads: int, then: Callable[..., object], *args: Any) -> None:
         """Call when something has run for so long on so many threads."""
-        seconds *= self.slowness
-        self.busy_s += seconds * threads
         if not self._is_shared:
             self._loop.at(self._loop.now + seconds, then, *args)
             return
@@ -127,6 +125,7 @@ class SimulatedWorker(Worker):
         self._model = model
         self._inbox: deque[wire.Item] = deque()
         self._has_batch = False
+        self._idle_since = 0.0
 
     def _send(self, ids: Sequence[int], jobs: Sequence[Call]) -> None:
         self._inbox.extend(
@@ -134,7 +133,7 @@ class SimulatedWorker(Worker):
             for id, job in zip(ids, jobs, strict=True)
         )
         if not self._has_batch:
-            self._begin()
+            self._begin(self._model.idle_s(self._cell.loop.now - self._idle_since)[1])
 
     def cancel(self, id: int) -> None:
         """Take out what has not begun, as a worker does that is told."""
@@ -145,14 +144,14 @@ class SimulatedWorker(Worker):
                 self._cell.server.reply(self, [answer])
                 return
 
-    def _begin(self) -> None:
+    def _begin(self, rested_s: float = 0.0) -> None:
         model, cell = self._model, self._cell
         batch = take_batch(self._inbox, model.batch_size)
         self._has_batch = True
         times = model.times_s(sum(item.code for item in batch))
-        seconds = times[int(cell.chance.random() * len(times))]
+        seconds = times[int(cell.chance.random() * len(times))] + rested_s
         cell.batches += 1
-        cell.cores.run(seconds, model.threads, self._ended, batch, seconds)
+        cell.run(seconds, model.threads, self._ended, batch, seconds)
 
     def _ended(self, batch: list[wire.Item], seconds: float) -> None:
         took_us = int(seconds * 1e6)
@@ -162,6 +161,7 @@ class SimulatedWorker(Worker):
             self._begin()
         else:
             self._has_batch = False
+            self._idle_since = self._cell.loop.now
 
     def take_replies(self, answers: list[wire.Item]) -> None:
         """Take answers as from the socket."""
@@ -248,7 +248,7 @@ class Server:
     """The server process of a cell: one thread, that reads clients and workers in turns.
 
     A turn takes the answers that are there, and requests for a millisecond's work; what it took is
-    acted on at its end.
+    acted on at its end. It has a cost of its own, so that many in one are cheaper.
     """
 
     def __init__(self, cell: Cell) -> None:
@@ -258,6 +258,7 @@ class Server:
         self._is_busy = False
         self._taken = 0
         self._patience_s = float("inf")
+        self._idle_since = 0.0
         self.busy_s = 0.0
 
     def request(self, model: str, timeout_s: float, sink: ReplySink) -> None:
@@ -266,19 +267,21 @@ class Server:
         self._patience_s = min(timeout_s, FORGETS * self._patience_s)
         self._requests.append((self._cell.loop.now, model, timeout_s, sink))
         if not self._is_busy:
-            self._begin(self._cell.models[model].shape.wake_s)
+            idle_s = self._cell.loop.now - self._idle_since
+            self._begin(self._cell.models[model].shape.idle_s(idle_s)[0])
 
     def reply(self, worker: SimulatedWorker, answers: list[wire.Item]) -> None:
         """Take a worker's answers, when it is their turn."""
         self._answers.append((worker, answers))
         if not self._is_busy:
-            self._begin(worker._model.wake_s)
+            self._begin()  # which it slept for as long when this was measured
 
-    def _begin(self, wake_s: float) -> None:
+    def _begin(self, rested_s: float = 0.0) -> None:
         self._is_busy = True
         answers = list(self._answers)
         self._answers.clear()
-        seconds = wake_s
+        first = answers[0][0]._model if answers else self._cell.models[self._requests[0][1]].shape
+        seconds = first.turn_s + rested_s
         for worker, items in answers:
             seconds += (1 - IN_SHARE) * worker._model.server_s * len(items)
         requests = []
@@ -293,7 +296,7 @@ class Server:
             of_clients += IN_SHARE * self._cell.models[request[1]].shape.server_s
             requests.append(request)
         self.busy_s += seconds + of_clients
-        self._cell.cores.run(seconds + of_clients, 1, self._end, answers, requests)
+        self._cell.run(seconds + of_clients, 1, self._end, answers, requests)
 
     def _end(
         self,
@@ -305,17 +308,42 @@ class Server:
         for came_at, model, timeout_s, sink in requests:
             self._cell.submit(came_at, model, timeout_s, sink)
         if self._requests or self._answers:
-            self._begin(0.0)
+            self._begin()
         else:
             self._is_busy = False
+            self._idle_since = self._cell.loop.now
+
+
+class Client:
+    """Whoever asks, where it runs on the machine that it asks: one thread, on the same cores.
+
+    It sends what is due and takes answers one after the other.
+    """
+
+    def __init__(self, cores: Cores, request_s: float) -> None:
+        self._cores = cores
+        self._each_s = request_s / 2
+        self._due: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+
+    def run(self, then: Callable[..., object], *args: Any) -> None:
+        """Call when it has sent a request, or taken an answer: each half of the work."""
+        self._due.append((then, args))
+        if len(self._due) == 1:
+            self._cores.run(self._each_s, 1, self._next)
+
+    def _next(self) -> None:
+        then, args = self._due.popleft()
+        if self._due:
+            self._cores.run(self._each_s, 1, self._next)
+        then(*args)
 
 
 class Cell:
-    """A server with its workers, on cores of their own.
+    """A server with its workers, on the cores of a machine.
 
     Args:
         models: those that it serves.
-        cores: that its threads share.
+        cores: that its threads share, with nobody else unless it is given as `Cores`.
         chance: for the times of batches.
         slowness: by which everything takes longer here.
     """
@@ -325,17 +353,28 @@ class Cell:
         loop: VirtualLoop,
         world: World,
         models: Sequence[ModelShape],
-        cores: float,
+        cores: float | Cores,
         chance: Random,
         slowness: float = 1.0,
     ) -> None:
         self.loop = loop
         self.chance = chance
         self.batches = 0
-        threads = 1 + sum(model.workers * model.threads for model in models)
-        self.cores = Cores(loop, cores, threads, slowness)
+        if not isinstance(cores, Cores):
+            threads = 1 + sum(model.workers * model.threads for model in models)
+            cores = Cores(loop, cores, threads)
+        self.cores = cores
+        self._slowness = slowness
+        self.work_s = 0.0
+        """Of one core, in all."""
         self.server = Server(self)
         self.models = {model.name: SimulatedModel(self, model, world) for model in models}
+
+    def run(self, seconds: float, threads: int, then: Callable[..., object], *args: Any) -> None:
+        """Call when something here has had so many of the cores for so long."""
+        seconds *= self._slowness
+        self.work_s += seconds * threads
+        self.cores.run(seconds, threads, then, *args)
 
     def stop(self) -> None:
         """Look after nobody any more: what it holds is lost."""

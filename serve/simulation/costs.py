@@ -38,8 +38,12 @@ class Costs:
     """By batch size: how long a worker is busy with one, at each of the levels."""
     server_ms: float
     """The server process has of its core for one request, while it has many."""
-    wake_ms: float
-    """And for being woken, once for a request and once for its answer, while it has few."""
+    turn_ms: float
+    """And for each turn of its event loop: one for a request that comes alone, one for its answer;
+    those that come together share them."""
+    idle_ms: Mapping[int, Sequence[float]]
+    """By the length of a pause, in milliseconds: by how much the first request after it makes the
+    server's turn longer, and the worker's batch, for they sleep and their caches are others'."""
     wait_ms: float
     """That a request and its answer are on their way, with nobody busy."""
     worker_mb: float
@@ -82,15 +86,35 @@ class Costs:
         few, many = spread(self.batch_ms[sizes[low]]), spread(self.batch_ms[sizes[high]])
         return [max(1e-6, a + share * (b - a)) for a, b in zip(few, many, strict=True)]
 
+    def idle_s(self, pause_s: float) -> tuple[float, float]:
+        """Return by how much a pause makes the server's next turn longer, and a worker's batch.
+
+        Between two pauses that were measured it lies on a line; beyond the longest it is the same.
+        """
+        before, low = 0.0, (0.0, 0.0)
+        for pause_ms, found in self.idle_ms.items():
+            server, worker = found
+            if pause_s * 1e3 < pause_ms:
+                share = (pause_s * 1e3 - before) / (pause_ms - before)
+                server = low[0] + share * (server - low[0])
+                worker = low[1] + share * (worker - low[1])
+                return server / 1e3, worker / 1e3
+            before, low = pause_ms, (server, worker)
+        return low[0] / 1e3, low[1] / 1e3
+
     def as_dict(self) -> dict[str, Any]:
         """Return what is written down."""
         return {
-            "batch_ms": {size: list(times) for size, times in sorted(self.batch_ms.items())},
+            **{
+                name: {key: list(times) for key, times in sorted(getattr(self, name).items())}
+                for name in TABLES
+            },
             **{name: getattr(self, name) for name in (*NUMBERS, *WHOLE)},
         }
 
 
-NUMBERS = ("server_ms", "wake_ms", "wait_ms", "worker_mb", "server_mb", "load_s")
+TABLES = ("batch_ms", "idle_ms")
+NUMBERS = ("server_ms", "turn_ms", "wait_ms", "worker_mb", "server_mb", "load_s")
 WHOLE = ("threads", "batch_size", "cores")
 
 
@@ -122,7 +146,7 @@ def parse_costs(value: Any, where: str) -> Costs:
     """
     if not isinstance(value, dict):
         raise BadCosts(f"{where}: {KEY}: expected a mapping, got {type(value).__name__}")
-    keys = {"batch_ms", *NUMBERS, *WHOLE}
+    keys = {*TABLES, *NUMBERS, *WHOLE}
     if set(value) != keys:
         odd = ", ".join(sorted(map(str, set(value) ^ keys)))
         raise BadCosts(f"{where}: {KEY}: missing or unknown: {odd}; run modelyard tune again")
@@ -144,7 +168,27 @@ def parse_costs(value: Any, where: str) -> Costs:
                 f"{where}: {KEY}: batch_ms: {size}: expected {len(LEVELS)} times in milliseconds "
                 "above 0, none below the one before it"
             )
-    return Costs(**{**value, "batch_ms": {size: tuple(batches[size]) for size in sorted(batches)}})
+    pauses = value["idle_ms"]
+    if not isinstance(pauses, dict) or not all(map(_is_pause, pauses.items())):
+        raise BadCosts(
+            f"{where}: {KEY}: idle_ms: expected by each pause, in whole milliseconds above 0, two "
+            "times from 0 up: the server's and the worker's"
+        )
+    tables = {
+        name: {key: tuple(value[name][key]) for key in sorted(value[name])} for name in TABLES
+    }
+    return Costs(**{**value, **tables})
+
+
+def _is_pause(entry: tuple[Any, Any]) -> bool:
+    pause, times = entry
+    is_key = type(pause) is int and 1 <= pause <= LONGEST_MS
+    return (
+        is_key
+        and isinstance(times, list)
+        and len(times) == 2
+        and all(type(each) in (int, float) and 0 <= each <= LONGEST_MS for each in times)
+    )
 
 
 def _are_times(values: Sequence[Any]) -> bool:

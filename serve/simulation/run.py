@@ -13,9 +13,9 @@ from random import Random
 from modelyard.archiver.quantile import nearest_rank
 from modelyard.serve.dataplane.call import Reply
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
-from modelyard.serve.errors import DeadlinePassed, ServeError
+from modelyard.serve.errors import DeadlinePassed
 from modelyard.serve.simulation.arrivals import Arrivals
-from modelyard.serve.simulation.cell import Cell, ModelShape, World
+from modelyard.serve.simulation.cell import Cell, Client, Cores, ModelShape, World
 from modelyard.serve.simulation.loop import VirtualLoop, virtual_loop
 from modelyard.serve.simulation.router import Router
 
@@ -55,7 +55,7 @@ class Scenario:
     groups: Sequence[tuple[int, Sequence[ModelShape]]]
     """So many cells with these models; a model may be in several groups."""
     cores: float
-    """Of a cell."""
+    """Of a cell; of the machine, where the client runs on it."""
     rate: float
     """Requests per second, to all cells."""
     mix: Mapping[str, float]
@@ -72,6 +72,9 @@ class Scenario:
     """An answer that takes longer is not good."""
     hop_s: float = 0.0
     """That a router adds to each request."""
+    client_s: float = 0.0
+    """That a client has of a core for a request and its answer, where it runs on the machine of the
+    cells, which then is one: as in a benchmark on one machine."""
     repeats: bool = True
     """Whether routers send what a dying cell held to another, once."""
     failures: Sequence[Failure] = ()
@@ -204,6 +207,15 @@ class _Run:
             for _, models in scenario.groups
             for shape in models
         }
+        self._cores: float | Cores = scenario.cores
+        self._client: Client | None = None
+        if scenario.client_s:
+            threads = 1 + sum(
+                number * (1 + sum(shape.workers * shape.threads for shape in models))
+                for number, models in scenario.groups
+            )
+            self._cores = Cores(loop, scenario.cores, threads)
+            self._client = Client(self._cores, scenario.client_s)
         self._cells: list[Cell | None] = [self._build(at) for at in range(len(self._shapes))]
         self._is_down = [False] * len(self._cells)
         self._held: list[set[_Request]] = [set() for _ in self._cells]
@@ -225,7 +237,7 @@ class _Run:
             self._loop,
             self._world,
             self._shapes[at],
-            scenario.cores,
+            self._cores,
             self._working,
             scenario.slow.get(at, 1.0),
         )
@@ -262,7 +274,8 @@ class _Run:
             len(self._cells),
             self._requests,
             self._answers / max(1, self._batches),
-            self._cores_busy_s / (time_s * scenario.cores * len(self._cells)),
+            self._cores_busy_s
+            / (time_s * scenario.cores * (len(self._cells) if self._client is None else 1)),
             sum(self._busy) / len(self._busy) / time_s,
             max(self._busy) / time_s,
         )
@@ -280,7 +293,11 @@ class _Run:
             model = self._choose(now)
         self._requests += 1
         self._pending += 1
-        self._route(_Request(self, model, now))
+        request = _Request(self, model, now)
+        if self._client is None:
+            self._route(request)
+        else:
+            self._client.run(self._route, request)
         self._send_next()
 
     def _choose(self, now: float) -> str:
@@ -304,7 +321,7 @@ class _Run:
             router = routers[int(self._routing.random() * len(routers))]
         cell = router.pick(request.model)
         if cell is None:
-            self.ended(request, ServeError("no cell"), is_lost=True)
+            self.lost(request)
             return
         request.router, request.cell = router, cell
         self._held[cell].add(request)
@@ -315,13 +332,24 @@ class _Run:
         assert of is not None
         of.server.request(request.model, self._scenario.timeout_s, request)
 
-    def ended(self, request: _Request, error: Exception | None, is_lost: bool = False) -> None:
-        """Count what became of a request."""
+    def ended(self, request: _Request, error: Exception | None) -> None:
+        """Count what became of a request, once its client knows."""
         if request.has_ended:
             return
         self._let_go(request)
+        if self._client is None:
+            self._count(request, error)
+        else:
+            self._client.run(self._count, request, error)
+
+    def lost(self, request: _Request) -> None:
+        """Count a request that nobody answers."""
+        self._let_go(request)
+        self._count(request, None, is_lost=True)
+
+    def _count(self, request: _Request, error: Exception | None, is_lost: bool = False) -> None:
         self._pending -= 1
-        if error is None:
+        if error is None and not is_lost:
             self._answers += 1
         if request.since < self._scenario.warm_s:
             return
@@ -366,7 +394,7 @@ class _Run:
     def _repeat(self, request: _Request) -> None:
         """Send what a dead cell held to another one, after a pause and only once."""
         if request.is_repeat or not self._scenario.repeats:
-            self.ended(request, ServeError("lost"), is_lost=True)
+            self.lost(request)
             return
         self._let_go(request)
         again = _Request(self, request.model, request.since, is_repeat=True)
@@ -390,4 +418,4 @@ class _Run:
             cell.stop()
             self._batches += cell.batches
             self._busy[at] += cell.server.busy_s
-            self._cores_busy_s += cell.cores.busy_s
+            self._cores_busy_s += cell.work_s

@@ -59,21 +59,32 @@ def make_request(url: str, path: str, body: bytes, content_type: str | None) -> 
 
 
 def run_load(
-    url: str, requests: Sequence[bytes], connections: int, seconds: float, warm_s: float
+    url: str,
+    requests: Sequence[bytes],
+    connections: int,
+    seconds: float,
+    warm_s: float,
+    pause_s: float = 0.0,
 ) -> Load:
     """Send the requests in turn over every connection: `warm_s` unseen, then `seconds` measured.
 
-    Both go on past their time until every connection has had an answer.
+    Both go on past their time until every connection has had an answer. Each pauses between an
+    answer and the next request.
 
     Raises:
         StartError: the server closed a connection, or did not answer.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_load(url, requests, connections, seconds, warm_s))
+        return runner.run(_load(url, requests, connections, seconds, warm_s, pause_s))
 
 
 async def _load(
-    url: str, requests: Sequence[bytes], connections: int, seconds: float, warm_s: float
+    url: str,
+    requests: Sequence[bytes],
+    connections: int,
+    seconds: float,
+    warm_s: float,
+    pause_s: float,
 ) -> Load:
     loop = asyncio.get_running_loop()
     parts = urlsplit(url)
@@ -81,7 +92,7 @@ async def _load(
     clients: list[_Client] = []
     try:
         for at in range(connections):
-            make = partial(_Client, requests, at, broken)
+            make = partial(_Client, requests, at, broken, pause_s)
             _, client = await loop.create_connection(make, parts.hostname or "", parts.port or 80)
             clients.append(client)
         await _run_for(clients, broken, warm_s)
@@ -124,9 +135,16 @@ async def _wait_for_answers(clients: Sequence[_Client]) -> None:
 
 
 class _Client(asyncio.Protocol):
-    """One connection: sends a request, takes its answer, sends the next."""
+    """One connection: sends a request, takes its answer, pauses, sends the next."""
 
-    def __init__(self, requests: Sequence[bytes], first: int, broken: asyncio.Future[None]) -> None:
+    def __init__(
+        self,
+        requests: Sequence[bytes],
+        first: int,
+        broken: asyncio.Future[None],
+        pause_s: float,
+    ) -> None:
+        self._pause_s = pause_s
         self._requests = requests
         self._next = first
         self._broken = broken
@@ -158,6 +176,8 @@ class _Client(asyncio.Protocol):
 
     def _send(self) -> None:
         assert self._transport is not None
+        if self._is_closing:
+            return
         request = self._requests[self._next % len(self._requests)]
         self._next += 1
         self._sent_at = time.perf_counter()
@@ -176,7 +196,7 @@ class _Client(asyncio.Protocol):
             self._body += body[:SHOWN_BYTES]
 
     def on_message_complete(self) -> None:
-        """Count the answer and send the next request."""
+        """Count the answer and send the next request, in its time."""
         status = self._parser.get_status_code()
         if status == 200:
             self.latencies_s.append(time.perf_counter() - self._sent_at)
@@ -186,7 +206,9 @@ class _Client(asyncio.Protocol):
             self.first_failure = self.first_failure or f"{status}: {text}"
             self._body = b""
         self.answered.set()
-        if not self._is_closing:
+        if self._pause_s:
+            asyncio.get_running_loop().call_later(self._pause_s, self._send)
+        else:
             self._send()
 
     def connection_lost(self, error: Exception | None) -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
+from statistics import median
 
 import psutil
 
-from modelyard.archiver.quantile import nearest_rank
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane.call import PREDICT, Call, Reply
@@ -23,10 +23,16 @@ from modelyard.serve.tools.closed_loop import Load, make_request, run_load
 from modelyard.serve.tools.tune import WARM_S, Setting, Trial
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
+LEAST_MS = 1e-3
+"""That a request costs the server: the clock that says so has ticks of 10 ms."""
 LEAST_BATCHES = 20
 """Of a size, however long they take, up to:"""
 LONGEST_S = 20.0
 BUSY_CONNECTIONS = 8
+PAUSES_MS = (1, 4, 16)
+"""Between an answer and the next request of a single client."""
+LEAST_COMPANY = 2
+"""Requests that the server has in a turn on average, while many wait for batches of one."""
 MB = 1e6
 
 OnSize = Callable[[str, int, int], None]
@@ -42,7 +48,8 @@ def measure_costs(
     """Return what a request costs with this setting.
 
     Batches of each size run one after the other in one worker that always has the next one ready,
-    with no server around it; then a server answers one client, and many.
+    with no server around it, and batches of one after pauses; then a server answers one client, at
+    once and after the same pauses, and many.
 
     Args:
         trial: says which model, and with what bodies; each size is measured for its time.
@@ -53,11 +60,13 @@ def measure_costs(
         StartError: the model answers nothing but errors.
     """
     sizes = [size for size in SIZES if size < setting.batch_size] + [setting.batch_size]
-    total = len(sizes) + 1
+    total = len(sizes) + 2
     batch_ms = {}
     for done, size in enumerate(sizes):
         on_step(f"batches of {size}", done, total)
         batch_ms[size] = summarise(asyncio.run(_batches(trial, setting, file, size)))
+    on_step("after pauses", total - 2, total)
+    paced_ms = asyncio.run(_paced(trial, setting, file))
     on_step("the server", total - 1, total)
     began = time.perf_counter()
     with trial.serve(replace(setting, workers=1)) as (url, pid):
@@ -69,18 +78,30 @@ def measure_costs(
             load = run_load(url, requests, connections, trial.seconds, 0.0)
             if not load.latencies_s:
                 raise StartError(f"{trial.name} answers {load.first_failure}; see --input")
-            return load, (_cpu_s(pid) - cpu) / len(load.latencies_s) * 1e3
+            cpu_ms = (_cpu_s(pid) - cpu) / len(load.latencies_s) * 1e3
+            return load, max(LEAST_MS, cpu_ms)
 
         run_load(url, requests, 1, WARM_S, 0.0)
         alone, light_ms = ask(1)
-        _, server_ms = ask(max(BUSY_CONNECTIONS, 2 * setting.batch_size))
+        _, many_ms = ask(max(BUSY_CONNECTIONS, 2 * setting.batch_size))
+        rested_ms = [
+            1e3 * run_load(url, requests, 1, _paced_s(trial), 0.0, pause / 1e3).quantile_s(0.5)
+            for pause in PAUSES_MS
+        ]
         worker_mb, server_mb = _memory_mb(pid)
-    server_ms = min(server_ms, light_ms)
-    wait_ms = nearest_rank(alone.latencies_s, 0.5) * 1e3 - light_ms - _middle(batch_ms[1])
+    # Alone a request has two turns of the server, in company a part of two. Where many cost much
+    # less than one alone, it is the server that limits, and more of them share a turn.
+    many_ms = min(many_ms, light_ms)
+    company = max(LEAST_COMPANY, setting.batch_size, 2 * light_ms / many_ms)
+    turn_ms = (light_ms - many_ms) / 2 * company / (company - 1)
+    server_ms = many_ms - 2 * turn_ms / company
+    alone_ms = alone.quantile_s(0.5) * 1e3
+    wait_ms = alone_ms - light_ms - _middle(batch_ms[1])
     return Costs(
         batch_ms=batch_ms,
         server_ms=_short(server_ms),
-        wake_ms=_short((light_ms - server_ms) / 2),
+        turn_ms=_short(turn_ms),
+        idle_ms=_pauses(rested_ms, alone_ms, paced_ms),
         wait_ms=_short(max(0.0, wait_ms)),
         worker_mb=_short(worker_mb),
         server_mb=_short(server_mb),
@@ -99,30 +120,74 @@ def _middle(at_levels: Sequence[float]) -> float:
     return at_levels[len(at_levels) // 2 - 1]
 
 
+def _paced_s(trial: Trial) -> float:
+    """Return for how long a single client with the longest pause is watched, or a worker is."""
+    return max(trial.seconds / 2, LEAST_BATCHES * PAUSES_MS[-1] / 1e3)
+
+
+def _pauses(
+    rested_ms: Sequence[float], alone_ms: float, paced_ms: Sequence[float]
+) -> dict[int, tuple[float, float]]:
+    """Return by each pause what it adds in the server, and in the worker.
+
+    Args:
+        rested_ms: a request's latency after each pause.
+        alone_ms: without one.
+        paced_ms: a worker's time without a pause, and after each.
+    """
+    server = worker = 0.0
+    found = {}
+    for pause, latency_ms, batch_ms in zip(PAUSES_MS, rested_ms, paced_ms[1:], strict=True):
+        worker = max(worker, batch_ms - paced_ms[0])  # a longer one never costs less
+        server = max(server, latency_ms - alone_ms - worker)
+        found[pause] = (_short(server), _short(worker))
+    return found
+
+
 async def _batches(trial: Trial, setting: Setting, file: str, size: int) -> list[float]:
     """Return the times of batches of one size, in seconds, while the next one always waits."""
-    settings = trial.settings_for(replace(setting, workers=1, batch_size=size))
+    async with _worker(trial, replace(setting, workers=1, batch_size=size), file) as model:
+        return await _Row(model, trial, size).run()
+
+
+async def _paced(trial: Trial, setting: Setting, file: str) -> list[float]:
+    """Return the middle time of a batch of one without a pause before it, and after each, in ms."""
+    found = []
+    async with _worker(trial, replace(setting, workers=1), file) as model:
+        for pause_ms in (0, *PAUSES_MS):
+            times = await _Row(model, trial, 1, pause_ms / 1e3).run()
+            found.append(median(times) * 1e3)
+    return found
+
+
+@asynccontextmanager
+async def _worker(trial: Trial, setting: Setting, file: str) -> AsyncIterator[ModelVersion]:
+    """Yield the model with a worker that no server is around."""
+    settings = trial.settings_for(setting)
     # What a fork server forks becomes a server's child, and this process is none.
     policy = Policy(settings.model_copy(update={"fork_workers": False}))
     policy.state.create()
     lifecycle = Lifecycle(policy, Registry(), Metrics())
     async with AsyncExitStack() as stack:
         stack.push_async_callback(lifecycle.stop, 0.0)
-        model = await lifecycle.register(file, trial.name, 1)
-        return await _Row(model, trial, size).run()
+        yield await lifecycle.register(file, trial.name, 1)
 
 
 class _Row:
-    """Batches one after the other, two of them always in the worker's hands."""
+    """Batches one after the other: two of them always in the worker's hands, or one at a time."""
 
-    def __init__(self, model: ModelVersion, trial: Trial, size: int) -> None:
+    def __init__(
+        self, model: ModelVersion, trial: Trial, size: int, pause_s: float | None = None
+    ) -> None:
         self._model = model
         self._size = size
-        self._seconds = trial.seconds
+        self._pause_s = pause_s
+        """After each batch, of which then one runs at a time."""
+        self._seconds = trial.seconds if pause_s is None else _paced_s(trial)
         self._bodies = self._turns(trial.bodies)
         self._name = trial.name
         self._ended = asyncio.get_running_loop().create_future()
-        self._left = [size, size]
+        self._left = [size, size if pause_s is None else 0]
         """Answers that are missing of the batch that runs, and of the next."""
         self._times: list[float] = []
         self._began = self._last = time.perf_counter()
@@ -136,7 +201,8 @@ class _Row:
     async def run(self) -> list[float]:
         """Return the times, the first ones left out."""
         self._send()
-        self._send()
+        if self._pause_s is None:
+            self._send()
         await self._ended
         return self._times[len(self._times) // 10 :]
 
@@ -163,13 +229,20 @@ class _Row:
         now = time.perf_counter()
         self._times.append(now - self._last)
         self._last = now
-        self._left = [self._left[1], self._size]
+        self._left = [self._left[1] or self._size, self._size if self._left[1] else 0]
         took_s = now - self._began
         is_enough = took_s > self._seconds and len(self._times) >= LEAST_BATCHES
         if is_enough or took_s > self._seconds + LONGEST_S:
             self._ended.set_result(None)
-        else:
+        elif self._pause_s is None:
             self._send()
+        else:
+            asyncio.get_running_loop().call_later(self._pause_s, self._go_on)
+
+    def _go_on(self) -> None:
+        """Send the next batch after a pause."""
+        self._last = time.perf_counter()
+        self._send()
 
 
 class _Sink:

@@ -27,6 +27,8 @@ MOST_STATES = 4000
 """Jobs in a cell that are reckoned with; beyond them the cell is as good as full."""
 FULL = 0.995
 """Utilisation from which on nothing is predicted but that it is too much."""
+IDLE = 0.001
+"""Utilisation below which nothing is quicker in more cells."""
 ROUNDS = 6
 """Of a fixed point: cores that are shared make times longer, which makes cores busier."""
 
@@ -61,7 +63,7 @@ class KnownModel:
             threads=self.threads,
             batch_size=self.batch_size,
             server_s=costs.server_ms / 1e3,
-            wake_s=costs.wake_ms / 1e3,
+            turn_s=costs.turn_ms / 1e3,
             wait_s=costs.wait_ms / 1e3,
             queue_size=self.queue_size,
             request_timeout_s=self.request_timeout_s,
@@ -69,6 +71,7 @@ class KnownModel:
             batch_delay_s=self.batch_delay_s,
             gathers_bursts=self.gathers_bursts,
             needs_ticket=self.needs_ticket,
+            idle_s=costs.idle_s,
         )
 
     @cached_property
@@ -232,7 +235,7 @@ def refuse_impossible(model: KnownModel, limit_s: float, quantile: float) -> Non
     """
     times = model.costs.times_s(1)
     service_s = times[int(quantile * len(times))]
-    around_s = (model.costs.server_ms + 2 * model.costs.wake_ms + model.costs.wait_ms) / 1e3
+    around_s = (model.costs.server_ms + 2 * model.costs.turn_ms + model.costs.wait_ms) / 1e3
     if service_s + around_s > limit_s:
         raise CannotPlan(
             f"{model.name}: p{quantile * 100:g}={limit_s * 1e3:g}ms cannot be met with any number "
@@ -256,7 +259,13 @@ def _fewest(
     if cells is not None:
         return cells, at(cells)
     low, high = 0, 1
-    while at(high).worst_s(quantile) > limit_s:
+    while (cell := at(high)).worst_s(quantile) > limit_s:
+        if all(each.busy < IDLE for each in cell.models):
+            raise CannotPlan(
+                f"p{quantile * 100:g}={limit_s * 1e3:g}ms cannot be met with any number of cells: "
+                "with fewer they have too much to do, and with more so little that each request "
+                f"finds them asleep, which takes {cell.worst_s(quantile) * 1e3:.3g} ms"
+            )
         low, high = high, 2 * high
         if high > MOST_CELLS:
             raise CannotPlan(
@@ -303,9 +312,9 @@ def expect(
     """Return what is to be expected of a cell that gets `rate` requests per second."""
     rates = [rate * model.share for model in models]
     working = sum(own * each.costs.server_ms for own, each in zip(rates, models, strict=True)) / 1e3
-    waking = sum(own * each.costs.wake_ms for own, each in zip(rates, models, strict=True)) / 500
-    # It is woken where it is idle, and at most twice for a request.
-    server_busy = working if working >= 1 else (working + waking) / (1 + waking)
+    turning = sum(own * each.costs.turn_ms for own, each in zip(rates, models, strict=True)) / 500
+    # Where it is idle it takes two turns for a request; the busier, the more have one together.
+    server_busy = working if working >= 1 else (working + turning) / (1 + turning)
     threads = sum(number * model.threads for number, model in zip(workers, models, strict=True))
     stretch = 1.0
     found: list[Expected] = []
@@ -356,11 +365,19 @@ def _expect_model(
     )
     costs = model.costs
     server_s = costs.server_ms / 1e3 * stretch
-    at_server_s = server_s + 2 * costs.wake_ms / 1e3 * (1 - server_busy)
+    rested_server_s, rested_worker_s = costs.idle_s((1 - server_busy) / rate)[0], 0.0
+    if served < workers:
+        rested_worker_s = costs.idle_s((workers - served) / rate)[1]
+    at_server_s = server_s + (2 * costs.turn_ms / 1e3 + rested_server_s) * (1 - server_busy)
     at_server_s += server_busy * server_s / 2 / (1 - server_busy)  # 2 passes, each of half
     waits = [
-        (likely, running_s, full_s * (1 + model.variation) / 2, own)
-        for likely, (running_s, full_s, own) in zip(states, before, strict=True)
+        (
+            likely,
+            running_s,
+            full_s * (1 + model.variation) / 2 + (rested_worker_s if jobs < workers else 0.0),
+            own,
+        )
+        for jobs, (likely, (running_s, full_s, own)) in enumerate(zip(states, before, strict=True))
     ]
     around_s = at_server_s + costs.wait_ms / 1e3
     return Expected(model, rate, workers, served / workers, mean_batch, waits, stretch, around_s)

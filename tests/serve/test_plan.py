@@ -29,7 +29,8 @@ from tests.serve.live import build_archive
 COSTS = Costs(
     batch_ms={1: [10.0] * 11 + [14.0], 2: [12.0] * 12, 4: [16.0] * 12},
     server_ms=0.1,
-    wake_ms=0.02,
+    turn_ms=0.02,
+    idle_ms={1: (0.1, 0.1), 4: (0.2, 0.3)},
     wait_ms=0.1,
     worker_mb=100.0,
     server_mb=50.0,
@@ -64,6 +65,21 @@ def test_times_of_sizes_between_lie_between_and_beyond_go_on() -> None:
     assert one.mean_s(3) == pytest.approx(0.030)
 
 
+def test_a_pause_between_two_lies_between_and_beyond_is_as_the_longest() -> None:
+    assert COSTS.idle_s(0.0) == (0.0, 0.0)
+    assert COSTS.idle_s(0.0005) == pytest.approx((0.05e-3, 0.05e-3))
+    assert COSTS.idle_s(0.0025) == pytest.approx((0.15e-3, 0.2e-3))
+    assert COSTS.idle_s(1.0) == pytest.approx((0.2e-3, 0.3e-3))
+    assert replace(COSTS, idle_ms={}).idle_s(1.0) == (0.0, 0.0)
+
+
+def test_costs_of_an_earlier_version_say_to_measure_again() -> None:
+    earlier = {**COSTS.as_dict(), "wake_ms": 0.02}
+    del earlier["turn_ms"], earlier["idle_ms"]
+    with pytest.raises(BadCosts, match="idle_ms, turn_ms, wake_ms; run modelyard tune again"):
+        parse_costs(earlier, "here")
+
+
 def test_a_summary_draws_what_was_measured() -> None:
     times = [at / 1000 for at in range(1, 1001)]
     drawn = replace(COSTS, batch_ms={1: summarise(times)}, _tables={}).times_s(1)
@@ -86,6 +102,11 @@ def test_a_summary_draws_what_was_measured() -> None:
         ({"batch_ms": {1: [2.0] * 11 + [1.0]}}, "none below the one before it"),
         ({"batch_ms": {1: [0.0] * 12}}, "above 0"),
         ({"batch_ms": {1: [float("nan")] * 12}}, "above 0"),
+        ({"idle_ms": [1]}, "idle_ms: expected by each pause"),
+        ({"idle_ms": {0: [1, 1]}}, "idle_ms"),
+        ({"idle_ms": {1: [1]}}, "idle_ms"),
+        ({"idle_ms": {1: [1, float("nan")]}}, "idle_ms"),
+        ({"idle_ms": {1: [1, -1]}}, "idle_ms"),
     ],
 )
 def test_costs_that_tune_does_not_write_are_refused(changes: dict[str, Any], said: str) -> None:
@@ -142,6 +163,12 @@ def test_workers_go_where_the_work_is_and_each_model_has_one() -> None:
 def test_a_limit_below_one_request_alone_is_of_no_size() -> None:
     with pytest.raises(CannotPlan, match=r"cannot be met with any number of cells.*10 of them in"):
         make_plan([known()], 10, 0.005, 0.5, 4)
+
+
+def test_more_cells_that_sleep_between_requests_are_not_quicker() -> None:
+    sleepy = known(idle_ms={1: (0.0, 8.0)})
+    with pytest.raises(CannotPlan, match="finds them asleep, which takes"):
+        make_plan([sleepy], 500, 0.015, 0.99, 4)
 
 
 def test_the_server_process_limits_a_cell_of_many_workers() -> None:

@@ -122,6 +122,46 @@ def test_threads_beyond_the_cores_slow_each_other_down() -> None:
     assert fmean(shared.all.latencies_s) > 4 * fmean(free.all.latencies_s)
 
 
+def test_a_client_on_the_same_cores_takes_its_part() -> None:
+    alone = run(model(CONSTANT), 0.05, 300, cores=2, client_s=S / 2)
+    assert min(alone.all.latencies_s) == pytest.approx(1.5 * S)
+    free, shared = (
+        run(model(CONSTANT), 0.5, 2000, cores=cores, client_s=S / 2).all for cores in (2, 1)
+    )
+    # One core is busy for 0.75 of the time: one queue of such work would wait 1.5 times as long.
+    assert fmean(shared.latencies_s) > 1.5 * fmean(free.latencies_s)
+    assert fmean(shared.latencies_s) == pytest.approx(1.5 * S + 1.5 * 1.5 * S, rel=0.4)
+
+
+def test_the_client_is_a_queue_of_its_own() -> None:
+    """It sends in S / 4 and reads in S / 4, each request twice: M/D/1 twice at half the load."""
+    outcome = run(model([S / 1e6]), 0.8, 4000, cores=64, client_s=S)
+    alone_s = S
+    expected_s = 0.8 / (1 - 0.8) / 2 * S  # as one queue of deterministic work, from above
+    waited_s = fmean(outcome.all.latencies_s) - alone_s
+    assert 0.4 * expected_s < waited_s < 1.3 * expected_s
+
+
+def test_who_was_idle_is_slow_at_first() -> None:
+    shape = model(CONSTANT, idle_s=lambda pause_s: (0.01, 0.02) if pause_s > S else (0.0, 0.0))
+    quiet = run(shape, 0.02, 100, warm_s=0.0)
+    assert quiet.all.quantile_s(0.5) == pytest.approx(S + 0.03)
+    busy = run(shape, 0.95, 3000)
+    assert waiting_s(busy) == pytest.approx(waiting_s(run(model(CONSTANT), 0.95, 3000)), rel=0.1)
+
+
+def test_requests_that_come_together_share_a_turn_of_the_server() -> None:
+    """Alone each has one turn and its answer another; of many in a millisecond a part of one."""
+    shape = model([1e-6], workers=1, batch_size=64, server_s=1e-5, turn_s=1e-3)
+
+    def per_request_s(rate: float) -> float:
+        outcome = run(shape, rate * S, 2000)
+        return outcome.server_busy * outcome.seconds * 10 / 9 / outcome.requests
+
+    assert per_request_s(10) == pytest.approx(2.01e-3, rel=0.05)
+    assert per_request_s(5000) < 0.5e-3
+
+
 def cells(rule: str, **changes: Any) -> Outcome:
     shape = model(EXPONENTIAL)
     number = 20
