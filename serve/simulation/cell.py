@@ -9,8 +9,9 @@ answers, how long a worker has for a batch, and that these share the cores.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -32,6 +33,8 @@ from modelyard.serve.simulation.loop import VirtualLoop
 
 IN_SHARE = 0.6
 """Of what a request costs the server, before it is queued: a refused one costs that much."""
+MIGRATION_S = 0.0005
+"""For which a core is idle before it takes who waits on another (sched_migration_cost_ns)."""
 
 
 @dataclass(frozen=True)
@@ -60,59 +63,143 @@ class ModelShape:
     """By a pause: what the server's next turn takes more for a request, and a worker's batch."""
 
 
-class Cores:
-    """Cores of one machine: what runs on more threads than there are cores is so much slower.
+class _Core:
+    """One core, shared evenly by what runs on it (processor sharing)."""
 
-    Shared evenly (processor sharing).
-    """
-
-    def __init__(self, loop: VirtualLoop, cores: float, threads: int) -> None:
+    def __init__(self, loop: VirtualLoop, on_idle: Callable[[_Core], None]) -> None:
         self._loop = loop
-        self._cores = cores
-        self._is_shared = threads > cores
-        self._threads = 0
-        self._work: list[tuple[float, int, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._on_idle = on_idle
+        self._work: list[tuple[float, int, Hashable, Callable[..., object], tuple[Any, ...]]] = []
         """What runs, by the work after which it ends."""
         self._done = self._at = 0.0
-        """Work that each thread has done, up to when."""
+        """Work that each has done, up to when."""
         self._numbers = count()
-        self._armed = 0
+        self.armed = 0
+        """Changes with what runs."""
 
-    def run(self, seconds: float, threads: int, then: Callable[..., object], *args: Any) -> None:
-        """Call when something has run for so long on so many threads."""
-        if not self._is_shared:
-            self._loop.at(self._loop.now + seconds, then, *args)
-            return
+    def __len__(self) -> int:
+        """Return how many run."""
+        return len(self._work)
+
+    def add(
+        self, who: Hashable, seconds: float, then: Callable[..., object], args: tuple[Any, ...]
+    ) -> None:
+        """Run something beside what runs."""
         self._advance()
-        self._threads += threads
-        end = self._done + seconds
-        heapq.heappush(self._work, (end, next(self._numbers), threads, then, args))
+        heapq.heappush(self._work, (self._done + seconds, next(self._numbers), who, then, args))
         self._arm()
+
+    def take_longest(self) -> tuple[Hashable, float, Callable[..., object], tuple[Any, ...]]:
+        """Take out what has most before it, with how much that is."""
+        self._advance()
+        longest = max(self._work)
+        self._work.remove(longest)
+        heapq.heapify(self._work)
+        self._arm()
+        end, _, who, then, args = longest
+        return who, end - self._done, then, args
 
     def _advance(self) -> None:
         now = self._loop.now
-        self._done += (now - self._at) * self._speed
+        if self._work:
+            self._done += (now - self._at) / len(self._work)
         self._at = now
-
-    @property
-    def _speed(self) -> float:
-        return min(1.0, self._cores / self._threads) if self._threads else 1.0
 
     def _arm(self) -> None:
         """Come back when the first is done, if nothing changes until then."""
-        self._armed += 1
+        self.armed += 1
         if self._work:
-            left = max(0.0, self._work[0][0] - self._done) / self._speed
-            self._loop.at(self._loop.now + left, self._ended, self._armed)
+            left = max(0.0, self._work[0][0] - self._done) * len(self._work)
+            self._loop.at(self._loop.now + left, self._ended, self.armed)
 
     def _ended(self, armed: int) -> None:
-        if armed != self._armed:
+        if armed != self.armed:
             return
-        end, _, threads, then, args = heapq.heappop(self._work)
-        self._at, self._done = self._loop.now, end
-        self._threads -= threads
+        self._done, _, _, then, args = heapq.heappop(self._work)
+        self._at = self._loop.now
         self._arm()
         then(*args)
+        if not self._work:
+            self._on_idle(self)
+
+
+class Cores:
+    """Cores of one machine, each with its own queue, as kernels have them.
+
+    A thread that wakes runs where it ran last if nothing else does, else on an idle core, and where
+    there is none it shares the one where it ran last. It stays there until it sleeps, or until a
+    core has been idle for a while. So one may wait while another core is idle for a moment, which
+    is what many short turns on few cores do to each other.
+    """
+
+    def __init__(self, loop: VirtualLoop, cores: int, threads: int) -> None:
+        self._loop = loop
+        self._is_shared = threads > cores
+        self._cores = [_Core(loop, self._idle) for _ in range(cores if self._is_shared else 0)]
+        self._last: dict[Hashable, tuple[_Core, float]] = {}
+        """Where each thread ran, and until when."""
+
+    def run(
+        self,
+        who: Hashable,
+        seconds: float,
+        threads: int,
+        then: Callable[..., object],
+        *args: Any,
+    ) -> None:
+        """Call when something has run for so long on so many threads."""
+        if not self._is_shared:
+            self._loop.at(self._loop.now + seconds, then, *args)
+        elif threads == 1:
+            self._start(who, seconds, then, args)
+        else:
+            left = count(threads - 1, -1)
+
+            def one_ended() -> None:
+                if not next(left):
+                    then(*args)
+
+            for number in range(threads):
+                self._start((who, number), seconds, one_ended, ())
+
+    def _start(
+        self, who: Hashable, seconds: float, then: Callable[..., object], args: tuple[Any, ...]
+    ) -> None:
+        now = self._loop.now
+        core, until = self._last.get(who) or (self._cores[len(self._last) % len(self._cores)], -1.0)
+        if core and until < now:  # it slept
+            core = next((each for each in self._cores if not each), core)
+        self._place(who, core, seconds, then, args)
+
+    def _place(
+        self,
+        who: Hashable,
+        core: _Core,
+        seconds: float,
+        then: Callable[..., object],
+        args: tuple[Any, ...],
+    ) -> None:
+        self._last[who] = core, math.inf
+        core.add(who, seconds, self._ended, (who, core, then, args))
+
+    def _ended(
+        self, who: Hashable, core: _Core, then: Callable[..., object], args: tuple[Any, ...]
+    ) -> None:
+        self._last[who] = core, self._loop.now
+        then(*args)
+
+    def _idle(self, core: _Core) -> None:
+        """Look again whether a core that is idle now has nothing to take from another."""
+        if any(len(each) > 1 for each in self._cores):
+            self._loop.at(self._loop.now + MIGRATION_S, self._take, core, core.armed)
+
+    def _take(self, core: _Core, armed: int) -> None:
+        if core.armed != armed:
+            return
+        fullest = max(self._cores, key=len)
+        if len(fullest) > 1:
+            who, seconds, _, (_, _, then, args) = fullest.take_longest()
+            self._place(who, core, seconds, then, args)
 
 
 class SimulatedWorker(Worker):
@@ -151,7 +238,7 @@ class SimulatedWorker(Worker):
         times = model.times_s(sum(item.code for item in batch))
         seconds = times[int(cell.chance.random() * len(times))] + rested_s
         cell.batches += 1
-        cell.run(seconds, model.threads, self._ended, batch, seconds)
+        cell.run(self, seconds, model.threads, self._ended, batch, seconds)
 
     def _ended(self, batch: list[wire.Item], seconds: float) -> None:
         took_us = int(seconds * 1e6)
@@ -296,7 +383,7 @@ class Server:
             of_clients += IN_SHARE * self._cell.models[request[1]].shape.server_s
             requests.append(request)
         self.busy_s += seconds + of_clients
-        self._cell.run(seconds + of_clients, 1, self._end, answers, requests)
+        self._cell.run(self, seconds + of_clients, 1, self._end, answers, requests)
 
     def _end(
         self,
@@ -329,12 +416,12 @@ class Client:
         """Call when it has sent a request, or taken an answer: each half of the work."""
         self._due.append((then, args))
         if len(self._due) == 1:
-            self._cores.run(self._each_s, 1, self._next)
+            self._cores.run(self, self._each_s, 1, self._next)
 
     def _next(self) -> None:
         then, args = self._due.popleft()
         if self._due:
-            self._cores.run(self._each_s, 1, self._next)
+            self._cores.run(self, self._each_s, 1, self._next)
         then(*args)
 
 
@@ -353,7 +440,7 @@ class Cell:
         loop: VirtualLoop,
         world: World,
         models: Sequence[ModelShape],
-        cores: float | Cores,
+        cores: int | Cores,
         chance: Random,
         slowness: float = 1.0,
     ) -> None:
@@ -370,11 +457,18 @@ class Cell:
         self.server = Server(self)
         self.models = {model.name: SimulatedModel(self, model, world) for model in models}
 
-    def run(self, seconds: float, threads: int, then: Callable[..., object], *args: Any) -> None:
-        """Call when something here has had so many of the cores for so long."""
+    def run(
+        self,
+        who: Hashable,
+        seconds: float,
+        threads: int,
+        then: Callable[..., object],
+        *args: Any,
+    ) -> None:
+        """Call when somebody here has had so many of the cores for so long."""
         seconds *= self._slowness
         self.work_s += seconds * threads
-        self.cores.run(seconds, threads, then, *args)
+        self.cores.run(who, seconds, threads, then, *args)
 
     def stop(self) -> None:
         """Look after nobody any more: what it holds is lost."""

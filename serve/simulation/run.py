@@ -54,7 +54,7 @@ class Scenario:
 
     groups: Sequence[tuple[int, Sequence[ModelShape]]]
     """So many cells with these models; a model may be in several groups."""
-    cores: float
+    cores: int
     """Of a cell; of the machine, where the client runs on it."""
     rate: float
     """Requests per second, to all cells."""
@@ -207,7 +207,7 @@ class _Run:
             for _, models in scenario.groups
             for shape in models
         }
-        self._cores: float | Cores = scenario.cores
+        self._cores: int | Cores = scenario.cores
         self._client: Client | None = None
         if scenario.client_s:
             threads = 1 + sum(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from modelyard.serve.simulation.arrivals import BadArrivals, Bursty, Poisson, read_recorded
-from modelyard.serve.simulation.cell import ModelShape
+from modelyard.serve.simulation.cell import MIGRATION_S, Cores, ModelShape
 from modelyard.serve.simulation.loop import virtual_loop
 from modelyard.serve.simulation.router import LeastInFlight, LesserOfTwo, Router
 from modelyard.serve.simulation.run import Failure, Hot, Outcome, Scenario, simulate
@@ -114,12 +114,34 @@ def test_a_server_without_time_for_more_is_what_limits() -> None:
 
 
 def test_threads_beyond_the_cores_slow_each_other_down() -> None:
-    free = run(model(CONSTANT, workers=2), 0.5, 2000, cores=4.0)
-    shared = run(model(CONSTANT, workers=2), 0.5, 2000, cores=1.0)
+    free = run(model(CONSTANT, workers=2), 0.5, 2000, cores=4)
+    shared = run(model(CONSTANT, workers=2), 0.5, 2000, cores=1)
     assert min(free.all.latencies_s) == pytest.approx(S)
     # Both on one core are an M/D/1-PS of load 1: never idle, and much slower.
     assert shared.cores_busy > 0.95
     assert fmean(shared.all.latencies_s) > 4 * fmean(free.all.latencies_s)
+
+
+def test_who_waits_on_a_core_is_taken_by_one_that_has_been_idle_for_a_while() -> None:
+    ended: dict[str, float] = {}
+    with virtual_loop() as loop:
+        cores = Cores(loop, 2, 3)
+        for name, seconds in (("a", 10.0), ("b", 1.0), ("c", 2.0)):
+            cores.run(name, seconds, 1, lambda name=name: ended.setdefault(name, loop.now))
+        loop.run_until(20.0)
+    # c is beside a until b's core has been idle for that time; then a, with most before it, moves.
+    shared = 1.0 + MIGRATION_S
+    assert ended == pytest.approx({"a": shared / 2 + 10, "b": 1.0, "c": shared / 2 + 2})
+
+
+def test_a_batch_on_several_threads_ends_with_the_last() -> None:
+    ended: list[float] = []
+    with virtual_loop() as loop:
+        cores = Cores(loop, 2, 4)
+        cores.run("two", 1.0, 2, lambda: ended.append(loop.now))
+        cores.run("one", 0.5, 1, lambda: ended.append(loop.now))
+        loop.run_until(5.0)
+    assert ended == pytest.approx([1.0, 1.5], abs=2 * MIGRATION_S)
 
 
 def test_a_client_on_the_same_cores_takes_its_part() -> None:
