@@ -1,8 +1,11 @@
 """Manifests for Kubernetes and KServe, held against schemas, our settings and our own metrics."""
 
+import copy
 import importlib
 import os
 import re
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +26,30 @@ SCHEMA_OF = {
 }
 
 
+OPEN = {"annotations", "labels", "limits", "matchLabels", "requests", "selector"}
+"""Fields of any keys; what `selector` holds is one in a Service."""
+
+
+@cache
 def read(file: Path) -> Any:
-    return yaml.safe_load(file.read_text(encoding="utf-8"))
+    return yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader)  # CRDs have megabytes
+
+
+def misspelt(manifest: Any, *path: Any) -> Iterator[tuple[Any, str]]:
+    """Yield the manifest once for each key of its specification, with a letter too much in it."""
+    here = manifest
+    for key in path:
+        here = here[key]
+    for key in here if isinstance(here, dict) else range(len(here)):
+        if isinstance(here, dict) and not OPEN & set(path):
+            wrong = copy.deepcopy(manifest)
+            at = wrong
+            for each in path:
+                at = at[each]
+            at[f"{key}x"] = at.pop(key)
+            yield wrong, f"{'.'.join(map(str, path))}.{key}"
+        if isinstance(here[key], dict | list):
+            yield from misspelt(manifest, *path, key)
 
 
 @pytest.mark.skipif(not CRDS, reason="KSERVE_CRDS does not name KServe's config/crd/full")
@@ -41,9 +66,10 @@ def test_kserve_takes_them_by_its_own_schemas(file: Path) -> None:
     )
     schema = _strict(version["schema"]["openAPIV3Schema"])
     schema["properties"]["metadata"] = {"type": "object"}
-    jsonschema.validate(manifest, schema)
-    with pytest.raises(jsonschema.ValidationError):
-        jsonschema.validate({**manifest, "spec": {**manifest["spec"], "storageUrl": ""}}, schema)
+    validator = jsonschema.validators.validator_for(schema)(schema)
+    validator.validate(manifest)
+    for wrong, place in misspelt(manifest, "spec"):
+        assert not validator.is_valid(wrong), place
 
 
 def _strict(schema: Any) -> Any:
@@ -70,8 +96,13 @@ def _strict(schema: Any) -> Any:
 def test_kubernetes_takes_them(file: Path) -> None:
     validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is missing")
     manifest = read(file)
-    if not re.search(r"keda\.sh|kustomize", manifest["apiVersion"]):
-        validate.validate(manifest, "1.32", strict=True)
+    if re.search(r"keda\.sh|kustomize", manifest["apiVersion"]):
+        return
+    validate.validate(manifest, "1.32", strict=True)
+    for wrong, place in misspelt(manifest, "spec"):
+        with pytest.raises(validate.ValidationError):
+            validate.validate(wrong, "1.32", strict=True)
+            pytest.fail(place)
 
 
 def test_all_of_them_are_applied_and_nothing_else() -> None:
@@ -81,6 +112,26 @@ def test_all_of_them_are_applied_and_nothing_else() -> None:
         "kustomization.yaml",
         "scale-by-work.yaml",
     }
+
+
+def test_they_name_each_other_rightly() -> None:
+    """No schema sees that a selector chooses nothing, or that a port has another name."""
+    manifests = [read(file) for file in KUBERNETES if file.name != "kustomization.yaml"]
+    (deployment,) = (each for each in manifests if each.get("kind") == "Deployment")
+    pod = deployment["spec"]["template"]
+    labels = pod["metadata"]["labels"]
+    ports = {each["name"] for each in pod["spec"]["containers"][0]["ports"]}
+    selectors, targets, names = [], [], set()
+    for manifest in manifests:
+        spec = manifest.get("spec", {})
+        selectors += [spec[key] for key in ("selector", "podSelector") if key in spec]
+        targets += [spec["scaleTargetRef"]] if "scaleTargetRef" in spec else []
+        names |= set(re.findall(r"(?:targetPort|- \{port|port): ([a-z]+)", yaml.safe_dump(spec)))
+    assert all(each.get("matchLabels", each) == labels for each in selectors)
+    assert len(selectors) == 4
+    assert {each["name"] for each in targets} == {deployment["metadata"]["name"]}
+    assert len(targets) == 2
+    assert names == ports - {"management"}
 
 
 def test_the_settings_are_settings_and_leave_time_to_drain() -> None:
