@@ -141,6 +141,7 @@ def write_image(output: Path, base: Path | None, rootfs: Path | None, scratch: P
     if base is None:
         base = output.with_name(f"{output.name}-base.tar")
         make_base(base)
+    packages = _debian_packages(base)
     folders = install(scratch)
     blobs = Blobs(layout)
     contents = {f"Debian {SUITE}, Python": _base_entries(base)}
@@ -190,7 +191,7 @@ def write_image(output: Path, base: Path | None, rootfs: Path | None, scratch: P
         canonicalize_name(each.name): each.read_text("METADATA") or ""
         for each in importlib.metadata.distributions(path=sites)
     }
-    sbom.write_bytes(format_image(_debian_packages(base), python, manifest["digest"]))
+    sbom.write_bytes(format_image(packages, python, manifest["digest"]))
     print(f"{output}: {manifest['digest']}\n{sbom}")
 
 
@@ -371,11 +372,17 @@ def _config(layers: Sequence[Layer], version: str) -> dict[str, Any]:
 
 
 def _debian_packages(base: Path) -> list[tuple[str, str]]:
-    """Return names and versions of what is in the base, by the names of Debian's files."""
-    with tarfile.open(base) as tar:
-        listed = tar.extractfile("./etc/packages.txt")
-        assert listed is not None
-        names = listed.read().decode().split()
+    """Return names and versions of what is in the base, by the names of Debian's files.
+
+    Raises:
+        SystemExit: it is not what `make_base` has made.
+    """
+    try:
+        with tarfile.open(base) as tar:
+            listed = tar.extractfile("./etc/packages.txt")
+            names = listed.read().decode().split() if listed else []
+    except (KeyError, OSError, tarfile.TarError):
+        sys.exit(f"error: {base} is not a base of an earlier run; leave --base out to make it anew")
     split = (name.removesuffix(".deb").split("_") for name in names if name.endswith(".deb"))
     return [(name, version.replace("%3a", ":")) for name, version, _ in split]
 

@@ -27,7 +27,17 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.image import COMMAND, ENVIRONMENT, HOME, PORTS, SOURCES, USER, Blobs, folder_entries
+from deploy.image import (
+    COMMAND,
+    ENVIRONMENT,
+    HOME,
+    PORTS,
+    SOURCES,
+    USER,
+    Blobs,
+    folder_entries,
+    main,
+)
 from modelyard.serve.settings import load_settings
 from tests.conftest import DIGITS, ROOT
 from tests.serve.live import poll
@@ -210,6 +220,16 @@ def test_a_layer_has_the_same_bytes_whenever_and_by_whomever_it_is_made(tmp_path
         modes = {each.name: each.mode for each in tar if each.isreg()}
         assert {(each.uid, each.gid, each.mtime) for each in tar} == {(0, 0, 0)}
     assert modes == {"bin/tool": 0o755, "lib/a.txt": 0o644}
+
+
+def test_a_base_that_is_none_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    (tmp_path / "base.tar").write_bytes(b"no tar")
+    with tarfile.open(tmp_path / "other.tar", "w"):
+        pass
+    for name in ("base.tar", "other.tar"):
+        with pytest.raises(SystemExit, match=f"{name} is not a base of an earlier run"):
+            main(["--base", str(tmp_path / name), "-o", str(tmp_path / "out" / "image")])
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_the_dockerfile_makes_the_same_image_as_the_script() -> None:
