@@ -93,7 +93,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
         described_calls(),
         health_routes(registry, state),
         oip_routes(registry, state, repository),
-        kserve_routes(registry),
+        kserve_routes(registry, state),
         model_docs_routes(registry),
     )
     operators = Routes(

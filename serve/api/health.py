@@ -5,7 +5,8 @@ from __future__ import annotations
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from modelyard.serve.control.registry import Registry
+from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.errors import ModelNotFound, Unavailable
 from modelyard.serve.http.application import ServerState
 
 OPEN_PATHS = ("/ping", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
@@ -40,6 +41,29 @@ def health_routes(registry: Registry, state: ServerState) -> APIRouter:
         return JSONResponse({"ready": True})
 
     return router
+
+
+def find_model(
+    registry: Registry, state: ServerState, name: str, version: str | None = None
+) -> ModelVersion:
+    """Return a model version, the default one where none is named.
+
+    Raises:
+        ModelNotFound, VersionNotFound: there is none.
+        Unavailable: nor is there one yet, while the server starts: clients ask again.
+    """
+    try:
+        return registry.get(name, version)
+    except ModelNotFound as error:
+        if not state.is_starting:
+            raise
+        which = f" in version {version}" if version else ""
+        raise Unavailable(f"the server is starting and has no model {name}{which} yet") from error
+
+
+def is_model_ready(model: ModelVersion, state: ServerState) -> bool:
+    """Return whether a version answers predictions now, and will for a while."""
+    return model.pool.ready_count > 0 and not state.is_draining
 
 
 def why_not_ready(registry: Registry, state: ServerState) -> str | None:

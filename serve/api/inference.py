@@ -37,6 +37,7 @@ from modelyard.serve.api.events import (
     wants_events,
     writer,
 )
+from modelyard.serve.api.health import find_model
 from modelyard.serve.api.traces import begin_trace
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.dataplane import wire
@@ -60,7 +61,6 @@ from modelyard.serve.errors import (
     BadRequest,
     DeadlinePassed,
     Forbidden,
-    ModelNotFound,
     ServeError,
     StreamBroken,
     Unavailable,
@@ -284,12 +284,7 @@ class Calls:
         Raises:
             ModelNotFound, VersionNotFound, Unavailable: there is no such model, or not yet.
         """
-        try:
-            model = self._models.get(target.path[0], target.version)
-        except ModelNotFound as error:
-            if self._state.is_starting:
-                raise Unavailable(f"the server is starting; {error} yet") from error
-            raise
+        model = find_model(self._models, self._state, target.path[0], target.version)
         if splits := self._models.splits:
             split = splits.get(model.name)
             if split is not None and target.kind == PREDICT and target.version is None:

@@ -11,12 +11,14 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from modelyard.serve.api.description import ModelName, error_responses
+from modelyard.serve.api.health import find_model
 from modelyard.serve.api.oip import readiness
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.errors import MethodNotAllowed
+from modelyard.serve.http.application import ServerState
 
 
-def kserve_routes(registry: Registry) -> APIRouter:
+def kserve_routes(registry: Registry, state: ServerState) -> APIRouter:
     """Return the routes that describe."""
     router = APIRouter(tags=["KServe v1"])
     of_model = {**error_responses(404), 503: {"description": "Not ready."}}
@@ -36,8 +38,8 @@ def kserve_routes(registry: Registry) -> APIRouter:
         """Return whether a worker of the default version is ready."""
         if ":" in model:
             raise MethodNotAllowed  # no model has such a name; `model:predict` is posted to
-        found, status = readiness(registry.get(model))
+        found, status, headers = readiness(find_model(registry, state, model), state)
         about: dict[str, Any] = {"error": f"Model {model} is not ready"} if status != 200 else {}
-        return JSONResponse({**found, **about}, status)
+        return JSONResponse({**found, **about}, status, headers)
 
     return router

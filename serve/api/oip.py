@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from modelyard.archiver.signature import OIP_DATATYPES
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.serve.api.description import ModelName, Version, error_responses
-from modelyard.serve.api.health import RETRY, why_not_ready
+from modelyard.serve.api.health import RETRY, find_model, is_model_ready, why_not_ready
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.errors import BadRequest
@@ -80,7 +80,7 @@ def oip_routes(registry: Registry, state: ServerState, repository: Repository) -
     @router.get("/models/{model}", summary="A model's inputs and outputs", responses=of_model)
     async def describe(model: ModelName) -> dict[str, Any]:
         """Describe the default version."""
-        return describe_signature(registry, registry.get(model))
+        return describe_signature(registry, find_model(registry, state, model))
 
     @router.get(
         "/models/{model}/versions/{version}",
@@ -89,29 +89,32 @@ def oip_routes(registry: Registry, state: ServerState, repository: Repository) -
     )
     async def describe_version(model: ModelName, version: Version) -> dict[str, Any]:
         """Describe one version."""
-        return describe_signature(registry, registry.get(model, version))
+        return describe_signature(registry, find_model(registry, state, model, version))
 
     of_model = {**of_model, **ready_or_not}
 
     @router.get("/models/{model}/ready", summary="A model is ready", responses=of_model)
     async def model_ready(model: ModelName) -> JSONResponse:
         """Return whether a worker of the default version is ready."""
-        return JSONResponse(*readiness(registry.get(model)))
+        return JSONResponse(*readiness(find_model(registry, state, model), state))
 
     @router.get(
         "/models/{model}/versions/{version}/ready", summary="A version is ready", responses=of_model
     )
     async def version_ready(model: ModelName, version: Version) -> JSONResponse:
         """Return whether a worker of this version is ready."""
-        return JSONResponse(*readiness(registry.get(model, version)))
+        return JSONResponse(*readiness(find_model(registry, state, model, version), state))
 
     return router
 
 
-def readiness(model: ModelVersion) -> tuple[dict[str, Any], int]:
-    """Return whether a version answers predictions now, and the status that says so."""
-    is_ready = model.pool.ready_count > 0
-    return {"name": model.name, "ready": is_ready}, 200 if is_ready else 503
+def readiness(
+    model: ModelVersion, state: ServerState
+) -> tuple[dict[str, Any], int, dict[str, str] | None]:
+    """Return whether a version answers predictions now, and status and headers that say so."""
+    is_ready = is_model_ready(model, state)
+    headers = None if is_ready else RETRY
+    return {"name": model.name, "ready": is_ready}, 200 if is_ready else 503, headers
 
 
 def asks_for_ready(body: bytes) -> bool:

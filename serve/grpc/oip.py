@@ -20,7 +20,7 @@ import orjson
 from google.protobuf.message import DecodeError
 
 from modelyard.serve.api.events import LENGTH_HEADER, broken_text, split_tensors
-from modelyard.serve.api.health import why_not_ready
+from modelyard.serve.api.health import find_model, is_model_ready, why_not_ready
 from modelyard.serve.api.inference import (
     PRIORITY_HEADER,
     CallReply,
@@ -303,8 +303,8 @@ class Inference:
         return message("inference.ServerReadyResponse")(ready=ready)
 
     def _model_ready(self, request: Any) -> Any:
-        model = self._registry.get(request.name, request.version or None)
-        return message("inference.ModelReadyResponse")(ready=model.pool.ready_count > 0)
+        model = self._find(request)
+        return message("inference.ModelReadyResponse")(ready=is_model_ready(model, self._state))
 
     def _server(self, request: Any) -> Any:
         return message("inference.ServerMetadataResponse")(
@@ -312,7 +312,7 @@ class Inference:
         )
 
     def _model(self, request: Any) -> Any:
-        model = self._registry.get(request.name, request.version or None)
+        model = self._find(request)
         about = describe_signature(self._registry, model)
         answer = message("inference.ModelMetadataResponse")(
             name=about["name"], versions=about["versions"], platform=about["platform"]
@@ -323,6 +323,9 @@ class Inference:
                     name=tensor["name"], datatype=tensor["datatype"], shape=tensor["shape"]
                 )
         return answer
+
+    def _find(self, request: Any) -> ModelVersion:
+        return find_model(self._registry, self._state, request.name, request.version or None)
 
     def _index(self, request: Any) -> Any:
         answer = message("inference.RepositoryIndexResponse")()

@@ -253,9 +253,10 @@ def boolean(values: Mapping[str, Any], name: str, default: bool) -> bool:
     return default if value is None else str(value).lower() == "true"
 
 
-def json_answer(value: Any, status: int = 200) -> Answer:
+def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
     """Return an answer of the server's own: JSON over several lines, with a line end."""
-    return status, list(JSON), (json.dumps(value, indent=2) + "\n").encode()
+    more = [(name.lower().encode(), text.encode()) for name, text in (headers or {}).items()]
+    return status, [*JSON, *more], (json.dumps(value, indent=2) + "\n").encode()
 
 
 def status_answer(text: str, status: int = 200) -> Answer:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from modelyard.serve.api.health import why_not_ready
+from modelyard.serve.api.health import RETRY, why_not_ready
 from modelyard.serve.api.inference import KINDS, METHODS, Calls, split_verb, target_of_v2
 from modelyard.serve.api.oip import (
     EXTENSIONS,
@@ -164,7 +164,7 @@ class TorchServeInference:
             case ["v1", "models"] if self.has_oip:
                 return json_answer(self._names())
             case ["v1", "models", name] if self.has_oip and ":" not in name:
-                return json_answer(*readiness(self._registry.get(name)))
+                return json_answer(*readiness(self._registry.get(name), self._state))
             case ["v2", *rest] if self.has_oip:
                 if self._has_tensors and (answer := await self._of_tensors(rest, body)) is not None:
                     return answer
@@ -198,7 +198,7 @@ class TorchServeInference:
 
     def _ready(self) -> Answer:
         if (reason := why_not_ready(self._registry, self._state)) is not None:
-            return json_answer({"ready": False, "reason": reason}, 503)
+            return json_answer({"ready": False, "reason": reason}, 503, RETRY)
         return json_answer({"ready": True})
 
     def _inference_protocol(self, path: list[str]) -> Answer:
@@ -219,9 +219,9 @@ class TorchServeInference:
             case ["models", name, "versions", version]:
                 return self._describe(self._registry.get(name, version))
             case ["models", name, "ready"]:
-                return json_answer(*readiness(self._registry.get(name)))
+                return json_answer(*readiness(self._registry.get(name), self._state))
             case ["models", name, "versions", version, "ready"]:
-                return json_answer(*readiness(self._registry.get(name, version)))
+                return json_answer(*readiness(self._registry.get(name, version), self._state))
         raise NoSuchRoute
 
     async def _of_tensors(self, path: list[str], body: bytes) -> Answer | None:

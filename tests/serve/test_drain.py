@@ -160,7 +160,8 @@ def test_a_server_that_drains_is_not_ready_serves_on_and_answers_503_at_the_end(
     with hold(server) as client, ThreadPoolExecutor(1) as threads:
         ended = threads.submit(server.stop)
         poll(lambda: httpx.get(f"{url}/health/ready").status_code == 503, "it is not ready")
-        for path in ("/health/ready", "/v2/health/ready"):
+        models = ("/v1/models/mortal", "/v2/models/mortal/ready")
+        for path in ("/health/ready", "/v2/health/ready", *models):
             asked = httpx.get(f"{url}{path}")
             assert (asked.status_code, asked.headers["retry-after"]) == (503, "1")
         served = httpx.get(f"{url}/v2/models/mortal")  # by a connection of its own

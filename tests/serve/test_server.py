@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
+import httpx
 import pytest
 
 from modelyard.serve.http.tokens import make_grant
@@ -328,8 +330,8 @@ def test_in_the_foreground_it_stays_attached_and_stops_on_a_signal(
             attached.communicate()
 
 
-def attach(state: Path, store: Path) -> subprocess.Popen[str]:
-    arguments = [*start_arguments(state, store), "--foreground", "--workers=1", "--models=echo"]
+def attach(state: Path, store: Path, model: str = "echo") -> subprocess.Popen[str]:
+    arguments = [*start_arguments(state, store), "--foreground", "--workers=1", "--models", model]
     return subprocess.Popen(
         [sys.executable, "-P", "-m", "modelyard", *arguments],
         stdin=subprocess.DEVNULL,
@@ -340,6 +342,26 @@ def attach(state: Path, store: Path) -> subprocess.Popen[str]:
     )
 
 
+def check_that_it_starts(url: str) -> None:
+    """Ask on every way for a model that is still to come."""
+    asked = ["/health/ready", "/v2/health/ready", "/v1/models/gated"]
+    asked += [f"/v2/models/gated{rest}" for rest in ("", "/ready", "/versions/1.0/ready")]
+    sent = [f"/{kind}/gated{rest}" for kind in ("predictions", "explanations")
+            for rest in ("", "/1.0")]  # fmt: skip
+    sent += ["/v1/models/gated:predict", "/v1/models/gated:explain", "/v2/models/gated/infer"]
+    with httpx.Client(base_url=url) as client:
+        for path in (*asked, *sent):
+            answer = client.request("GET" if path in asked else "POST", path)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), path
+        assert client.get("/health/live").status_code == 200
+    with grpc.insecure_channel(url.removeprefix("http://")) as channel:
+        for method in ("ModelInfer", "ModelReady", "ModelMetadata"):
+            call = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
+            with pytest.raises(grpc.RpcError) as refused:
+                call(b"\x0a\x05gated", timeout=20)  # field 1, the model's name
+            assert refused.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
 def server_file(state: Path) -> dict[str, object] | None:
     try:
         content: dict[str, object] = json.loads((state / "server.json").read_text())
@@ -348,12 +370,15 @@ def server_file(state: Path) -> dict[str, object] | None:
     return content
 
 
-def test_a_signal_while_models_load_ends_the_start_and_its_workers(
+def test_while_models_load_it_asks_to_come_again_and_a_signal_ends_it_and_its_workers(
     store: Path, state: Path
 ) -> None:
-    attached = attach(state, store)
+    build_archive(store, "gated", config="gate: /nowhere\n")
+    attached = attach(state, store, "gated")
     try:
+        about = poll(lambda: server_file(state), "its ports are open")
         children = poll(lambda: descendants(attached.pid), "a worker is started")
+        check_that_it_starts(str(about["inference"]))
         attached.send_signal(signal.SIGTERM)
         _, log = attached.communicate(timeout=20)
         assert attached.returncode == 1
