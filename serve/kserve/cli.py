@@ -79,6 +79,7 @@ def kserve(
                 f"cannot use the state folder {state_dir}: {error.strerror}; mount an emptyDir "
                 f"there, or name another folder in {ENV_PREFIX}STATE_DIR"
             ) from error
+        model_dir = model_dir.absolute()
         found = find_layout(model_dir, model_name, state_dir / "model_store")
         if predictor_host is not None:
             err.print(f"explanations are of the network in {model_dir}, not of {predictor_host}")
@@ -149,6 +150,7 @@ def contained(
     KServe's own files name 8085, where its wrapper of TorchServe forwards to. Management stays
     inside of the pod. As behind that wrapper tokens are off, both of KServe's protocols are spoken
     and `instances` are taken apart by the envelope that KServe sets; the file may say otherwise.
+    The start is strict: a pod that is ready without its models would be sent requests.
     """
     settings = {
         "disable_token_authorization": "true",
@@ -156,11 +158,14 @@ def contained(
         "grpc_inference_address": EVERYWHERE,
         "metrics_address": f"http://{EVERYWHERE}:8082",
         "service_envelope": "kserve",
+        "strict_start": "true",
         "ts_open_inference_protocol": "oip",
         **given,
         "inference_address": f"http://{EVERYWHERE}:{port}",
         "management_address": "http://127.0.0.1:8081",
     }
+    if not {"load_models", "model_snapshot"} & given.keys():
+        settings["load_models"] = "all"
     if workers is not None:
         settings["default_workers_per_model"] = str(workers)
     return settings

@@ -64,6 +64,8 @@ def find_layout(folder: Path, name: str | None, scratch: Path) -> TorchServes | 
         store = folder / TORCHSERVES_STORE
         if not store.is_dir():
             raise StartError(f"{folder} holds {CONFIG} but no folder {TORCHSERVES_STORE}")
+        if not any(store.iterdir()):
+            raise StartError(f"{store} is empty; expected the archives that {CONFIG} names")
         return TorchServes(folder / CONFIG, store)
     if (folder / MANIFEST_NAME).is_file():
         return Archives(folder.parent, (_named(name, folder.name),))

@@ -70,6 +70,7 @@ BOOLEANS = {
     "limit_max_image_pixels",
     "model_metrics_auto_detect",
     "prefer_direct_buffer",
+    "strict_start",
     "use_env_allowed_urls",
     "use_native_io",
 }

@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 class TorchServePolicy(Policy):
     """The decisions of a server in TorchServe's dialect."""
 
-    is_strict = False
     needs_manifest = False
 
     def __init__(
@@ -56,6 +55,7 @@ class TorchServePolicy(Policy):
     ) -> None:
         super().__init__(settings, TorchServeWorkers(metrics))
         self._dialect = dialect
+        self.is_strict = dialect.strict_start
         self._snapshots = Snapshots(dialect)
         self.default_handler = dialect.default_service_handler
         self.unregister_timeout_s = dialect.unregister_model_timeout

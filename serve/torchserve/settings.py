@@ -44,6 +44,8 @@ class TorchServeSettings(BaseModel):
     keystore_pass: str = "changeit"
     """Without files of either kind the server makes a certificate that it signs itself."""
     enable_model_api: bool = False
+    strict_start: bool = False
+    """Not TorchServe's: whether a start is as of our own server, see `Policy.is_strict`."""
     """Whether models may be registered and unregistered while serving."""
     disable_token_authorization: bool | None = None
     """True: no tokens; False: everywhere; None, not said: inference open on loopback only."""

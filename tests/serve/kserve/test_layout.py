@@ -66,6 +66,9 @@ def test_torchserves_folders_are_served_by_the_drop_in_where_kserve_calls(folder
     with pytest.raises(StartError, match="no folder model-store"):
         find(folder)
     (folder / "model-store").mkdir()
+    with pytest.raises(StartError, match=r"model-store is empty; expected the archives"):
+        find(folder)
+    build_archive(folder / "model-store", "echo")
     assert find(folder) == TorchServes(config, folder / "model-store")
     given = parse_properties(config.read_text())
     found = contained(given, 8080, 5, 2)
@@ -84,6 +87,8 @@ def test_torchserves_folders_are_served_by_the_drop_in_where_kserve_calls(folder
         "drain_delay_s": "1",
     }
     assert contained({**given, **said}, 8080, 5).items() >= said.items()
+    assert "load_models" not in found
+    assert contained({}, 8080, 5)["load_models"] == "all"
 
 
 @pytest.mark.parametrize(
@@ -120,6 +125,35 @@ def test_workers_are_what_kserve_says_of_concurrency_up_to_the_cores(
     said: int | None, workers: int | None
 ) -> None:
     assert count_workers(said, 2) == workers
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ("load_models=missing.mar", "Model not found at: missing.mar"),
+        ("load_models=a=echo.mar,b=echo.mar,a=again.mar", "are both version 1.0 of model a"),
+        ("default_workers_per_model=many", "expected a whole number from 0 up, got 'many'"),
+    ],
+)
+def test_torchserves_folders_that_cannot_be_served_end_the_start(
+    folder: Path, tmp_path: Path, config: str, said: str
+) -> None:
+    (folder / "config").mkdir()
+    (folder / "config" / "config.properties").write_text(f"{config}\n")
+    made = build_archive(folder / "model-store", "echo")
+    shutil.copy(made, made.with_name("again.mar"))
+    environment = {**os.environ, "MODELYARD_STATE_DIR": str(tmp_path / "state"),
+                   "TEMP": str(tmp_path), "PORT": "1"}  # fmt: skip
+    ran = subprocess.run(
+        [sys.executable, "-m", "modelyard.cli", "kserve", "--model_dir", folder.name,
+         "--http_port", "0"],
+        cwd=folder.parent, env=environment, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert said in ran.stdout + ran.stderr
+    assert "Traceback" not in ran.stdout + ran.stderr
+    assert not (tmp_path / "state" / "server.json").exists()
 
 
 def test_an_artifact_without_an_archive_is_served_and_nothing_written_beside_it(
