@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from modelyard.serve.control.sizing import count_gpus
+from modelyard.serve.control.sizing import count_gpus, this_machine
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Settings
@@ -122,15 +122,15 @@ def _describe(configuration: Configuration, own: TorchServeSettings) -> list[str
     def written(key: str, default: object = "N/A") -> str:
         return own.properties.get(key) or str(default)
 
-    gpus = count_gpus()
+    machine = this_machine()
     facts: dict[str, object] = {
         "Torchserve version": TORCHSERVE_VERSION,
         "TS Home": Path(__file__).parents[2],
         "Current directory": own.directory,
         "Temp directory": settings.state_dir.parent,
         "Metrics config path": own.metrics_config or "N/A",
-        "Number of GPUs": gpus,
-        "Number of CPUs": len(os.sched_getaffinity(0)),
+        "Number of GPUs": machine.gpus,
+        "Number of CPUs": machine.cores,
         "Max heap size": "N/A",
         "Python executable": sys.executable,
         "Config file": configuration.file or "N/A",
@@ -145,7 +145,7 @@ def _describe(configuration: Configuration, own: TorchServeSettings) -> list[str
         "Metrics dir": own.metrics_dir,
         "Netty threads": written("number_of_netty_threads", 0),
         "Netty client threads": written("netty_client_threads", 0),
-        "Default workers per model": own.default_workers_per_model or gpus or os.cpu_count(),
+        "Default workers per model": own.default_workers_per_model or machine.gpus or machine.cores,
         "Blacklist Regex": own.blacklist_env_vars or "N/A",
         "Maximum Response Size": own.max_response_size,
         "Maximum Request Size": settings.max_request_bytes,
