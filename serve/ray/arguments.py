@@ -29,9 +29,6 @@ OF_THE_CELL: Mapping[str, Any] = {
 }
 """Settings of a cell's server that are not the user's: it is reached through Ray."""
 BUSY = 0.7
-DRAIN_DELAY_S = 5.0
-"""For which a cell that goes serves on, not ready: above the second or two in which a proxy that
-asks its server itself (`straight`) notices."""
 
 
 def own_folder(name: str) -> Path:
@@ -153,9 +150,9 @@ def _settings(arguments: Arguments, said: Mapping[str, Any]) -> Settings:
             "--file FILE` and give token_file=FILE, or auth=management where a gateway lets "
             "clients in"
         )
-    usual = {"state_dir": own_folder("cells"), "drain_delay_s": DRAIN_DELAY_S}
-    unsaid = usual.keys() - settings.model_fields_set
-    return settings.model_copy(update={name: usual[name] for name in unsaid})
+    if "state_dir" not in settings.model_fields_set:
+        settings = settings.model_copy(update={"state_dir": own_folder("cells")})
+    return settings
 
 
 def _near(name: str) -> str:

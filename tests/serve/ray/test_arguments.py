@@ -55,7 +55,6 @@ def test_everything_that_a_cell_needs_is_in_the_plan(store: Path, tmp_path: Path
     assert (arguments.cells, plan.settings.queue_size) == (3, 7)
     assert plan.settings.workers == 2, "two models share five cores"
     assert plan.settings.asks_for_tokens
-    assert plan.settings.drain_delay_s > 2, "a proxy that asks a server each second notices"
     assert plan.version == version("modelyard")
     assert {(each.name, each.digest) for each in plan.archives} == {
         (name, digest_of(store / f"{name}.mar")) for name in ("counting", "echo")
@@ -66,8 +65,6 @@ def test_everything_that_a_cell_needs_is_in_the_plan(store: Path, tmp_path: Path
 def test_a_changed_archive_of_the_same_name_makes_another_plan(store: Path, tmp_path: Path) -> None:
     said = {"model_store": str(tmp_path), "auth": "management"}
     shutil.copy(store / "echo.mar", tmp_path)
-    _, before = make_plan({**said, "drain_delay_s": "1"})
-    assert before.settings.drain_delay_s == 1
     _, before = make_plan(said)
     build_archive(tmp_path, "echo", version="2.0")
     _, after = make_plan(said)
