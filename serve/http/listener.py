@@ -44,8 +44,10 @@ SWEEP_S = 1.0
 QUIET_S = 0.5
 """A connection without a request for this long is idle, not about to send one."""
 ACCEPTS_PER_TURN = 16
-"""Connections that one turn of the loop accepts, so that requests are not held up by them; one
-while there is no time for those that are open: 0.1 ms each is what several requests cost."""
+"""Connections that one turn of the loop accepts, so that requests are not held up by them."""
+ACCEPTS_WHILE_BEHIND = 8
+"""The same while there is no time for those that are open. They wait in the order of arrival, which
+nothing changes: were they accepted more slowly than they come, all would be too late."""
 FRESH_S = 0.1
 """A connection that did something since is about to send a request, and not closed to make room."""
 LOOK_S = 12e-6
@@ -172,7 +174,7 @@ class Listener:
         if self._count >= self._room:
             self._make_room()
             return
-        for _ in range(1 if self.turns.is_behind else ACCEPTS_PER_TURN):
+        for _ in range(ACCEPTS_WHILE_BEHIND if self.turns.is_behind else ACCEPTS_PER_TURN):
             if self._count >= self._room:
                 return  # whether another one waits is not known yet
             try:

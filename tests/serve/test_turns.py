@@ -389,3 +389,22 @@ def test_how_long_a_request_waited_before_its_client_was_accepted_is_known() -> 
         listener.close_idle(0)
 
     uvloop.run(scenario())
+
+
+def test_clients_are_accepted_while_others_wait_for_their_turn() -> None:
+    async def scenario() -> None:
+        async with listening() as (listener, sluggish):
+            _, writer = await connect_refused(listener)
+            assert listener.turns.is_behind
+            clients = [socket.socket() for _ in range(40)]
+            for client in clients:
+                client.setblocking(False)
+                client.connect_ex(("127.0.0.1", listener.address.port))
+            listener._accept()
+            assert 8 <= len(listener._opening) < 16, "a bounded part of one turn"
+            for client in clients:
+                client.close()
+            writer.close()
+            sluggish.go_on()
+
+    uvloop.run(scenario())
