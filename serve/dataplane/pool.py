@@ -12,7 +12,7 @@ from functools import partial
 
 from modelyard.serve.dataplane.batcher import Batcher
 from modelyard.serve.dataplane.budget import AnswerBudget
-from modelyard.serve.dataplane.call import EXPLAIN, Call, Reply
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply
 from modelyard.serve.dataplane.clock import Clock
 from modelyard.serve.dataplane.metrics import VersionMetrics
 from modelyard.serve.dataplane.process import Backoff
@@ -81,6 +81,9 @@ class Pool:
         self._retries: deque[Call] = deque()
         self._batch_s = [0.0, 0.0]
         self._batch_jobs = [1.0, 1.0]
+        self.own_job_s = 0.0
+        """Of a prediction, as workers say it: without the time that its answer lay here unread. By
+        what the server sees, one that is late would take workers for slow, and have them wait."""
         self.worked_s = 0.0
         """Of all its workers in batches that have ended, by the clock."""
         self._failures = 0
@@ -373,8 +376,18 @@ class Pool:
             return 0.0
         return begins_in_s(queued * self.job_s(kind), rests) + self._batch_s[kind]
 
-    def measured(self, kind: int, jobs: int, seconds: float) -> None:
-        """Take note of one batch: its size and how long the worker was busy with it."""
+    def measured(self, kind: int, jobs: int, seconds: float, own_s: float = 0.0) -> None:
+        """Take note of one batch: its size and how long the worker was busy with it.
+
+        Args:
+            kind: of its jobs.
+            jobs: how many.
+            seconds: until its answers were read here.
+            own_s: as the worker says it; 0 where it does not.
+        """
+        if kind == PREDICT:
+            newest = NEWEST_SHARE if self.own_job_s else 1
+            self.own_job_s += newest * ((own_s or seconds) / jobs - self.own_job_s)
         if self._batch_s[kind]:
             self._batch_s[kind] += NEWEST_SHARE * (seconds - self._batch_s[kind])
             self._batch_jobs[kind] += NEWEST_SHARE * (jobs - self._batch_jobs[kind])

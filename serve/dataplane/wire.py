@@ -1,7 +1,7 @@
 """Frames between the server process and a worker process, the same both ways.
 
     frame = u32 count | count × head | count × (meta | body)
-    head  = u32 id | u16 code | u16 flags | u32 queue | u32 handler
+    head  = u32 id | u16 code | u16 flags | u32 queue | u32 handler | u32 batch
           | u32 meta length | u32 body length
 
 Little-endian; builtin types only, never pickle. A job's item carries the job's id (from 1 up); id 0
@@ -13,9 +13,10 @@ From server to worker a job's `code` is its number of rows, 0 for one, and `flag
 of job it is. From worker
 to server `code` is the HTTP status and `meta` the response headers, name after value. A streamed
 answer is several replies to one job, all but the last with MORE; status and headers are those of
-the first. `queue` and `handler` are microseconds: how long the job waited at the worker before its
-batch began, and how long the handler's call took that answered it. In a job `queue` is when it was
-sent (`now_us`). Everywhere else they are 0.
+the first. `queue`, `handler` and `batch` are microseconds: how long the job waited at the worker
+before its batch began, how long the handler's call took that answered it, and how long the worker
+was busy with the batch; 0 where it does not know. In a job `queue` is when it was sent (`now_us`).
+Everywhere else they are 0.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import monotonic
 from typing import Any, NamedTuple
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Version of this format; a worker's READY says it."""
 
 COUNT = struct.Struct("<I")
-HEAD = struct.Struct("<IHHIIII")
+HEAD = struct.Struct("<IHHIIIII")
 PART = struct.Struct("<II")
 
 RECEIVE_BYTES = 1 << 18
@@ -127,6 +128,7 @@ class Item(NamedTuple):
     """A bytearray is nobody else's."""
     queue_us: int = 0
     handler_us: int = 0
+    batch_us: int = 0
 
 
 class Frame:
@@ -149,6 +151,7 @@ class Frame:
         parts: Sequence[Buffer],
         queue_us: int = 0,
         handler_us: int = 0,
+        batch_us: int = 0,
     ) -> None:
         """Add one item; its body may come in several parts."""
         if len(parts) == 1:
@@ -158,7 +161,9 @@ class Frame:
             length = sum(map(len, parts))
         self._bytes += len(meta) + length
         self._count += 1
-        self._heads.append(HEAD.pack(id, code, flags, queue_us, handler_us, len(meta), length))
+        self._heads.append(
+            HEAD.pack(id, code, flags, queue_us, handler_us, batch_us, len(meta), length)
+        )
         self._payloads.append(meta)
         if length:
             self._payloads += parts  # none of them empty: `split` goes by lengths
@@ -343,13 +348,11 @@ class Decoder:
                 self._begun.take(data, at)
                 break
             items = []
-            for id, code, flags, queue_us, handler_us, meta_length, body_length in heads:
+            for id, code, flags, queue_us, handler_us, batch_us, meta_length, length in heads:
                 body_at = at + meta_length
-                start = body_at + body_length
-                item = Item(
-                    id, code, flags, data[at:body_at], data[body_at:start], queue_us, handler_us
-                )
-                items.append(item)
+                start = body_at + length
+                meta, body = data[at:body_at], data[body_at:start]
+                items.append(Item(id, code, flags, meta, body, queue_us, handler_us, batch_us))
                 at = start
             frames.append(items)
         return frames
@@ -412,8 +415,8 @@ class _Begun:
         if self._meta is None:
             self._meta = bytes(self._payload)
             return
-        id, code, flags, queue_us, handler_us, _, _ = self._heads[len(self.items)]
-        self.items.append(Item(id, code, flags, self._meta, self._payload, queue_us, handler_us))
+        id, code, flags, *times, _, _ = self._heads[len(self.items)]
+        self.items.append(Item(id, code, flags, self._meta, self._payload, *times))
         self._meta = None
         self.is_whole = len(self.items) == len(self._heads)
 

@@ -439,7 +439,7 @@ class Worker(asyncio.BufferedProtocol):
         batch: Batch | None = None
         before = len(self.flight)
         for item in frame:
-            id, status, flags, headers, body, queue_us, handler_us = item
+            id, status, flags, headers, body, queue_us, handler_us, _ = item
             if id == 0:
                 self._control(item)
                 continue
@@ -483,7 +483,8 @@ class Worker(asyncio.BufferedProtocol):
                 self.answered += count
                 self._pool.metrics.kinds[kind].batch_size.observe(count)
                 if not self._pool.clock.stood_still_since(self.began_at, now):
-                    self._pool.measured(kind, count, read_at - self.began_at)
+                    seconds = read_at - self.began_at
+                    self._pool.measured(kind, count, seconds, frame[0].batch_us / 1e6)
             self._pool.worked_s += read_at - self.began_at
             self.began_at = read_at
             # It takes what has arrived, up to a batch.
@@ -591,7 +592,7 @@ class Worker(asyncio.BufferedProtocol):
         if kind == EXPLAIN:
             return self._plan.batch_size - self.held[kind]
         most = 2 * self._plan.batch_size
-        job_s = self._pool.job_s(kind)
+        job_s = self._pool.own_job_s
         if job_s and self._pool.clock.now() - self._replied_at < AHEAD_S:
             most = max(most, min(int(AHEAD_S / job_s), MOST_AHEAD))
         return most - self.held[kind]

@@ -238,11 +238,11 @@ class SimulatedWorker(Worker):
         times = model.times_s(sum(item.code for item in batch))
         seconds = times[int(cell.chance.random() * len(times))] + rested_s
         cell.batches += 1
-        cell.run(self, seconds, model.threads, self._ended, batch, seconds)
+        cell.run(self, seconds, model.threads, self._ended, batch, cell.loop.time())
 
-    def _ended(self, batch: list[wire.Item], seconds: float) -> None:
-        took_us = int(seconds * 1e6)
-        answers = [wire.Item(item.id, 200, 0, b"", b"", 0, took_us) for item in batch]
+    def _ended(self, batch: list[wire.Item], began: float) -> None:
+        took_us = int((self._cell.loop.time() - began) * 1e6)
+        answers = [wire.Item(item.id, 200, 0, b"", b"", 0, took_us, took_us) for item in batch]
         self._cell.server.reply(self, answers)
         if self._inbox:
             self._begin()

@@ -238,19 +238,27 @@ class Sender:
             outputs[at] = join_chunks([*chunks, outputs[at]])
         return outputs
 
-    def send(self, batch: Sequence[wire.Item], began_us: int, answers: Sequence[Answer]) -> None:
+    def send(
+        self,
+        batch: Sequence[wire.Item],
+        began_us: int,
+        answers: Sequence[Answer],
+        batch_us: int = 0,
+    ) -> None:
         """Send the answers of a batch, one per item, and what its handler measured.
 
         Args:
             batch: what was answered.
             began_us: when it was taken from what waits.
             answers: in the order of the batch.
+            batch_us: for how long the worker was busy with it; 0 where that is not known.
         """
         frame = wire.Frame()
         for item, (status, headers, body, flags) in zip(batch, answers, strict=True):
             queue_us = (began_us - item.queue_us) & 0xFFFFFFFF
             handler_us = self._handler_us.get(item.id, 0)
-            frame.add(item.id, status, flags, pack_headers(headers), [body], queue_us, handler_us)
+            meta = pack_headers(headers)
+            frame.add(item.id, status, flags, meta, [body], queue_us, handler_us, batch_us)
         self._handler_us.clear()
         send_replies(self._reader, frame, self._context)
 
@@ -260,15 +268,22 @@ def run(reader: Reader, service: Service) -> None:
     gc.collect()
     gc.freeze()
     keep_freed(KEPT_BYTES)
-    session = Session(reader, service)
+    session = Session(reader, service, is_alone=True)
     while True:
         session.take_turn(must_wait=True)
 
 
 class Session:
-    """The jobs of one connection, batch by batch."""
+    """The jobs of one connection, batch by batch.
 
-    def __init__(self, reader: Reader, service: Service) -> None:
+    Args:
+        is_alone: in its process, so that it knows for how long that was busy with a batch.
+    """
+
+    def __init__(self, reader: Reader, service: Service, is_alone: bool = False) -> None:
+        self._is_alone = is_alone
+        self._ended_us = 0
+        """When the last batch had its answers."""
         self._reader = reader
         self._service = service
         self._sender = Sender(reader, service)
@@ -288,14 +303,17 @@ class Session:
             EOFError: the server closed its end.
         """
         waiting, service = self._waiting, self._service
-        if not waiting:
+        if not (was_busy := bool(waiting)):
             self._reader.forget_cancelled()
         waiting.extend(self._reader.read_arrived(must_wait=must_wait and not waiting))
         if waiting:
             batch = take_batch(waiting, service.batch_size, self._call_bytes)
             began_us = wire.now_us()
             answers = answer_batch(service, batch, self._sender)
-            self._sender.send(batch, began_us, answers)
+            busy_since_us = self._ended_us if was_busy else began_us
+            self._ended_us = wire.now_us()
+            batch_us = (self._ended_us - busy_since_us) & 0xFFFFFFFF
+            self._sender.send(batch, began_us, answers, batch_us if self._is_alone else 0)
         return bool(waiting)
 
     def close(self) -> None:

@@ -107,6 +107,17 @@ async def test_a_job_waits_for_what_is_held_and_queued_and_for_its_own_batch() -
 
 
 @in_loop
+async def test_a_server_that_reads_late_gives_a_worker_no_less_ahead() -> None:
+    slots = Slots(1)
+    (worker,) = slots.pool.workers
+    for _ in range(100):  # a millisecond each, and four until the answers were read
+        slots.pool.measured(PREDICT, 8, 0.004, 0.001)
+    worker._replied_at = slots.pool.clock.now()
+    assert slots.pool.job_s(PREDICT) == pytest.approx(0.0005), "what clients have to expect"
+    assert worker.capacity(PREDICT) == 32, "4 ms of work, and no less than two batches"
+
+
+@in_loop
 async def test_an_idle_worker_waits_for_a_job_whatever_was_measured() -> None:
     slots = Slots(2)
     slots.pool.measured(PREDICT, 1, 100.0)

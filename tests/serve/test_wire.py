@@ -77,9 +77,9 @@ def test_payloads_are_framed_without_being_copied() -> None:
 
 
 def test_the_layout_is_the_documented_one() -> None:
-    expected = struct.pack("<I", 1) + struct.pack("<IHHIIII", 5, 404, 3, 7, 9, 1, 2)
+    expected = struct.pack("<I", 1) + struct.pack("<IHHIIIII", 5, 404, 3, 7, 9, 11, 1, 2)
     expected += b"m" + b"bd"
-    assert encode(wire.Item(5, 404, 3, b"m", b"bd", 7, 9)) == expected
+    assert encode(wire.Item(5, 404, 3, b"m", b"bd", 7, 9, 11)) == expected
 
 
 def test_a_body_of_the_longest_length_is_taken_and_one_byte_more_is_refused() -> None:
@@ -98,7 +98,7 @@ def test_a_time_in_a_head_is_a_while_ago_even_where_the_clock_began_again(
 
 
 def test_a_length_over_the_limit_is_refused_before_the_bytes_arrive() -> None:
-    head = struct.pack("<I", 1) + struct.pack("<IHHIIII", 1, 200, 0, 0, 0, 0, 0xFFFFFFFF)
+    head = struct.pack("<I", 1) + wire.HEAD.pack(1, 200, 0, 0, 0, 0, 0, 0xFFFFFFFF)
     with pytest.raises(wire.WireError):
         wire.Decoder(1 << 30).feed(head)
 
@@ -133,7 +133,7 @@ def test_a_control_message_that_is_not_a_json_object_is_refused(body: bytes) -> 
 
 
 def test_all_items_of_a_frame_together_have_a_limit_before_their_bytes_arrive() -> None:
-    heads = b"".join(struct.pack("<IHHIIII", id, 200, 0, 0, 0, 0, 600) for id in (1, 2))
+    heads = b"".join(wire.HEAD.pack(id, 200, 0, 0, 0, 0, 0, 600) for id in (1, 2))
     frame = struct.pack("<I", 2) + heads
     assert wire.Decoder(1000, None, 1200).feed(frame) == []
     with pytest.raises(wire.WireError, match="a frame of 1200 bytes; 1199 are allowed"):

@@ -575,6 +575,8 @@ def test_a_reply_tells_how_long_its_job_waited_and_how_long_the_handler_took() -
     assert 20_000 <= slow.handler_us <= whole_us
     assert 20_000 + fast.handler_us + last.handler_us <= whole_us
     assert slow.handler_us <= last.queue_us <= whole_us
+    assert slow.handler_us + fast.handler_us <= slow.batch_us == fast.batch_us
+    assert last.handler_us <= last.batch_us <= whole_us - slow.batch_us
 
 
 def test_a_worker_looks_only_after_a_short_wait(monkeypatch: pytest.MonkeyPatch) -> None:

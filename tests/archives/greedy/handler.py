@@ -30,7 +30,7 @@ def answer(body, context):
         return b""
     if verb == "announce":
         heads = b"".join(
-            struct.pack("<IHHIIII", at + 1, 200, 0, 0, 0, 0, rest[0]) for at in range(first)
+            struct.pack("<IHHIIIII", at + 1, 200, 0, 0, 0, 0, 0, rest[0]) for at in range(first)
         )
         with wire() as server:
             server.sendall(struct.pack("<I", first) + heads)
@@ -39,7 +39,7 @@ def answer(body, context):
     if verb == "record":
         text = json.dumps({"records": [0] * first}).encode()
         with wire() as server:
-            server.sendall(struct.pack("<IIHHIIII", 1, 0, 4, 0, 0, 0, 0, len(text)) + text)
+            server.sendall(struct.pack("<IIHHIIIII", 1, 0, 4, 0, 0, 0, 0, 0, len(text)) + text)
         time.sleep(0.2)
     if verb == "measure":
         for _ in range(first):

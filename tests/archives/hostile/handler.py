@@ -380,25 +380,25 @@ def text(context, at):
 
 
 def long_item(context, at):
-    send_and_wait(struct.pack("<IIHHIIII", 1, 1, 200, 0, 0, 0, 0, 0xFFFFFFFF))
+    send_and_wait(struct.pack("<IIHHIIIII", 1, 1, 200, 0, 0, 0, 0, 0, 0xFFFFFFFF))
 
 
 def half_a_frame(context, at):
     with wire() as connection:
-        connection.sendall(struct.pack("<IIHHIIII", 1, 1, 200, 0, 0, 0, 0, 10) + b"five.")
+        connection.sendall(struct.pack("<IIHHIIIII", 1, 1, 200, 0, 0, 0, 0, 0, 10) + b"five.")
     os._exit(0)
 
 
 def replay(context, at):
     """Answer each job that it may hold twice."""
-    answers = [struct.pack("<IHHIIII", id, 200, 0, 0, 0, 0, 0) for id in range(1, 33)]
+    answers = [struct.pack("<IHHIIIII", id, 200, 0, 0, 0, 0, 0, 0) for id in range(1, 33)]
     send_and_wait(struct.pack("<I", 64) + b"".join(answers * 2))
 
 
 def control(context, at, code):
     """A control message that nobody expects, or one with more brackets than a parser takes."""
     body = b"[" * 200_000 if code == "4" else json.dumps({"protocol": 2}).encode()
-    send_and_wait(struct.pack("<IIHHIIII", 1, 0, int(code), 0, 0, 0, 0, len(body)) + body)
+    send_and_wait(struct.pack("<IIHHIIIII", 1, 0, int(code), 0, 0, 0, 0, 0, len(body)) + body)
 
 
 MISDEEDS = {

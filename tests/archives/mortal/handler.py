@@ -22,7 +22,9 @@ def handle(data, context):
             time.sleep(600)
         if body == "forge":
             # A reply to every job that this worker may hold, with a status that HTTP has not.
-            replies = b"".join(struct.pack("<IHHIIII", id, 999, 0, 0, 0, 0, 0) for id in range(1, 65))
+            replies = b"".join(
+                struct.pack("<IHHIIIII", id, 999, 0, 0, 0, 0, 0, 0) for id in range(1, 65)
+            )
             socket.socket(fileno=os.dup(int(sys.argv[1]))).sendall(b"\x40\0\0\0" + replies)
             time.sleep(600)
         if body.startswith("until"):
