@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from modelyard.serve.api.health import RETRY, why_not_ready
+from modelyard.serve.api.health import RETRY, find_model, why_not_ready
 from modelyard.serve.api.inference import KINDS, METHODS, Calls, split_verb, target_of_v2
 from modelyard.serve.api.oip import (
     EXTENSIONS,
@@ -164,7 +164,7 @@ class TorchServeInference:
             case ["v1", "models"] if self.has_oip:
                 return json_answer(self._names())
             case ["v1", "models", name] if self.has_oip and ":" not in name:
-                return json_answer(*readiness(self._registry.get(name), self._state))
+                return self._readiness(name)
             case ["v2", *rest] if self.has_oip:
                 if self._has_tensors and (answer := await self._of_tensors(rest, body)) is not None:
                     return answer
@@ -215,13 +215,13 @@ class TorchServeInference:
             case ["health", "ready"]:
                 return self._ready()
             case ["models", name]:
-                return self._describe(self._registry.get(name))
+                return self._describe(name)
             case ["models", name, "versions", version]:
-                return self._describe(self._registry.get(name, version))
+                return self._describe(name, version)
             case ["models", name, "ready"]:
-                return json_answer(*readiness(self._registry.get(name), self._state))
+                return self._readiness(name)
             case ["models", name, "versions", version, "ready"]:
-                return json_answer(*readiness(self._registry.get(name, version), self._state))
+                return self._readiness(name, version)
         raise NoSuchRoute
 
     async def _of_tensors(self, path: list[str], body: bytes) -> Answer | None:
@@ -245,8 +245,14 @@ class TorchServeInference:
     def _names(self) -> dict[str, list[str]]:
         return {"models": list(dict.fromkeys(model.name for model in self._registry))}
 
-    def _describe(self, model: ModelVersion) -> Answer:
-        return json_answer(describe_signature(self._registry, model))
+    def _find(self, name: str, version: str | None) -> ModelVersion:
+        return find_model(self._registry, self._state, name, version)
+
+    def _readiness(self, name: str, version: str | None = None) -> Answer:
+        return json_answer(*readiness(self._find(name, version), self._state))
+
+    def _describe(self, name: str, version: str | None = None) -> Answer:
+        return json_answer(describe_signature(self._registry, self._find(name, version)))
 
 
 def rephrase(error: Exception, path: list[str]) -> Exception:

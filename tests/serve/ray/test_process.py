@@ -132,7 +132,7 @@ def test_a_folder_is_a_cells_own_until_it_ends_however_it_ends(tmp_path: Path) -
     root = tmp_path / "cells"
     living = CellFolder(root)
     code = f"""
-from pathlib import Path; from modelyard.serve.ray.beats import MOST_MISSED, Beats, watch
+from pathlib import Path
 from modelyard.serve.ray.folders import CellFolder
 import os, signal
 folder = CellFolder(Path({str(root)!r}))

@@ -279,3 +279,17 @@ def test_each_api_has_its_own_kind_of_address(home: Home) -> None:
         old.wrap_socket(tcp)
     home.stop()
     assert not path.exists()
+
+
+@pytest.mark.nightly
+def test_a_strict_start_asks_to_come_again_for_each_model(home: Home) -> None:
+    build_archive(home.store, "gated", config="gate: /nowhere\n")
+    home.start(
+        properties={"strict_start": "true", "load_models": "gated.mar"},
+        TS_OPEN_INFERENCE_PROTOCOL="oip",
+    )
+    paths = ["/v1/models/gated", "/v2/models/gated", "/v2/models/gated/versions/1.0"]
+    with home.client() as client:
+        for path in [*paths, *(f"{path}/ready" for path in paths[1:])]:
+            answer = client.get(path)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), path
