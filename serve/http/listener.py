@@ -46,8 +46,8 @@ QUIET_S = 0.5
 ACCEPTS_PER_TURN = 16
 """Connections that one turn of the loop accepts, so that requests are not held up by them."""
 ACCEPTS_WHILE_BEHIND = 8
-"""The same while there is no time for those that are open. They wait in the order of arrival, which
-nothing changes: were they accepted more slowly than they come, all would be too late."""
+"""The same while there is no time for those that are open, and nobody is in haste. Under a flood it
+is one: 0.1 ms each is what several requests cost, and those that are open can still be in time."""
 FRESH_S = 0.1
 """A connection that did something since is about to send a request, and not closed to make room."""
 LOOK_S = 12e-6
@@ -174,7 +174,7 @@ class Listener:
         if self._count >= self._room:
             self._make_room()
             return
-        for _ in range(ACCEPTS_WHILE_BEHIND if self.turns.is_behind else ACCEPTS_PER_TURN):
+        for _ in range(self._accepts()):
             if self._count >= self._room:
                 return  # whether another one waits is not known yet
             try:
@@ -188,6 +188,11 @@ class Listener:
             self._open(accepted)
             if self._spares_descriptors and accepted.fileno() >= _descriptors():
                 self._room = max(1, self._count - 1)  # all lower numbers are in use
+
+    def _accepts(self) -> int:
+        if not self.turns.is_behind:
+            return ACCEPTS_PER_TURN
+        return 1 if self.turns.is_flooded else ACCEPTS_WHILE_BEHIND
 
     @property
     def _count(self) -> int:

@@ -51,7 +51,12 @@ def last_comes_first(waited_s: float, patience_s: float, taken: int) -> bool:
         patience_s: the shortest time within which a client wants its answer.
         taken: how many have had their turn.
     """
-    return waited_s > PATIENT_SHARE * patience_s and taken % OLDEST_EVERY != 0
+    return is_flood(waited_s, patience_s) and taken % OLDEST_EVERY != 0
+
+
+def is_flood(waited_s: float, patience_s: float) -> bool:
+    """Return whether in the order of arrival all would come too late; arguments as above."""
+    return waited_s > PATIENT_SHARE * patience_s
 
 
 class Demand:
@@ -151,6 +156,11 @@ class Turns:
     def is_behind(self) -> bool:
         """Whether clients wait for their turn, or to be read again."""
         return bool(self._waiting or self._held)
+
+    @property
+    def is_flooded(self) -> bool:
+        """Whether clients wait for their turn for so long that the last come first."""
+        return bool(self._waiting) and is_flood(monotonic() - self._waiting[0][0], self._patience_s)
 
     def _arm(self, now: float, rests: bool = False) -> None:
         self._is_armed = True

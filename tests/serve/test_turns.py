@@ -123,6 +123,20 @@ def test_under_a_flood_most_turns_are_of_who_came_last_and_some_of_who_waits_lon
     assert "".join(log) == order
 
 
+def test_it_is_a_flood_once_somebody_waits_for_half_of_the_shortest_time(clock: FakeClock) -> None:
+    async def scenario() -> None:
+        these = Turns()
+        these.expect(0.1)
+        assert not these.is_flooded
+        these.put_off(Client("first", clock, []))
+        clock.pass_s(0.04)
+        assert not these.is_flooded
+        clock.pass_s(0.02)
+        assert these.is_flooded
+
+    asyncio.run(scenario())
+
+
 def test_without_time_for_refusals_a_turn_ends_with_the_first(clock: FakeClock) -> None:
     log: list[str] = []
 
@@ -391,7 +405,12 @@ def test_how_long_a_request_waited_before_its_client_was_accepted_is_known() -> 
     uvloop.run(scenario())
 
 
-def test_clients_are_accepted_while_others_wait_for_their_turn() -> None:
+@pytest.mark.parametrize("is_flooded", [False, True])
+def test_clients_are_accepted_while_others_wait_for_their_turn(
+    monkeypatch: pytest.MonkeyPatch, is_flooded: bool
+) -> None:
+    monkeypatch.setattr(Sluggish, "is_flooded", is_flooded)
+
     async def scenario() -> None:
         async with listening() as (listener, sluggish):
             _, writer = await connect_refused(listener)
@@ -401,7 +420,8 @@ def test_clients_are_accepted_while_others_wait_for_their_turn() -> None:
                 client.setblocking(False)
                 client.connect_ex(("127.0.0.1", listener.address.port))
             listener._accept()
-            assert 8 <= len(listener._opening) < 16, "a bounded part of one turn"
+            count = len(listener._opening)
+            assert count == 1 if is_flooded else 8 <= count < 16, "a bounded part of one turn"
             for client in clients:
                 client.close()
             writer.close()
