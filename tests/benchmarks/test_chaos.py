@@ -1,6 +1,7 @@
 """The chaos script accounts for every request."""
 
 import asyncio
+import contextlib
 import json
 import subprocess
 import sys
@@ -25,6 +26,16 @@ class Server:
     def __init__(self) -> None:
         self.attempts: Counter[int] = Counter()
         self.load: Load | None = None
+        self.clients: list[asyncio.Task[None]] = []
+
+    def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.clients.append(asyncio.create_task(self.serve(reader, writer)))
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError):  # the client has closed
+            await self.answer(reader, writer)
+        writer.close()
+        await writer.wait_closed()
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while head := await reader.readuntil(b"\r\n\r\n"):
@@ -40,18 +51,18 @@ class Server:
             said = {"version": "1", "bytes": len(body), "crc": zlib.crc32(body)}
             text = json.dumps({**said, **({"crc": 0} if event == "another" else {})}).encode()
             writer.write(b"HTTP/1.1 %b\r\nContent-Length: %d\r\n\r\n%b" % (status, len(text), text))
-        writer.close()
 
 
 def test_each_request_is_in_one_count_and_says_what_it_met() -> None:
     server = Server()
 
     async def run() -> dict[int, Account]:
-        listening = await asyncio.start_server(server.answer, "127.0.0.1", 0)
+        listening = await asyncio.start_server(server.accept, "127.0.0.1", 0)
         load = Load("127.0.0.1", listening.sockets[0].getsockname()[1], "/", (10, 70_000), 1)
         server.load = load
         await load.run()
         listening.close()
+        await asyncio.gather(*server.clients)
         return load.accounts
 
     small, large = (accounts := asyncio.run(run()))[10], accounts[70_000]

@@ -387,6 +387,7 @@ def test_a_replayed_answer_harms_only_the_worker_that_sent_it(server: LiveServer
     before = server.restarts("sick")
     answer = ask(server, "sick", "replay")
     assert answer == Answer(200, b"")  # a worker may answer what it holds as it likes
-    poll(lambda: server.restarts("sick") == before + 1, "the worker is replaced")
+    # Two of them, where the first one has answered something before: that it answers again.
+    poll(lambda: server.restarts("sick") > before, "the worker is replaced")
     assert re.search(r"sick .*: a reply to job \d+, which it does not hold; ending it", server.log)
     assert ask(server, "sick", "after").status == 200
