@@ -43,6 +43,10 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     tokenizer.decoder = decoders.WordPiece()
     trainer = WordPieceTrainer(vocab_size=WORDS, special_tokens=list(SPECIAL), show_progress=False)
     tokenizer.train_from_iterator(texts, trainer)
+    # In an order that is the same each time: the trainer's is not, where pieces are as frequent.
+    pieces = [*SPECIAL, *sorted(tokenizer.get_vocab().keys() - set(SPECIAL))]
+    numbers = {piece: number for number, piece in enumerate(pieces)}
+    tokenizer.model = models.WordPiece(vocab=numbers, unk_token="[UNK]")
     begin, end = SPECIAL.index("[CLS]"), SPECIAL.index("[SEP]")  # they are learned first
     tokenizer.post_processor = processors.BertProcessing(("[SEP]", end), ("[CLS]", begin))
     return tokenizer

@@ -184,7 +184,8 @@ def test_an_entity_is_explained_by_its_tokens(folders: dict[str, Path]) -> None:
     assert found["label"] == 'B-LOC at "Rome"'
     assert found["target"] == [4, example.TAGS.index("B-LOC")]
     shares = {each["token"]: each["attribution"] for each in found["tokens"]}
-    assert shares["rome"] > 0
+    assert list(shares) == ["[CLS]", "elif", "went", "to", "rome", "[SEP]"]
+    assert shares["[CLS]"] == 0 != shares["rome"]
     assert sum(shares.values()) == pytest.approx(found["f_input"] - found["f_baseline"], abs=0.1)
     assert explain(handler, text, n_steps="2")["label"].startswith("B-")
 
