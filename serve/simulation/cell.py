@@ -13,10 +13,10 @@ import math
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
-from typing import Any
 
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.batcher import Batcher
@@ -31,6 +31,8 @@ from modelyard.serve.errors import ServeError
 from modelyard.serve.http.turns import FORGETS, SLICE_S, last_comes_first
 from modelyard.serve.simulation.loop import VirtualLoop
 
+Then = Callable[[], object]
+"""What is called when something has run."""
 IN_SHARE = 0.6
 """Of what a request costs the server, before it is queued: a refused one costs that much."""
 MIGRATION_S = 0.0005
@@ -66,10 +68,10 @@ class ModelShape:
 class _Core:
     """One core, shared evenly by what runs on it (processor sharing)."""
 
-    def __init__(self, loop: VirtualLoop, on_idle: Callable[[_Core], None]) -> None:
+    def __init__(self, loop: VirtualLoop, on_end: Callable[[_Core, Hashable, Then], None]) -> None:
         self._loop = loop
-        self._on_idle = on_idle
-        self._work: list[tuple[float, int, Hashable, Callable[..., object], tuple[Any, ...]]] = []
+        self._on_end = on_end
+        self._work: list[tuple[float, int, Hashable, Then]] = []
         """What runs, by the work after which it ends."""
         self._done = self._at = 0.0
         """Work that each has done, up to when."""
@@ -81,23 +83,21 @@ class _Core:
         """Return how many run."""
         return len(self._work)
 
-    def add(
-        self, who: Hashable, seconds: float, then: Callable[..., object], args: tuple[Any, ...]
-    ) -> None:
+    def add(self, who: Hashable, seconds: float, then: Then) -> None:
         """Run something beside what runs."""
         self._advance()
-        heapq.heappush(self._work, (self._done + seconds, next(self._numbers), who, then, args))
+        heapq.heappush(self._work, (self._done + seconds, next(self._numbers), who, then))
         self._arm()
 
-    def take_longest(self) -> tuple[Hashable, float, Callable[..., object], tuple[Any, ...]]:
+    def take_longest(self) -> tuple[Hashable, float, Then]:
         """Take out what has most before it, with how much that is."""
         self._advance()
         longest = max(self._work)
         self._work.remove(longest)
         heapq.heapify(self._work)
         self._arm()
-        end, _, who, then, args = longest
-        return who, end - self._done, then, args
+        end, _, who, then = longest
+        return who, end - self._done, then
 
     def _advance(self) -> None:
         now = self._loop.now
@@ -115,12 +115,10 @@ class _Core:
     def _ended(self, armed: int) -> None:
         if armed != self.armed:
             return
-        self._done, _, _, then, args = heapq.heappop(self._work)
+        self._done, _, who, then = heapq.heappop(self._work)
         self._at = self._loop.now
         self._arm()
-        then(*args)
-        if not self._work:
-            self._on_idle(self)
+        self._on_end(self, who, then)
 
 
 class Cores:
@@ -135,62 +133,42 @@ class Cores:
     def __init__(self, loop: VirtualLoop, cores: int, threads: int) -> None:
         self._loop = loop
         self._is_shared = threads > cores
-        self._cores = [_Core(loop, self._idle) for _ in range(cores if self._is_shared else 0)]
+        self._cores = [_Core(loop, self._ended) for _ in range(cores if self._is_shared else 0)]
         self._last: dict[Hashable, tuple[_Core, float]] = {}
         """Where each thread ran, and until when."""
 
-    def run(
-        self,
-        who: Hashable,
-        seconds: float,
-        threads: int,
-        then: Callable[..., object],
-        *args: Any,
-    ) -> None:
+    def run(self, who: Hashable, seconds: float, threads: int, then: Then) -> None:
         """Call when something has run for so long on so many threads."""
         if not self._is_shared:
-            self._loop.at(self._loop.now + seconds, then, *args)
+            self._loop.at(self._loop.now + seconds, then)
         elif threads == 1:
-            self._start(who, seconds, then, args)
+            self._start(who, seconds, then)
         else:
             left = count(threads - 1, -1)
 
             def one_ended() -> None:
                 if not next(left):
-                    then(*args)
+                    then()
 
             for number in range(threads):
-                self._start((who, number), seconds, one_ended, ())
+                self._start((who, number), seconds, one_ended)
 
-    def _start(
-        self, who: Hashable, seconds: float, then: Callable[..., object], args: tuple[Any, ...]
-    ) -> None:
+    def _start(self, who: Hashable, seconds: float, then: Then) -> None:
         now = self._loop.now
         core, until = self._last.get(who) or (self._cores[len(self._last) % len(self._cores)], -1.0)
         if core and until < now:  # it slept
             core = next((each for each in self._cores if not each), core)
-        self._place(who, core, seconds, then, args)
+        self._place(who, core, seconds, then)
 
-    def _place(
-        self,
-        who: Hashable,
-        core: _Core,
-        seconds: float,
-        then: Callable[..., object],
-        args: tuple[Any, ...],
-    ) -> None:
+    def _place(self, who: Hashable, core: _Core, seconds: float, then: Then) -> None:
         self._last[who] = core, math.inf
-        core.add(who, seconds, self._ended, (who, core, then, args))
+        core.add(who, seconds, then)
 
-    def _ended(
-        self, who: Hashable, core: _Core, then: Callable[..., object], args: tuple[Any, ...]
-    ) -> None:
+    def _ended(self, core: _Core, who: Hashable, then: Then) -> None:
         self._last[who] = core, self._loop.now
-        then(*args)
-
-    def _idle(self, core: _Core) -> None:
-        """Look again whether a core that is idle now has nothing to take from another."""
-        if any(len(each) > 1 for each in self._cores):
+        then()
+        if not core and any(len(each) > 1 for each in self._cores):
+            # Looked at again in a while: it may have something to do then.
             self._loop.at(self._loop.now + MIGRATION_S, self._take, core, core.armed)
 
     def _take(self, core: _Core, armed: int) -> None:
@@ -198,8 +176,8 @@ class Cores:
             return
         fullest = max(self._cores, key=len)
         if len(fullest) > 1:
-            who, seconds, _, (_, _, then, args) = fullest.take_longest()
-            self._place(who, core, seconds, then, args)
+            who, seconds, then = fullest.take_longest()
+            self._place(who, core, seconds, then)
 
 
 class SimulatedWorker(Worker):
@@ -238,7 +216,7 @@ class SimulatedWorker(Worker):
         times = model.times_s(sum(item.code for item in batch))
         seconds = times[int(cell.chance.random() * len(times))] + rested_s
         cell.batches += 1
-        cell.run(self, seconds, model.threads, self._ended, batch, cell.loop.time())
+        cell.run(self, seconds, model.threads, partial(self._ended, batch, cell.loop.time()))
 
     def _ended(self, batch: list[wire.Item], began: float) -> None:
         took_us = int((self._cell.loop.time() - began) * 1e6)
@@ -383,7 +361,7 @@ class Server:
             of_clients += IN_SHARE * self._cell.models[request[1]].shape.server_s
             requests.append(request)
         self.busy_s += seconds + of_clients
-        self._cell.run(self, seconds + of_clients, 1, self._end, answers, requests)
+        self._cell.run(self, seconds + of_clients, 1, partial(self._end, answers, requests))
 
     def _end(
         self,
@@ -410,19 +388,19 @@ class Client:
     def __init__(self, cores: Cores, request_s: float) -> None:
         self._cores = cores
         self._each_s = request_s / 2
-        self._due: deque[tuple[Callable[..., object], tuple[Any, ...]]] = deque()
+        self._due: deque[Then] = deque()
 
-    def run(self, then: Callable[..., object], *args: Any) -> None:
+    def run(self, then: Then) -> None:
         """Call when it has sent a request, or taken an answer: each half of the work."""
-        self._due.append((then, args))
+        self._due.append(then)
         if len(self._due) == 1:
             self._cores.run(self, self._each_s, 1, self._next)
 
     def _next(self) -> None:
-        then, args = self._due.popleft()
+        then = self._due.popleft()
         if self._due:
             self._cores.run(self, self._each_s, 1, self._next)
-        then(*args)
+        then()
 
 
 class Cell:
@@ -457,18 +435,11 @@ class Cell:
         self.server = Server(self)
         self.models = {model.name: SimulatedModel(self, model, world) for model in models}
 
-    def run(
-        self,
-        who: Hashable,
-        seconds: float,
-        threads: int,
-        then: Callable[..., object],
-        *args: Any,
-    ) -> None:
+    def run(self, who: Hashable, seconds: float, threads: int, then: Then) -> None:
         """Call when somebody here has had so many of the cores for so long."""
         seconds *= self._slowness
         self.work_s += seconds * threads
-        self.cores.run(who, seconds, threads, then, *args)
+        self.cores.run(who, seconds, threads, then)
 
     def stop(self) -> None:
         """Look after nobody any more: what it holds is lost."""

@@ -7,6 +7,7 @@ from array import array
 from bisect import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 from random import Random
 
@@ -297,7 +298,7 @@ class _Run:
         if self._client is None:
             self._route(request)
         else:
-            self._client.run(self._route, request)
+            self._client.run(partial(self._route, request))
         self._send_next()
 
     def _choose(self, now: float) -> str:
@@ -340,7 +341,7 @@ class _Run:
         if self._client is None:
             self._count(request, error)
         else:
-            self._client.run(self._count, request, error)
+            self._client.run(partial(self._count, request, error))
 
     def lost(self, request: _Request) -> None:
         """Count a request that nobody answers."""

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import fmean
@@ -124,10 +125,14 @@ def test_threads_beyond_the_cores_slow_each_other_down() -> None:
 
 def test_who_waits_on_a_core_is_taken_by_one_that_has_been_idle_for_a_while() -> None:
     ended: dict[str, float] = {}
+
+    def note(name: str) -> None:
+        ended[name] = loop.now
+
     with virtual_loop() as loop:
         cores = Cores(loop, 2, 3)
         for name, seconds in (("a", 10.0), ("b", 1.0), ("c", 2.0)):
-            cores.run(name, seconds, 1, lambda name=name: ended.setdefault(name, loop.now))
+            cores.run(name, seconds, 1, partial(note, name))
         loop.run_until(20.0)
     # c is beside a until b's core has been idle for that time; then a, with most before it, moves.
     shared = 1.0 + MIGRATION_S
