@@ -191,7 +191,7 @@ class Cells:
                 process.wait(60)
 
     def deploy(self) -> None:
-        """Tell Ray how the application is to be from now on."""
+        """Have Ray run the application as it is described now."""
         application = {
             "name": APPLICATION,
             "route_prefix": "/",

@@ -46,8 +46,8 @@ QUIET_S = 0.5
 ACCEPTS_PER_TURN = 16
 """Connections that one turn of the loop accepts, so that requests are not held up by them."""
 ACCEPTS_WHILE_BEHIND = 8
-"""The same while there is no time for those that are open, and nobody is in haste. Under a flood it
-is one: 0.1 ms each is what several requests cost, and those that are open can still be in time."""
+"""The same while there is no time for those that are open, and no client's time runs out. Under a
+flood it is one: 0.1 ms each is what several requests cost, and open ones can still be in time."""
 FRESH_S = 0.1
 """A connection that did something since is about to send a request, and not closed to make room."""
 LOOK_S = 12e-6

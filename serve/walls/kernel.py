@@ -62,7 +62,7 @@ def capabilities() -> int:
 def has_users(uids: range, maps: Sequence[Path] = USER_MAPS) -> bool:
     """Return whether these users, and groups of the same numbers, exist in our user namespace.
 
-    A container engine without root has as many as it was given, often a single one.
+    A rootless container has as many as it was given, often a single one.
 
     Source: user_namespaces(7)
     """

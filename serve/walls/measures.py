@@ -60,8 +60,8 @@ def why_one_user(uids: range) -> str | None:
         return "by the setting worker_uids"
     if not kernel.has_users(uids):
         return (
-            f"users {uids[0]}-{uids[-1]} are not all in this user namespace, as where a container "
-            "engine runs without root; set worker_uids to users that are, or to nothing"
+            f"users {uids[0]}-{uids[-1]} are not all in this user namespace, as in rootless "
+            "containers; set worker_uids to users that are, or to nothing"
         )
     if not (landlock.version() and calls.is_supported()):
         return "it takes Landlock and seccomp"

@@ -32,7 +32,9 @@ OPEN = {"annotations", "labels", "limits", "matchLabels", "requests", "selector"
 
 @cache
 def read(file: Path) -> Any:
-    return yaml.load(file.read_text(encoding="utf-8"), yaml.CSafeLoader)  # CRDs have megabytes
+    return yaml.load(
+        file.read_text(encoding="utf-8"), yaml.CSafeLoader
+    )  # safe_load in C: CRDs have megabytes
 
 
 def misspelt(manifest: Any, *path: Any) -> Iterator[tuple[Any, str]]:

@@ -267,7 +267,7 @@ print(Sandbox(settings).plan(folder, "none", "own", may_write=False).uid)
 
 
 def test_a_root_with_no_other_user_runs_workers_as_itself_and_says_so(tmp_path: Path) -> None:
-    """As in a container of an engine without root, which may have a single user."""
+    """As in a rootless container, which may have a single user."""
     command = ["unshare", "--user", "--map-root-user"]
     if subprocess.run([*command, "true"], capture_output=True).returncode:
         pytest.skip("there are no user namespaces here")
@@ -286,7 +286,7 @@ def test_a_root_with_no_other_user_runs_workers_as_itself_and_says_so(tmp_path: 
         ("0 1000 1\n", "0 0 4294967295\n", False),
         ("60800 0 9999\n", "0 0 4294967295\n", False),
     ],
-    ids=["engine without root", "two pieces", "some groups", "one user", "some users"],
+    ids=["rootless container", "two pieces", "some groups", "one user", "some users"],
 )
 def test_users_are_there_when_each_is_mapped(
     tmp_path: Path, users: str, groups: str, has_them: bool
