@@ -8,6 +8,7 @@ from torch.fx import GraphModule
 from torch.utils import _pytree
 
 from modelyard.exporter.errors import CheckpointError, ModelError, cause
+from modelyard.exporter.to_exported_program import free_names
 from modelyard.handlers.backends import load_on
 from modelyard.handlers.errors import UnsafeProgram
 from modelyard.handlers.program.grammar import ANY
@@ -33,6 +34,7 @@ def open_program(path: Path, trust: bool = False) -> nn.Module:
             f'"{path.name}" cannot be loaded by torch {torch.__version__}: {cause(error)}; export '
             "its checkpoint with this torch"
         ) from error
+    free_names(program)
     module = program.module(check_guards=False)
     assert isinstance(module, GraphModule)
     for name in ("train", "eval"):  # replaced by ones that only raise

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._decomp import decomposition_table
 from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.arguments import WRAPPED, own_name
@@ -66,6 +66,7 @@ def capture(model: nn.Module, signature: Signature, example: tuple[Tensor, ...])
     if narrowed := _narrowed_dims(program, signature):
         raise ConversionError(_narrowed_message(narrowed))
     _take_own_names(program, model)
+    free_names(program)
     _shorten_paths(program)
     return program
 
@@ -259,6 +260,34 @@ def _narrowed_message(narrowed: list[tuple[str, int, str]]) -> str:
     )
 
 
+def free_names(program: ExportedProgram) -> None:
+    """Rename the tensors that torch cannot put in their place when it loads the program.
+
+    It makes a GraphModule of it, which has attributes of its own: weights of a submodule that is
+    called `meta`, `graph` or `code` have no place there, and become those of `meta_`.
+    """
+    _rename(program, _free_name)
+
+
+def _free_name(name: str) -> str:
+    first, dot, rest = name.partition(".")
+    taken = hasattr(GraphModule(nn.Module(), Graph()), first)
+    return f"{first}_{dot}{rest}" if first and taken else name
+
+
+def _rename(program: ExportedProgram, new_name: Callable[[str], str]) -> None:
+    """Give the program's tensors and submodules other names; nodes of its graph keep theirs."""
+    for tensors in (program._state_dict, program._constants):
+        renamed = {new_name(name): value for name, value in tensors.items()}
+        tensors.clear()
+        tensors.update(renamed)
+    signature = program.graph_signature
+    for spec in (*signature.input_specs, *signature.output_specs):
+        spec.target = spec.target and new_name(spec.target)
+    for call in program._module_call_graph:
+        call.fqn = new_name(call.fqn)
+
+
 def _take_own_names(program: ExportedProgram, model: nn.Module) -> None:
     """Name weights and submodules as the author's model does, not as the calls around it."""
     if not hasattr(model, WRAPPED):
@@ -267,17 +296,11 @@ def _take_own_names(program: ExportedProgram, model: nn.Module) -> None:
     while hasattr(author, WRAPPED):
         author = getattr(author, WRAPPED)
     root = f"{type(author).__module__}.{type(author).__qualname__}"
-    for tensors in (program._state_dict, program._constants):
-        renamed = {own_name(name): value for name, value in tensors.items()}
-        tensors.clear()
-        tensors.update(renamed)
+    _rename(program, own_name)
     signature = program.graph_signature
     for spec in (*signature.input_specs, *signature.output_specs):
-        spec.target = spec.target and own_name(spec.target)
         spec.arg.name = _own_node_name(spec.arg.name)
-    calls = {own_name(call.fqn): call for call in reversed(program._module_call_graph)}
-    for name, call in calls.items():
-        call.fqn = name
+    calls = {call.fqn: call for call in reversed(program._module_call_graph)}
     program._module_call_graph[:] = reversed(calls.values())
     for node in _nodes(program):
         if node.op == "placeholder" and node.name != _own_node_name(node.name):

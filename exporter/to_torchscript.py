@@ -2,12 +2,15 @@
 
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from struct import Struct
 from zipfile import ZIP64_LIMIT, ZipFile, ZipInfo
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.diagnose import explain, find_place
@@ -15,6 +18,7 @@ from modelyard.exporter.errors import cause
 from modelyard.exporter.to_exported_program import quiet
 
 _HEADER_BYTES, _LARGE_BYTES = 30, 20  # of a zip's entry, and more of one over 2 GB
+_LIGHTNINGS_MARK = "_jit_is_scripting"
 _PAD = Struct("<2H")
 _PAD_ID = int.from_bytes(b"FB", "little")  # torch's own; a reader skips what it does not know
 
@@ -39,7 +43,7 @@ def write(
     """
     details: dict[str, object]
     program: torch.jit.ScriptModule
-    with quiet():
+    with quiet(), _without_trainer(model), _not_compiled(model) as model:
         try:
             with warnings.catch_warnings():
                 # Scripting reads every property of the author's classes, deprecated ones too.
@@ -55,6 +59,42 @@ def write(
     _write_without_paths(raw, path)
     raw.unlink()
     return {**details, "deprecated": DEPRECATION}
+
+
+@contextmanager
+def _without_trainer(model: nn.Module) -> Iterator[None]:
+    """Let Lightning's modules be looked at from end to end, as their own `to_torchscript` does.
+
+    Scripting and tracing read every property, and that of the trainer fails where there is none,
+    unless the class says that this goes on.
+    """
+    bases = {base for part in model.modules() for base in type(part).__mro__}
+    lightning = [base for base in bases if _LIGHTNINGS_MARK in vars(base)]
+    try:
+        for base in lightning:
+            setattr(base, _LIGHTNINGS_MARK, True)
+        yield
+    finally:
+        for base in lightning:
+            setattr(base, _LIGHTNINGS_MARK, False)
+
+
+@contextmanager
+def _not_compiled(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the model with the modules that torch.compile was given, in place of what it made."""
+    held = [
+        (parent, name, part)
+        for parent in model.modules()
+        for name, part in parent.named_children()
+        if isinstance(part, OptimizedModule)
+    ]
+    try:
+        for parent, name, part in held:
+            parent._modules[name] = part._orig_mod
+        yield model._orig_mod if isinstance(model, OptimizedModule) else model
+    finally:
+        for parent, name, part in held:
+            parent._modules[name] = part
 
 
 def _write_without_paths(raw: Path, path: Path) -> None:

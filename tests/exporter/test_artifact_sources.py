@@ -29,12 +29,12 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layer = nn.Linear(4, 3)
+        self.meta = nn.Linear(4, 3)  # a name that torch's GraphModule has a use of its own for
         self.drop = nn.Dropout(0.5)
 
     def forward(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return scores (N, L, 3) and their sum (N, L)."""
-        scores = self.drop(self.layer(batch["x"])) * batch["weight"][:, None, None]
+        scores = self.drop(self.meta(batch["x"])) * batch["weight"][:, None, None]
         return {"scores": scores + torch.tensor([1.0, 2.0, 3.0]), "total": scores.sum(2)}
 
 
