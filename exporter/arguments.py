@@ -104,12 +104,29 @@ def take_inputs(model: nn.Module, signature: Signature) -> nn.Module:
     return GraphModule({WRAPPED: model}, graph).train(model.training)
 
 
+def goes_elsewhere(model: nn.Module, signature: Signature) -> list[str]:
+    """Return a line for each input that goes by its place to an argument of another name."""
+    roots = list(_trees(signature.inputs))
+    takes = _names(
+        model, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    )
+    by_place, _ = _places(model, roots)
+    return [
+        f'input "{root}" goes to the argument "{name}" of forward(), by its place; the artifact '
+        f'calls it "{root}"'
+        for root, name in zip(by_place, takes, strict=False)
+        if root != name
+    ]
+
+
 class NotTensor:
     """An output of a file that is not a tensor of numbers, of which nothing but that is known."""
 
-    def __init__(self, kind: str, advice: str) -> None:
+    def __init__(self, kind: str, advice: str, *, is_needed: bool = True) -> None:
         self.kind = kind
         self.advice = advice
+        self.is_needed = is_needed
+        """Whether what it holds is in no other output, so that a person has to choose."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +170,7 @@ def choose_outputs(
     chosen = _keep(names, own, leaves) if names else own
     # With names, what is not named is not looked at: a cache of keys and values, say.
     others = {} if names else {key: leaf for key, leaf in leaves.items() if key not in tensors}
-    if not chosen or not all(isinstance(value, _CONSTANTS) for value in others.values()):
+    if not chosen or not all(map(_may_go, others.values())):
         raise ModelError(_refusal(output, own, others))
     dtypes = [str(tensors[key].dtype).removeprefix("torch.") for key in chosen.values()]
     return Outputs(
@@ -161,8 +178,8 @@ def choose_outputs(
         keys=tuple(chosen.values()),
         views=tuple(dtype if "complex" in dtype else "" for dtype in dtypes),
         notes=tuple(
-            f'output "{_output_name(key)}" is left out: it is {value!r:.40}, a '
-            f"{type(value).__name__}, and an artifact gives tensors"
+            f'output "{_output_name(key)}" is left out: it is {_seen(value)}, and an artifact '
+            "gives tensors of numbers"
             for key, value in others.items()
         ),
     )
@@ -198,6 +215,16 @@ def flatten(output: Any) -> dict[str, Tensor]:
 
 _CONSTANTS = (bool, int, float, str)
 """What stands beside tensors as a part of an output and is not a part of an answer."""
+
+
+def _may_go(value: Any) -> bool:
+    return isinstance(value, _CONSTANTS) or (isinstance(value, NotTensor) and not value.is_needed)
+
+
+def _seen(value: Any) -> str:
+    if isinstance(value, NotTensor):
+        return f"a {value.kind}"
+    return f"{value!r:.40}, a {type(value).__name__}"
 
 
 def _is_plain(output: Any) -> bool:

@@ -7,6 +7,7 @@ code and does run: it is what `--model` names.
 import importlib
 import importlib.util
 import inspect
+import json
 import re
 import sys
 import tempfile
@@ -122,7 +123,7 @@ def open_model(
         _check_required(factory, where, name, arguments, checkpoint)
         built = _make(factory, where, name, arguments)
     try:
-        load_weights(built, checkpoint, name)
+        load_weights(built, checkpoint, name, lambda: _fitting(factory, arguments, checkpoint))
         yield built.eval()
     finally:
         # A package stays, as any import does; a file's neighbours must not meet another's.
@@ -443,13 +444,52 @@ def _refused(value: Any) -> str | None:
 # -- the checkpoint's tensors → parameters and buffers ------------------------------------------
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, name: str) -> None:
+def _fitting(
+    factory: Callable[..., Any], arguments: Mapping[str, Any], checkpoint: Checkpoint
+) -> dict[str, Any]:
+    """Return other whole numbers for the class, with which the checkpoint's shapes fit; else none.
+
+    An argument is changed where its value is the size of a dim that differs, to the checkpoint's.
+    """
+    given = {
+        parameter.name: value
+        for parameter in _signature(factory)
+        if type(value := arguments.get(parameter.name, parameter.default)) is int
+    }
+    expected = factory(**arguments).state_dict()
+    tensors, _ = fit_names(checkpoint.tensors, checkpoint.original_names, expected)
+    sizes: dict[int, set[int]] = {}
+    for key, value in expected.items():
+        if key in tensors and tensors[key].ndim == value.ndim:
+            for ours, theirs in zip(value.shape, tensors[key].shape, strict=True):
+                sizes.setdefault(ours, set()).add(theirs)
+    changed = {
+        key: min(sizes[value] - {value})
+        for key, value in given.items()
+        if len(sizes.get(value, set()) - {value}) == 1
+    }
+    try:
+        fitted = factory(**{**arguments, **changed}).state_dict()
+    # The author's class may refuse such a value in any way.
+    except Exception:
+        return {}
+    fits = all(value.shape == tensors[key].shape for key, value in fitted.items() if key in tensors)
+    return changed if changed and fits and fitted.keys() == tensors.keys() else {}
+
+
+def load_weights(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    name: str,
+    find_arguments: Callable[[], Mapping[str, Any]] = dict,
+) -> None:
     """Copy the checkpoint's tensors into the model.
 
     Args:
         model: an instance of the class that it was trained with.
         checkpoint: read by `read_checkpoint`.
         name: what messages call the class.
+        find_arguments: returns what the class needs to have the checkpoint's shapes.
 
     Raises:
         CheckpointError: names or shapes do not fit; the model is as it was.
@@ -459,7 +499,13 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, name: str) -> None:
     state: dict[str, Any] = {**tensors, **_extra_state(checkpoint)}
     missing = _missing(expected, state)
     unexpected = [key for key in state if key not in expected]
-    problems = _problems(missing, unexpected, _misshaped(expected, state))
+    misshaped = _misshaped(expected, state)
+    problems = _problems(missing, unexpected, misshaped)
+    if misshaped and (arguments := find_arguments()):
+        raise CheckpointError(
+            f'checkpoint "{checkpoint.path.name}" does not fit {name}: {"; ".join(problems)}. It '
+            f"fits with --model-args '{json.dumps(arguments)}': give these too"
+        )
     if problems:
         raise CheckpointError(
             f'checkpoint "{checkpoint.path.name}" does not fit {name}: {"; ".join(problems)}. '

@@ -195,7 +195,8 @@ def _is_installed(line: tuple[str, int]) -> bool:
 
 
 def _shown(file: str, line: int) -> str:
-    source = linecache.getline(file, line).strip()[:_SHOWN]
+    source = linecache.getline(file, line).strip()
+    source = f"{source[:_SHOWN]} …" if len(source) > _SHOWN else source
     return f"{Path(file).name}:{line}" + (f' "{source}"' if source else "")
 
 
@@ -235,7 +236,11 @@ def _keep(error: BaseException, stage: str, signature: Signature, log: str) -> P
     handle, name = tempfile.mkstemp(prefix="modelyard-export-", suffix=".log", text=True)
     with os.fdopen(handle, "w", encoding="utf-8") as file:
         file.writelines(f"{line}\n" for line in _report(error, stage, signature, log))
-    return Path(name)
+    latest = Path(tempfile.gettempdir(), f"modelyard-export-{os.getuid()}-{stage}.log")
+    try:
+        return Path(name).replace(latest)  # one for each stage, so that they do not gather
+    except OSError:  # it is somebody else's
+        return Path(name)
 
 
 def _report(error: BaseException, stage: str, signature: Signature, log: str) -> Iterator[str]:

@@ -12,11 +12,18 @@ ExportError
 Every message says what was seen, what was expected and what to do next.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from modelyard.exporter.parity import ExportReport
+
+
+_OTHER_FORMAT = re.compile(
+    r"(, or |; )export --format (\w+(?: or \w+)*)((?: instead)?)(?:, which [^;]*?)?(, or |(?=;|$))"
+)
+"""How a message proposes other formats: behind what, which, and what follows."""
 
 
 class ExportError(Exception):
@@ -67,6 +74,19 @@ class PartialExportError(ExportError):
 def join_failures(failures: Mapping[str, ExportError]) -> str:
     """Return which formats could not be written, each with its reason."""
     return "; ".join(f"{format}: {reason(format, error)}" for format, error in failures.items())
+
+
+def propose_no_failed_format(failures: Mapping[str, ExportError]) -> None:
+    """Take out of the messages of one export the formats that failed in it, too."""
+
+    def keep(found: re.Match[str]) -> str:
+        others = [name for name in found[2].split(" or ") if name not in failures]
+        if others:
+            return found[0].replace(found[2], " or ".join(others))
+        return "; " if found[4] else ""
+
+    for error in failures.values():
+        error.args = (_OTHER_FORMAT.sub(keep, str(error)),)
 
 
 def reason(format: str, error: ExportError) -> str:

@@ -35,9 +35,12 @@ _FILE = "file"
 # What is tried for dims of any size, but the batch: the first that runs at its ends.
 _SPANS = ("1..8", "8..16", "32..96/32", "224..256/32")
 _ADVICE = {
-    "sequence": '; of scikit-learn: convert it with options={"zipmap": False}',
-    "string": "; of scikit-learn: train it on numbers of the labels",
+    "sequence": '; of scikit-learn: convert it with skl2onnx and options={"zipmap": False}',
 }
+_STRINGS_IN = (
+    "; of scikit-learn: turn text into numbers before the file, or serve the pipeline itself as a "
+    "callable (docs/your-own-model.md)"
+)
 
 
 class OnnxFile(nn.Module):
@@ -88,7 +91,9 @@ class OnnxFile(nn.Module):
         return {
             value.name: next(found).to(tensors[0].device)
             if value.dtype
-            else NotTensor(value.kind, _ADVICE.get(value.kind, ""))
+            else NotTensor(
+                value.kind, _ADVICE.get(value.kind, ""), is_needed=value.kind != "string"
+            )
             for value in self._outputs
         }
 
@@ -194,7 +199,7 @@ def _named(values: Sequence[Value], taken: set[str], file: str) -> list[Value]:
         if value.dtype is None:
             raise CheckpointError(
                 f'input "{value.name}" of "{file}" is a {value.kind}; expected tensors of numbers'
-                f"{_ADVICE.get(value.kind, '')}"
+                f"{_STRINGS_IN if value.kind == 'string' else ''}"
             )
         name = _identifier(value.name, f"input_{place}")
         while name != value.name and name in taken:

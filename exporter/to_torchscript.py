@@ -136,9 +136,11 @@ def _trace(
                 model, example, check_trace=False, strict=False
             )
         except Exception as error:
+            place = find_place(why_not_script)
+            elsewhere = "" if place == find_place(error) else place
             reason = (
-                f"it can be neither scripted ({_said(why_not_script)}) "
-                f"nor traced ({_said(error)}); export --format pt2 instead"
+                f"it can be neither scripted ({cause(why_not_script)}{elsewhere}) "
+                f"nor traced ({cause(error)}); export --format pt2 instead"
             )
             raise explain(error, "TorchScript", signature, reason=reason) from why_not_script
     found = [
@@ -147,7 +149,3 @@ def _trace(
         if issubclass(warning.category, _TracerWarning)
     ]
     return program, found
-
-
-def _said(error: Exception) -> str:
-    return f"{cause(error)}{find_place(error)}"

@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from modelyard.archiver.extras import what_is_missing
 from modelyard.archiver.signature import Signature
 from modelyard.exporter import to_aoti, to_exported_program, to_onnx, to_torchscript
-from modelyard.exporter.arguments import read_inputs, take_inputs, take_submodule
+from modelyard.exporter.arguments import goes_elsewhere, read_inputs, take_inputs, take_submodule
 from modelyard.exporter.checker import Checker
 from modelyard.exporter.checkpoint import open_model, split_model
 from modelyard.exporter.command import (
@@ -35,6 +35,7 @@ from modelyard.exporter.errors import (
     UsageError,
     cause,
     join_failures,
+    propose_no_failed_format,
 )
 from modelyard.exporter.from_onnx import file_of
 from modelyard.exporter.ingest import Announce, Checkpoint, read_checkpoint
@@ -198,6 +199,8 @@ def export(request: ExportRequest) -> list[ExportReport]:
         if not request.generate:
             request = replace(request, inputs=settle_inputs(request, module, checkpoint, notes))
             signature = read_inputs(request.inputs)
+            for line in goes_elsewhere(module, signature):
+                _tell(request, line)
         _check_output_names(request.output_names, signature)
         is_split = request.quantize == STATIC and has_rows(signature)
         samples: Sequence[Sample] = [
@@ -262,14 +265,22 @@ def export(request: ExportRequest) -> list[ExportReport]:
                     warnings=(*notes, *reference.warnings),
                 )
                 finished.append((report, draft))
+            propose_no_failed_format(failures)
             if not finished:
                 raise _nothing_written(failures)
             for report, draft in finished:
+                if report.artifact.exists():
+                    _tell(request, f"replaces {report.artifact.name} of an earlier export")
                 publish(report, draft)
     reports = [report for report, _ in finished]
     if failures:
         raise PartialExportError(reports, failures)
     return reports
+
+
+def _tell(request: ExportRequest, line: str) -> None:
+    if request.tell is not None:
+        request.tell(line)
 
 
 def _nothing_written(failures: Mapping[str, ExportError]) -> ExportError:

@@ -338,6 +338,7 @@ class BaseHandler:
             self.groups,
             self.output_names,
             self.output_names[0] if self.output_names else None,
+            is_of_probabilities=self.output_kind == "probabilities",
         )
 
     def score(self, outputs: Output) -> Tensor:

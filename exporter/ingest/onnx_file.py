@@ -123,6 +123,17 @@ def outputs_of(model: Any) -> list[Value]:
     return [_value(each) for each in model.graph.output]
 
 
+def labels_of(model: Any) -> dict[int, str]:
+    """Return the names of the classes that a classifier inside the file gives, by their places."""
+    for node in _nodes(model):
+        for attribute in node.attribute:
+            if attribute.name == "classlabels_strings" and attribute.strings:
+                return {
+                    i: name.decode("utf-8", "replace") for i, name in enumerate(attribute.strings)
+                }
+    return {}
+
+
 def names_in(model: Any) -> set[str]:
     """Return every name of a value in the file."""
     return {name for node in _nodes(model) for name in (*node.input, *node.output)} | {

@@ -18,7 +18,7 @@ from modelyard.exporter.ingest.kinds import (
     find_training,
     find_weights,
 )
-from modelyard.exporter.ingest.onnx_file import read_onnx
+from modelyard.exporter.ingest.onnx_file import labels_of, read_onnx
 from modelyard.exporter.ingest.pickles import UnresolvedCall, is_module
 from modelyard.exporter.ingest.plain import to_plain
 from modelyard.exporter.ingest.profiles import allowed_names, match_profiles
@@ -28,7 +28,7 @@ from modelyard.exporter.ingest.source import ADVICE, Source, packed_names, sniff
 from modelyard.exporter.ingest.torch_file import TorchFile, load_as_torch, read_torch_file
 from modelyard.exporter.ingest.torchscript import read_script
 from modelyard.exporter.ingest.trust import unpickle
-from modelyard.exporter.ingest.value import ClassHint, ParsedCheckpoint, Weights
+from modelyard.exporter.ingest.value import ClassHint, ParsedCheckpoint, Weights, parse_labels
 
 Announce = Callable[[str, Sequence[str]], None]
 """Told, before a trusted file is unpickled, its name and what it will import."""
@@ -187,6 +187,7 @@ def _parse_object(root: Any, name: str, loader: str, refused: tuple[str, ...]) -
         training=training,
         refused=refused,
         class_hint=_class_hint(root, tree),
+        labels=_labels(as_mapping(root) or {}),
         module=module,
         notes=(*_deepspeed_notes(root, classified), *_beside_notes(root, classified.left_out)),
     )
@@ -210,6 +211,20 @@ def _beside_weights(
             default = "kwargs" if rule.builds else None
             return value, how if isinstance(how, str) and how.isidentifier() else default, training
     return {}, None, training
+
+
+def _labels(content: Mapping[str, Any]) -> dict[int, str]:
+    """Return the names of classes that a training loop kept beside the weights."""
+    for key in ("classes", "class_names", "class_to_idx", "idx_to_class", "id2label", "labels"):
+        names = content.get(key)
+        if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+            return dict(enumerate(names))
+        if isinstance(names, Mapping) and names:
+            if all(type(index) is int for index in names.values()):
+                names = {index: name for name, index in names.items()}
+            if labels := parse_labels(names):
+                return labels
+    return {}
 
 
 def _flattened(root: Any, rule: Rule, allowed: frozenset[str]) -> dict[str, Any]:
@@ -321,6 +336,7 @@ def _read_onnx(source: Source, announce: Announce | None) -> ParsedCheckpoint:
         weights={"": Weights({})},
         writer=model.producer_name or None,
         writer_version=model.producer_version or None,
+        labels=labels_of(model),
         paths=files,
     )
 

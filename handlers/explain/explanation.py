@@ -275,7 +275,9 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
         numbers["warnings"] += (*_about_baseline(baseline, *starts[row]), *removal.warnings)
         found[row].append(
             Explanation(
-                options=options,
+                options=replace(options, output="probability")
+                if version.is_of_probabilities
+                else options,
                 baseline=baseline,
                 names=split.names,
                 explained_with=artifact.file,

@@ -108,6 +108,8 @@ class ExplainedModel:
     """In the order of a call's outputs; empty where nobody knows."""
     output_name: str | None = None
     """Of the output that `score` takes its numbers from; None where that is of several."""
+    is_of_probabilities: bool = False
+    """Whether the model's own numbers are probabilities, so that no logit is explained."""
 
     def at_output(self, name: str) -> "ExplainedModel":
         """Return the model as what leads to the output of this name.
@@ -129,6 +131,7 @@ class ExplainedModel:
             label=str,
             score=lambda outputs: _output_at(outputs, place, name),
             probabilities=lambda _: None,
+            is_of_probabilities=False,
             find_target=lambda _row, _target, _scores, _inside: None,
             name_place=None,
             find_region=common_region,

@@ -249,6 +249,22 @@ def test_an_output_of_maps_is_refused_with_what_to_do(tmp_path: Path) -> None:
         assert module(torch.eye(4)[:1])["label"].dtype is torch.int64
 
 
+def test_labels_in_words_are_left_out_by_themselves_and_stay_in_the_report(tmp_path: Path) -> None:
+    node = onnx.NodeProto()
+    node.CopyFrom(CLASSIFIER)
+    (numbers,) = (each for each in node.attribute if each.name == "classlabels_ints")
+    node.attribute.remove(numbers)
+    words = ["setosa", "versicolor", "virginica"]
+    node.attribute.append(helper.make_attribute("classlabels_strings", words))
+    text = helper.make_tensor_type_proto(TensorProto.STRING, [None])
+    shapes = {"label": text, "scores": [None, 3]}
+    source = _onnx(tmp_path / "iris.onnx", [node], {"X": [None, 4]}, shapes, (), ML)
+    (report,) = export(source, None, (), output_dir=tmp_path / "out")
+    assert [spec.name for spec in report.signature.outputs] == ["scores"]
+    assert report.details["labels"] == {"0": "setosa", "1": "versicolor", "2": "virginica"}
+    assert any('output "label" is left out: it is a string' in line for line in report.warnings)
+
+
 def _mean(path: Path) -> Path:
     nodes = [
         helper.make_node("ReduceMean", ["x"], ["mean"], axes=[0]),
@@ -297,7 +313,7 @@ NAN = np.full((4, 3), np.nan, np.float32)
             lambda path: _onnx(
                 path, [helper.make_node("Identity", ["x"], ["y"])], {"x": STRINGS}, {"y": STRINGS}
             ),
-            'input "x" of "net.onnx" is a string',
+            'input "x" of "net.onnx" is a string.*turn text into numbers.* as a callable',
         ),
         (
             lambda path: _onnx(

@@ -9,6 +9,7 @@ from torch import nn
 
 from modelyard.exporter.checkpoint import open_model, split_model
 from modelyard.exporter.errors import CheckpointError, ModelError, UsageError
+from modelyard.exporter.ingest import read_checkpoint
 
 Author = Callable[[str], tuple[Path, str]]
 
@@ -369,3 +370,44 @@ class Other(Net):
         pass
     with open_model(checkpoint, f"{other}.from_name", {"name": "2"}) as built:
         assert built(torch.zeros(1, 3)).shape == (1, 2)
+
+
+CLASSES = """
+class Net(nn.Module):
+    def __init__(self, num_classes=1000, hidden=8):
+        super().__init__()
+        self.body = nn.Linear(3, hidden)
+        self.head = nn.Linear(hidden, num_classes)
+
+    def forward(self, image):
+        return self.head(self.body(image))
+"""
+
+
+def test_what_the_class_is_to_be_given_is_proposed_and_fits(author: Author) -> None:
+    checkpoint, model = author(CLASSES)
+    state = nn.ModuleDict({"body": nn.Linear(3, 5), "head": nn.Linear(5, 4)}).state_dict()
+    classes = ["ant", "bee", "cat", "dog"]
+    torch.save({"model_state_dict": state, "classes": classes}, checkpoint)
+    proposed = '--model-args \'{"num_classes": 4, "hidden": 5}\''
+    with pytest.raises(CheckpointError, match=proposed), open_model(checkpoint, model, {}):
+        pass
+    with open_model(checkpoint, model, {"num_classes": 4, "hidden": 5}) as module:
+        assert module(torch.zeros(1, 3)).shape == (1, 4)
+    assert read_checkpoint(checkpoint).labels == dict(enumerate(classes))
+
+
+@pytest.mark.parametrize(
+    ("key", "names"),
+    [
+        ("classes", ["cat", "dog"]),
+        ("class_to_idx", {"dog": 1, "cat": 0}),
+        ("idx_to_class", {0: "cat", 1: "dog"}),
+    ],
+)
+def test_names_of_classes_beside_the_weights_are_its_labels(
+    key: str, names: object, tmp_path: Path
+) -> None:
+    path = tmp_path / "loop.pt"
+    torch.save({"model": nn.Linear(3, 2).state_dict(), key: names, "epoch": 3}, path)
+    assert read_checkpoint(path).labels == {0: "cat", 1: "dog"}

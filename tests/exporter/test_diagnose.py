@@ -2,6 +2,7 @@
 
 import re
 import stat
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -301,3 +302,38 @@ def test_a_range_that_starts_at_one_is_traced_with_more_rows(author: Author) -> 
         checkpoint, model, ["x:float32[batch=1..2]"], output_dir=checkpoint.parent, formats=["pt2"]
     )
     assert report.parity.batches == (1, 2)
+
+
+HOPELESS = """
+class Net(nn.Module):
+    def forward(self, x):
+        assert not (torch.jit.is_tracing() or torch.compiler.is_exporting()), f"not {type(x)} now"
+        return eval("x * 2")
+"""
+
+
+def test_no_message_sends_to_a_format_that_failed_too(author: Author) -> None:
+    checkpoint, model = author(HOPELESS)
+    with pytest.raises(ExportError) as caught:
+        export(
+            checkpoint,
+            model,
+            ["x:float32[batch,3]"],
+            output_dir=checkpoint.parent / "out",
+            formats=["torchscript", "onnx", "pt2"],
+        )
+    message = str(caught.value)
+    assert "torchscript: " in message
+    assert "--format" not in message
+
+
+def test_the_line_is_named_once_and_cut_where_that_shows(author: Author) -> None:
+    message = _refused(author, HOPELESS, "torchscript")
+    assert message.count("net.py:7") == 1
+    assert '{typ …": it can be neither' in message
+
+
+def test_reports_of_failed_exports_do_not_gather(author: Author) -> None:
+    for _ in range(3):
+        _refused(author, BRANCH, "pt2")
+    assert len(list(Path(tempfile.gettempdir()).glob("modelyard-export-*"))) == 1

@@ -373,3 +373,28 @@ assert settings() == before
 assert not {"onnx", "onnxruntime", "handlers", "typer"} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
+
+
+def test_what_is_replaced_and_what_goes_by_its_place_is_said(
+    author: Callable[[str], tuple[Path, str]],
+) -> None:
+    checkpoint, model = author(
+        "class Net(nn.Linear):\n    def __init__(self):\n        super().__init__(3, 2)\n"
+    )
+    said: list[str] = []
+    for _ in range(2):
+        export(
+            checkpoint,
+            model,
+            ["row:float32[batch,3]"],
+            output_dir=checkpoint.parent / "out",
+            formats=["pt2"],
+            quick=True,
+            tell=said.append,
+        )
+    place = 'input "row" goes to the argument "input" of forward(), by its place'
+    assert [line.partition(";")[0] for line in said] == [
+        place,
+        place,
+        "replaces net.pt2 of an earlier export",
+    ]

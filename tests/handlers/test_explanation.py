@@ -62,6 +62,14 @@ def grid(x: Tensor) -> Tensor:
     return torch.stack([x, 2 * x], 1)
 
 
+def test_a_model_that_gives_probabilities_has_no_logit_to_explain() -> None:
+    of_probabilities = subject(artifact(lambda x: x.softmax(1)), is_of_probabilities=True)
+    ((found,),) = explain(of_probabilities, X[:1], {})
+    assert found.as_json()["output"] == "probability"
+    ((plain,),) = explain(subject(artifact(lambda x: x)), X[:1], {})
+    assert plain.as_json()["output"] == "logit"
+
+
 def test_place_in_an_output_of_more_dims_is_a_target() -> None:
     ((one,), (likeliest,)) = explain(
         subject(artifact(grid)), X, {"target": "1,2"}, {"target": "predicted"}
