@@ -145,9 +145,9 @@ def _open_without_model(
     if checkpoint.module is not None:
         yield checkpoint.module
     elif checkpoint.kind == PROGRAM:
-        yield open_program(checkpoint.path, trust)
+        yield open_program(checkpoint.program or checkpoint.path, trust)
     elif checkpoint.kind == ONNX:
-        with open_onnx_file(checkpoint.path) as built:
+        with open_onnx_file(checkpoint.program or checkpoint.path) as built:
             yield built
     elif trust and checkpoint.kind.startswith("TorchServe") and len(checkpoint.sources) == 1:
         with _archived_class(checkpoint, model_args) as built:

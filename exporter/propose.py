@@ -43,8 +43,12 @@ def propose_inputs(model: nn.Module, checkpoint: Checkpoint) -> Proposal | None:
         if (proposal := propose(model, checkpoint)) is not None:
             return proposal
     if checkpoint.inputs:
-        names = frozenset(_name(text) for text in checkpoint.inputs)
-        return Proposal(tuple(checkpoint.inputs), names, f"the {checkpoint.kind}")
+        taken = [name for name in inspect.signature(model.forward).parameters]
+        texts = tuple(
+            text if _name(text) else f"{name}{text}"
+            for text, name in zip(checkpoint.inputs, (*taken, *checkpoint.inputs), strict=False)
+        )
+        return Proposal(texts, frozenset(map(_name, texts)), f"the {checkpoint.kind}")
     return None
 
 

@@ -73,6 +73,41 @@ def read_sample(
     return Sample(path.name, inputs, sizes)
 
 
+def sample_of(name: str, content: Any, signature: Signature) -> Sample:
+    """Return the first row of a request that came with a checkpoint; all of it, without rows.
+
+    Args:
+        name: what messages call it.
+        content: numbers, or numbers by the name of an input.
+        signature: what it holds.
+
+    Raises:
+        UsageError: its tensors are not the signature's inputs.
+    """
+    path, sizes = Path(name), dict[str, int]()
+    inputs = tuple(
+        _fit(path, spec, value, signature, sizes, is_split=True)
+        for spec, value in zip(signature.inputs, _by_input(path, content, signature), strict=True)
+    )
+    if isinstance(batch := signature.batch, Dim) and len(inputs[0]) >= batch.min:
+        sizes[batch.name] = batch.min
+        inputs = tuple(
+            value[: batch.min] if spec.shape[0] == batch else value
+            for spec, value in zip(signature.inputs, inputs, strict=True)
+        )
+    return Sample(name, inputs, sizes)
+
+
+def as_request(sample: Sample, signature: Signature) -> Any:
+    """Return a sample as base_handler takes it: a row, rows by name, or inputs without rows."""
+    values = {
+        spec.name: (value[0] if isinstance(signature.batch, Dim) else value).tolist()
+        for spec, value in zip(signature.inputs, sample.inputs, strict=True)
+    }
+    is_row = len(values) == 1 and isinstance(signature.batch, Dim)
+    return next(iter(values.values())) if is_row else values
+
+
 def _read(path: Path, signature: Signature) -> Any:
     read = _READERS.get(path.suffix.lower())
     if read is None:

@@ -46,7 +46,9 @@ from modelyard.exporter.reference import Reference, observe
 from modelyard.exporter.sample_batches import Split, has_rows, hold_out
 from modelyard.exporter.samples import (
     Sample,
+    as_request,
     read_sample,
+    sample_of,
 )
 from modelyard.exporter.settle import settle_inputs
 
@@ -199,8 +201,9 @@ def export(request: ExportRequest) -> list[ExportReport]:
         if not request.generate:
             request = replace(request, inputs=settle_inputs(request, module, checkpoint, notes))
             signature = read_inputs(request.inputs)
-            for line in goes_elsewhere(module, signature):
-                _tell(request, line)
+            if checkpoint.kind not in (PROGRAM, ONNX):  # whose arguments have no names
+                for line in goes_elsewhere(module, signature):
+                    _tell(request, line)
         _check_output_names(request.output_names, signature)
         is_split = request.quantize == STATIC and has_rows(signature)
         samples: Sequence[Sample] = [
@@ -212,6 +215,9 @@ def export(request: ExportRequest) -> list[ExportReport]:
             split = hold_out(samples, signature)
             calibration, samples = split.calibration, split.held_out
             known["calibration"] = _calibrated(request.samples, split)
+        example = _example(request, checkpoint, signature, notes)
+        if example is not None:
+            samples = [*samples, example]
         announce_step(_RUN)
         if request.generate:
             module, signature, proof = open_decoder(module, request.inputs)
@@ -272,10 +278,37 @@ def export(request: ExportRequest) -> list[ExportReport]:
                 if report.artifact.exists():
                     _tell(request, f"replaces {report.artifact.name} of an earlier export")
                 publish(report, draft)
+            if example is not None:
+                _keep_example(request, example, finished[0][0].signature)
     reports = [report for report, _ in finished]
     if failures:
         raise PartialExportError(reports, failures)
     return reports
+
+
+def _example(
+    request: ExportRequest, checkpoint: Checkpoint, signature: Signature, notes: list[str]
+) -> Sample | None:
+    """Return the request that was saved with the checkpoint, where it is one of the model's."""
+    if checkpoint.example is None or request.generate or request.quantize == STATIC:
+        return None
+    try:
+        return sample_of(f"the example in {checkpoint.path.name}", checkpoint.example, signature)
+    # It is of whatever its writer took.
+    except (UsageError, TypeError, ValueError, RuntimeError) as error:
+        notes.append(f"the example in {checkpoint.path.name} is not used: {cause(error)}")
+        return None
+
+
+def _keep_example(request: ExportRequest, example: Sample, signature: Signature) -> None:
+    """Write the request beside the artifacts, to be a golden one."""
+    path = request.output_dir / f"{request.name or request.checkpoint.stem}.example.json"
+    path.write_text(json.dumps(as_request(example, signature)), encoding="utf-8")
+    _tell(
+        request,
+        f"wrote {path.name}, the request that was saved with the model: archive with "
+        f"--example {path}",
+    )
 
 
 def _tell(request: ExportRequest, line: str) -> None:

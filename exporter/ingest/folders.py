@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import yaml
 from torch import Tensor
 
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import dcp
 from modelyard.exporter.ingest.archive import read_archive
 from modelyard.exporter.ingest.kinds import tensor_map, weight_sets
+from modelyard.exporter.ingest.mlflow import read_mlflow
 from modelyard.exporter.ingest.profiles import match_profiles
 from modelyard.exporter.ingest.safetensors_file import (
     SafeTensors,
@@ -46,7 +46,6 @@ from modelyard.exporter.ingest.value import (
     parse_labels,
 )
 
-_MAX_YAML = 1 << 20
 _MAX_PLACES = 100
 _WEIGHT_FILES = (
     "model.safetensors",
@@ -365,39 +364,6 @@ def _deepspeed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     return replace(parsed, kind="DeepSpeed checkpoint", writer="DeepSpeed", paths=paths)
 
 
-def _mlflow(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
-    described = inside(folder, "MLmodel")
-    if described.stat().st_size > _MAX_YAML:
-        raise CheckpointError(f'"{folder.name}/MLmodel" has more than {_MAX_YAML} bytes')
-    try:
-        content = yaml.safe_load(described.read_bytes())
-    except (yaml.YAMLError, RecursionError) as error:
-        raise CheckpointError(f'"{folder.name}/MLmodel" is not valid YAML ({error})') from error
-    flavors = content.get("flavors") if isinstance(content, dict) else None
-    flavor = flavors.get("pytorch") if isinstance(flavors, dict) else None
-    if not isinstance(flavor, dict):
-        known = ", ".join(map(str, flavors)) if isinstance(flavors, dict) else "none"
-        raise CheckpointError(
-            f'"{folder.name}" is an MLflow model of {known}; expected the flavor pytorch'
-        )
-    data = _text(flavor.get("model_data")) or "data"
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", data):
-        raise CheckpointError(f'"{folder.name}/MLmodel" names {data!r}, which is not a folder name')
-    names = ("model.pth", "model.pt2", "state_dict.pth", "model.pt")
-    found = (f"{data}/{name}" for name in names if (folder / data / name).is_file())
-    path = next((inside(folder, name) for name in found), None)
-    if path is None:
-        raise CheckpointError(f'"{folder.name}/{data}" has none of {", ".join(names)}')
-    parsed = read_file(Source.of_file(path), announce)
-    return replace(
-        parsed,
-        kind=f"MLflow model ({parsed.kind})",
-        paths=(*parsed.paths, described),
-        writer="MLflow",
-        writer_version=_text(content.get("mlflow_version")),
-    )
-
-
 def _ray(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     read_object(inside(folder, ".metadata.json"))
     for name in ("model.pt", "checkpoint.ckpt", "checkpoint.pt"):
@@ -424,7 +390,7 @@ _READERS: Mapping[str, Callable[[Path, Announce | None], ParsedCheckpoint]] = {
     "weights folder": _weights_folder,
     "DCP": _distributed,
     "DeepSpeed": _deepspeed,
-    "MLflow": _mlflow,
+    "MLflow": read_mlflow,
     "Ray Train": _ray,
     "TorchServe archive": read_archive,
 }

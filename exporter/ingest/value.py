@@ -93,6 +93,10 @@ class Description:
     """What a person should know before using it, a sentence each."""
     inputs: tuple[str, ...] = ()
     """What its program takes, as `--input` is written, where the file holds one."""
+    program: Path | None = None
+    """The program's file, where that lies in a folder with other things."""
+    example: Any = None
+    """A request that was saved beside it: numbers, or numbers by the name of an input."""
     module: nn.Module | None = None
     """The whole model, where the file was trusted or needs no code of its own."""
 

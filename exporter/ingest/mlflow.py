@@ -1,0 +1,123 @@
+"""A folder that MLflow wrote → its weights or program, what it takes, and a request saved with it.
+
+Of its flavors, `pytorch` (a pickled module, an exported program or a state dict) and `onnx`.
+"""
+
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from modelyard.archiver.signature import DTYPES
+from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.ingest.single_file import ONNX, PROGRAM, Announce, read_file
+from modelyard.exporter.ingest.source import Source, inside
+from modelyard.exporter.ingest.value import ParsedCheckpoint
+
+_MAX_BYTES = 2**20
+_NAMES = ("model.pth", "model.pt2", "state_dict.pth", "model.pt")
+_PATH = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+
+
+def read_mlflow(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
+    """Read the file of weights, or the program, that `MLmodel` names.
+
+    Raises:
+        CheckpointError: it names none, or one of another flavor.
+    """
+    described = inside(folder, "MLmodel")
+    content = _parsed(described, yaml.safe_load, "YAML")
+    flavors = _mapping(_mapping(content).get("flavors"))
+    path = _file(folder, flavors)
+    parsed = read_file(Source.of_file(path), announce)
+    is_program = parsed.kind in (PROGRAM, ONNX)
+    version = _mapping(content).get("mlflow_version")
+    return replace(
+        parsed,
+        kind=parsed.kind if is_program else f"MLflow model ({parsed.kind})",
+        paths=(*parsed.paths, described),
+        writer="MLflow",
+        writer_version=version if isinstance(version, str) else None,
+        program=path if is_program else None,
+        inputs=parsed.inputs or _inputs(_mapping(_mapping(content).get("signature"))),
+        example=_example(folder, _mapping(_mapping(content).get("saved_input_example_info"))),
+    )
+
+
+def _file(folder: Path, flavors: Mapping[str, Any]) -> Path:
+    torchs, onnx = flavors.get("pytorch"), flavors.get("onnx")
+    names: tuple[Any, ...]
+    if isinstance(torchs, Mapping):
+        data, names = torchs.get("model_data") or "data", _NAMES
+    elif isinstance(onnx, Mapping):
+        data, names = "", (onnx.get("data") or "model.onnx",)
+    else:
+        raise CheckpointError(
+            f'"{folder.name}" is an MLflow model of {", ".join(map(str, flavors)) or "no flavor"}; '
+            "expected the flavor pytorch or onnx"
+        )
+    for name in filter(None, (data, *names)):
+        if not isinstance(name, str) or not _PATH.fullmatch(name):
+            raise CheckpointError(
+                f'"{folder.name}/MLmodel" names {name!r}, which is not the name of a file or folder'
+            )
+    found = (f"{data}/{name}" if data else name for name in names)
+    path = next((inside(folder, name) for name in found if (folder / name).is_file()), None)
+    if path is None:
+        place = f"{folder.name}/{data}".removesuffix("/")
+        raise CheckpointError(f'"{place}" has none of {", ".join(names)}')
+    return path
+
+
+def _inputs(signature: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return what the signature says, as `--input` is written; without a name where it has none."""
+    try:
+        specs = json.loads(signature["inputs"])
+        kinds = {spec["type"] for spec in specs}
+        if "tensor" not in kinds:  # columns of a table, which MLflow hands over as one tensor
+            return (f":float32[batch,{len(specs)}]",)
+        lines = []
+        for place, spec in enumerate(specs):
+            tensor = spec["tensor-spec"]
+            name = spec.get("name") or ("" if len(specs) == 1 else f"input_{place}")
+            named = re.sub(r"\W", "_", name)
+            sizes = [
+                ("batch" if axis == 0 else f"dim_{axis}") if size == -1 else int(size)
+                for axis, size in enumerate(tensor["shape"])
+            ]
+            if tensor["dtype"] not in DTYPES:
+                return ()
+            lines.append(f"{named}:{tensor['dtype']}[{','.join(map(str, sizes))}]")
+        return tuple(lines)
+    # A signature of objects or parameters, or one that a person wrote.
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return ()
+
+
+def _example(folder: Path, info: Mapping[str, Any]) -> Any:
+    """Return the request that was saved with the model: numbers, or numbers by name."""
+    name = info.get("artifact_path")
+    if not isinstance(name, str) or not _PATH.fullmatch(name) or not (folder / name).is_file():
+        return None
+    content = _parsed(inside(folder, name), json.loads, "JSON")
+    if isinstance(content, Mapping) and set(content) == {"columns", "data"}:
+        return content["data"]
+    return content.get("inputs", content) if isinstance(content, Mapping) else content
+
+
+def _parsed(path: Path, parse: Callable[[bytes], Any], form: str) -> Any:
+    place = f"{path.parent.name}/{path.name}"
+    if path.stat().st_size > _MAX_BYTES:
+        raise CheckpointError(f'"{place}" has more than {_MAX_BYTES} bytes')
+    try:
+        return parse(path.read_bytes())
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise CheckpointError(f'"{place}" is not valid {form} ({error})') from error
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
