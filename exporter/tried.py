@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -26,6 +27,11 @@ _MOST_TRIED = 300
 _TOKENS = (nn.Embedding, nn.EmbeddingBag)
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PLACES = ("depth", "height", "width")
+_NORMS: Mapping[type[Any], Sequence[str]] = {
+    nn.BatchNorm1d: (),
+    nn.BatchNorm2d: _PLACES[1:],
+    nn.BatchNorm3d: _PLACES,
+}
 _RESHAPES = frozenset(("flatten", "view", "reshape"))
 
 
@@ -50,7 +56,7 @@ class Taken:
     @property
     def rank(self) -> int | None:
         """How many dims the argument has; None where that varies."""
-        varies = self.is_reshaped or isinstance(self.layer, nn.Linear)
+        varies = self.is_reshaped or isinstance(self.layer, nn.Linear | nn.BatchNorm1d)
         return None if varies else len(_dims(self.layer))
 
 
@@ -146,6 +152,9 @@ def _dims(layer: nn.Module) -> list[str]:
         places = len(layer.kernel_size)
         own = ["length"] if places == 1 else _PLACES[-places:]
         return ["batch", str(layer.in_channels), *own]
+    for norm, own in _NORMS.items():
+        if isinstance(layer, norm):
+            return ["batch", str(layer.num_features), *own]
     if isinstance(layer, nn.RNNBase):
         order = ["batch", "length"] if layer.batch_first else ["length", "batch"]
         return [*order, str(layer.input_size)]
@@ -171,6 +180,9 @@ def _candidates(name: str, taken: Taken | None, sizes: Sequence[int]) -> Iterato
     if isinstance(layer, _TOKENS):
         yield f"{name}:int64[batch,length=2..32]<{layer.num_embeddings}"
         yield f"{name}:int64[batch]<{layer.num_embeddings}"
+    elif isinstance(layer, nn.BatchNorm1d):
+        yield f"{name}:float32[{','.join(dims)}]"
+        yield f"{name}:float32[{','.join(dims)},length=2..32]"
     elif isinstance(layer, nn.Linear):
         yield f"{name}:float32[{','.join(dims)}]"
         yield f"{name}:float32[batch,length=2..32,{dims[-1]}]"
