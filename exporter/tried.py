@@ -152,9 +152,9 @@ def _dims(layer: nn.Module) -> list[str]:
         places = len(layer.kernel_size)
         own = ["length"] if places == 1 else _PLACES[-places:]
         return ["batch", str(layer.in_channels), *own]
-    for norm, own in _NORMS.items():
+    for norm, places_of in _NORMS.items():
         if isinstance(layer, norm):
-            return ["batch", str(layer.num_features), *own]
+            return ["batch", str(layer.num_features), *places_of]
     if isinstance(layer, nn.RNNBase):
         order = ["batch", "length"] if layer.batch_first else ["length", "batch"]
         return [*order, str(layer.input_size)]

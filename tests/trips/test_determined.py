@@ -57,7 +57,7 @@ def _write(folder: Path, weights: str) -> nn.Module:
     torch.save(state, folder / weights)
     configuration = {"name": "digits", "hyperparameters": {"hidden": {"type": "const", "val": 5}}}
     load = {"trial_type": "PyTorchTrial", "experiment_config": configuration}
-    load |= {"hparams": {"hidden": 5}, "trial_cls_spec": "model_def:Trial"}  # type: ignore[dict-item]
+    load |= {"hparams": {"hidden": 5}, "trial_cls_spec": "model_def:Trial"}
     (folder / "load_data.json").write_text(json.dumps(load))
     metadata = {"determined_version": "0.38.0", "framework": "torch-2.13.0", "format": "pickle"}
     (folder / "metadata.json").write_text(json.dumps(metadata | {"steps_completed": 2}))
