@@ -14,7 +14,13 @@ from modelyard.archiver.entry_point import EntryPoint, parse_handler
 from modelyard.archiver.errors import CannotArchive, WrongUsage
 from modelyard.archiver.example import TOLERANCE, parse_example
 from modelyard.archiver.handler_files import LABELS_FILE
+from modelyard.archiver.labels import doubled_labels
 from modelyard.archiver.manifest import ARCHIVER_VERSION, Explain, Golden, Manifest, Seal
+from modelyard.archiver.model_config import (
+    keys_without_effect,
+    parse_model_config,
+    unknown_keys,
+)
 from modelyard.archiver.report import Report, read_report
 from modelyard.archiver.requirements import Resolved, resolve
 from modelyard.archiver.source_checks import Source, source_warnings
@@ -166,9 +172,9 @@ def plan_archive(
     entry_point = None if known == AUTO else collector.add_handler(known)
     for file in extra_files:
         collector.add_file(file, "extra file")
-    if config_file is not None:
-        collector.add_file(config_file, "configuration")
+    collector.add_config(config_file)
     collector.add_labels(report)
+    collector.check_labels(is_own=entry_point is None or entry_point.file is not None)
     golden = collector.add_examples(examples)
     collector.set_reference(reference)
     resolved = collector.add_requirements(requirements_file, wheels_dir)
@@ -301,10 +307,40 @@ class _Collector:
             self.add_file(entry_point.file, "handler")
         return entry_point
 
+    def add_config(self, file: Path | None) -> None:
+        """Pack the configuration, unless a key of it means nothing."""
+        if file is None:
+            return
+        self.add_file(file, "configuration")
+        with contextlib.suppress(OSError):  # `add_file` has said why
+            try:
+                config = parse_model_config(file.read_bytes(), str(file))
+            except ValueError as error:
+                self.problems.append(str(error))
+                return
+            self.problems += unknown_keys(config, str(file))
+            self.warnings += keys_without_effect(config, str(file))
+
     def add_labels(self, report: Report | None) -> None:
         """Pack the names that the checkpoint has for its classes, where no file has others."""
         if report and report.labels and not {p.name for p in self.parts} & set(LABELS):
             self.parts.append(Part(LABELS_FILE, format_json(report.labels), "labels of the report"))
+
+    def check_labels(self, is_own: bool) -> None:
+        """Check the labels that somebody wrote; an author's handler may read them otherwise.
+
+        Args:
+            is_own: whether the handler is an author's.
+        """
+        for part in self.parts:
+            if part.name == LABELS_FILE and isinstance(part.source, Path):
+                data, problem = part.source.read_bytes(), None
+                try:
+                    problem = doubled_labels(data)
+                except ValueError as error:
+                    problem = str(error)
+                if problem:
+                    (self.warnings if is_own else self.problems).append(problem)
 
     def add_examples(self, texts: Iterable[str]) -> tuple[Golden, ...]:
         """Pack each example's request and expected answer, numbered from 0."""

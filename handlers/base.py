@@ -24,10 +24,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from modelyard.archiver.handler_files import MASKS, TYPES
+from modelyard.archiver.handler_files import LABELS_FILE, MASKS, TYPES
+from modelyard.archiver.labels import count_problem
 from modelyard.archiver.reference import Reference
 from modelyard.archiver.report import Report
-from modelyard.archiver.signature import TensorSpec, fits
+from modelyard.archiver.signature import Size, TensorSpec, fits
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 from modelyard.handlers.agree import Rule
 from modelyard.handlers.backends import Artifact, Output
@@ -64,6 +65,7 @@ from modelyard.handlers.rows import (
     whole,
     wrong_kind,
 )
+from modelyard.handlers.settings import Asked
 from modelyard.handlers.tensors import TensorRequest
 
 _log = logging.getLogger(__name__)
@@ -102,10 +104,13 @@ class BaseHandler:
     default_aggregate: ClassVar[str] = "none"
     class_dim: ClassVar[int] = 0
     """Which dimension of scores (…) of more than one is that of the classes."""
+    label_dim: ClassVar[int | None] = None
+    """Which dimension of the first output the labels name; None where there is none."""
     thing: ClassVar[str] = "value"
     """What a value of the input is called."""
     embedded: int | None = None
     """Place among the inputs of the token ids, for models that embed them."""
+    _settings: Asked | None = None
 
     def __init__(self) -> None:
         self.initialized = False
@@ -123,6 +128,9 @@ class BaseHandler:
         self.is_whole = False
         self.output_names: tuple[str, ...] = ()
         self._whole_outputs: tuple[bool, ...] = ()
+        self._output_sizes: tuple[Size, ...] = ()
+        self._names_outputs = False
+        """Whether the archive has a file of labels, which is an author's own."""
         self.mapping: dict[str, str] | None = None
         self.config: Mapping[str, Any] = {}
         self.output_kind = "values"
@@ -149,6 +157,7 @@ class BaseHandler:
         self.context = context
         self.manifest = context.manifest or {}
         self.model_yaml_config = context.model_yaml_config
+        self._settings = None
         self.device = torch.device(context.device)
         self.map_location = self.device.type
         folder = Path(context.system_properties["model_dir"])
@@ -158,6 +167,7 @@ class BaseHandler:
         self.agreement = packed.agreement
         self.inputs = packed.signature.inputs
         self.output_names = tuple(spec.name for spec in packed.signature.outputs)
+        self._output_sizes = next((spec.shape for spec in packed.signature.outputs), ())
         self.report = packed.report
         self.signature = (self.manifest.get("modelyard") or {}).get("signature")
         self.is_whole = self.signature is not None and not _have_rows(self.inputs)
@@ -170,6 +180,7 @@ class BaseHandler:
             self.digest = hashlib.sha256(manifest.read_bytes()).hexdigest()
         self._check_batch_size(context.system_properties["batch_size"])
         self.mapping = load_label_mapping(folder)
+        self._names_outputs = (folder / LABELS_FILE).is_file()
         self.config = read_config(folder)
         self.stated_kind = read_output_kind(self.handler_settings)
         self.output_kind = self.stated_kind or self.output_kind
@@ -353,14 +364,24 @@ class BaseHandler:
         return probabilities_of(self.output_kind, scores)
 
     def wrong_kind(self, outputs: Output) -> str | None:
-        """Return why a model's outputs cannot be of `output_kind`, and what to say instead.
+        """Return why a model's outputs cannot be of `output_kind`, or do not fit the labels.
 
         `modelyard archive` asks for each of its examples.
         """
         first = outputs if isinstance(outputs, Tensor) else outputs[0]
+        if problem := self.wrong_labels(tuple(first.shape)):
+            return problem
         if not (first.is_floating_point() and first.numel()):
             return None
         return wrong_kind(self.output_kind, self.stated_kind is not None, first)
+
+    def wrong_labels(self, sizes: tuple[Size, ...] = ()) -> str | None:
+        """Return why the labels do not fit an output of these sizes, or the one that is stated."""
+        sizes = sizes or self._output_sizes
+        if self.label_dim is None or self.label_dim >= len(sizes) or not self._names_outputs:
+            return None
+        count = sizes[self.label_dim]
+        return count_problem(self.mapping or {}, count) if isinstance(count, int) else None
 
     def find_target(
         self, index: int, target: str, scores: Tensor, inside: Tensor | None
@@ -522,10 +543,16 @@ class BaseHandler:
         Raises:
             LoadError: it is not entries.
         """
-        settings = self.model_yaml_config.get("handler") or {}
-        if not isinstance(settings, Mapping):
-            raise LoadError(f"handler is {settings!r} in model-config.yaml; expected entries")
-        return settings
+        if self._settings is None:
+            settings = self.model_yaml_config.get("handler") or {}
+            if not isinstance(settings, Mapping):
+                raise LoadError(f"handler is {settings!r} in model-config.yaml; expected entries")
+            self._settings = Asked(settings)
+        return self._settings
+
+    def unread_settings(self) -> list[str]:
+        """Return a sentence for each entry of `handler` that nothing has asked for."""
+        return self._settings.unread() if self._settings else []
 
     def label(self, index: int) -> str:
         """Return the name of an output index: its label, else the index itself."""
@@ -700,6 +727,8 @@ class Classifier(BaseHandler):
 
     Beside a class that reads pictures or sounds it stands first.
     """
+
+    label_dim: ClassVar[int | None] = 1
 
     def __init__(self) -> None:
         super().__init__()

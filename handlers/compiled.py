@@ -16,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from modelyard.archiver.nearest import did_you_mean
 from modelyard.handlers.agree import compare, disagreement, rule_for
 from modelyard.handlers.agree import run as run_in_full
 from modelyard.handlers.backends import Artifact, dtype_name
 from modelyard.handlers.errors import LoadError
 
-_OPTIONS = {"backend", "mode"}
+_OPTIONS = ("backend", "mode")
 _TENSORRT = ("tensorrt", "torch_tensorrt")
 _FORM = "pt2: {compile: {enable: true, backend: inductor, mode: default}}"
 
@@ -36,8 +37,14 @@ def compile_options(config: Mapping[str, Any]) -> dict[str, Any] | None:
     if section is None:
         return None
     stated = section.get("compile") if isinstance(section, dict) else None
-    if not isinstance(stated, dict) or not isinstance(stated.get("enable"), bool):
-        raise LoadError(f"pt2 in model-config.yaml is {section!r}; expected as in {_FORM}")
+    near = _near(section, ("compile",)) or _near(stated, ("enable", *_OPTIONS))
+    if (
+        near
+        or not isinstance(stated, dict)
+        or not isinstance(stated.get("enable"), bool)
+        or set(section) != {"compile"}
+    ):
+        raise LoadError(f"pt2 in model-config.yaml is {section!r}; expected as in {_FORM}{near}")
     options = {name: value for name, value in stated.items() if name != "enable"}
     for name, value in options.items():
         if name not in _OPTIONS or not isinstance(value, str):
@@ -58,8 +65,15 @@ def runs_on_tensorrt(config: Mapping[str, Any]) -> bool:
     if not isinstance(wanted, bool) or set(section) - {"tensorrt"}:
         raise LoadError(
             f"onnx in model-config.yaml is {section!r}; expected onnx: {{tensorrt: true}}"
+            + _near(section, ("tensorrt",))
         )
     return wanted
+
+
+def _near(section: Any, known: Sequence[str]) -> str:
+    """Return what is likely meant by the first key that is unknown, for messages."""
+    unknown = [key for key in section if key not in known] if isinstance(section, dict) else []
+    return did_you_mean(str(unknown[0]), known) if unknown else ""
 
 
 def compile_artifact(

@@ -23,6 +23,7 @@ class FillMask(TextHandler):
     `handler.text.mask` of model-config.yaml is the token that stands for a gap.
     """
 
+    label_dim: ClassVar[int | None] = None
     section_keys: ClassVar[tuple[str, ...]] = (*TextHandler.section_keys, "mask")
     parts: ClassVar[tuple[str, ...]] = ("text",)
 

@@ -16,6 +16,7 @@ from modelyard.archiver.handler_files import (
     MAX_JSON_BYTES,
     PROCESSOR_FILES,
 )
+from modelyard.archiver.labels import parse_labels
 from modelyard.archiver.reference import Reference, parse_reference
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.untrusted.names import REFERENCE_NAME
@@ -75,20 +76,20 @@ def read_processor(folder: Path) -> tuple[str, Mapping[str, Any]] | None:
 def load_label_mapping(folder: Path) -> dict[str, str] | None:
     """Read the labels: output index as str → label; None where no file says them.
 
-    `index_to_name.json` has TorchServe's three forms: {"0": "cat"}, {"0": ["n02123045", "tabby"]}
-    (the last name counts) and {"object_type_names": ["cat", …]}. Without it they are `id2label` of
-    `config.json`.
+    They are in `index_to_name.json`; without it they are `id2label` of `config.json`.
     """
-    file, content = LABELS_FILE, read_json_file(folder / LABELS_FILE)
-    if content is None:
-        file, content = CONFIG_FILE, read_config(folder).get("id2label")
+    file = folder / LABELS_FILE
+    if file.is_file():
+        try:
+            return parse_labels(file.read_bytes())
+        except ValueError as error:
+            raise LoadError(str(error)) from error
+    content = read_config(folder).get("id2label")
     if content is None:
         return None
-    if isinstance(content, dict) and "object_type_names" in content:
-        content = dict(enumerate(content["object_type_names"]))
     if not isinstance(content, dict):
         raise LoadError(
-            f"{file} holds a {type(content).__name__} of labels; expected an object like "
+            f"{CONFIG_FILE} holds a {type(content).__name__} of labels; expected an object like "
             '{"0": "cat"}'
         )
-    return {str(k): str(v[-1] if isinstance(v, list) and v else v) for k, v in content.items()}
+    return {str(key): str(label) for key, label in content.items()}

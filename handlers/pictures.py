@@ -13,7 +13,7 @@ from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.folder import read_processor
-from modelyard.handlers.rows import read_flag
+from modelyard.handlers.rows import read_flag, read_section
 
 MAX_PIXELS = 89_478_485
 """Largest image decoded: Pillow's own limit, a quarter of a gigabyte as 24 bits a pixel."""
@@ -105,11 +105,7 @@ def read_settings(section: Any) -> ImageSettings:
     if section is None:
         return TORCHSERVE_SETTINGS
     known = ("mode", "resize", "longest", "crop", "size", "resample", "mean", "std", "upright")
-    if not isinstance(section, Mapping):
-        raise LoadError(f"handler.image is {section!r}; expected entries of {', '.join(known)}")
-    for key in section:
-        if key not in known:
-            raise LoadError(f"handler.image.{key} is unknown; expected some of {', '.join(known)}")
+    section = read_section({"image": section}, "image", known)
     mode = section.get("mode", "RGB")
     if mode not in CHANNELS:
         raise LoadError(f"handler.image.mode is {mode!r}; expected one of {', '.join(CHANNELS)}")

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from modelyard.archiver.nearest import did_you_mean
 from modelyard.archiver.signature import Dim, TensorSpec, fits
 from modelyard.handlers.backends import Output, torch_dtype
 from modelyard.handlers.errors import BadInput, HandlerError, InputMismatch, LoadError
@@ -240,11 +241,14 @@ def read_section(handler: Mapping[str, Any], name: str, known: Sequence[str]) ->
     Raises:
         LoadError: it is not entries, or has one that is unknown.
     """
-    section = handler.get(name) or {}
+    section = {} if (given := handler.get(name)) is None else given
     if not isinstance(section, Mapping):
         raise LoadError(f"handler.{name} is {section!r}; expected entries of {', '.join(known)}")
     if unknown := sorted(map(str, set(section) - set(known))):
-        raise LoadError(f"handler.{name}.{unknown[0]} is unknown; expected {', '.join(known)}")
+        raise LoadError(
+            f"handler.{name}.{unknown[0]} is unknown; expected {', '.join(known)}"
+            + did_you_mean(unknown[0], known)
+        )
     return section
 
 

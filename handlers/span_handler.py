@@ -44,6 +44,7 @@ class TokenClassifier(TextHandler):
     section_keys: ClassVar[tuple[str, ...]] = (*TextHandler.section_keys, "aggregation")
     parts: ClassVar[tuple[str, ...]] = ("text",)
     class_dim: ClassVar[int] = 1
+    label_dim: ClassVar[int | None] = 2
 
     def __init__(self) -> None:
         super().__init__()
@@ -162,6 +163,7 @@ class QuestionAnswering(TextHandler):
     answer in tokens.
     """
 
+    label_dim: ClassVar[int | None] = None
     section_keys: ClassVar[tuple[str, ...]] = (*TextHandler.section_keys, "max_answer")
     parts: ClassVar[tuple[str, ...]] = ("question", "context")
     least_parts: ClassVar[int] = 2

@@ -21,6 +21,7 @@ class TextEncoder(Vectors, TextHandler):
     without it.
     """
 
+    label_dim: ClassVar[int | None] = None
     section_keys: ClassVar[tuple[str, ...]] = (*TextHandler.section_keys, "normalize")
 
     def initialize(self, context: Context) -> None:

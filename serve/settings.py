@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import ipaddress
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
-import yaml
 from pydantic import (
     BaseModel,
     ConfigDict,
@@ -23,6 +21,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
+from modelyard.archiver.nearest import did_you_mean
+from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.serve.errors import StartError
 
 ENV_PREFIX = "MODELYARD_"
@@ -231,6 +231,17 @@ class Settings(BaseModel):
             raise ValueError("tls_cert and tls_key go together; one is missing")
         return value
 
+    @field_validator("management_port", "metrics_port")
+    @classmethod
+    def _is_no_others(cls, value: int, info: ValidationInfo) -> int:
+        for other in ("port", "management_port"):
+            if value and info.data.get(other) == value:
+                raise ValueError(
+                    f"{value} is {other}, too; each API needs a port of its own, and 0 lets the "
+                    "system choose"
+                )
+        return value
+
     @field_validator("token_file")
     @classmethod
     def _are_asked_for(cls, value: Path | None, info: ValidationInfo) -> Path | None:
@@ -243,9 +254,9 @@ class Settings(BaseModel):
     def _parse(cls, value: Any) -> Any:
         """Take YAML where a mapping is expected, as in the environment."""
         try:
-            return yaml.safe_load(value) if isinstance(value, str) else value
-        except yaml.YAMLError as error:
-            raise ValueError(f"not valid YAML: {_place_in_yaml(error)}") from error
+            return parse_yaml(value) if isinstance(value, str) else value
+        except ValueError as error:
+            raise ValueError(f"not valid YAML: {error}") from error
 
     @field_validator(
         "model_store", "state_dir", "trusted_keys", "token_file", "tls_cert", "tls_key"
@@ -409,14 +420,46 @@ def _describe_problem(problem: ErrorDetails, said_in: Mapping[str, str]) -> str:
     name, *place = map(str, problem["loc"])
     where = ".".join([said_in.get(name, name), *place])
     if problem["type"] == "extra_forbidden" and not place:
-        return f"{where}: there is no such setting{_near(name, Settings.model_fields)}"
-    reason = problem["msg"].removeprefix("Value error, ")
-    return f"{where}: {reason}, got {problem['input']!r}"
+        return f"{where}: there is no such setting{did_you_mean(name, Settings.model_fields)}"
+    return f"{where}: {what_is_wrong(problem)}"
 
 
-def _near(name: str, names: Iterable[str], prefix: str = "") -> str:
-    near = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {prefix}{near[0]}?" if near else ""
+_EXPECTED = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "string": "text",
+    "path": "a path",
+    "dict": "entries of `name: value`",
+    "tuple": "a list",
+}
+"""By the beginning of the type of a problem."""
+_FORMS = {
+    r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:N",
+    r"^(\d{1,10}-\d{1,10})?$": "FIRST-LAST, as in 60706-61183",
+}
+
+
+def what_is_wrong(problem: Mapping[str, Any]) -> str:
+    """Return what pydantic found, in our words: what was expected, and the value that came."""
+    kind, said, given = problem["type"], problem.get("ctx", {}), problem.get("input")
+    if kind == "missing":
+        return "it is missing; give it"
+    if kind == "value_error":
+        reason = str(said["error"])  # our own sentence, which names what it saw
+        return f"{reason}, got {given!r}" if reason.startswith("expected") else reason
+    near = ""
+    if kind == "literal_error":
+        expected = str(said["expected"]).replace("'", "")
+        near = did_you_mean(str(given), re.split(r", | or ", expected))
+    elif kind in ("greater_than_equal", "greater_than", "less_than_equal"):
+        bounds = {"ge": "{} or more", "gt": "more than {}", "le": "{} or less"}
+        expected = next(text.format(f"{said[at]:g}") for at, text in bounds.items() if at in said)
+    elif kind == "string_pattern_mismatch":
+        expected = _FORMS.get(said["pattern"], said["pattern"])
+    else:
+        expected = _EXPECTED.get(kind.split("_")[0], problem["msg"])
+    return f"expected {expected}, got {given!r}{near}"
 
 
 OTHER_VARIABLES = frozenset({
@@ -435,26 +478,19 @@ def unknown_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
     settings = {name.upper() for name in Settings.model_fields}
     return [
         f"the variable {ENV_PREFIX}{name} is not a setting and has no effect"
-        f"{_near(name, settings, ENV_PREFIX)}"
+        f"{did_you_mean(name, settings, ENV_PREFIX)}"
         for name in sorted({*ours} - settings - OTHER_VARIABLES)
     ]
-
-
-def _place_in_yaml(error: yaml.YAMLError) -> object:
-    """Return what is wrong, and where, in one line."""
-    if not isinstance(error, yaml.MarkedYAMLError) or (mark := error.problem_mark) is None:
-        return error
-    return f"line {mark.line + 1}, column {mark.column + 1}: {error.problem}"
 
 
 def _read_file(file: Path) -> dict[str, Any]:
     problem: object
     try:
-        content = yaml.safe_load(file.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        problem = _place_in_yaml(error)
-    except (OSError, UnicodeDecodeError) as error:
-        problem = error.strerror if isinstance(error, OSError) else error
+        content = parse_yaml(file.read_bytes()) or {}
+    except OSError as error:
+        problem = error.strerror
+    except ValueError as error:
+        problem = error
     else:
         if isinstance(content, dict):
             return {str(name): value for name, value in content.items()}

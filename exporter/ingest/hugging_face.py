@@ -9,13 +9,13 @@ from typing import Any
 from torch import nn
 
 from modelyard.archiver.extras import how_to_install
+from modelyard.archiver.nearest import nearest
 from modelyard.exporter.errors import CheckpointError, ModelError, UsageError, cause
 from modelyard.exporter.ingest.value import (
     Checkpoint,
     check_model_args,
     code_names,
     list_shown,
-    nearest,
 )
 
 TASKS: Mapping[str, tuple[str, ...]] = {

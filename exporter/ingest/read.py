@@ -3,6 +3,7 @@
 from dataclasses import fields
 from pathlib import Path
 
+from modelyard.archiver.nearest import nearest
 from modelyard.exporter.errors import CheckpointError, UsageError
 from modelyard.exporter.ingest.archive import read_archive
 from modelyard.exporter.ingest.folders import read_folder
@@ -14,7 +15,6 @@ from modelyard.exporter.ingest.value import (
     ParsedCheckpoint,
     digest_files,
     find_tied,
-    nearest,
     strip_wrappers,
 )
 

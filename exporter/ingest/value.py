@@ -1,6 +1,5 @@
 """The weights of a checkpoint, the names of its tensors, and all that is known beside them."""
 
-import difflib
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from modelyard.archiver.nearest import nearest
 from modelyard.exporter.errors import CheckpointError, UsageError
 from modelyard.exporter.ingest.pickles import UnresolvedCall
 
@@ -26,7 +26,6 @@ ATTRIBUTES = ("model.", "net.", "network.", "backbone.", "module.", "student.")
 
 KEYS_SHOWN = 20
 _AVERAGED = "n_averaged"
-_CUTOFF = 0.6
 
 
 @dataclass(frozen=True)
@@ -279,12 +278,6 @@ def fit_names(
     if prefix is not None and not any(name.startswith(prefix) for name in wanted):
         return {name.removeprefix(prefix): value for name, value in tensors.items()}, prefix
     return dict(tensors), None
-
-
-def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that is most like a name; None when none is."""
-    found = difflib.get_close_matches(name, list(known), n=1, cutoff=_CUTOFF)
-    return found[0] if found else None
 
 
 def such_as(name: str, known: Iterable[str]) -> str:

@@ -17,6 +17,7 @@ from modelyard.archiver import ArchiveError
 from modelyard.serve.errors import BadRequest, MethodNotAllowed, NoSuchRoute, ServeError
 from modelyard.serve.http.application import Answers
 from modelyard.serve.http.connection import RequestResponseCycle
+from modelyard.serve.settings import what_is_wrong
 
 Message = MutableMapping[str, Any]
 READ = "/v2/repository/"
@@ -98,8 +99,8 @@ class Routes:
 
     async def _answer_validation(self, request: Request, error: RequestValidationError) -> Response:
         problems = "; ".join(
-            f"{'.'.join(str(part) for part in e['loc'][1:])}: {e['msg']}, got {e.get('input')!r}"
-            for e in error.errors()
+            f"{'.'.join(str(part) for part in each['loc'][1:])}: {what_is_wrong(each)}"
+            for each in error.errors()
         )
         return self._respond(request, BadRequest(problems))
 

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import yaml
-
 from modelyard.archiver import Archive
+from modelyard.archiver.model_config import keys_without_effect, parse_model_config, unknown_keys
+from modelyard.archiver.nearest import did_you_mean
 from modelyard.archiver.untrusted.names import REFERENCE_NAME
 from modelyard.serve.control.sizing import count_gpus
 from modelyard.serve.dataplane.lengths import CALL_BYTES
@@ -189,6 +189,7 @@ def load_model_config(
         **extensions(values, archive, settings, options),
     )
     values.refuse_unknown()
+    values.check_keys(archive.manifest.modelyard is not None)
     return config
 
 
@@ -243,14 +244,9 @@ def _parse(archive: Archive, file: str | None) -> dict[str, Any]:
     if file not in archive.names:
         raise BadModelConfig(f"the manifest names {file}, which the archive does not hold")
     try:
-        config = yaml.safe_load(archive.read(file))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadModelConfig(f"{file} is not valid YAML: {error}") from error
-    if config is None:
-        return {}
-    if not isinstance(config, dict):
-        raise BadModelConfig(f"{file}: expected `key: value` lines, got {type(config).__name__}")
-    return config
+        return parse_model_config(archive.read(file), file)
+    except ValueError as error:
+        raise BadModelConfig(str(error)) from error
 
 
 class Values:
@@ -269,8 +265,9 @@ class Values:
         settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._settings = settings or {}
+        self._of_file = values
         self.values = {**values, **self._settings}
-        self.file = file
+        self.file = self._file = file
         self._is_lenient = is_lenient
         self._known: set[str] = set()
         self.origins = {key: f"{key} of {file}" for key in values}
@@ -293,15 +290,29 @@ class Values:
         return cls(_parse(archive, file), file or "model-config.yaml", is_lenient, of_model)
 
     def refuse_unknown(self) -> None:
-        """Refuse keys of the settings that nothing has read.
-
-        An archive's file may hold keys for its handler; what only the server reads may not.
-        """
+        """Refuse keys of the settings that nothing has read."""
         if unknown := sorted(map(str, set(self._settings) - self._known)):
             raise BadModelConfig(
                 f"the setting model_settings: the server reads no {', '.join(unknown)}; it reads "
                 + ", ".join(sorted(self._known))
+                + did_you_mean(unknown[0], self._known)
             )
+
+    def check_keys(self, is_sealed: bool) -> None:
+        """Refuse keys of the archive's file that nothing reads, or log a warning.
+
+        Handlers of archives without our seal read keys of their own in any place.
+
+        Raises:
+            BadModelConfig: the first of them.
+        """
+        unknown = unknown_keys(self._of_file, self._file)
+        if is_sealed and not self._is_lenient:
+            if unknown:
+                raise BadModelConfig("; ".join(unknown))
+            unknown = keys_without_effect(self._of_file, self._file)
+        for problem in unknown:
+            logger.warning("%s", problem)
 
     def _get(self, key: str, default: Any = None) -> Any:
         self._known.add(key)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import tempfile
 from collections.abc import Mapping
@@ -11,6 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
+from modelyard.archiver.nearest import did_you_mean
 from modelyard.serve.errors import StartError
 from modelyard.serve.http.tokens import read_token_file
 from modelyard.serve.ray.archives import CellArchive, find_archives, is_fetched
@@ -157,5 +157,4 @@ def _settings(arguments: Arguments, said: Mapping[str, Any]) -> Settings:
 
 def _near(name: str) -> str:
     names = [*Arguments.model_fields, *(Settings.model_fields.keys() - OF_THE_CELL.keys())]
-    near = difflib.get_close_matches(name, names, 1)
-    return f"; did you mean {near[0]}?" if near else ""
+    return did_you_mean(name, names)

@@ -8,10 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import yaml
-
 from modelyard.archiver import open_archive
 from modelyard.archiver.extras import what_is_missing
+from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.serve.control.model_config import ModelConfig, load_model_config
 from modelyard.serve.control.store import find_archive
 from modelyard.serve.errors import ServeError
@@ -168,8 +167,8 @@ def _read_model(name: str, share: float, file: Path | None, settings: Settings) 
         except UnicodeDecodeError as error:
             raise BadCosts(f"--costs {name}={file}: not text in UTF-8") from error
     try:
-        values = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+        values = parse_yaml(text) or {}
+    except ValueError as error:
         raise BadCosts(f"{where} is not valid YAML: {error}") from error
     if not isinstance(values, dict) or KEY not in values:
         raise BadCosts(

@@ -6,7 +6,6 @@ command line, else the file, else it is TorchServe's default.
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from modelyard.archiver.nearest import did_you_mean
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Address, Settings, describe_problems
 from modelyard.serve.torchserve.arguments import CommandLine
@@ -374,9 +374,8 @@ def _typed(values: Mapping[str, str], notices: list[str]) -> Iterator[tuple[str,
             if text.strip():
                 yield key, text.strip()
         else:
-            near = difflib.get_close_matches(key, KEYS, 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            notices.append(f"{key} is not a key of config.properties and has no effect{hint}")
+            near = did_you_mean(key, KEYS)
+            notices.append(f"{key} is not a key of config.properties and has no effect{near}")
 
 
 def _split(text: str) -> tuple[str, ...]:

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import yaml
 
+from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.serve.dataplane.exposition import KINDS, Family, HandlerMetrics, Record, text
 from modelyard.serve.errors import StartError
 from modelyard.serve.torchserve.log_config import MODEL_METRICS, TS_METRICS
@@ -300,8 +300,8 @@ def read_config(file: Path) -> dict[str, Any]:
         StartError: it cannot be read, or a metric lacks its name, unit or dimensions.
     """
     try:
-        config = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        config = parse_yaml(file.read_bytes())
+    except (OSError, ValueError) as error:
         raise StartError(f"cannot read the metrics configuration {file}: {error}") from error
     if not isinstance(config, dict):
         raise StartError(f"the metrics configuration {file} holds no ts_metrics or model_metrics")

@@ -40,6 +40,7 @@ def load_torchserve_config(
             supported.
     """
     values = Values.of(archive, settings, name, is_lenient=True)
+    values.check_keys(archive.manifest.modelyard is not None)
     of_name = dialect.models.get(name, {})
     listed = Values(
         of_name.get(archive.manifest.model_version, {}), "the setting `models`", is_lenient=True

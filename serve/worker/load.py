@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import functools
 import importlib
+import logging
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -23,6 +24,8 @@ from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.steps import Steps
 from modelyard.serve.worker import torchserve
 from modelyard.serve.worker.codec import OURS, Answer, Rules
+
+logger = logging.getLogger(__name__)
 
 SHIM = Path(__file__).parent / "shim"
 
@@ -68,7 +71,7 @@ class Service:
     @property
     def is_built_in(self) -> bool:
         """Whether the handler is ours as it stands: what fails is not an author's code."""
-        return type(self.handler).__module__.startswith("modelyard.handlers.")
+        return _is_built_in(self.handler)
 
 
 @functools.cache
@@ -114,7 +117,13 @@ def load_service(message: dict[str, Any]) -> Service:
     if place != folder:
         sys.path.insert(0, str(place))
     handler = find_handler(message["handler"], {**shim.BUILT_IN, **(BUILT_IN if sealed else {})})
-    handler.initialize(context)
+    try:
+        handler.initialize(context)
+    except LoadError as error:
+        # A handler that lacks what somebody misspelt fails with the consequence of that.
+        _check_settings(handler.target, f"; {error}")
+        raise
+    _check_settings(handler.target)
     predict, explain = handler.handle, _explain_entry(handler, sealed)
     steps = handler.target if isinstance(handler.target, Steps) else None
     enveloped = golden = None
@@ -222,6 +231,37 @@ def _is_ours(target: object) -> bool:
     """Return whether a handler inherits from ours."""
     base = sys.modules.get("modelyard.handlers.base")  # imported by whoever does
     return base is not None and isinstance(target, base.BaseHandler)
+
+
+def _is_built_in(target: object) -> bool:
+    """Return whether a handler is ours as it stands."""
+    return type(target).__module__.startswith("modelyard.handlers.")
+
+
+def _check_settings(target: Any, failed: str = "") -> None:
+    """Refuse what the archive says to one of our handlers and means nothing to it.
+
+    An author's class may read entries of its own at any time, so it is only warned of.
+
+    Args:
+        failed: why the handler could not be loaded, where it could not: only what looks like
+            something that was asked for by then is told.
+
+    Raises:
+        LoadError: what it is, and what was likely meant.
+    """
+    if not _is_ours(target):
+        return
+    unread = target.unread_settings()
+    likely = [problem for problem in unread if problem.endswith("?")]
+    if _is_built_in(target):
+        if told := likely if failed else unread:
+            raise LoadError(f"model-config.yaml: {'; '.join(told)}{failed}")
+        if not failed and (problem := target.wrong_labels()):
+            raise LoadError(problem)
+        return
+    for problem in likely:
+        logger.warning("model-config.yaml: %s", problem)
 
 
 def is_classifier(target: object) -> bool:

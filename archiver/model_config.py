@@ -1,0 +1,71 @@
+"""Keys of `model-config.yaml`: which of them mean something, and where."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from modelyard.archiver.nearest import did_you_mean
+from modelyard.archiver.untrusted.yaml import parse_yaml
+
+HANDLERS_KEYS = ("handler", "pt2", "onnx")
+"""What the worker reads."""
+SERVERS_KEYS = (
+    *("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay", "jobQueueSize"),
+    *("clientTimeoutInMills", "responseTimeout", "startupTimeout", "deviceType", "retry"),
+    *("workerThreads", "batchBy", "explainWorkers", "explainShare", "artifact"),
+    *("tunedRate", "tunedCosts"),
+)
+OPERATORS_KEYS = ("network", "files", "shareWorkers", "cacheAnswers", "cacheIgnores")
+"""What the setting `model_settings` may say, and an archive may not."""
+TORCHSERVES_KEYS = (
+    *("deviceIds", "parallelType", "parallelLevel", "torchrun", "batchDelay"),
+    *("useJobTicket", "useVenv", "maxRetryTimeoutInSec"),
+    *("sequenceBatching", "continuousBatching", "asyncCommunication"),
+)
+"""What the server reads in TorchServe's dialect only."""
+_KNOWN = (*HANDLERS_KEYS, *SERVERS_KEYS, *TORCHSERVES_KEYS)
+
+
+def parse_model_config(data: bytes, file: str) -> dict[str, Any]:
+    """Parse a file of `key: value` lines; an empty one has no keys.
+
+    Raises:
+        ValueError: it is something else; the message names the file and the place.
+    """
+    try:
+        config = parse_yaml(data)
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid YAML: {error}") from error
+    if config is None:
+        return {}
+    if not isinstance(config, dict):
+        raise ValueError(f"{file}: expected `key: value` lines, got {type(config).__name__}")
+    return config
+
+
+def unknown_keys(config: Mapping[str, Any], file: str) -> list[str]:
+    """Return a sentence for each key that nothing reads, with the one that was likely meant.
+
+    What stands below `handler` is for the handler to judge, when it is loaded.
+    """
+    return [
+        f"{file}: {key} is not a key that the server reads"
+        + (
+            did_you_mean(str(key), _KNOWN)
+            or "; leave it out, or put what the handler reads below `handler`"
+        )
+        for key in config
+        if key not in _KNOWN and key not in OPERATORS_KEYS
+    ]
+
+
+def keys_without_effect(config: Mapping[str, Any], file: str) -> list[str]:
+    """Return a sentence for each key that means something, but not to `modelyard serve`."""
+    only = {key: "the setting model_settings may say it" for key in OPERATORS_KEYS}
+    only |= {key: "the command torchserve reads it" for key in TORCHSERVES_KEYS}
+    return [
+        f"{file}: {key} has no effect with modelyard serve: only {only[key]}"
+        for key in config
+        if key in only
+    ]
