@@ -9,9 +9,11 @@ from typing import Any
 import orjson
 
 from modelyard.archiver.untrusted import json as strict
+from modelyard.archiver.untrusted.names import quoted
 from modelyard.handlers.errors import BadInput
 
 _MAX_DEPTH = 1024  # orjson's own
+_SHOWN = 5
 
 
 def parse_strictly(text: bytes | bytearray | str, what: str = "the JSON of the body") -> Any:
@@ -36,19 +38,25 @@ def body_of(row: Mapping[str, Any]) -> Any:
     """Return a request's content: the part named "data", else the body.
 
     Raises:
-        BadInput: both are empty.
+        BadInput: both are empty, or the request is a form of other fields.
     """
-    value = row.get("data")
-    if value is None or _is_empty(value):
-        value = row.get("body")
-        if not row:
-            raise BadInput(
-                "the request is a form without fields, as `curl -d` sends one; send the input as "
-                "the body: `curl -T FILE`, or with `-H 'Content-Type: application/json'`"
-            )
-        if value is None or _is_empty(value):
-            raise BadInput("the body is empty; send the input as the body, as `curl -T FILE` does")
-    return value
+    for name in ("data", "body"):
+        value = row.get(name)
+        if value is not None and not _is_empty(value):
+            return value
+    if not row:
+        raise BadInput(
+            "the request is a form without fields, as `curl -d` sends one; send the input as "
+            "the body: `curl -T FILE`, or with `-H 'Content-Type: application/json'`"
+        )
+    if "data" in row or "body" in row:
+        raise BadInput("the body is empty; send the input as the body, as `curl -T FILE` does")
+    names = ", ".join(quoted(name) for name in list(row)[:_SHOWN])
+    raise BadInput(
+        f"the request is a form with {'the field' if len(row) == 1 else 'the fields'} {names}; "
+        'expected the field "data" or "body", or the input itself as the body: `curl -T FILE`, or '
+        "JSON with `-H 'Content-Type: application/json'`"
+    )
 
 
 def parse_json(body: Any) -> Any:
@@ -59,6 +67,20 @@ def parse_json(body: Any) -> Any:
         return parse_strictly(body)
     except ValueError as error:
         raise BadInput(f"the body is not JSON: {error}; this model takes JSON numbers") from error
+
+
+def why_not_json(body: bytes | bytearray) -> str:
+    """Return where JSON breaks off, for messages about a body that may be meant as such.
+
+    Empty where the body does not begin as JSON does, or is whole.
+    """
+    if body.lstrip()[:1] not in (b"{", b"[", b'"'):
+        return ""
+    try:
+        parse_strictly(body)
+    except (BadInput, ValueError) as error:
+        return str(error)
+    return ""
 
 
 def decode_text(body: bytes | bytearray) -> str:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
+from modelyard.handlers.body import why_not_json
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.folder import read_processor
 from modelyard.handlers.rows import read_flag, read_section
@@ -266,6 +267,8 @@ def open_picture(
         return image
     except _DECODE_ERRORS as error:
         reason = "not an image" if isinstance(error, UnidentifiedImageError) else f"{error}"
+        if said := why_not_json(body):
+            reason += f", and {said}"
         raise BadInput(
             f"the body ({len(body)} bytes) cannot be read as an image: {reason}; "
             f"send one file of {', '.join(IMAGE_FORMATS)}"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,8 +23,12 @@ from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.bars import Bar
 from modelyard.handlers.explain.digits import as_lists
 from modelyard.handlers.explain.explanation import Explanation
+from modelyard.handlers.lists import Lists
 from modelyard.handlers.rows import as_dtype
 
+_LIST_OF_ROWS = re.compile(r"\s*\[\s*[\[{]")
+_PEEKED = 64
+"""Bytes of a body in which a list of rows shows; JSON is read once where it holds one row."""
 _KEYS = ("name", "mean", "std", "values", "one_hot", "group")
 
 
@@ -60,12 +65,13 @@ class Feature:
         return (max(numbers) - min(numbers)) / self.std if numbers else 1.0
 
 
-class TabularHandler(Classifier):
+class TabularHandler(Lists, Classifier):
     """Serve a model of one float input (N, F); `features.json` in the archive names the F features.
 
     A request's body is a JSON object with a value for each feature, {"age": 41, "smoker": "no"},
-    or a list of the values in order. The answer is {"label": probability, …} where the archive has
-    labels, else the model's numbers. The columns of a category, and the features of a group, are
+    or a list of the values in order; a list of such rows is answered with the list of their
+    answers. The answer is {"label": probability, …} where the archive has labels, else the model's
+    numbers. The columns of a category, and the features of a group, are
     one feature to explanations.
     """
 
@@ -96,6 +102,19 @@ class TabularHandler(Classifier):
                 f"the artifact takes {takes}, {FEATURES_FILE} names {len(self.features)} features; "
                 f"expected a model of one float input [batch, {count}]"
             )
+
+    def read_list(self, row: Mapping[str, Any]) -> list[Any] | None:
+        """Return the rows of a request that holds a list of them."""
+        body = body_of(row)
+        if isinstance(body, bytes | bytearray | str):
+            text = body if isinstance(body, str) else body[:_PEEKED].decode("latin-1")
+            body = parse_json(body) if _LIST_OF_ROWS.match(text) else None
+        is_list = isinstance(body, list) and bool(body) and isinstance(body[0], dict | list)
+        return body if is_list else None
+
+    def check_listed(self, body: Any) -> None:
+        """Refuse what is not a row."""
+        self._numbers_of(self._row_of(body))
 
     def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
         """Turn rows into the model's input (N, F)."""
@@ -173,9 +192,22 @@ class TabularHandler(Classifier):
 
     def _read_row(self, row: Mapping[str, Any]) -> list[np.ndarray]:
         """Return one request's features (F,), scaled as `features.json` says."""
-        value = parse_json(body_of(row))
+        value = self._row_of(parse_json(body_of(row)))
+        numbers = self._numbers_of(value)
+        self.rows.append(value)
+        return [as_dtype(self.inputs[0], np.array(numbers))]
+
+    def _numbers_of(self, row: Mapping[str, Any]) -> list[float]:
+        return [n for each in self.features for n in _scaled(each, row[each.name])]
+
+    def _row_of(self, value: Any) -> dict[str, Any]:
+        """Return the value of each feature by its name, in the features' order."""
         names = [feature.name for feature in self.features]
         if isinstance(value, list):
+            if value and isinstance(value[0], dict | list):
+                raise BadInput(
+                    f"the body is a list of {len(value)} rows; expected one row, which is explained"
+                )
             if len(value) != len(names):
                 raise BadInput(
                     f"the row has {len(value)} values; expected {len(names)}: {', '.join(names)}"
@@ -189,9 +221,7 @@ class TabularHandler(Classifier):
         wrong += [f"{each} is unknown" for each in value if each not in names]
         if wrong:
             raise BadInput(f"{', '.join(wrong)}; expected exactly {', '.join(names)}")
-        numbers = [n for each in self.features for n in _scaled(each, value[each.name])]
-        self.rows.append({name: value[name] for name in names})
-        return [as_dtype(self.inputs[0], np.array(numbers))]
+        return {name: value[name] for name in names}
 
 
 def read_features(path: Path) -> tuple[Feature, ...]:

@@ -13,14 +13,15 @@ from modelyard.archiver.handler_files import MASKS, TOKEN_IDS, TOKENIZER_FILE, T
 from modelyard.archiver.signature import UNLIMITED, Dim
 from modelyard.handlers.base import Classifier, Inputs
 from modelyard.handlers.context import Context
-from modelyard.handlers.errors import BadInput, InputMismatch, LoadError
+from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain import bars, page, present, token_page
 from modelyard.handlers.explain.attribution import Tensors
 from modelyard.handlers.explain.digits import as_lists
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.explain.region import Region
+from modelyard.handlers.lists import Lists
 from modelyard.handlers.rows import read_section
-from modelyard.handlers.text_request import check_list, read_body
+from modelyard.handlers.text_request import read_body
 
 MAX_LENGTH = 512
 """Tokens of a request, where neither the settings nor the artifact say less."""
@@ -29,7 +30,7 @@ MAX_CHARACTERS = 1_000_000
 PAD_TOKENS = ("[PAD]", "<pad>", "<|endoftext|>")
 
 
-class TextHandler(Classifier):
+class TextHandler(Lists, Classifier):
     """Serve a classifier of token ids; the archive holds its tokenizer (`tokenizer.json`).
 
     A request's body is text, a JSON string, or {"text": …, "text_pair": …} for a model that
@@ -43,6 +44,7 @@ class TextHandler(Classifier):
     default_baseline: str = "pad"
     default_aggregate: ClassVar[str] = "sum"
     section_keys: ClassVar[tuple[str, ...]] = ("tokenizer", "max_length", "pad")
+    listed = "text"
     """Keys of `handler.text`."""
     parts: ClassVar[tuple[str, ...]] = ("text", "text_pair")
     """Keys of a request that is a JSON object."""
@@ -89,44 +91,14 @@ class TextHandler(Classifier):
         self.pad_id = self._find_pad(section.get("pad"))
         self.kept = torch.tensor(_special_ids(self.tokenizer), dtype=torch.int64)
 
-    def _run_steps(self, data: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Answer a batch; a request that holds a list of texts gets the list of their answers."""
-        lists = [self._each(at, self._read_list, row) for at, row in enumerate(data)]
-        if not any(lists):
-            return super()._run_steps(data)
-        answers = []
-        for at, (row, texts) in enumerate(zip(data, lists, strict=True)):
-            if texts is None:
-                answers += super()._run_steps([row])
-            else:
-                answers.append(self._each(at, self._answer_list, texts))
-        return answers
-
-    def _read_list(self, row: Mapping[str, Any]) -> list[Any] | None:
-        """Return the texts of a request that holds a list of them, each of which can be read."""
+    def read_list(self, row: Mapping[str, Any]) -> list[Any] | None:
+        """Return the texts of a request that holds a list of them."""
         body = read_body(row, self.parts)
-        if not isinstance(body, list):
-            return None
-        check_list(body)
-        for at, text in enumerate(body):
-            try:
-                self._read_texts({"body": text})
-            except BadInput as error:
-                raise BadInput(f"text {at} of the list: {error}") from error
-        return body
+        return body if isinstance(body, list) else None
 
-    def _answer_list(self, texts: Sequence[Any]) -> list[Any]:
-        """Answer texts in batches as large as the server makes them."""
-        rows = [{"body": text} for text in texts]
-        most = self.context.system_properties["batch_size"] or 1
-        answers: list[Any] = []
-        for first in range(0, len(rows), most):
-            batch = rows[first : first + most]
-            try:
-                answers += super()._run_steps(batch)
-            except InputMismatch:  # texts of unequal length, and no mask
-                answers += [super(TextHandler, self)._run_steps([row])[0] for row in batch]
-        return answers
+    def check_listed(self, body: Any) -> None:
+        """Refuse what is not a text."""
+        self._read_texts({"body": body})
 
     def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
         """Turn texts into ids (N, L), filled up to the longest, with mask and types if asked for.

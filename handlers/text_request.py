@@ -11,8 +11,6 @@ from modelyard.handlers.body import body_of, decode_text, parse_json
 from modelyard.handlers.errors import BadInput
 
 INPUTS, PARAMETERS = "inputs", "parameters"
-MOST_TEXTS = 256
-"""In the list of one request."""
 
 
 def read_body(row: Mapping[str, Any], names: Collection[str]) -> Any:
@@ -51,13 +49,3 @@ def _is_meant(value: Any, names: Collection[str]) -> bool:
     if isinstance(value, list):
         return bool(value) and all(isinstance(each, str | dict) for each in value)
     return isinstance(value, str) or bool({INPUTS, *names} & set(value))
-
-
-def check_list(texts: list[Any]) -> None:
-    """Refuse a list of no text, or of too many.
-
-    Raises:
-        BadInput: how many there are.
-    """
-    if not 0 < len(texts) <= MOST_TEXTS:
-        raise BadInput(f"the list holds {len(texts)} texts; expected 1 to {MOST_TEXTS}")

@@ -143,6 +143,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
     ports = {name: listener.address.port for name, listener in zip(routes, listeners, strict=True)}
     for name, api in routes.items():
         add_docs(api.fastapi, name, ports)
+        api.elsewhere = {other: (routes[other], ports[other]) for other in routes if other != name}
     return Server(lifecycle, rollouts, state, inference, management, scraped, tracing, access)
 
 

@@ -66,17 +66,21 @@ class RequirementsFailed(BadRequest):
 
 
 class NoSuchRoute(ServeError):
-    """The API has no such path."""
+    """The API has no such path; the words are TorchServe's where there are no others."""
 
-    def __init__(self) -> None:
-        super().__init__("Requested resource is not found, please refer to API document.")
+    def __init__(
+        self, message: str = "Requested resource is not found, please refer to API document."
+    ) -> None:
+        super().__init__(message)
 
 
 class MethodNotAllowed(ServeError):
-    """The path has no such method, or what it does is switched off."""
+    """The path has no such method, or what it does is switched off; words as of `NoSuchRoute`."""
 
-    def __init__(self) -> None:
-        super().__init__("Requested method is not allowed, please refer to API document.")
+    def __init__(
+        self, message: str = "Requested method is not allowed, please refer to API document."
+    ) -> None:
+        super().__init__(message)
 
 
 class ModelNotFound(ServeError):

@@ -37,7 +37,8 @@ def kserve_routes(registry: Registry, state: ServerState) -> APIRouter:
     async def model_ready(model: ModelName) -> JSONResponse:
         """Return whether a worker of the default version is ready."""
         if ":" in model:
-            raise MethodNotAllowed  # no model has such a name; `model:predict` is posted to
+            # No model has such a name.
+            raise MethodNotAllowed(f"GET is not taken by /v1/models/{model}; expected POST")
         found, status, headers = readiness(find_model(registry, state, model), state)
         about: dict[str, Any] = {"error": f"Model {model} is not ready"} if status != 200 else {}
         return JSONResponse({**found, **about}, status, headers)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from modelyard.archiver import ArchiveError
+from modelyard.archiver.nearest import did_you_mean
 from modelyard.serve.errors import BadRequest, MethodNotAllowed, NoSuchRoute, ServeError
 from modelyard.serve.http.application import Answers
 from modelyard.serve.http.connection import RequestResponseCycle
@@ -22,6 +24,8 @@ from modelyard.serve.settings import what_is_wrong
 Message = MutableMapping[str, Any]
 READ = "/v2/repository/"
 """Paths whose routes read bodies."""
+_SHOWN = 200
+"""Characters of a path, in messages."""
 Send = Callable[[Message], Awaitable[None]]
 
 
@@ -35,6 +39,8 @@ class Routes:
 
     def __init__(self, title: str, description: str, answers: Answers, *routers: APIRouter) -> None:
         self._answers = answers
+        self.elsewhere: Mapping[str, tuple[Routes, int]] = {}
+        """Name of each other API → its routes, and the port that it is on."""
         self.fastapi = FastAPI(
             title=title,
             description=description,
@@ -104,13 +110,33 @@ class Routes:
         )
         return self._respond(request, BadRequest(problems))
 
+    def _what_there_is(self, request: Request) -> str:
+        """Say which path is near one that is not there, or which API has it."""
+        path = request.url.path[:_SHOWN]
+        for name, (routes, port) in self.elsewhere.items():
+            if any(route.path_regex.match(path) for route in routes.routes):
+                return f"this API has no {path}; the {name} API has it, on port {port}"
+        templates = [route.path for route in self.routes]
+        return f"this API has no {path}{_near(path, templates)}; GET /docs shows what it has"
+
+    @property
+    def routes(self) -> list[APIRoute]:
+        """What is described to clients."""
+        return [
+            route
+            for route in self.fastapi.routes
+            if isinstance(route, APIRoute) and route.include_in_schema
+        ]
+
     async def _answer_http(self, request: Request, error: HTTPException) -> Response:
-        known = {404: NoSuchRoute, 405: MethodNotAllowed}.get(error.status_code)
-        if known is not None:
-            answer = self._respond(request, known())
-            answer.headers.update(error.headers or {})  # 405 says what is allowed
-            if "GET" in (allowed := answer.headers.get("allow", "")):
-                answer.headers["allow"] = f"{allowed}, HEAD"
+        if error.status_code == 404:
+            return self._respond(request, NoSuchRoute(self._what_there_is(request)))
+        if error.status_code == 405:
+            allowed = (error.headers or {}).get("allow", "")
+            path = request.url.path[:_SHOWN]
+            said = f"{request.method} is not taken by {path}; expected {allowed}"
+            answer = self._respond(request, MethodNotAllowed(said))
+            answer.headers["allow"] = f"{allowed}, HEAD" if "GET" in allowed else allowed
             return answer
         content = {
             "code": error.status_code,
@@ -121,3 +147,17 @@ class Routes:
         return Response(
             json.dumps(content), error.status_code, error.headers, media_type="application/json"
         )
+
+
+def _near(path: str, templates: Iterable[str]) -> str:
+    """Return which path was likely meant; the names in it stay those that were asked for."""
+    asked = path.strip("/").split("/")
+    known = []
+    for template in templates:
+        parts = template.strip("/").split("/")
+        if len(parts) == len(asked):
+            pairs = zip(parts, asked, strict=True)
+            known.append("/" + "/".join(own if part[:1] == "{" else part for part, own in pairs))
+        else:
+            known.append(template)
+    return did_you_mean(path, known)

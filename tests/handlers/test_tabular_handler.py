@@ -67,6 +67,45 @@ def initialized(tmp_path: Path, program: bytes) -> Initialized:
 ROW = {"age": 50, "income": 5000.0, "smoker": "yes"}
 
 
+@pytest.mark.parametrize("as_values", [False, True], ids=["objects", "lists"])
+@pytest.mark.parametrize("as_bytes", [False, True], ids=["parsed", "bytes"])
+def test_a_list_of_rows_is_answered_with_a_list(
+    initialized: Initialized, as_values: bool, as_bytes: bool
+) -> None:
+    handler, context = initialized()
+    rows: list[Any] = [{**ROW, "age": age} for age in (50, 60, 70)]
+    alone = [handler.handle([{"body": row}], context)[0] for row in rows]
+    body: Any = [list(row.values()) for row in rows] if as_values else rows
+    context.reset(["a", "b"])
+    sent = json.dumps(body).encode() if as_bytes else body
+    assert handler.handle([{"body": sent}, {"body": rows[0]}], context) == [alone, alone[0]]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (
+            [ROW, {**ROW, "age": "old"}],
+            r'row 1 of the list: age is "old"; expected a finite number',
+        ),
+        ([ROW, {"age": 1}], "row 1 of the list: income is missing, smoker is missing; expected"),
+        ([[1, 2, "no"], [1]], "row 1 of the list: the row has 1 values; expected 3: age, income"),
+        ([ROW] * 257, "the list holds 257 rows; expected 1 to 256"),
+    ],
+    ids=["value", "missing", "short", "too many"],
+)
+def test_a_wrong_row_of_a_list_is_named(initialized: Initialized, body: Any, said: str) -> None:
+    handler, context = initialized()
+    with pytest.raises(BadInput, match=said):
+        handler.handle([{"body": body}], context)
+
+
+def test_a_list_of_rows_is_not_explained(initialized: Initialized) -> None:
+    handler, context = initialized()
+    with pytest.raises(BadInput, match="the body is a list of 2 rows; expected one row"):
+        handler.explain([{"body": [ROW, ROW]}], context)
+
+
 @pytest.mark.parametrize(
     "body", [ROW, list(ROW.values()), json.dumps(ROW).encode()], ids=["object", "list", "bytes"]
 )

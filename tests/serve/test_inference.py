@@ -154,7 +154,7 @@ def test_no_answer_may_be_kept_by_a_cache(server: LiveServer) -> None:
         (
             "/predictions/",
             "ResourceNotFoundException",
-            "Requested resource is not found, please refer to API document.",
+            "this API has no /predictions/",
         ),
         ("/predictions/%2e%2e%2fecho", "ModelNotFoundException", "Model not found: .."),
         ("/predictions/..%00", "ModelNotFoundException", "Model not found: ..\0"),
