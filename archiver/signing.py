@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from packaging.version import InvalidVersion, Version
 
-from modelyard.archiver.errors import NotTrusted
+from modelyard.archiver.errors import NotTrusted, WrongUsage
 from modelyard.archiver.read import Archive
 from modelyard.archiver.statement import (
     MAX_BUNDLE_BYTES,
@@ -113,16 +113,16 @@ def read_expiry(text: str | None, key: "PrivateKey | None") -> datetime | None:
     """Read `--expires`.
 
     Raises:
-        NotTrusted: it is not a date, or there is no key to sign with.
+        WrongUsage: it is not a date, or there is no key to sign with.
     """
     if text is None:
         return None
     if key is None:
-        raise NotTrusted(f"--expires is said of a signature; give --sign or {ENVIRONMENT_KEY}")
+        raise WrongUsage(f"--expires is said of a signature; give --sign or {ENVIRONMENT_KEY}")
     try:
         return parse_date(text)
     except ValueError as error:
-        raise NotTrusted(f"--expires: {error}") from error
+        raise WrongUsage(f"--expires: {error}") from error
 
 
 def read_trusted_keys(file: Path) -> Trust:

@@ -154,6 +154,9 @@ def _explain(error: httpx.HTTPError) -> NoAnswer | BadAnswer:
         return BadAnswer(f"the answer of {url} cannot be decoded: {text}")
     if isinstance(error, httpx.TimeoutException) and not isinstance(error, httpx.ConnectTimeout):
         return NoAnswer(f"no answer from {url} in time ({type(error).__name__})")
+    if "WRONG_VERSION_NUMBER" in text:
+        plain = url.replace("https:", "http:", 1)
+        return NoAnswer(f"no TLS is spoken at {url}; expected its URL to begin as {plain}")
     return NoAnswer(f"no answer from {url} ({text})")
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -88,6 +90,11 @@ COMMANDS = {
 }
 
 
+_CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
+_COMPLETE = "_MODELYARD_COMPLETE"
+"""What a shell sets to learn how a line may go on; typer's scripts name it so."""
+
+
 def _show_flags_without_operand() -> None:
     """Have help say `--force` and not `--force <bool>`, as if a value were wanted."""
     shown: Any = getattr(TyperOption, "display_type_rich", None)  # since typer 0.29
@@ -105,11 +112,11 @@ _show_flags_without_operand()
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run one subcommand; exit code 0 done, 1 the job failed, 2 wrong usage."""
     given = list(sys.argv[1:] if arguments is None else arguments)
+    if os.environ.get(_COMPLETE):
+        _complete()
     if given and given[0] in COMMANDS:
-        command = COMMANDS[given[0]]
         try:
-            app = getattr(importlib.import_module(command.module), command.app)
-            app(args=given[1:], prog_name=f"modelyard {given[0]}")
+            _load(given[0])(args=given[1:], prog_name=f"modelyard {given[0]}", **_CONTEXT)
         except ImportError as error:
             from modelyard.archiver.extras import how_to_install
 
@@ -117,7 +124,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 sys.exit(f"error: modelyard {given[0]}: {advice}")
             raise
     else:
-        _overview()(args=given, prog_name="modelyard")
+        _overview()(args=given, prog_name="modelyard", **_CONTEXT)
+
+
+def _load(name: str) -> typer.Typer:
+    """Import a subcommand's application."""
+    command = COMMANDS[name]
+    app: typer.Typer = getattr(importlib.import_module(command.module), command.app)
+    for info in app.registered_commands:
+        info.help = _reflowed(info.help or getattr(info.callback, "__doc__", None) or "")
+    return app
+
+
+def _reflowed(text: str) -> str:
+    """Return a text whose sentences break where the terminal ends; indented lines stay."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(
+        each if each.startswith(" ") else " ".join(each.split()) for each in paragraphs
+    )
+
+
+def _complete() -> None:
+    """Tell a shell how its line may go on; the command that stands in it is all that is loaded."""
+    line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
+    overview: Any = typer.main.get_command(_overview())
+    if (words := line.split()[1:2]) and words[0] in COMMANDS:
+        overview.commands[words[0]] = typer.main.get_command(_load(words[0]))
+    overview.main(args=[], prog_name="modelyard", complete_var=_COMPLETE)
 
 
 def _overview() -> typer.Typer:
@@ -125,7 +158,6 @@ def _overview() -> typer.Typer:
     app = typer.Typer(
         help="Export PyTorch checkpoints, archive them, serve predictions and explanations.",
         no_args_is_help=True,
-        add_completion=False,
     )
 
     def show_version(wanted: bool) -> None:
@@ -136,7 +168,12 @@ def _overview() -> typer.Typer:
     @app.callback()
     def overview(
         version: bool = typer.Option(
-            False, "--version", callback=show_version, is_eager=True, help="Print the version."
+            False,
+            "-V",
+            "--version",
+            callback=show_version,
+            is_eager=True,
+            help="Print the version.",
         ),
     ) -> None:
         pass

@@ -16,7 +16,7 @@ from rich.markup import escape
 
 from modelyard.archiver.errors import ArchiveError
 from modelyard.archiver.terminal import err, out
-from modelyard.serve.errors import ServeError, StartError
+from modelyard.serve.errors import ServeError, StartError, WrongUsage, exit_code
 
 if TYPE_CHECKING:
     from modelyard.serve.control.state import StateDir
@@ -47,18 +47,20 @@ CaOption = Annotated[
         envvar="MODELYARD_CA", help="Certificates (PEM) to trust, for https; default: the system's."
     ),
 ]
+KEYS = ("management", "inference")
+"""APIs with a token of their own."""
 STOP_GRACE_S = 10.0
 """Beyond the server's own drain time."""
 
 
 @contextmanager
 def known_errors() -> Iterator[None]:
-    """Turn a known error into one line and exit code 1."""
+    """Turn a known error into one line and an exit code."""
     try:
         yield
     except (ServeError, ArchiveError) as error:
         err.print(f"[red]error:[/red] {escape(str(error))}")
-        raise typer.Exit(1) from error
+        raise typer.Exit(exit_code(error)) from error
 
 
 def state_folder(state_dir: Path | None) -> StateDir:
@@ -326,5 +328,7 @@ def token(
     from modelyard.serve.control.state import read_key
 
     with known_errors():
+        if api not in KEYS:
+            raise WrongUsage(f"{api!r} has no token; expected {' or '.join(KEYS)}")
         state = state_folder(state_dir)
         typer.echo(read_key(state.key_file, api))

@@ -38,6 +38,7 @@
     ├── CleanupTimedOut       a version's workers had not ended in time
     ├── StorageFull           what a change writes does not fit on the disk
     └── StartError            the server cannot start or was not found (command line only)
+        └── WrongUsage        an option or a setting means nothing, whatever files and servers hold
 
 `type` is TorchServe's class name wherever it has one, because clients compare it.
 """
@@ -46,7 +47,8 @@ from __future__ import annotations
 
 import errno
 
-from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.errors import ArchiveError, BadName
+from modelyard.archiver.errors import WrongUsage as UnusableOption
 
 
 class ServeError(Exception):
@@ -302,6 +304,15 @@ class CleanupTimedOut(ServeError):
 
 class StartError(ServeError):
     """The server cannot start, or none was found; the message says what to do."""
+
+
+class WrongUsage(StartError):
+    """An option or a setting cannot be used as it is given, whatever files and servers hold."""
+
+
+def exit_code(error: Exception) -> int:
+    """Return how a command ends with an error: 2 for wrong usage, 1 for a job that failed."""
+    return 2 if isinstance(error, WrongUsage | UnusableOption | BadName) else 1
 
 
 STATUS: dict[type[Exception], tuple[int, str]] = {

@@ -23,7 +23,7 @@ from pydantic_core import ErrorDetails
 
 from modelyard.archiver.nearest import did_you_mean
 from modelyard.archiver.untrusted.yaml import parse_yaml
-from modelyard.serve.errors import StartError
+from modelyard.serve.errors import StartError, WrongUsage
 
 ENV_PREFIX = "MODELYARD_"
 MOST_WORKERS = 1024
@@ -389,7 +389,8 @@ def load_settings(
         defaults: of a command, for settings that no source says.
 
     Raises:
-        StartError: a value or name is wrong; the message names each field.
+        WrongUsage: a value or name is wrong; the message names each field.
+        StartError: the file cannot be read.
     """
     said: dict[str, Any] = dict(_read_file(file)) if file else {}
     said_in = {name: f"{name} in {file}" for name in said}
@@ -404,7 +405,7 @@ def load_settings(
     try:
         return Settings(**merged)
     except ValidationError as error:
-        raise StartError(f"wrong settings: {describe_problems(error, said_in)}") from error
+        raise WrongUsage(f"wrong settings: {describe_problems(error, said_in)}") from error
 
 
 def describe_problems(error: ValidationError, said_in: Mapping[str, str] | None = None) -> str:

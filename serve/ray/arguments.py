@@ -70,7 +70,7 @@ class Arguments(BaseModel):
     @classmethod
     def _is_more(cls, value: int | None, info: ValidationInfo) -> int | None:
         if value is not None and value < info.data.get("cells", 1):
-            raise ValueError(f"fewer than cells, which is {info.data['cells']}")
+            raise ValueError(f"expected {info.data['cells']} or more, as cells says")
         return value
 
     @field_validator("python", "config", "cache_dir")

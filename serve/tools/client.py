@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from modelyard.serve.control.state import StateDir, read_key
-from modelyard.serve.errors import ServeError, StartError
+from modelyard.serve.errors import ServeError, StartError, WrongUsage
 
 TIMEOUT_S = 600.0
 MOST_CERTIFICATE_BYTES = 1 << 20
@@ -59,7 +59,7 @@ def find_endpoint(
     if url is not None:
         scheme, _, rest = url.partition("://")
         if scheme not in ("http", "https") or not rest:
-            raise StartError(f"{url} is not a URL; expected http://HOST:PORT or https://HOST:PORT")
+            raise WrongUsage(f"{url} is not a URL; expected http://HOST:PORT or https://HOST:PORT")
         return Endpoint(url.rstrip("/"), token, _trust(ca) if scheme == "https" else None)
     running = state.running()
     if running is None:

@@ -27,7 +27,7 @@ from modelyard.serve.cli import (
     endpoint,
     known_errors,
 )
-from modelyard.serve.errors import StartError
+from modelyard.serve.errors import StartError, WrongUsage
 
 if TYPE_CHECKING:
     from modelyard.serve.tools.client import Answer, Endpoint
@@ -85,10 +85,10 @@ def explain(
     # A flag that is not given leaves the server its default.
     query = {name: None if value is False else value for name, value in options.items()}
     query |= {name: "true" for name, value in options.items() if value is True}
-    if picture is not None:
-        query["format"] = _PICTURES.get(picture.suffix.lower())
     accept = {"Accept": "application/json"}
     with known_errors():
+        if picture is not None:
+            query["format"] = _format_of(picture)
         at = endpoint("inference", url, token, ca, state_dir)
         answer = _ask(at, "explanations", model, file, query, accept)
         if picture is not None:
@@ -225,7 +225,22 @@ _FIELDS: dict[str, Callable[[Any], str]] = {
     "shape": str,
 }
 
-_PICTURES = {".png": "png", ".html": "html", ".npy": "npy"}
+_FORMATS = {".png": "png", ".html": "html", ".npy": "npy", ".json": "json"}
+
+
+def _format_of(output: Path) -> str:
+    """Return the format that the name of a file says.
+
+    Raises:
+        WrongUsage: it says none of ours.
+    """
+    try:
+        return _FORMATS[output.suffix.lower()]
+    except KeyError as error:
+        raise WrongUsage(
+            f"-o {output}: an explanation is written as {', '.join(_FORMATS)}, and the end of "
+            f"the name says which; expected as in -o {output.with_suffix('.png').name}"
+        ) from error
 
 
 MOST_BARS = 20

@@ -14,7 +14,7 @@ from rich.markup import escape
 
 from modelyard.archiver.errors import ArchiveError
 from modelyard.archiver.terminal import err, out, step_bar
-from modelyard.serve.errors import ServeError
+from modelyard.serve.errors import ServeError, WrongUsage, exit_code
 
 if TYPE_CHECKING:
     from modelyard.serve.simulation.run import Outcome, Scenario
@@ -136,7 +136,7 @@ def plan(
         read_models,
     )
     from modelyard.serve.tools.plan_report import is_kept, print_outcome, print_plan, report
-    from modelyard.serve.tools.tune import QUANTILES, WrongUsage, parse_slo
+    from modelyard.serve.tools.tune import QUANTILES, parse_slo
 
     try:
         limit = parse_slo(slo)
@@ -174,7 +174,7 @@ def plan(
             draw(output, planned, limit, outcome, scenario)
     except (ServeError, ArchiveError) as error:
         err.print(f"[red]error:[/red] {escape(str(error))}")
-        raise typer.Exit(2 if isinstance(error, WrongUsage) else 1) from error
+        raise typer.Exit(exit_code(error)) from error
     except KeyboardInterrupt as error:
         err.print("stopped")
         raise typer.Exit(1) from error

@@ -13,14 +13,14 @@ from modelyard.archiver.extras import what_is_missing
 from modelyard.archiver.untrusted.yaml import parse_yaml
 from modelyard.serve.control.model_config import ModelConfig, load_model_config
 from modelyard.serve.control.store import find_archive
-from modelyard.serve.errors import ServeError
+from modelyard.serve.errors import ServeError, WrongUsage
 from modelyard.serve.settings import Settings
 from modelyard.serve.simulation.arrivals import Arrivals, Bursty, Poisson, read_recorded
 from modelyard.serve.simulation.costs import KEY, BadCosts, parse_costs
 from modelyard.serve.simulation.router import RULES
 from modelyard.serve.simulation.run import Failure, Hot, Scenario
 from modelyard.serve.tools.plan import KnownModel, Plan
-from modelyard.serve.tools.tune import UNITS_S, Slo, WrongUsage
+from modelyard.serve.tools.tune import UNITS_S, Slo
 
 LEAST_CELLS, LEAST_S = 100, 1.0
 """Simulated, where there are more: with more cells a router's choice hardly changes."""

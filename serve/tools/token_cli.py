@@ -14,7 +14,7 @@ from rich.markup import escape
 from modelyard.archiver.terminal import err, out, plain_table
 from modelyard.serve.cli import JsonOption, known_errors
 from modelyard.serve.control.state import write_file
-from modelyard.serve.errors import StartError
+from modelyard.serve.errors import StartError, WrongUsage
 from modelyard.serve.http.tokens import RIGHTS, make_grant, parse_grants, read_token_file
 
 token_app = typer.Typer(
@@ -49,7 +49,7 @@ def new(
         try:
             line = str(make_grant(name, rights, token))
         except ValueError as error:
-            raise StartError(str(error)) from error
+            raise WrongUsage(str(error)) from error
         if file is not None:
             _rewrite(file, lambda lines: [*lines, line])
     if not stdin:

@@ -22,7 +22,7 @@ import yaml
 
 from modelyard.archiver.alternatives import KEY
 from modelyard.serve.control.state import StateDir
-from modelyard.serve.errors import ServeError, StartError
+from modelyard.serve.errors import ServeError, StartError, WrongUsage
 from modelyard.serve.settings import Settings
 from modelyard.serve.start import start_detached
 from modelyard.serve.tools.closed_loop import Load, make_request, run_load
@@ -46,10 +46,6 @@ CHILD = (
     "from modelyard.serve.server import main; sys.exit(main())",
 )
 """The server, told to end when this process does."""
-
-
-class WrongUsage(ServeError):
-    """An option cannot be used as it is given."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from rich.text import Text
 
 from modelyard.archiver.errors import ArchiveError
 from modelyard.archiver.terminal import err, out, step_bar
-from modelyard.serve.errors import ServeError
+from modelyard.serve.errors import ServeError, StartError, WrongUsage, exit_code
 
 if TYPE_CHECKING:
     from modelyard.archiver import Archive
@@ -80,14 +80,14 @@ def tune(
 ) -> None:
     """Measure, print, write."""
     from modelyard.serve.settings import load_settings
-    from modelyard.serve.tools.tune import WrongUsage, parse_slo
+    from modelyard.serve.tools.tune import parse_slo
 
     try:
         limit = parse_slo(slo) if slo is not None else None
         if output.exists() and not force:
-            raise WrongUsage(f"{output} exists; --force replaces it, --output names another file")
+            raise StartError(f"{output} exists; --force replaces it, --output names another file")
         if not output.parent.is_dir():
-            raise WrongUsage(f"--output {output}: there is no folder {output.parent}")
+            raise StartError(f"--output {output}: there is no folder {output.parent}")
         settings = load_settings({"model_store": model_store, "device": device}, config)
         with tempfile.TemporaryDirectory(prefix="modelyard-tune-") as state_dir:
             tuned = _measure(
@@ -105,7 +105,7 @@ def tune(
             _write(output, tuned)
     except (ServeError, ArchiveError) as error:
         err.print(f"[red]error:[/red] {escape(str(error))}")
-        raise typer.Exit(2 if isinstance(error, WrongUsage) else 1) from error
+        raise typer.Exit(exit_code(error)) from error
     except KeyboardInterrupt as error:
         err.print("stopped; nothing was written")
         raise typer.Exit(1) from error
@@ -154,7 +154,7 @@ def _measure(
     from modelyard.serve.control.restore import plan_start
     from modelyard.serve.control.sizing import is_on_gpu
     from modelyard.serve.tools.measure_costs import measure_costs
-    from modelyard.serve.tools.tune import Setting, Trial, WrongUsage, on_own_ports, search
+    from modelyard.serve.tools.tune import Setting, Trial, on_own_ports, search
 
     if model.upper() == "ALL":
         raise WrongUsage("one model is tuned at a time; name it")
@@ -167,12 +167,12 @@ def _measure(
         config_text = archive.read(file).decode() if file else ""
         others: list[str] = []
         if tries_artifacts and not (others := list(_alternatives(archive))):
-            raise WrongUsage(
+            raise StartError(
                 f"--artifacts: {planned.file} holds no other artifact of the same checkpoint with "
                 "its report; pack both with `modelyard archive --extra-files`"
             )
     if not bodies:
-        raise WrongUsage(f"{planned.file} holds no golden request; give a request with --input")
+        raise StartError(f"{planned.file} holds no golden request; give a request with --input")
     trial = Trial(
         settings,
         planned.name,
@@ -212,7 +212,6 @@ def _measure(
 
 
 def _read_inputs(files: Sequence[Path]) -> list[tuple[bytes, str]]:
-    from modelyard.serve.tools.tune import WrongUsage
 
     try:
         return [
@@ -220,7 +219,7 @@ def _read_inputs(files: Sequence[Path]) -> list[tuple[bytes, str]]:
             for file in files
         ]
     except OSError as error:
-        raise WrongUsage(f"--input {error.filename}: {error.strerror}") from error
+        raise StartError(f"--input {error.filename}: {error.strerror}") from error
 
 
 def _golden(archive: Archive) -> list[tuple[bytes, str]]:
@@ -242,7 +241,6 @@ def _write(file: Path, tuned: Tuned) -> None:
     """Write the archive's configuration with the best setting."""
     import yaml
 
-    from modelyard.serve.errors import StartError
     from modelyard.serve.simulation.costs import KEY
     from modelyard.serve.tools.tune import config_changes, merge_config
 

@@ -427,7 +427,7 @@ def test_files_that_would_meet_in_the_flat_archive_are_all_named(
     other = inputs / "other"
     other.mkdir()
     for name in ("index_to_name.json", "DIGITS.onnx", "MAR-INF"):
-        (other / name).write_bytes(b"")
+        (other / name).write_bytes(b'{"0": "cat"}')
 
     found = problems(
         inputs, tmp_path, extra_files=[inputs / "index_to_name.json", *other.iterdir()]

@@ -87,9 +87,9 @@ WRONG = [
     ({"port": "80"}, "port cannot be set"),
     ({"modelstore": "x"}, "there is no argument modelstore; did you mean model_store?"),
     ({"cell": "x"}, "there is no argument cell; did you mean cells?"),
-    ({"cells": "none"}, "cells: Input should be a valid integer"),
-    ({"cells": "3", "max_cells": "2"}, "max_cells: fewer than cells, which is 3, got '2'"),
-    ({"workers": "-1"}, "workers: Input should be greater"),
+    ({"cells": "none"}, "cells: expected a whole number, got 'none'"),
+    ({"cells": "3", "max_cells": "2"}, "max_cells: expected 3 or more, as cells says, got '2'"),
+    ({"workers": "-1"}, "workers: expected 0 or more, got '-1'"),
     ({"python": "{none}/python"}, "cannot start {none}/python: No such file or directory"),
 ]
 
