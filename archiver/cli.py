@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -228,6 +229,10 @@ def verify(
     from modelyard.archiver.verify import verify_archive
 
     result: dict[str, Any] = {"archive": str(file)}
+    if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+        raise typer.BadParameter(
+            f"{device} is not a device; expected auto, cpu, cuda or cuda:N", param_hint="--device"
+        )
     try:
         with _exit_codes(), tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
             trust = read_trusted_keys(public_key) if public_key else None

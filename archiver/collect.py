@@ -216,6 +216,8 @@ def _check_alone(
     """
     place = handler.rpartition(":")[0] or handler
     if not place.endswith(".py"):
+        if handler != AUTO:
+            parse_handler(handler)
         built_in = "" if handler == AUTO else f", which the handler {handler} needs"
         raise WrongUsage(
             f"cannot archive {name}: no --artifact is given{built_in}; give the file that "
@@ -240,9 +242,11 @@ class _Collector:
         self.reference: Path | None = None
 
     def attempt(self, step: Callable[[], _T]) -> _T | None:
-        """Run a step and keep its problems instead of stopping at them."""
+        """Run a step and keep its problems instead of stopping at them, but for wrong usage."""
         try:
             return step()
+        except WrongUsage:
+            raise
         except CannotArchive as error:
             self.problems.extend(error.problems)
             return None

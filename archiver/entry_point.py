@@ -4,7 +4,8 @@ import ast
 from dataclasses import dataclass
 from pathlib import Path
 
-from modelyard.archiver.errors import CannotArchive
+from modelyard.archiver.errors import CannotArchive, WrongUsage
+from modelyard.archiver.nearest import did_you_mean
 from modelyard.archiver.untrusted.names import BUILTIN_HANDLERS, quoted
 
 
@@ -20,16 +21,17 @@ def parse_handler(text: str) -> EntryPoint:
     """Read `image_classifier`, `FILE.py` or `FILE.py:Class`; the file is parsed, never run.
 
     Raises:
-        CannotArchive: unknown name, no such file, no Python, or no such class in it.
+        WrongUsage: an unknown name.
+        CannotArchive: no such file, no Python, or no such class in it.
     """
     if text in BUILTIN_HANDLERS:
         return EntryPoint(text, None)
     stem, colon, class_name = text.rpartition(":")
     file, class_name = (Path(stem), class_name) if stem.endswith(".py") else (Path(text), "")
     if file.suffix != ".py":
-        raise CannotArchive(
+        raise WrongUsage(
             f"handler {quoted(text)}: expected FILE.py, FILE.py:Class, or one of "
-            f"{', '.join(BUILTIN_HANDLERS)}"
+            f"{', '.join(BUILTIN_HANDLERS)}{did_you_mean(text, BUILTIN_HANDLERS)}"
         )
     if colon and stem.endswith(".py") and not class_name.isidentifier():
         raise CannotArchive(f"handler {quoted(text)}: {quoted(class_name)} is not a name")

@@ -117,12 +117,13 @@ def read_expiry(text: str | None, key: "PrivateKey | None") -> datetime | None:
     """
     if text is None:
         return None
-    if key is None:
-        raise WrongUsage(f"--expires is said of a signature; give --sign or {ENVIRONMENT_KEY}")
     try:
-        return parse_date(text)
+        end = parse_date(text)
     except ValueError as error:
         raise WrongUsage(f"--expires: {error}") from error
+    if key is None:
+        raise WrongUsage(f"--expires is said of a signature; give --sign or {ENVIRONMENT_KEY}")
+    return end
 
 
 def read_trusted_keys(file: Path) -> Trust:

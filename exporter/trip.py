@@ -161,7 +161,7 @@ def export(request: ExportRequest) -> list[ExportReport]:
         ExportError: nothing was written. In both cases artifacts of an earlier export that could
             not be written anew are as they were.
     """
-    device = _device(request.device)
+    device = read_device(request.device)
     _check_request(request)
     announce_step = _step_announcer(request)
     finished: list[tuple[ExportReport, Path]] = []
@@ -476,7 +476,13 @@ def _check_targets(request: ExportRequest) -> None:
                 )
 
 
-def _device(text: str) -> torch.device:
+def read_device(text: str) -> torch.device:
+    """Return the device that an option names.
+
+    Raises:
+        UsageError: it names none.
+        ExportError: this machine has none of that number.
+    """
     try:
         device = torch.device(text)
     except RuntimeError as error:

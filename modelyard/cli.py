@@ -106,7 +106,22 @@ def _show_flags_without_operand() -> None:
         setattr(TyperOption, "display_type_rich", display)  # noqa: B010 - older ones lack it
 
 
+def _say_what_was_given() -> None:
+    """Have a wrong value be told in our words, in place of pydantic's, which leave it out."""
+    format_message: Any = typer.BadParameter.format_message
+
+    def told(self: typer.BadParameter) -> str:
+        if (errors := getattr(self.__cause__, "errors", None)) is not None:
+            from modelyard.serve.settings import what_is_wrong
+
+            self.message = what_is_wrong(errors()[0])
+        return str(format_message(self))
+
+    setattr(typer.BadParameter, "format_message", told)  # noqa: B010 - mypy refuses a method
+
+
 _show_flags_without_operand()
+_say_what_was_given()
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

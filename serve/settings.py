@@ -448,6 +448,9 @@ def what_is_wrong(problem: Mapping[str, Any]) -> str:
         return "it is missing; give it"
     if kind == "value_error":
         reason = str(said["error"])  # our own sentence, which names what it saw
+        if " is not one of " in reason:  # typer's, of a choice
+            choices = re.findall("'([^']+)'", reason)[1:]
+            return reason.rstrip(".") + did_you_mean(str(given), choices)
         return f"{reason}, got {given!r}" if reason.startswith("expected") else reason
     near = ""
     if kind == "literal_error":

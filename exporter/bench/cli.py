@@ -87,9 +87,11 @@ def bench_command(
         read_signature,
     )
     from modelyard.exporter.bench.table import bench_table
+    from modelyard.exporter.trip import read_device
 
     with exit_codes():
         arguments = read_model_args(model_args)
+        read_device(device)
         subjects = choose_subjects(artifacts or [], checkpoint, model, arguments, compiled=compiled)
         if not inputs and not artifacts:
             raise UsageError("--checkpoint alone does not state its inputs; give --input")

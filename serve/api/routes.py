@@ -12,6 +12,7 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from modelyard.archiver import ArchiveError
@@ -51,6 +52,9 @@ class Routes:
             self.fastapi.add_exception_handler(kind, self._answer_error)
         self.fastapi.add_exception_handler(RequestValidationError, self._answer_validation)  # type: ignore[arg-type]
         self.fastapi.add_exception_handler(HTTPException, self._answer_http)  # type: ignore[arg-type]
+        self.routes = [
+            route for each in routers for route in each.routes if isinstance(route, APIRoute)
+        ]
         for router in routers:
             self.fastapi.include_router(router)
 
@@ -119,20 +123,11 @@ class Routes:
         templates = [route.path for route in self.routes]
         return f"this API has no {path}{_near(path, templates)}; GET /docs shows what it has"
 
-    @property
-    def routes(self) -> list[APIRoute]:
-        """What is described to clients."""
-        return [
-            route
-            for route in self.fastapi.routes
-            if isinstance(route, APIRoute) and route.include_in_schema
-        ]
-
     async def _answer_http(self, request: Request, error: HTTPException) -> Response:
         if error.status_code == 404:
             return self._respond(request, NoSuchRoute(self._what_there_is(request)))
         if error.status_code == 405:
-            allowed = (error.headers or {}).get("allow", "")
+            allowed = Headers(error.headers).get("allow", "")
             path = request.url.path[:_SHOWN]
             said = f"{request.method} is not taken by {path}; expected {allowed}"
             answer = self._respond(request, MethodNotAllowed(said))

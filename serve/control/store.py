@@ -35,7 +35,7 @@ def find_archive(store: Path, location: str) -> Path:
             "another with --model-store, or make it with `modelyard archive -o`"
         )
     there = ", ".join(list_archives(store)) or "no archives"
-    raise FileNotInStore(f"Model not found at: {location}; the model store holds {there}")
+    raise FileNotInStore(f"Model not found at: {location}; the model store {store} holds {there}")
 
 
 def list_archives(store: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:

@@ -298,7 +298,10 @@ def test_settings_are_read_from_model_config() -> None:
     ("section", "message"),
     [
         ("L", r"handler\.image is 'L'; expected entries of mode"),
-        ({"sise": [8, 8]}, r"handler\.image\.sise is unknown; expected mode, .*; did you mean size\?"),
+        (
+            {"sise": [8, 8]},
+            r"handler\.image\.sise is unknown; expected mode, .*; did you mean size\?",
+        ),
         ({"mode": "BGR"}, r"handler\.image\.mode is 'BGR'; expected one of L, RGB"),
         ({"size": [8]}, r"handler\.image\.size is \[8\]; expected \[height, width\]"),
         ({"crop": [0, 8]}, r"handler\.image\.crop is \[0, 8\]"),

@@ -33,7 +33,11 @@ def server(shared_server: LiveServer, folder: Path) -> LiveServer:
     settings = "minWorkers: 1\nbatchSize: 2\n"
     for name, handler, config in (
         ("story", "generate", settings),
-        ("gated", str(SOURCES / "gated_generate" / "handler.py"), f"{settings}folder: {folder}\n"),
+        (
+            "gated",
+            str(SOURCES / "gated_generate" / "handler.py"),
+            f"{settings}handler: {{folder: {folder}}}\n",
+        ),
     ):
         file = folder / f"{name}.yaml"
         file.write_text(config)

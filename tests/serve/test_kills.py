@@ -106,7 +106,7 @@ def test_what_waits_for_a_killed_worker_is_answered_though_its_model_is_removed(
     server: LiveServer, tmp_path: Path, threads: ThreadPoolExecutor
 ) -> None:
     gate = tmp_path / "gate"
-    config = f"minWorkers: 1\ngate: {gate}\n"
+    config = f"minWorkers: 1\nhandler: {{gate: {gate}}}\n"
     build_archive(server.store, "gated", name="leaving", config=config)
     gate.touch()
     server.register_all("leaving")
@@ -136,7 +136,9 @@ def test_sigterm_while_a_model_comes_or_goes_answers_everybody_and_leaves_nothin
     store: Path, tmp_path: Path, threads: ThreadPoolExecutor, phase: str, signals: int
 ) -> None:
     gate, work = tmp_path / "gate", tmp_path / "work"
-    build_archive(store, "gated", name="gated", config=f"minWorkers: 1\ngate: {gate}\n")
+    build_archive(
+        store, "gated", name="gated", config=f"minWorkers: 1\nhandler: {{gate: {gate}}}\n"
+    )
     config = tmp_path / "modelyard.yaml"
     drain_timeout_s = 1 if signals == 1 else 60
     config.write_text(f"drain_timeout_s: {drain_timeout_s}\n", encoding="utf-8")

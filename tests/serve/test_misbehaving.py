@@ -159,7 +159,7 @@ def test_requests_that_end_their_worker_get_one_error_and_their_mates_answers(
 def curse(server: LiveServer, tmp_path: Path) -> Iterator[Path]:
     """A model `cursed` that cannot be loaded while the file exists."""
     curse = tmp_path / "curse"
-    config = f"minWorkers: 1\ncurse: {curse}\n"
+    config = f"minWorkers: 1\nhandler: {{curse: {curse}}}\n"
     build_archive(server.store, "gated", name="cursed", config=config)
     server.register_all("cursed")
     yield curse

@@ -62,7 +62,7 @@ def lines_of(state: Path) -> str:
         ("breaks_on_import", "No module named 'a_library_that_nobody_has' (handler.py:3)"),
         ("wrong", "expected 'fine: goodbye', got 'fine: hello'"),
         pytest.param("no_zip", "no_zip.mar", marks=pytest.mark.nightly),
-        ("nowhere", "Model not found at: nowhere; the model store holds"),
+        ("nowhere", "Model not found at: nowhere; the model store "),
         pytest.param(
             "../store/echo",
             "expected the name of a file in the model store",
@@ -111,9 +111,9 @@ def test_a_host_that_is_not_ours_is_named(store: Path, state: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--port=99999"], 1, "wrong settings: --port: "),
-        (["--device=tpu"], 1, "wrong settings: --device: "),
-        (["--auth=maybe"], 1, "wrong settings: --auth: "),
+        (["--port=99999"], 2, "wrong settings: --port: "),
+        (["--device=tpu"], 2, "wrong settings: --device: "),
+        (["--auth=maybe"], 2, "wrong settings: --auth: "),
         (["--config=nowhere.yaml"], 1, "cannot read the configuration file"),
         (["--port=http"], 2, "Invalid value for '--port'"),
         (["--nonsense"], 2, "No such option"),
@@ -373,7 +373,7 @@ def server_file(state: Path) -> dict[str, object] | None:
 def test_while_models_load_it_asks_to_come_again_and_a_signal_ends_it_and_its_workers(
     store: Path, state: Path
 ) -> None:
-    build_archive(store, "gated", config="gate: /nowhere\n")
+    build_archive(store, "gated", config="handler: {gate: /nowhere}\n")
     attached = attach(state, store, "gated")
     try:
         about = poll(lambda: server_file(state), "its ports are open")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 class Gated:
     def initialize(self, context):
-        config = context.model_yaml_config
+        config = context.model_yaml_config.get("handler", {})
         while "gate" in config and not Path(config["gate"]).exists():
             time.sleep(0.01)
         if "curse" in config and Path(config["curse"]).exists():

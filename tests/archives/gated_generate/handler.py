@@ -8,7 +8,7 @@ from modelyard.handlers import Generate
 
 class Gated(Generate):
     def step(self):
-        folder = self.model_yaml_config["folder"]
+        folder = self.handler_settings["folder"]
         with open(os.path.join(folder, "rows"), "a") as file:
             file.write(f"{len(self._running)}\n")
             file.flush()

@@ -283,7 +283,7 @@ def test_each_api_has_its_own_kind_of_address(home: Home) -> None:
 
 @pytest.mark.nightly
 def test_a_strict_start_asks_to_come_again_for_each_model(home: Home) -> None:
-    build_archive(home.store, "gated", config="gate: /nowhere\n")
+    build_archive(home.store, "gated", config="handler: {gate: /nowhere}\n")
     home.start(
         properties={"strict_start": "true", "load_models": "gated.mar"},
         TS_OPEN_INFERENCE_PROTOCOL="oip",
