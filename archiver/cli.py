@@ -264,6 +264,7 @@ def keygen(
     name: Annotated[
         Path, typer.Argument(metavar="NAME", help="Writes NAME.key and NAME.pub (PEM).")
     ],
+    as_json: JsonOutput = False,
 ) -> None:
     """Make a key pair (ECDSA, P-256) to sign archives with."""
     from modelyard.archiver.signing import generate_keys
@@ -272,7 +273,10 @@ def keygen(
     with _exit_codes():
         _write_new(name.with_name(f"{name.name}.key"), private, 0o600)
         _write_new(name.with_name(f"{name.name}.pub"), public, 0o644)
-    print(f"{name}.key signs: keep it secret; {name}.pub is what --trusted-keys takes")
+    if as_json:
+        print(json.dumps({"private_key": f"{name}.key", "public_key": f"{name}.pub"}, indent=2))
+    else:
+        print(f"{name}.key signs: keep it secret; {name}.pub is what --trusted-keys takes")
 
 
 def _write_new(file: Path, data: bytes, mode: int) -> None:

@@ -43,7 +43,8 @@ def export_command(
     checkpoint: Annotated[
         Path,
         typer.Argument(
-            help="File or folder that a training run left; `modelyard inspect` says what it is."
+            metavar="CHECKPOINT",
+            help="File or folder that a training run left; `modelyard inspect` says what it is.",
         ),
     ],
     output_dir: Annotated[

@@ -89,7 +89,7 @@ def start(
     ] = None,
     more_models: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME[=FILE]]...", help="What to serve; the same as --models."),
+        typer.Argument(metavar="NAME[=FILE]", help="What to serve; the same as --models."),
     ] = None,
     model_store: Annotated[Path | None, typer.Option(help="Folder of the archives.")] = None,
     config: Annotated[Path | None, typer.Option(help="YAML file with any of the settings.")] = None,
@@ -260,7 +260,7 @@ def _print_addresses(about: dict[str, Any]) -> None:
 
 
 @serve_app.command()
-def stop(state_dir: StateDirOption = None) -> None:
+def stop(state_dir: StateDirOption = None, json_output: JsonOption = False) -> None:
     """Answer what was accepted, then end the server.
 
     Example: modelyard serve stop
@@ -269,7 +269,10 @@ def stop(state_dir: StateDirOption = None) -> None:
         state = state_folder(state_dir)
         running = state.running()
         if running is None:
-            out.print(state.how_it_died() or "no server is running", soft_wrap=True)
+            if json_output:
+                out.print_json(data={"stopped": None})
+            else:
+                out.print(state.how_it_died() or "no server is running", soft_wrap=True)
             return
         if not running:
             raise StartError("the server is just starting; try again in a moment")
@@ -281,7 +284,10 @@ def stop(state_dir: StateDirOption = None) -> None:
                 time.sleep(0.02)
         if state.is_locked():
             raise StartError(f"pid {pid} has not ended; `kill -9 {pid}` ends it without answers")
-    out.print(f"stopped, pid {pid}")
+    if json_output:
+        out.print_json(data={"stopped": pid})
+    else:
+        out.print(f"stopped, pid {pid}")
 
 
 @serve_app.command()
@@ -318,8 +324,11 @@ def status(state_dir: StateDirOption = None, json_output: JsonOption = False) ->
 
 @serve_app.command()
 def token(
-    api: Annotated[str, typer.Argument(help="management or inference.")] = "management",
+    api: Annotated[
+        str, typer.Argument(metavar="API", help="management or inference.")
+    ] = "management",
     state_dir: StateDirOption = None,
+    json_output: JsonOption = False,
 ) -> None:
     """Print the running server's bearer token of one API.
 
@@ -331,4 +340,8 @@ def token(
         if api not in KEYS:
             raise WrongUsage(f"{api!r} has no token; expected {' or '.join(KEYS)}")
         state = state_folder(state_dir)
-        typer.echo(read_key(state.key_file, api))
+        key = read_key(state.key_file, api)
+    if json_output:
+        out.print_json(data={"api": api, "token": key})
+    else:
+        typer.echo(key)

@@ -30,7 +30,8 @@ Exit codes: 0 measured; 1 nothing could be measured; 2 wrong usage.
 @app.command("bench", help=_HELP)
 def bench_command(
     artifacts: Annotated[
-        list[Path] | None, typer.Argument(help="Artifacts to measure, of any format.")
+        list[Path] | None,
+        typer.Argument(metavar="ARTIFACT", help="Artifacts to measure, of any format."),
     ] = None,
     checkpoint: Annotated[
         Path | None,

@@ -38,7 +38,9 @@ explain_app = typer.Typer(add_completion=False)
 ModelArgument = Annotated[
     str, typer.Argument(metavar="NAME[/VERSION]", help="A model that is served.")
 ]
-FileArgument = Annotated[Path, typer.Argument(help="The input; - reads standard input.")]
+FileArgument = Annotated[
+    Path, typer.Argument(metavar="FILE", help="The input; - reads standard input.")
+]
 
 
 @predict_app.command()

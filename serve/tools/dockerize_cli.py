@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from modelyard.archiver.terminal import format_bytes, out, plain_table
-from modelyard.serve.cli import known_errors
+from modelyard.serve.cli import JsonOption, known_errors
 
 dockerize_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -26,7 +26,7 @@ Example:
 
 @dockerize_app.command("dockerize", help=_HELP)
 def dockerize(
-    archives: Annotated[list[Path], typer.Argument(metavar="ARCHIVE...", help="Archives.")],
+    archives: Annotated[list[Path], typer.Argument(metavar="ARCHIVE", help="Archives.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The folder to write.")],
     base: Annotated[
         str | None, typer.Option(help="Image to build on; default modelyard:VERSION.")
@@ -34,15 +34,21 @@ def dockerize(
     force: Annotated[
         bool, typer.Option("--force", help="Replace a folder that this command has written.")
     ] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Write it and print what is inside."""
     from modelyard.serve.tools.dockerize import base_image, dockerize
 
     with known_errors():
         packed = dockerize(archives, output, base or base_image(), force)
+    build = f"docker build -t {packed[0].name.lower()} {output}"
+    if json_output:
+        models = [{"name": e.name, "version": e.version, "file": e.path.name} for e in packed]
+        out.print_json(data={"folder": str(output), "models": models, "build": build})
+        return
     table = plain_table(("MODEL", "left"), ("VERSION", "left"), ("FILE", "left"), ("SIZE", "right"))
     for each in packed:
         size = format_bytes(each.path.stat().st_size)
         table.add_row(each.name, each.version, each.path.name, size)
     out.print(table)
-    out.print(f"docker build -t {packed[0].name.lower()} {output}", highlight=False, markup=False)
+    out.print(build, highlight=False, markup=False)

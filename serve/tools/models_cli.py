@@ -152,7 +152,9 @@ def describe(
 
 @models_app.command()
 def register(
-    archive: Annotated[str, typer.Argument(help="File name of an archive in the model store.")],
+    archive: Annotated[
+        str, typer.Argument(metavar="FILE", help="File name of an archive in the model store.")
+    ],
     name: Annotated[str | None, typer.Option(help="Default: the archive's own.")] = None,
     workers: Annotated[int | None, typer.Option(min=0, help="Default: as at a start.")] = None,
     url: UrlOption = None,
@@ -174,7 +176,7 @@ def register(
 @models_app.command()
 def scale(
     model: ModelArgument,
-    workers: Annotated[int, typer.Argument(min=0, help="How many it should have.")],
+    workers: Annotated[int, typer.Argument(metavar="N", min=0, help="How many it should have.")],
     url: UrlOption = None,
     token: TokenOption = None,
     ca: CaOption = None,

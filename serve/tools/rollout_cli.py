@@ -59,7 +59,9 @@ def _print(found: dict[str, Any], json_output: bool) -> None:
 @rollout_app.command()
 def start(
     model: ModelArgument,
-    archive: Annotated[str, typer.Argument(help="File name of an archive in the model store.")],
+    archive: Annotated[
+        str, typer.Argument(metavar="FILE", help="File name of an archive in the model store.")
+    ],
     shadow: Annotated[
         str | None, typer.Option(help="Share of the requests that is copied to it. Default: 5%.")
     ] = None,

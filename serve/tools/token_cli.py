@@ -23,8 +23,10 @@ token_app = typer.Typer(
     add_completion=False,
 )
 
-NameArgument = Annotated[str, typer.Argument(help="Whose token it is; shown in messages.")]
-TokenFileArgument = Annotated[Path, typer.Argument(help="A token file.")]
+NameArgument = Annotated[
+    str, typer.Argument(metavar="NAME", help="Whose token it is; shown in messages.")
+]
+TokenFileArgument = Annotated[Path, typer.Argument(metavar="FILE", help="A token file.")]
 
 
 @token_app.command()
@@ -37,6 +39,7 @@ def new(
     stdin: Annotated[
         bool, typer.Option("--stdin", help="Take the token from standard input; make none.")
     ] = False,
+    json_output: JsonOption = False,
 ) -> None:
     """Print a new token, and the line that stands for it.
 
@@ -52,6 +55,9 @@ def new(
             raise WrongUsage(str(error)) from error
         if file is not None:
             _rewrite(file, lambda lines: [*lines, line])
+    if json_output:
+        out.print_json(data={"token": None if stdin else token, "line": line})
+        return
     if not stdin:
         typer.echo(token)
     what = f"added to {file}" if file is not None else "for the setting tokens, or a token file"

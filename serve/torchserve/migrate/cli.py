@@ -48,7 +48,10 @@ def migrate(
     model_store: Annotated[
         Path | None,
         typer.Argument(
-            exists=True, file_okay=False, help="Folder of the archives; default: model_store in it."
+            metavar="MODEL_STORE",
+            exists=True,
+            file_okay=False,
+            help="Folder of the archives; default: model_store in it.",
         ),
     ] = None,
     models: Annotated[
