@@ -76,8 +76,8 @@ def archive(folder: Path, artifact: Path, config: str, *options: str) -> str:
     """Archive the digits model with a configuration; return what the command said."""
     (file := folder / "model-config.yaml").write_text(config)
     ran = modelyard(
-        *("archive", "m", "--artifact", artifact, "--handler", "image_classifier"),
-        *("--config-file", file, "-o", folder / "store", *options),
+        *("archive", "m", f"--artifact={artifact}", "--handler=image_classifier"),
+        *(f"--config-file={file}", f"--output-dir={folder / 'store'}", *options),
     )
     assert ran.returncode == 1, ran.stdout
     return ran.stderr

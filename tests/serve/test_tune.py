@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from modelyard.archiver import write_archive
-from modelyard.serve.errors import StartError
+from modelyard.serve.errors import StartError, WrongUsage
 from modelyard.serve.settings import load_settings
 from modelyard.serve.simulation.costs import parse_costs
 from modelyard.serve.tools.closed_loop import Load, make_request, run_load
@@ -24,7 +24,6 @@ from modelyard.serve.tools.tune import (
     Setting,
     Slo,
     Turn,
-    WrongUsage,
     config_changes,
     merge_config,
     on_own_ports,
