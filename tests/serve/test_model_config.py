@@ -1,5 +1,6 @@
 import hashlib
 import json
+import re
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,8 @@ from typing import Any
 import pytest
 
 from modelyard.archiver import open_archive, write_archive
+from modelyard.archiver.model_config import OPERATORS_KEYS, SERVERS_KEYS, TORCHSERVES_KEYS
+from modelyard.serve.control import model_config
 from modelyard.serve.control.model_config import (
     DEFAULT_BATCH_SIZE,
     ModelConfig,
@@ -16,6 +19,7 @@ from modelyard.serve.control.model_config import (
 )
 from modelyard.serve.errors import BadModelConfig
 from modelyard.serve.settings import Settings, load_settings
+from modelyard.serve.torchserve import model_config as torchserves
 
 Load = Callable[..., ModelConfig]
 
@@ -250,3 +254,15 @@ def test_what_a_model_reaches_is_for_the_operator_to_say(load: Load) -> None:
     assert (opened.network, opened.files) == ("all", "all")
     with pytest.raises(BadModelConfig, match="network: expected none or all, got 'some'"):
         load("{}", model_settings={"m": {"network": "some"}})
+
+
+def test_every_key_that_is_read_is_known() -> None:
+    read: set[str] = set()
+    for module in (model_config, torchserves):
+        source = Path(str(module.__file__)).read_text()
+        read |= set(re.findall(r'(?:values|listed)\.[a-z_.]+\(\s*"([a-zA-Z]+)"', source))
+    known = {*SERVERS_KEYS, *OPERATORS_KEYS, *TORCHSERVES_KEYS}
+    assert len(read) > 25
+    assert known - read <= {"tunedCosts", "sequenceBatching", "continuousBatching",
+                            "asyncCommunication", "batchDelay"}  # fmt: skip
+    assert read <= known
