@@ -26,7 +26,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for package in PACKAGES:
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / package, source / package, ignore=ignored)
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "model_archiver.py"):
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation",
                "--no-index", str(source), "-w", str(folder), "-q"]  # fmt: skip
@@ -43,6 +43,7 @@ def test_a_wheel_holds_every_file_of_the_packages_once(wheel: Path) -> None:
         if file.is_file() and "__pycache__" not in file.parts
     }
     own = {f"modelyard/{name}" for name in ("__init__.py", "__main__.py", "cli.py", "py.typed")}
+    own.add("model_archiver.py")
     with zipfile.ZipFile(wheel) as zipped:
         held = [name for name in zipped.namelist() if ".dist-info/" not in name]
     assert len(held) == len(set(held))

@@ -19,7 +19,7 @@ from modelyard.archiver.torchserve.archive import (
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write one archive; exit code 0 done, 1 the job failed, 2 wrong usage."""
-    config = ModelArchiverConfig.from_args(_parser().parse_args(arguments))
+    config = parse_command_line(arguments)
     try:
         archive_for_torchserve(config, warn=_warn)
     except FileNotFoundError as error:
@@ -28,6 +28,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"ERROR - {error}")
     except ArchiveError as error:
         sys.exit(str(error))
+
+
+def parse_command_line(arguments: Sequence[str] | None = None) -> ModelArchiverConfig:
+    """Return what the arguments, else those of this process, ask for; exit code 2 if wrong."""
+    return ModelArchiverConfig.from_args(_parser().parse_args(arguments))
 
 
 def _warn(message: str) -> None:

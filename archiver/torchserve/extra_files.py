@@ -28,7 +28,7 @@ def expand_extra_files(text: str, keep_tree: bool, warn: Callable[[str], None]) 
     for piece in filter(None, (piece.strip() for piece in text.split(","))):
         for path, name in _matches(piece, warn):
             if path.is_dir():
-                parts += _folder(path, path.resolve().name if keep_tree else "")
+                parts += folder_parts(path, path.resolve().name if keep_tree else "")
             else:
                 parts.append(Part(name or path.name, path, ROLE))
     return parts
@@ -50,8 +50,12 @@ def _matches(piece: str, warn: Callable[[str], None]) -> Iterator[tuple[Path, st
         yield Path(path), name
 
 
-def _folder(folder: Path, prefix: str) -> Iterator[Part]:
-    """Yield the files below a folder, sorted, without those that tools leave there."""
+def folder_parts(folder: Path, prefix: str = "") -> Iterator[Part]:
+    """Yield the files below a folder, sorted, without those that tools leave there.
+
+    Raises:
+        CannotArchive: one is neither a file nor a folder, or a link that leads out.
+    """
     yield from _below(folder, folder.resolve(), f"{prefix}/" if prefix else "")
 
 

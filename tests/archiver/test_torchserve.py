@@ -15,7 +15,7 @@ from modelyard.archiver import open_archive
 from modelyard.archiver.torchserve.cli import main
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
 
-SHIM = Path(__file__).parents[2] / "archiver" / "shim"
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -318,11 +318,15 @@ def test_a_model_can_be_loaded_before_it_is_archived(capfd: pytest.CaptureFixtur
 
 PROGRAM = """
 import json
+import sys
+from pathlib import Path
 from model_archiver import ModelArchiver, ModelArchiverConfig
+from model_archiver.arg_parser import ArgParser
 from model_archiver.manifest_components.manifest import RuntimeType
 from model_archiver.model_archiver_error import ModelArchiverError
 from model_archiver.model_packaging import generate_model_archive, package_model
 from model_archiver.model_packaging_utils import ModelExportUtils
+from modelyard.archiver import open_archive
 
 config = ModelArchiverConfig(
     model_name="m", handler="handler.py", version="1.0", runtime=RuntimeType.PYTHON.value
@@ -340,28 +344,56 @@ config.force = True
 manifest = ModelExportUtils.generate_manifest_json(config)
 package_model(config, manifest)
 print(json.loads(manifest)["model"])
-print(ModelExportUtils.check_mar_already_exists("m", ".", True, "tgz"))
+folder = ModelExportUtils.check_mar_already_exists("m", ".", True, "tgz")
+copied = ModelExportUtils.copy_artifacts("m", "python", handler="handler.py", model_file=None)
+ModelExportUtils.archive(folder, "m", copied, manifest, "tgz")
+print(open_archive(Path("m.tar.gz")).names)
+sys.argv[1:] = ["--model-name", "n", "--version", "2.0", "--handler", "handler.py"]
+print(ArgParser.export_model_args_parser().model_name)
+generate_model_archive()
+print(Path("n.mar").is_file())
 """
 
 
-def test_torchserves_import_names_work_where_the_shim_is_on_the_path(tmp_path: Path) -> None:
-    repo = str(SHIM.parents[1])
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SHIM), repo])}
+@pytest.fixture
+def site(tmp_path: Path) -> Path:
+    """Return a folder as `site-packages` is, with what the wheel puts at its top."""
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / "model_archiver.py").write_text((ROOT / "model_archiver.py").read_text())
+    (folder / "modelyard").symlink_to(ROOT / "modelyard")
+    return folder
 
+
+def run_program(code: str, site: Path) -> tuple[int, list[str], str]:
     ran = subprocess.run(
-        [sys.executable, "-W", "error", "-c", PROGRAM],
+        [sys.executable, "-P", "-W", "error", "-c", code],
         capture_output=True,
         text=True,
-        env=environment,
+        env={**os.environ, "PYTHONPATH": str(site)},
         check=False,
     )
+    return ran.returncode, ran.stdout.splitlines(), ran.stderr
 
-    assert (ran.returncode, ran.stdout.splitlines()) == (
+
+def test_torchserves_import_names_work_where_modelyard_is_installed(
+    tmp_path: Path, site: Path
+) -> None:
+    code, printed, errors = run_program(PROGRAM, site)
+    assert (code, printed) == (
         0,
         [
             f"{tmp_path}/m.mar already exists.",
             "1",
             "{'modelName': 'm', 'handler': 'handler.py', 'modelVersion': '1.0'}",
-            "m.tar.gz",
+            "('handler.py', 'MAR-INF/MANIFEST.json')",
+            "n",
+            "True",
         ],
-    ), ran.stderr
+    ), errors
+
+
+def test_an_installed_model_archiver_of_torchserve_comes_before_ours(site: Path) -> None:
+    (site / "model_archiver").mkdir()
+    (site / "model_archiver" / "__init__.py").write_text("print('theirs')")
+    assert run_program("import model_archiver", site)[:2] == (0, ["theirs"])

@@ -1,21 +1,30 @@
 """TorchServe's static helpers that notebooks call."""
 
+import logging
+import shutil
+import tempfile
+from argparse import Namespace
 from pathlib import Path
 
-from modelyard.archiver.manifest import format_manifest
+from modelyard.archiver.collect import Plan
+from modelyard.archiver.manifest import format_manifest, parse_manifest
 from modelyard.archiver.torchserve.archive import (
     FORMATS,
     check_model_name,
     plan_for_torchserve,
 )
+from modelyard.archiver.torchserve.extra_files import folder_parts
 from modelyard.archiver.untrusted.container import SUFFIXES
+from modelyard.archiver.write import write_plan
 
 from .model_archiver_config import ModelArchiverConfig
 from .model_archiver_error import ModelArchiverError
 
+logger = logging.getLogger(__name__)
+
 
 class ModelExportUtils:
-    """A namespace; what copied files to a staging folder is not needed any more and left out."""
+    """A namespace."""
 
     @staticmethod
     def generate_manifest_json(config: ModelArchiverConfig) -> str:
@@ -33,13 +42,50 @@ class ModelExportUtils:
     def check_mar_already_exists(
         model_name: str, export_file_path: str, overwrite: bool, archive_format: str = "default"
     ) -> str:
-        """Return where an archive would be written; refuse one that exists, unless `overwrite`."""
+        """Return the folder; refuse an archive that exists there, unless `overwrite`."""
         path = ModelExportUtils.get_archive_export_path(
             export_file_path, model_name, archive_format
         )
         if Path(path).exists() and not overwrite:
             raise ModelArchiverError(f"{path} already exists.")
-        return path
+        return export_file_path
+
+    @staticmethod
+    def copy_artifacts(model_name: str, runtime: str, **files: str | None) -> str:
+        """Copy what is to be packed into a new folder, which is the caller's; return its path.
+
+        Args:
+            files: by the names of `ModelArchiverConfig`.
+        """
+        given = {name.replace("-", "_"): file for name, file in files.items() if file is not None}
+        named = {"handler": "base_handler", **given, "model_name": model_name, "version": ""}
+        config = ModelArchiverConfig.from_args(Namespace(**named, runtime=runtime))
+        folder = Path(tempfile.mkdtemp(prefix="model-archiver-"))
+        for part in plan_for_torchserve(config, warn=logger.warning).parts:
+            target = folder / part.name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            assert isinstance(part.source, Path)  # TorchServe's arguments name files
+            shutil.copy2(part.source, target)
+        return str(folder)
+
+    @staticmethod
+    def archive(
+        export_file: str,
+        model_name: str,
+        model_path: str,
+        manifest: str,
+        archive_format: str = "default",
+    ) -> None:
+        """Write the archive of a folder's files into the folder `export_file`, over what is there.
+
+        Raises:
+            ModelArchiverError: the manifest names another model, or it cannot be written.
+        """
+        parsed = parse_manifest(manifest.encode())
+        if parsed.model_name != model_name:
+            raise ModelArchiverError(f"the manifest names {parsed.model_name}, not {model_name}")
+        plan = Plan(parsed, tuple(folder_parts(Path(model_path))))
+        write_plan(plan, Path(export_file), archive_format=FORMATS[archive_format], force=True)
 
     @staticmethod
     def check_model_name_regex_or_exit(model_name: str) -> None:
