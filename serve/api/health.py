@@ -70,6 +70,8 @@ def why_not_ready(registry: Registry, state: ServerState) -> str | None:
     """Return why predictions cannot be answered now, or None when they can."""
     if state.is_starting or state.is_draining:
         return f"the server is {'starting' if state.is_starting else 'being stopped'}"
+    if registry.lacks_all:
+        return "no model of the start could be loaded; the log says why"
     if sick := without_worker(registry):
         return f"no worker is ready for {', '.join(sick)}"
     return None

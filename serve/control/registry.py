@@ -109,6 +109,8 @@ class Registry:
         """By model, while two versions answer for it."""
         self.rollouts: dict[str, dict[str, Any]] = {}
         """By model, what is remembered of its roll-out."""
+        self.lacks_all = False
+        """Every model of the start failed, and none was registered since."""
 
     def get(self, name: str, version: str | None = None) -> ModelVersion:
         """Return a model version, the default one unless named.
@@ -166,6 +168,7 @@ class Registry:
         self.refuse_duplicate(model.name, model.version)
         self._models.setdefault(model.name, {})[model.version] = model
         self._defaults.setdefault(model.name, model.version)
+        self.lacks_all = False
 
     def swap(self, model: ModelVersion, other: ModelVersion) -> None:
         """Put another version of the same name and number in the place of one."""

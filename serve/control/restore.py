@@ -60,6 +60,7 @@ async def restore(lifecycle: Lifecycle, report: Report) -> list[str]:
     registry.arrange(model for model in models if model is not None)
     for name, version in defaults.items():
         registry.set_default(name, version)
+    registry.lacks_all = bool(specs) and all(model is None for model in models)
     policy.remember("startup", registry)
     if (warning := allocator.warning) is None:
         return []

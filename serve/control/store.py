@@ -9,6 +9,8 @@ from modelyard.archiver.untrusted.names import MANIFEST_NAME, check_name
 from modelyard.serve.errors import BadRequest, FileNotInStore
 
 SUFFIXES = (".mar", ".tar.gz")
+SHOWN = 20
+"""Names in a message."""
 
 
 def find_archive(store: Path, location: str) -> Path:
@@ -26,16 +28,27 @@ def find_archive(store: Path, location: str) -> Path:
             f"url: expected the name of a file in the model store, got {location!r}; "
             "fetching from elsewhere is not allowed"
         )
-    for path in (store / location, *(store / (location + suffix) for suffix in SUFFIXES)):
-        if is_archive(path):
-            return path
+    if (archive := find_in_store(store, location)) is not None:
+        return archive
     if not store.is_dir():
         raise FileNotInStore(
             f"Model not found at: {location}; the model store {store} is not a folder; name "
             "another with --model-store, or make it with `modelyard archive -o`"
         )
-    there = ", ".join(list_archives(store)) or "no archives"
-    raise FileNotInStore(f"Model not found at: {location}; the model store {store} holds {there}")
+    raise FileNotInStore(f"Model not found at: {location}; {describe_store(store)}")
+
+
+def find_in_store(store: Path, name: str) -> Path | None:
+    """Return the archive of this plain name, or of this name and a suffix; None: neither."""
+    paths = (store / f"{name}{suffix}" for suffix in ("", *SUFFIXES))
+    return next(filter(is_archive, paths), None)
+
+
+def describe_store(store: Path, suffixes: tuple[str, ...] = SUFFIXES) -> str:
+    """Return a sentence that names the store's archives."""
+    names = list_archives(store, suffixes) or ["no archives"]
+    more = [f"{len(names) - SHOWN} more"] if len(names) > SHOWN else []
+    return f"the model store {store} holds {', '.join([*names[:SHOWN], *more])}"
 
 
 def list_archives(store: Path, suffixes: tuple[str, ...] = SUFFIXES) -> list[str]:

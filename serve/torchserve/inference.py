@@ -35,11 +35,10 @@ from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import BadRequest, MethodNotAllowed, NoSuchRoute, Unavailable
 from modelyard.serve.http.application import Answers, Check, ServerState
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
-from modelyard.serve.torchserve import TORCHSERVE_VERSION, openapi
+from modelyard.serve.torchserve import NO_WORKFLOWS, TORCHSERVE_VERSION, openapi
 from modelyard.serve.torchserve.dialect import (
     Dialect,
     Refused,
-    error_answer,
     json_answer,
     parameters,
     segments,
@@ -159,8 +158,8 @@ class TorchServeInference:
                 return json_answer({"live": True})
             case ["health", "ready"]:
                 return self._ready()
-            case ["wfpredict", name, *_]:
-                return error_answer(404, "WorkflowNotFoundException", f"Workflow not found: {name}")
+            case ["wfpredict", _, *_]:
+                raise BadRequest(NO_WORKFLOWS)
             case ["v1", "models"] if self.has_oip:
                 return json_answer(self._names())
             case ["v1", "models", name] if self.has_oip and ":" not in name:
@@ -183,12 +182,18 @@ class TorchServeInference:
         return methods
 
     def is_healthy(self) -> bool:
-        """Return whether no default version has lost workers for good."""
-        return not any(
-            model.pool.healthy_count < model.pool.least
-            for model in self._registry
-            if self._registry.is_default(model)
-        )
+        """Return whether no default version has lost workers for good, and one can answer.
+
+        TorchServe says so too while every worker of every model fails to load, for as long as
+        they are tried again, and where no model of the start was found.
+        """
+        if self._registry.lacks_all:
+            return False
+        pools = [model.pool for model in self._registry if self._registry.is_default(model)]
+        if any(pool.healthy_count < pool.least for pool in pools):
+            return False
+        scaled = [pool for pool in pools if pool.slots]
+        return not scaled or any(pool.why_none is None for pool in scaled)
 
     def _ping(self) -> Answer:
         healthy = self.is_healthy()

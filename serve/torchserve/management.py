@@ -29,7 +29,7 @@ from modelyard.serve.http.application import Answers, open_to_all
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
 from modelyard.serve.rollout.control import Rollouts
 from modelyard.serve.rollout.plan import parse_plan
-from modelyard.serve.torchserve import openapi
+from modelyard.serve.torchserve import NO_WORKFLOWS, openapi
 from modelyard.serve.torchserve.dialect import (
     JSON,
     Dialect,
@@ -125,7 +125,7 @@ class TorchServeManagement:
                 if method == "GET":
                     return json_answer({"workflows": []})
                 if method == "POST":
-                    raise BadRequest("workflows are not served by Modelyard")
+                    raise BadRequest(NO_WORKFLOWS)
             case ["workflows", name]:
                 return error_answer(404, "WorkflowNotFoundException", f"Workflow not found: {name}")
             case _:

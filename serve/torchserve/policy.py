@@ -38,6 +38,7 @@ from modelyard.serve.torchserve.store import (
     check_torchserve_name,
     find_as_torchserve,
     name_of_file,
+    refuse_missing,
     refuse_relative,
 )
 from modelyard.serve.walls.environment import PASSED
@@ -83,7 +84,7 @@ class TorchServePolicy(Policy):
         """Return what a snapshot loads, else what the settings name.
 
         Raises:
-            StartError: the store lacks an archive of the snapshot.
+            StartError: the store lacks one of the archives.
         """
         store, options = self.settings.model_store, list(self.settings.models)
         if not is_trial:
@@ -95,6 +96,10 @@ class TorchServePolicy(Policy):
             options = list_archives(store, TORCHSERVE_SUFFIXES)
         parts = [option.partition("=") for option in options]
         pairs = [(name, rest) if equals else (None, name) for name, equals, rest in parts]
+        if not is_trial:
+            for _, location in pairs:
+                if not is_url(location):
+                    refuse_missing(store, location)
         return [ModelSpec(location, name, at_start=True) for name, location in pairs]
 
     def rollouts_at_start(self) -> dict[str, dict[str, Any]]:

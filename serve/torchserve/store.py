@@ -7,8 +7,14 @@ from pathlib import Path
 
 from modelyard.archiver.errors import BadName
 from modelyard.archiver.untrusted.names import quoted
-from modelyard.serve.control.store import SUFFIXES, file_stem, is_archive
-from modelyard.serve.errors import FileNotInStore
+from modelyard.serve.control.store import (
+    SUFFIXES,
+    describe_store,
+    file_stem,
+    find_in_store,
+    list_archives,
+)
+from modelyard.serve.errors import FileNotInStore, StartError
 
 TORCHSERVE_SUFFIXES = (*SUFFIXES, ".model")
 MAX_QUOTED_NAME = 200
@@ -16,7 +22,7 @@ MAX_QUOTED_NAME = 200
 
 
 def find_as_torchserve(store: Path, location: str) -> Path:
-    """Return the archive that a location names.
+    """Return the archive that a location names; a name that is not there, that name and a suffix.
 
     Of a path only the last part counts, so nothing outside the store is reached.
 
@@ -28,9 +34,25 @@ def find_as_torchserve(store: Path, location: str) -> Path:
     missing = FileNotInStore(f"Model not found at: {location}")
     if "://" in location or name.startswith(".") or not name.isprintable() or not name:
         raise missing
-    if not is_archive(store / name):
+    if (archive := find_in_store(store, name)) is None:
         raise missing
-    return store / name
+    return archive
+
+
+def refuse_missing(store: Path, location: str) -> None:
+    """Refuse a start with a model that the store does not have.
+
+    A file name in a store without archives passes, as in TorchServe: they may come later.
+
+    Raises:
+        StartError: the message names what is there.
+    """
+    try:
+        find_as_torchserve(store, location)
+    except FileNotInStore as error:
+        if location.endswith(TORCHSERVE_SUFFIXES) and not list_archives(store, TORCHSERVE_SUFFIXES):
+            return
+        raise StartError(f"{error}; {describe_store(store, TORCHSERVE_SUFFIXES)}") from error
 
 
 def refuse_relative(location: str) -> None:

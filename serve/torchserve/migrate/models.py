@@ -25,9 +25,10 @@ from modelyard.serve.control.build import (
 from modelyard.serve.control.fetch import UrlRules, is_url, parse_url
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.sizing import Allocation, ResourceRequest
-from modelyard.serve.control.store import list_archives
+from modelyard.serve.control.store import find_in_store, list_archives
 from modelyard.serve.errors import ServeError, UrlRefused
 from modelyard.serve.tools.doctor import WORKER_BYTES
+from modelyard.serve.torchserve import NO_WORKFLOWS
 from modelyard.serve.torchserve.migrate.findings import (
     CHANGES,
     FAILS,
@@ -76,8 +77,9 @@ def look_at_store(policy: TorchServePolicy, rules: UrlRules) -> Iterator[Looked]
     except ServeError as error:
         specs = []
         yield Looked(ModelSpec(""), [Finding(FAILS, "model_snapshot", str(error))])
-    named = {spec.location.rpartition("/")[2] for spec in specs}
-    others = [name for name in list_archives(store, TORCHSERVE_SUFFIXES) if name not in named]
+    named = {find_in_store(store, spec.location.rpartition("/")[2]) for spec in specs}
+    there = list_archives(store, TORCHSERVE_SUFFIXES)
+    others = [name for name in there if store / name not in named]
     for spec in specs:
         yield _look(policy, spec, rules, is_loaded=True)
     for name in others:
@@ -91,7 +93,7 @@ def find_workflows(policy: TorchServePolicy, workflow_store: str | None) -> Iter
         yield Finding(
             FAILS,
             file.name,
-            "workflows are not served by Modelyard",
+            NO_WORKFLOWS,
             "call its models one after the other in the client, or from one handler",
         )
 

@@ -14,11 +14,14 @@ from pathlib import Path
 import httpx
 import pytest
 
+from modelyard.archiver.torchserve.archive import ModelArchiverConfig, archive_for_torchserve
 from modelyard.serve.torchserve import launcher
 from tests.serve.live import build_archive, is_alive, poll
 from tests.serve.torchserve.live import ANY_PORTS, COMMAND, Home
 
 RUNS = "TorchServe is already running, please use torchserve --stop to stop TorchServe."
+
+AT_ANY_PORTS = "".join(f"{key}={value}\n" for key, value in ANY_PORTS.items())
 
 
 @pytest.fixture
@@ -144,7 +147,7 @@ def test_the_command_itself_loads_neither_settings_nor_a_web_framework() -> None
 
 def test_start_serve_and_stop(home: Home, store: Path) -> None:
     home.store = store
-    output = home.start("--ncs", "--models", "one=echo.mar", "two=echo.mar,absent.mar")
+    output = home.start("--ncs", "--models", "one=echo.mar", "two=echo")
     assert "Model server started." in output.splitlines()
     pid = home.pid
     assert launcher.is_server(pid)
@@ -165,12 +168,11 @@ def test_start_serve_and_stop(home: Home, store: Path) -> None:
     assert not (home.temp / ".model_server.pid").exists()
 
     log = (home.logs / "ts_log.log").read_text()
-    assert "Failed to load model: absent.mar" in log
     for line in (
         "Torchserve version: 0.12.0",
         f"Current directory: {home.folder}",
         f"Model Store: {store}",
-        "Initial Models: one=echo.mar,two=echo.mar,absent.mar",
+        "Initial Models: one=echo.mar,two=echo",
         "Metrics mode: LOG",
         "Model API enabled: false",
     ):
@@ -182,6 +184,78 @@ def test_start_serve_and_stop(home: Home, store: Path) -> None:
     worker = (home.logs / "model_log.log").read_text()
     assert "-one_1.0-stdout MODEL_LOG - Torch worker started." in worker
     assert not list((home.logs / "config").glob("*"))  # --ncs
+
+
+@pytest.mark.parametrize(
+    ("models", "missing"),
+    [("ehco", "ehco"), ("echo.mar,absent.mar", "absent.mar"), ("x=ehco.mar", "ehco.mar")],
+)
+@pytest.mark.parametrize("attached", [[], ["--foreground"]], ids=["background", "foreground"])
+def test_a_model_that_is_not_in_the_store_ends_the_start(
+    home: Home, store: Path, models: str, missing: str, attached: list[str]
+) -> None:
+    (home.folder / "config.properties").write_text(AT_ANY_PORTS)
+    flags = ("--start", "--ncs", "--model-store", store, "--models", models, *attached)
+    code, output = home.run(*flags)
+    assert code == 1
+    assert f"Model not found at: {missing}; the model store {store} holds echo.mar\n" in output
+    assert "Model server started." not in output
+    assert not (home.temp / ".model_server.pid").exists()
+
+
+def test_a_bare_name_is_missed_in_an_empty_store_too(home: Home) -> None:
+    (home.folder / "config.properties").write_text(AT_ANY_PORTS)
+    code, output = home.run("--ncs", "--model-store", home.store, "--models", "echo")
+    assert code == 1
+    assert f"Model not found at: echo; the model store {home.store} holds no archives" in output
+
+
+def test_a_server_is_healthy_without_models_and_not_when_all_of_the_start_failed(
+    home: Home, store: Path
+) -> None:
+    (home.store / "broken.mar").write_bytes(b"no archive")
+    home.start("--ncs", "--models", "broken.mar", properties={"enable_model_api": "true"})
+    assert home.get("/ping", "inference").json() == {"status": "Unhealthy"}
+    assert home.get("/health/ready", "inference").status_code == 503
+    (home.store / "echo.mar").symlink_to(store / "echo.mar")
+    with home.client("management") as management:
+        added = management.post("/models?url=echo&initial_workers=1&synchronous=true")
+        assert added.status_code == 200, added.text
+        assert home.get("/ping", "inference").json() == {"status": "Healthy"}
+        management.delete("/models/echo")
+        assert home.get("/ping", "inference").json() == {"status": "Healthy"}
+
+
+def test_a_server_whose_only_model_cannot_load_is_unhealthy(home: Home, tmp_path: Path) -> None:
+    (tmp_path / "h.py").write_text("def handle(data, context):\n    raise OSError('no weights')\n")
+    archive_for_torchserve(
+        ModelArchiverConfig("only", str(tmp_path / "h.py"), "1.0", export_path=str(home.store)),
+        warn=pytest.fail,
+    )
+    home.start("--ncs", "--models", "only", properties={"default_workers_per_model": "1"})
+
+    def is_unhealthy() -> bool:
+        return home.get("/ping", "inference").json() == {"status": "Unhealthy"}
+
+    poll(is_unhealthy, "the server says that it is unhealthy")
+    # Scripts read up to the exception's name to have each try's whole traceback.
+    tries = home.output.read_text().split("Load model failed: only 1.0: the traceback above")
+    assert len(tries) > 3
+    assert [lines.count("OSError: no weights") for lines in tries[:-1]] == [1] * (len(tries) - 1)
+
+
+def test_a_short_key_ends_the_start_before_the_ports_are_named(home: Home) -> None:
+    command = ("openssl req -x509 -newkey rsa:1024 -nodes -keyout key.pem -out cert.pem -subj "
+               "/CN=localhost")  # fmt: skip
+    subprocess.run(command.split(), cwd=home.folder, check=True, capture_output=True)
+    (home.folder / "config.properties").write_text(
+        f"{AT_ANY_PORTS}inference_address=https://127.0.0.1:0\n"
+        "certificate_file=cert.pem\nprivate_key_file=key.pem\n"
+    )
+    code, output = home.run("--ncs", "--model-store", home.store)
+    assert code == 1
+    assert "too short to be safe; expected an RSA key of 2048 bits or more" in output
+    assert "Inference address" not in output
 
 
 def test_a_port_that_is_taken_exits_1(home: Home) -> None:
@@ -204,9 +278,7 @@ def test_a_start_beside_another_leaves_that_ones_pid_file(home: Home) -> None:
 
 
 def test_in_the_foreground_the_command_is_the_server(home: Home) -> None:
-    (home.folder / "config.properties").write_text(
-        "".join(f"{key}={value}\n" for key, value in ANY_PORTS.items())
-    )
+    (home.folder / "config.properties").write_text(AT_ANY_PORTS)
     process = subprocess.Popen(
         [*COMMAND, "--foreground", "--ncs", "--model-store", str(home.store)],
         cwd=home.folder,
@@ -225,8 +297,7 @@ def test_in_the_foreground_the_command_is_the_server(home: Home) -> None:
 
 
 def test_a_reader_that_stopped_reading_holds_up_nothing(home: Home) -> None:
-    ports = "".join(f"{key}={value}\n" for key, value in ANY_PORTS.items())
-    (home.folder / "config.properties").write_text(f"{ports}disable_system_metrics=true")
+    (home.folder / "config.properties").write_text(f"{AT_ANY_PORTS}disable_system_metrics=true")
     process = subprocess.Popen(
         [*COMMAND, "--ncs", "--model-store", str(home.store)],
         cwd=home.folder,

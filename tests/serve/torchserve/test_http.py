@@ -111,7 +111,7 @@ def home(tmp_path_factory: pytest.TempPathFactory, remote: str) -> Iterator[Home
     (home.store / "garbage.mar").write_bytes(b"no archive")
     home.start(
         "--models",
-        "echo.mar,absent.mar",
+        "echo.mar,garbage.mar",
         properties={
             "enable_model_api": "true",
             "allowed_urls": f"{remote}/.*",
@@ -268,7 +268,11 @@ NO_METHOD = (
                 "Model version: 9 does not exist for model: echo",
             ),
         ),
-        ("POST", "/wfpredict/w", (404, "WorkflowNotFoundException", "Workflow not found: w")),
+        (
+            "POST",
+            "/wfpredict/w",
+            (400, "BadRequestException", "workflows are not served by Modelyard"),
+        ),
         ("OPTIONS", "/predictions/cat", (404, "ModelNotFoundException", "Model not found: cat")),
     ],
 )
@@ -676,7 +680,7 @@ def test_what_management_does_not_do(
 
 
 def test_a_model_that_fails_at_the_start_is_logged_and_the_server_goes_on(home: Home) -> None:
-    assert "Failed to load model: absent.mar" in home.output.read_text(encoding="utf-8")
+    assert "Failed to load model: garbage.mar" in home.output.read_text(encoding="utf-8")
 
 
 def test_predictions_are_explained_unasked_here_too(home: Home, tmp_path: Path) -> None:
