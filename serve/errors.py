@@ -33,6 +33,7 @@
     │   └── WorkerKilled      for memory, most likely
     ├── StreamBroken          the rest of a streamed answer will not come
     ├── LoadFailed            a worker could not load the model
+    │   ├── HandlerFailed     its own code raised; the traceback is in the log
     │   ├── OutOfMemory
     │   └── LoadKilled        for memory, most likely
     ├── CleanupTimedOut       a version's workers had not ended in time
@@ -281,6 +282,10 @@ class LoadFailed(ServeError):
 
     model: tuple[str, str] | None = None
     """Name and version of what was being registered."""
+
+
+class HandlerFailed(LoadFailed):
+    """What the worker ran to load the model raised; its log has the traceback."""
 
 
 class OutOfMemory(LoadFailed):

@@ -281,7 +281,7 @@ class Pool:
     def _load_failed(self, error: Exception) -> None:
         self._failures += 1
         self._last_failure = str(error)
-        logger.error("%s", error)
+        self.policy.failed(error)
         if (reason := self.why_none) is not None:
             self._refuse(LoadFailed(reason))
 

@@ -32,6 +32,7 @@ from modelyard.serve.dataplane.tracing import Batch
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import (
     DeadlinePassed,
+    HandlerFailed,
     LoadFailed,
     LoadKilled,
     OutOfMemory,
@@ -128,6 +129,10 @@ class WorkerPolicy:
 
     def loaded(self, worker: str, seconds: float) -> None:
         """Take note of a worker that is ready, and how long that took."""
+
+    def failed(self, error: Exception) -> None:
+        """Log why a worker could not load."""
+        logger.error("%s", error)
 
     def ended(self, worker: str) -> None:
         """Take note of a worker that ended unasked."""
@@ -427,7 +432,7 @@ class Worker(asyncio.BufferedProtocol):
             self.loaded.set_result(message)
         elif item.code == wire.FAILED:
             text = f"{self._plan.label}: {message.get('message', 'no reason given')}"
-            failed = OutOfMemory if message.get("out_of_memory") else LoadFailed
+            failed = OutOfMemory if message.get("out_of_memory") else HandlerFailed
             self.loaded.set_exception(failed(text))
         else:
             raise wire.WireError(f"control message {item.code} that nobody expects")

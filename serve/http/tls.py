@@ -63,6 +63,12 @@ def tls_context(
                 context.load_cert_chain(file)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         source = certificate_file or keystore
+        if isinstance(error, ssl.SSLError) and error.reason == "EE_KEY_TOO_SMALL":
+            raise StartError(
+                f"the TLS key of {source} is too short to be safe; expected an RSA key of 2048 "
+                "bits or more, as `openssl req -x509 -newkey rsa:2048 -nodes -keyout key.pem -out "
+                "cert.pem` makes one"
+            ) from error
         raise StartError(f"cannot use the TLS key or certificate in {source}: {error}") from error
     return context
 

@@ -24,10 +24,10 @@ from modelyard.serve.http.application import (
 from modelyard.serve.http.auth import check_changes
 from modelyard.serve.http.connection import Access
 from modelyard.serve.http.listener import Listener
-from modelyard.serve.http.tls import watched_tls
 from modelyard.serve.rollout.control import Rollouts
 from modelyard.serve.settings import Address, Settings
 from modelyard.serve.torchserve.combined import Combined
+from modelyard.serve.torchserve.configuration import read_tls
 from modelyard.serve.torchserve.dialect import Dialect, dialect_answers, refuse_http
 from modelyard.serve.torchserve.inference import PROBES, TorchServeInference, has_tensors
 from modelyard.serve.torchserve.log_config import ACCESS_LOG, MODEL_LOG
@@ -70,7 +70,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
         if tokens is None:
             return open_to_all
         is_open = is_off is None and address.is_loopback
-        clients = open_to_all if is_open else tokens.check("inference", PROBES)
+        clients = tokens.check("inference", PROBES, is_needed=not is_open)
         return check_changes(clients, tokens.check("management"))
 
     # Clients may reach what the port of the management API is not open to.
@@ -153,15 +153,7 @@ def _listen(
             spoken[address].append(api)
     for address, port in ports.items():
         port.streams = streams(spoken[address], address) if spoken[address] else None
-    tls = None
-    if hosts := [address.host for address in ports if address.is_tls]:
-        tls = watched_tls(
-            hosts,
-            dialect.certificate_file,
-            dialect.private_key_file,
-            dialect.keystore,
-            dialect.keystore_pass,
-        )
+    tls = read_tls(dialect)
     origins = [dialect.cors_allowed_origin] if dialect.cors_allowed_origin else []
     ages: dict[Address, tuple[float, float]] = {}
     for address, age in zip(dialect.grpc_addresses, dialect.grpc_ages, strict=True):

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
+import ssl
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import getuid
 from pathlib import Path
@@ -423,3 +424,16 @@ def _check_tls(typed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for key in ("certificate_file", "private_key_file", "keystore", "metrics_config"):
         if own.get(key) and not own[key].is_file():
             raise StartError(f"{key}: file not found: {own[key]}")
+
+
+def read_tls(own: TorchServeSettings) -> Callable[[], ssl.SSLContext] | None:
+    """Return what returns the context of the addresses with TLS; None where there are none.
+
+    Raises:
+        StartError: key or certificate cannot be used.
+    """
+    from modelyard.serve.http.tls import watched_tls
+
+    hosts = [each.host for each in (*own.addresses, *own.grpc_addresses) if each.is_tls]
+    files = own.certificate_file, own.private_key_file, own.keystore, own.keystore_pass
+    return watched_tls(hosts, *files) if hosts else None

@@ -29,8 +29,10 @@ _model_log = logging.getLogger(MODEL_LOG)
 MOST_WAITING = 100_000
 """Records that wait to be written, some 30 MB; more are dropped."""
 GATHER_S = 0.1
-"""From the first record that waits to when they are written: a thread that is woken for each takes
-more from the event loop than the lines cost."""
+"""From one time that records are written to the next: a thread that is woken for each takes more
+from the event loop than the lines cost."""
+SOON_S = 0.005
+"""After a pause, from the first record to when it is written, with what else its request logs."""
 AT_ONCE = 256
 """Records that are made into lines in one go, a third of a millisecond during which the event loop
 may have to wait."""
@@ -213,13 +215,15 @@ class Logs(logging.Handler):
     # -- the thread that writes --------------------------------------------------------------------
 
     def _run(self) -> None:
+        written_at = 0.0
         while not self._is_closing:
             with contextlib.suppress(queue.Empty):
                 self._signal.get(timeout=1)  # two threads at once may each leave it to the other
             if not self._is_closing:
-                time.sleep(GATHER_S)
+                time.sleep(max(SOON_S, written_at + GATHER_S - time.monotonic()))
             while self._waiting:
                 self._write_some()
+            written_at = time.monotonic()
         while self._waiting:
             self._write_some()
 

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
@@ -21,6 +22,7 @@ from modelyard.serve.control.store import list_archives
 from modelyard.serve.dataplane.worker import Output, WorkerPolicy
 from modelyard.serve.errors import (
     FileNotInStore,
+    HandlerFailed,
     RequirementsFailed,
     ServeError,
     StartError,
@@ -165,26 +167,45 @@ class TorchServeWorkers(WorkerPolicy):
 
     def __init__(self, metrics: TorchServeMetrics) -> None:
         self._metrics = metrics
+        self._recovering: set[str] = set()
+        """Names of workers that are being started again."""
 
     def open_output(self, log: Path, worker: str) -> Output:
         """Return pipes whose lines go to the log of models."""
         return WorkerPipes(worker)
 
+    def failed(self, error: Exception) -> None:
+        """Log why a worker could not load, without what its own lines have said.
+
+        Scripts read up to an exception's name, once for each try, and want the traceback by then.
+        """
+        if isinstance(error, HandlerFailed):
+            error = Exception(f"{str(error).partition(': ')[0]}: the traceback above says why")
+        logger.error("Load model failed: %s", error)
+
     def loaded(self, worker: str, seconds: float) -> None:
         """Log the worker's new state, and report how long it took to load."""
         self._metrics.worker_loaded(worker, seconds)
+        if worker in self._recovering:
+            self._recovering.remove(worker)
+            logger.info("Auto recovery succeeded, reset recoveryStartTS")
         logger.info("%s State change WORKER_STARTED -> WORKER_MODEL_LOADED", worker)
 
     def ended(self, worker: str) -> None:
         """Log that the worker ended."""
+        logger.info("%s Worker disconnected.", worker)
         logger.info("%s Backend worker process died.", worker)
 
     def retries(self, worker: str, id: int, pause_s: float) -> None:
         """Log when the worker is started again."""
+        if worker not in self._recovering:
+            self._recovering.add(worker)
+            logger.info("Auto recovery start timestamp: %d", time.time() * 1000)
         logger.info("%s Retry worker: %d in %g seconds.", worker, id, pause_s)
 
     def silence(self, limit_s: float) -> ServeError:
         """Return the error of a worker that died."""
+        logger.info("Number or consecutive unsuccessful inference 1")
         return WorkerDied()
 
 

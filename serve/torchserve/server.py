@@ -21,7 +21,11 @@ from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Settings
 from modelyard.serve.torchserve import TORCHSERVE_VERSION, launcher
 from modelyard.serve.torchserve.arguments import parse_command_line
-from modelyard.serve.torchserve.configuration import Configuration, load_configuration
+from modelyard.serve.torchserve.configuration import (
+    Configuration,
+    load_configuration,
+    read_tls,
+)
 from modelyard.serve.torchserve.log4j import find_log_config, read_log_config
 from modelyard.serve.torchserve.log_config import default_config
 from modelyard.serve.torchserve.logs import Logs
@@ -37,6 +41,8 @@ def main() -> int:
     try:
         configuration = load_configuration(options, os.environ, Path.cwd())
         own = configuration.dialect
+        if own.certificate_file or own.keystore:
+            read_tls(own)  # what it cannot use ends the start before the ports are named
         _claim(configuration.settings.state_dir)
         logs, unfollowed = _open_logs(options.log_config, own)
     except StartError as error:

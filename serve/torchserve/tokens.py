@@ -50,17 +50,23 @@ class Tokens:
         except OSError as error:
             raise StartError(f"cannot write {self._file}: {error.strerror}") from error
 
-    def check(self, name: str, open_paths: Iterable[str] = ()) -> Callable[[str, Headers], None]:
+    def check(
+        self, name: str, open_paths: Iterable[str] = (), is_needed: bool = True
+    ) -> Callable[[str, Headers], None]:
         """Return the check that an API makes before it looks at a request.
 
         Args:
             name: of the key that opens the API.
             open_paths: paths that need none.
+            is_needed: False lets requests without a token in; one that is shown must be right.
         """
         is_open = frozenset((*open_paths, "", "/api-description"))  # these describe the API
 
         def check(path: str, headers: Headers) -> None:
-            if path not in is_open and path.rstrip("/") not in is_open:
+            if path in is_open or path.rstrip("/") in is_open:
+                return
+            if is_needed or any(header == b"authorization" and value.startswith(b"Bearer")
+                                for header, value in headers):  # fmt: skip
                 self._require(name, headers, "Authorization")
 
         return check

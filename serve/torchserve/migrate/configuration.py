@@ -8,7 +8,6 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from modelyard.serve.errors import StartError
-from modelyard.serve.http.tls import tls_context
 from modelyard.serve.torchserve.arguments import CommandLine
 from modelyard.serve.torchserve.configuration import (
     DEFAULT_URLS,
@@ -16,6 +15,7 @@ from modelyard.serve.torchserve.configuration import (
     WITHOUT_EFFECT,
     Configuration,
     load_configuration,
+    read_tls,
 )
 from modelyard.serve.torchserve.log4j import find_log_config, read_log_config
 from modelyard.serve.torchserve.metrics import TorchServeMetrics
@@ -94,19 +94,14 @@ def _tokens(configuration: Configuration) -> Iterator[Finding]:
 
 def _tls(configuration: Configuration) -> Iterator[Finding]:
     own = configuration.dialect
-    addresses = (*own.addresses, *own.grpc_addresses)
-    hosts = [address.host for address in addresses if address.is_tls]
-    if not hosts:
-        return
-    files = own.certificate_file, own.private_key_file, own.keystore, own.keystore_pass
     try:
         with warnings_of_readers() as said:
-            tls_context(hosts, *files)
+            has_tls = read_tls(own) is not None
     except StartError as error:
         yield Finding(FAILS, "TLS", str(error))
         return
     yield from (Finding(CHANGES, "TLS", text) for text in said)
-    if not said:
+    if has_tls and not said:
         yield Finding(WORKS, "TLS", "certificate and key can be read, and fit each other")
 
 

@@ -183,6 +183,10 @@ def test_where_nothing_is_said_inference_is_open_on_loopback_and_management_is_n
         flags = ("--start", "--ncs", "--model-store", home.store, "--ts-config", file)
         assert home.run(*flags)[0] == 0
         assert error(home.get("/nowhere", "inference"))[0] == 404
+        with home.client() as client:  # a token that is shown must be right all the same
+            client.headers["Authorization"] = "Bearer abcd1234"
+            assert error(client.get("/nowhere")) == REFUSED
+            assert client.get("/ping").status_code == 200
         assert error(home.get("/models")) == REFUSED
         # The console does not do what the settings keep the API from doing.
         keys = json.loads((home.folder / "key_file.json").read_text(encoding="utf-8"))
