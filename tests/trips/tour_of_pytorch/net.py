@@ -1,0 +1,53 @@
+"""The tour's digit classifier, plain and as LightningModule: 1 x 28 x 28, ten classes."""
+
+import pytorch_lightning as pl
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+
+class CNN(nn.Module):
+    """Plain PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cnn = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cnn(x)  # type: ignore[no-any-return]
+
+
+class CNNModel(pl.LightningModule):
+    """The same with its training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cnn = layers()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.cnn(x)  # type: ignore[no-any-return]
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        x, y = batch
+        return F.nll_loss(self.cnn(x), y)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=0.002)
+
+
+def layers() -> nn.Sequential:
+    """Return the network, new."""
+    return nn.Sequential(
+        nn.Conv2d(1, 32, 3, 1),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, 3, 1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.25),
+        nn.Flatten(),
+        nn.Dropout(0.5),
+        nn.Linear(9216, 128),
+        nn.ReLU(),
+        nn.Linear(128, 10),
+        nn.LogSoftmax(dim=1),
+    )
