@@ -184,8 +184,8 @@ class TorchServeInference:
     def is_healthy(self) -> bool:
         """Return whether no default version has lost workers for good, and one can answer.
 
-        TorchServe says so too while every worker of every model fails to load, for as long as
-        they are tried again, and where no model of the start was found.
+        TorchServe is healthy also where no model of the start was found, and while every worker of
+        every model fails to load, for as long as they are tried again.
         """
         if self._registry.lacks_all:
             return False

@@ -181,7 +181,7 @@ class TorchServeWorkers(WorkerPolicy):
         """
         if isinstance(error, HandlerFailed):
             error = Exception(f"{str(error).partition(': ')[0]}: the traceback above says why")
-        logger.error("Load model failed: %s", error)
+        logger.error("Backend worker error: %s", error)
 
     def loaded(self, worker: str, seconds: float) -> None:
         """Log the worker's new state, and report how long it took to load."""

@@ -103,7 +103,7 @@ def test_the_checkpoint_is_exported_in_every_format(folder: Path) -> None:
     run("export.sh", folder, ENVIRONMENT)
     names = {file.name for file in (folder / "build").iterdir()}
     assert names >= {f"best.{suffix}" for suffix in ("pt2", "onnx", "pt")}
-    scripted = torch.jit.load(folder / "build" / "best.pt")
+    scripted = torch.jit.load(folder / "build" / "best.pt")  # type: ignore[no-untyped-call]
     inputs = np.fromfile(folder / "inputs.f32", dtype=np.float32).reshape(8, 1, 28, 28)
     with torch.no_grad():
         answers = scripted(torch.from_numpy(inputs)).numpy()
@@ -118,7 +118,7 @@ def test_the_torchscript_file_runs_in_cpp_with_the_same_numbers(folder: Path) ->
     prefix = f"-DCMAKE_PREFIX_PATH={cmake_prefix_path}"
     subprocess.run(["cmake", "-S", folder, "-B", build, prefix], check=True, timeout=60)
     subprocess.run(["cmake", "--build", build], check=True, timeout=600)
-    command = [build / "loader", "checkpoints/jit_model.pt", "inputs.f32", "8"]
+    command = [str(build / "loader"), "checkpoints/jit_model.pt", "inputs.f32", "8"]
     ran = subprocess.run(command, cwd=folder, check=True, stdout=subprocess.PIPE, text=True)
     answers = np.array([line.split() for line in ran.stdout.splitlines()], dtype=np.float32)
     np.testing.assert_allclose(answers, expected(folder), rtol=1e-5, atol=1e-6)
