@@ -187,6 +187,8 @@ def archive(
                 force=force,
                 progress=progress,
             )
+    if packed.warning:
+        print(f"warning: {packed.warning}", file=sys.stderr)
     files = [vars(file) for file in packed.files]
     if as_json:
         described = {
@@ -196,7 +198,7 @@ def archive(
             "digest": packed.digest,
             "handler": plan.manifest.handler,
             "files": files,
-            "warnings": list(plan.warnings),
+            "warnings": [*plan.warnings, *filter(None, [packed.warning])],
         }
         print(json.dumps(described, indent=2))
     else:

@@ -104,6 +104,17 @@ class Plan:
     reference: Path | None = None
     """Requests whose reasons the dry run averages; that part is still missing too."""
 
+    def read(self, name: str) -> bytes:
+        """Return the content of a part.
+
+        Raises:
+            KeyError: there is none of this name.
+        """
+        for part in self.parts:
+            if part.name == name:
+                return part.source if isinstance(part.source, bytes) else part.source.read_bytes()
+        raise KeyError(name)
+
     def rehearsed(
         self,
         answers: Mapping[str, bytes],

@@ -5,34 +5,41 @@ from pathlib import Path
 
 from modelyard.archiver.collect import Plan
 from modelyard.archiver.errors import CannotArchive, DoesNotRun
+from modelyard.archiver.proven import describe_repeated, find_other_versions
 from modelyard.archiver.replay import GoldenResult, replay
 from modelyard.archiver.untrusted.json import format_json
 from modelyard.archiver.untrusted.names import REFERENCE_NAME
+from modelyard.archiver.verify import find_pair
 
 
-def rehearse(plan: Plan, folder: Path) -> Mapping[str, bytes]:
+def rehearse(plan: Plan, folder: Path) -> tuple[Mapping[str, bytes], str]:
     """Load the plan's files, which lie in `folder`, as a worker does, and replay the examples.
 
     Returns:
         For examples without an expected answer: the golden answer's file → what was answered; and
-        the file of the reference, where requests for it were given.
+        the file of the reference, where requests for it were given. Then what was repeated where
+        the artifact was proven on other versions: its parity with its twin too.
 
     Raises:
         CannotArchive: the archive does not load, or answers something else than expected; the
             message is the worker's own.
     """
     summary = f"cannot archive {plan.manifest.model_name}, its dry run failed"
+    moved = find_other_versions(plan.manifest, plan.read)
     try:
         outcome = replay(
             folder,
             plan.manifest,
             record=plan.unanswered,
+            pair=find_pair(plan.manifest, plan.read) if moved else None,
             reference=plan.reference,
             doubts=True,
         )
     except DoesNotRun as error:
         raise CannotArchive(summary, error.problems) from error
     problems = [_problem(plan, result) for result in outcome.golden if result.difference]
+    if outcome.parity:
+        problems += outcome.parity.differences
     if problems:
         raise CannotArchive(summary, problems)
     answers = {
@@ -40,7 +47,10 @@ def rehearse(plan: Plan, folder: Path) -> Mapping[str, bytes]:
         for result in outcome.golden
         if result.golden in plan.unanswered
     }
-    return answers | ({REFERENCE_NAME: outcome.reference} if outcome.reference else {})
+    if outcome.reference:
+        answers[REFERENCE_NAME] = outcome.reference
+    golden = len(outcome.golden) - len(plan.unanswered)
+    return answers, describe_repeated(golden, outcome.parity.cases if outcome.parity else 0)
 
 
 def _problem(plan: Plan, result: GoldenResult) -> str:

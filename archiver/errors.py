@@ -9,6 +9,7 @@ ArchiveError
 ├── BadManifest      MAR-INF/MANIFEST.json cannot be read as a manifest
 ├── RefusedArchive   the archive is damaged, was changed, or is unsafe to unpack
 ├── NotTrusted       the archive is not signed by a key that is trusted, or a key cannot be used
+├── NotProven        nobody has proven the archive on the versions that are here
 ├── DoesNotRun       a worker could not load the archive; the message is the worker's own
 └── Differs          the archive does not answer here as it did where it was made
 """
@@ -60,6 +61,10 @@ class RefusedArchive(ArchiveError):
 
 class NotTrusted(ArchiveError):
     """Raise when an archive is not signed by a trusted key, or a key file cannot be used."""
+
+
+class NotProven(ArchiveError):
+    """Raise when only proven archives are served, and this one was not, or on other versions."""
 
 
 class DoesNotRun(ArchiveError):

@@ -1,13 +1,14 @@
 """Check an archive on this machine: its signature, its golden requests, its parity."""
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from modelyard.archiver.errors import ArchiveError, DoesNotRun
-from modelyard.archiver.manifest import Seal
+from modelyard.archiver.manifest import Manifest
+from modelyard.archiver.proven import describe_repeated, find_other_versions
 from modelyard.archiver.read import Archive
 from modelyard.archiver.replay import Pair, ParityResult, Replay, replay
 from modelyard.archiver.report import parse_report
@@ -23,7 +24,7 @@ class Check:
     """One thing that was compared."""
 
     subject: str
-    """`digests`, `signature`, `loading`, `golden 0`, `parity`."""
+    """`digests`, `signature`, `loading`, `golden 0`, `parity`, `proof`."""
     result: str
     """What was seen, in a few words."""
     problem: str | None = None
@@ -66,25 +67,32 @@ def verify_archive(
     elif SIGNING_NAME in archive.names:
         checks.append(Check("signature", "there; not checked without --public-key"))
     if seal is not None and run:
-        checks += _run(archive, seal, device)
+        checks += _run(archive, device)
+    elif seal is not None and (other := find_other_versions(archive.manifest, archive.read)):
+        checks.append(Check("proof", f"{other}; nothing was run"))
     return checks
 
 
-def find_pair(archive: Archive, seal: Seal) -> Pair | None:
-    """Return the archive's artifact and its twin, when it holds two that can be compared."""
-    artifact = archive.manifest.serialized_file
-    explain = seal.explain
-    if not (explain and seal.report and artifact) or explain.artifact == artifact:
+def find_pair(manifest: Manifest, read: Callable[[str], bytes]) -> Pair | None:
+    """Return an archive's artifact and its twin, when it holds two that can be compared.
+
+    Args:
+        manifest: of the archive.
+        read: returns the content of one of its files.
+    """
+    seal, artifact = manifest.modelyard, manifest.serialized_file
+    explain = seal and seal.explain
+    if not (seal and explain and seal.report and artifact) or explain.artifact == artifact:
         return None
     reports = (seal.report, explain.report)
-    if None in [parse_report(archive.read(name), Path(name)).parity for name in reports]:
+    if None in [parse_report(read(name), Path(name)).parity for name in reports]:
         return None
     return Pair(artifact, explain.artifact, *reports)
 
 
-def _run(archive: Archive, seal: Seal, device: str) -> Iterator[Check]:
+def _run(archive: Archive, device: str) -> Iterator[Check]:
     try:
-        pair = find_pair(archive, seal)
+        pair = find_pair(archive.manifest, archive.read)
         with tempfile.TemporaryDirectory(prefix="modelyard-") as name:
             folder = Path(name) / "archive"
             archive.unpack(folder)
@@ -101,6 +109,16 @@ def _run(archive: Archive, seal: Seal, device: str) -> Iterator[Check]:
         yield Check("parity", "nothing to compare: the archive holds no two artifacts")
     else:
         yield _parity_check(outcome.parity)
+    if other := find_other_versions(archive.manifest, archive.read):
+        yield Check("proof", f"{other}; {_describe(outcome)}")
+
+
+def _describe(outcome: Replay) -> str:
+    """Return how an archive does on versions that nobody has proven."""
+    parity = outcome.parity
+    if (parity and parity.differences) or any(each.difference for each in outcome.golden):
+        return "its answers are others here"
+    return describe_repeated(len(outcome.golden), parity.cases if parity else 0)
 
 
 def _golden_checks(outcome: Replay) -> Iterator[Check]:

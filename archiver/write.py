@@ -17,6 +17,7 @@ from modelyard.archiver.digest import Digest
 from modelyard.archiver.dry_run import rehearse
 from modelyard.archiver.errors import ArchiveExists, CannotArchive
 from modelyard.archiver.manifest import MAX_MANIFEST_BYTES, Manifest, format_manifest
+from modelyard.archiver.proven import find_other_versions
 from modelyard.archiver.report import Report, parse_report
 from modelyard.archiver.sbom import format_sbom
 from modelyard.archiver.signing import sign
@@ -51,6 +52,8 @@ class Packed:
     digest: str
     """SHA-256 of the manifest, which holds the digest of every other file."""
     files: tuple[PackedFile, ...]
+    warning: str = ""
+    """How it does on versions that nobody has proven, where those are other ones than here."""
 
 
 def write_archive(
@@ -124,7 +127,7 @@ def write_archive(
     )
     for warning in plan.warnings:
         logger.warning("archive %s: %s", name, warning)
-    return write_plan(
+    packed = write_plan(
         plan,
         output_dir,
         archive_format=archive_format,
@@ -132,7 +135,10 @@ def write_archive(
         key=key,
         expires=expires,
         force=force,
-    ).path
+    )
+    if packed.warning:
+        logger.warning("archive %s: %s", name, packed.warning)
+    return packed.path
 
 
 def write_plan(
@@ -158,20 +164,21 @@ def write_plan(
             f"cannot archive {plan.manifest.model_name}: --reference is explained in the dry run; "
             "leave out --no-dry-run"
         )
-    runs = 2 if dry_run else 1
+    runs, repeated = 2 if dry_run else 1, "nothing was run"
     meter = _Meter(progress, runs * sum(part.size_bytes for part in plan.parts))
     try:
         output_dir.mkdir(parents=True, exist_ok=True)
         _refuse_existing(target, force)
         if dry_run:
-            plan = _rehearsed(plan, output_dir, meter)
+            plan, repeated = _rehearsed(plan, output_dir, meter)
         with _replacing(target, plan, archive_format) as writer:
             files = _pack(plan, writer, meter, key, expires)
             _refuse_existing(target, force)
     except OSError as error:
         raise CannotArchive(f"cannot write {target}: {error.strerror or error}") from error
     digest = next(file.sha256 for file in files if file.name == MANIFEST_NAME)
-    return Packed(target, digest, files)
+    other = find_other_versions(plan.manifest, plan.read)
+    return Packed(target, digest, files, f"{other}; {repeated}" if other else "")
 
 
 def write_folder(plan: Plan, target: Path) -> None:
@@ -196,16 +203,16 @@ class _Meter:
             self._progress(self._done, self._total)
 
 
-def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> Plan:
-    """Run the archive as a folder beside its target; return the plan with what that gave."""
+def _rehearsed(plan: Plan, output_dir: Path, meter: _Meter) -> tuple[Plan, str]:
+    """Run the archive as a folder beside its target; return what `rehearse` gives, in the plan."""
     staging = output_dir / f".{plan.manifest.model_name}.{secrets.token_hex(8)}.tmp"
     staging.mkdir(mode=0o700)
     identities = {part.name: part.identity for part in plan.parts}
     try:
         files = _pack(plan, FolderWriter(staging / "archive"), meter, None)
-        answers = rehearse(plan, staging / "archive")
+        answers, repeated = rehearse(plan, staging / "archive")
         digests = {file.name: file.sha256 for file in files}
-        return plan.rehearsed(answers, digests, identities)
+        return plan.rehearsed(answers, digests, identities), repeated
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 
@@ -332,8 +339,7 @@ def _pack(
 def _report(plan: Plan) -> Report | None:
     """Return the artifact's report as it is packed."""
     name = plan.manifest.modelyard.report if plan.manifest.modelyard else None
-    sources = [part.source for part in plan.parts if part.name == name]
-    return parse_report(b"".join(_chunks(sources[0])), Path(str(name))) if sources else None
+    return parse_report(plan.read(name), Path(name)) if name else None
 
 
 def _write_part(writer: Writer, part: Part, meter: _Meter) -> PackedFile:

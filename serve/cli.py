@@ -131,6 +131,10 @@ def start(
         bool | None,
         typer.Option("--require-signature", help="Serve only what a trusted key signed."),
     ] = None,
+    require_proven: Annotated[
+        bool | None,
+        typer.Option("--require-proven", help="Serve only what was proven on these versions."),
+    ] = None,
     accept_changed: Annotated[
         bool | None,
         typer.Option("--accept-changed", help="Restore archives that changed since they ran."),
@@ -193,6 +197,7 @@ def start(
                 "explain_share": explain_share,
                 "trusted_keys": trusted_keys,
                 "require_signature": require_signature,
+                "require_proven": require_proven,
                 "accept_changed": accept_changed,
                 "install_requirements": install_requirements,
                 "require_sandbox": require_sandbox,

@@ -176,6 +176,8 @@ class Settings(BaseModel):
     """File of public keys (PEM), whose signatures are accepted."""
     require_signature: bool = False
     """Serve only archives that one of the trusted keys signed."""
+    require_proven: bool = False
+    """Serve only archives whose artifacts were proven on the versions that are here."""
     accept_changed: bool = False
     """Restore archives that have changed in the model store since they were served."""
     install_requirements: bool = False

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver import Archive
+from modelyard.archiver.errors import NotProven
+from modelyard.archiver.proven import Unproven, find_unproven
 from modelyard.archiver.reference import Reference, parse_reference
 from modelyard.archiver.signing import find_signer, read_trusted_keys
 from modelyard.archiver.untrusted.names import (
@@ -57,11 +59,14 @@ OUR_HANDLERS = frozenset(BUILTIN_HANDLERS) - {"text_classifier"}
 """An explanation takes seconds of a core; predictions on the same core go first."""
 
 
-def admit(archive: Archive, spec: ModelSpec, policy: Policy) -> tuple[str, ModelConfig]:
-    """Return the name of an archive that may be served, and how it is run.
+def admit(
+    archive: Archive, spec: ModelSpec, policy: Policy
+) -> tuple[str, ModelConfig, Unproven | None]:
+    """Return the name of an archive that may be served, how it is run, and why nobody proved it.
 
     Raises:
-        ArchiveError: its signature or its version is missing, wrong, or not one that is trusted.
+        ArchiveError: its signature or its version is missing, wrong, or not one that is trusted;
+            or it was not proven on the versions that are here, and only what was is served.
         ServeError: its name or configuration is wrong.
         StartError: it is to be restored, and has changed.
     """
@@ -83,7 +88,17 @@ def admit(archive: Archive, spec: ModelSpec, policy: Policy) -> tuple[str, Model
         logger.info("%s is signed by the trusted key %s", archive.path.name, signer)
     name = policy.choose_name(archive, spec)
     check_version(archive.manifest.model_version)
-    return name, policy.configure(archive, spec, name)
+    config = policy.configure(archive, spec, name)
+    unproven = find_unproven(archive.manifest, archive.read, config.artifact)
+    if unproven and settings.require_proven:
+        advice = "install that version, or export and archive it again here"
+        if unproven.reason == "no_proof":
+            advice = "archive what `modelyard export` wrote, with its report beside it"
+        raise NotProven(
+            f"{archive.path.name}: {unproven.text}; this server serves only what was proven on its "
+            f"own versions (require_proven): {advice}"
+        )
+    return name, config, unproven
 
 
 class Builder:

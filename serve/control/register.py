@@ -129,7 +129,7 @@ class Lifecycle:
         waits: bool,
         saves: bool,
     ) -> ModelVersion:
-        name, config = admit(archive, spec, self.policy)
+        name, config, unproven = await asyncio.to_thread(admit, archive, spec, self.policy)
         if allocator and self.policy.is_strict:
             allocator.claim(name, archive.manifest.model_version, spec.location)
         share = allocator.allocate if allocator else partial(self._beside, name)
@@ -138,6 +138,9 @@ class Lifecycle:
         async with self._counted(name, size.total_threads), self._locks[name]:
             self.registry.refuse_duplicate(name, archive.manifest.model_version)
             async with self._builder.build(archive, name, spec, config, is_fetched) as model:
+                if unproven:
+                    model.unproven = unproven
+                    model.metrics.doubt(unproven.reason)
                 try:
                     async with self._starting(model.pool):
                         await model.pool.scale(size.workers, 0, most=size.most, wait=waits)
@@ -155,6 +158,8 @@ class Lifecycle:
         elif allocator is None:
             self._builder.prepare_explainers(model)
         logger.info("%s registered, archive %s", model.pool.plan.label, model.digest)
+        if model.warning:
+            logger.warning("%s", model.warning)
         return model
 
     def prepare_explainers(self) -> None:
@@ -177,7 +182,7 @@ class Lifecycle:
         spec = ModelSpec(model.file, model.name, options=model.options)
         archive = await asyncio.to_thread(open_archive, file)
         with archive:
-            name, config = admit(archive, spec, self.policy)
+            name, config, _ = await asyncio.to_thread(admit, archive, spec, self.policy)
             config = replace(config, threads=model.config.threads)
             async with self._locks[name]:
                 self.registry.refuse_gone(model)
@@ -185,6 +190,7 @@ class Lifecycle:
                 building = self._builder.build(archive, name, spec, config, metrics=model.metrics)
                 async with building as fresh:
                     fresh.file, fresh.url, fresh.digest = model.file, model.url, model.digest
+                    fresh.unproven = model.unproven
                     async with self._starting(fresh.pool):
                         await fresh.pool.scale(model.pool.least, 0, most=model.pool.most)
                         self.registry.swap(model, fresh)

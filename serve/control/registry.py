@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
+from modelyard.archiver.proven import Unproven, describe_repeated
 from modelyard.serve.control.model_config import ModelConfig, Options
 from modelyard.serve.dataplane.batcher import Batcher
 from modelyard.serve.dataplane.cache import VersionAnswers
@@ -65,6 +66,8 @@ class ModelVersion:
     """Whether its file was fetched, and goes when it is unregistered."""
     part: str = ""
     """Its part in a roll-out that decides over it: LIVE, CANDIDATE; empty for none."""
+    unproven: Unproven | None = None
+    """Why nobody has proven what runs here; None where it was proven on these versions."""
     started_at: datetime = field(default_factory=lambda: datetime.now(UTC))
     _starting: asyncio.Task[None] | None = field(default=None, init=False, repr=False)
 
@@ -72,6 +75,19 @@ class ModelVersion:
     def request_timeout_s(self) -> float:
         """The longest that a call may take."""
         return self.config.request_timeout_s
+
+    @property
+    def warning(self) -> str:
+        """What to know of a model that was proven on other versions; empty for all others."""
+        if self.unproven is None or self.unproven.reason != "versions":
+            return ""
+        # A worker is ready when it has answered all golden requests as expected.
+        golden = len(self.pool.plan.load["golden"]) if self.pool.ready_count else 0
+        return (
+            f"{self.name} {self.version}: {self.unproven.text}; {describe_repeated(golden)}; "
+            f"`modelyard verify {self.file}` repeats what can be, an export on these versions "
+            "proves it anew"
+        )
 
     def start_explainers(self) -> asyncio.Task[None] | None:
         """Start the workers that only explain, unless they are there or the model has none.

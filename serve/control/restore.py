@@ -62,10 +62,11 @@ async def restore(lifecycle: Lifecycle, report: Report) -> list[str]:
         registry.set_default(name, version)
     registry.lacks_all = bool(specs) and all(model is None for model in models)
     policy.remember("startup", registry)
-    if (warning := allocator.warning) is None:
-        return []
-    logger.warning("%s", warning)
-    return [warning]
+    warnings = [model.warning for model in models if model is not None and model.warning]
+    if allocator.warning is not None:
+        logger.warning("%s", allocator.warning)
+        warnings.append(allocator.warning)
+    return warnings
 
 
 async def _start(
@@ -112,12 +113,15 @@ def plan_start(settings: Settings) -> StartPlan:
     policy, machine = Policy(settings), this_machine()
     read: list[tuple[str, Archive, ModelConfig]] = []
     requests: list[ResourceRequest] = []
+    warnings = list(settings.warnings)
     specs = policy.models_at_start(is_trial=True)
     allocator = StartupAllocator(machine, len(specs))
     for spec in specs:
         with open_archive(find_archive(settings.model_store, spec.location)) as archive:
-            name, config = admit(archive, spec, policy)
+            name, config, unproven = admit(archive, spec, policy)
             allocator.claim(name, archive.manifest.model_version, spec.location)
+        if unproven and unproven.reason == "versions":
+            warnings.append(f"{name}: {unproven.text}")
         read.append((name, archive, config))
         requests.append(policy.request(spec, config, name))
     allocations = choose(machine, requests)
@@ -125,5 +129,6 @@ def plan_start(settings: Settings) -> StartPlan:
         PlannedModel(name, archive.manifest.model_version, archive.path.name, config, allocation)
         for (name, archive, config), allocation in zip(read, allocations, strict=True)
     ]
-    excess = describe_excess(machine, allocations)
-    return StartPlan(machine, models, [*settings.warnings, *([excess] if excess else [])])
+    if excess := describe_excess(machine, allocations):
+        warnings.append(excess)
+    return StartPlan(machine, models, warnings)

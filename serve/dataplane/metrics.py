@@ -190,6 +190,9 @@ class Metrics:
             CounterMetricFamily,
         )
         self.model_info = gauge("model_info", "1; what is served.", (*model, "digest", "format"))
+        self.unproven = gauge(
+            "model_unproven", "1; nobody has proven it on the versions here.", (*model, "reason")
+        )
         part = (*model, "part")
         self.explained = count(
             "explained_predictions",
@@ -279,6 +282,7 @@ class VersionMetrics:
         self._drift: DriftMetrics | None = None
         self._has_cache = False
         self._about: tuple[str, ...] = ()
+        self._doubt: tuple[str, ...] = ()
 
     def watch_workers(self, ready: Callable[[], float], busy_s: Callable[[], float]) -> None:
         """Read the number of ready workers, and how long they were busy, at each scrape."""
@@ -291,6 +295,11 @@ class VersionMetrics:
         self._metrics.model_info.labels(*self._about).set(1)
         if capacity:
             self._metrics.capacity.labels(*self._labels).set(capacity)
+
+    def doubt(self, reason: str) -> None:
+        """Expose why nobody has proven what runs here."""
+        self._doubt = (*self._labels, reason)
+        self._metrics.unproven.labels(*self._doubt).set(1)
 
     def watch_drift(self, reference: Mapping[str, float]) -> DriftMetrics:
         """Return the series of the parts whose mean shares a reference holds."""
@@ -322,6 +331,8 @@ class VersionMetrics:
         metrics.capacity.remove(*self._labels)
         if self._about:
             metrics.model_info.remove(*self._about)
+        if self._doubt:
+            metrics.unproven.remove(*self._doubt)
         for kind in self.kinds:
             kind.remove()
         if self._drift is not None:

@@ -1,0 +1,96 @@
+"""Whether what runs here was proven: the versions that reports name, beside those that are here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Literal
+
+from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.manifest import Manifest
+from modelyard.archiver.report import Report, parse_report
+from modelyard.archiver.requirements import parse_pin
+
+_RUNS = {"onnx": "onnxruntime"}
+"""Format → the package that runs it; torch runs all others."""
+
+
+@dataclass(frozen=True)
+class Unproven:
+    """Why nobody has proven what runs here."""
+
+    reason: Literal["versions", "no_proof"]
+    """`versions`: it was proven, with other versions than those that are here."""
+    text: str
+    """A sentence, which names both versions."""
+
+
+def find_unproven(
+    manifest: Manifest, read: Callable[[str], bytes], predicts: str | None = None
+) -> Unproven | None:
+    """Return why nobody has proven what runs here; None where it was proven on these versions.
+
+    Only what ran the proof counts: onnxruntime for ONNX, torch for everything else. Of a version
+    like 2.13.0+cpu the part behind the plus, the build, may differ.
+
+    Args:
+        manifest: of the archive.
+        read: returns the content of one of its files.
+        predicts: the artifact, where it is not the manifest's own.
+    """
+    seal = manifest.modelyard
+    own = f"{predicts}.report.json" if predicts else seal and seal.report
+    if seal is None or not own:
+        return Unproven("no_proof", "no report is in the archive, so nothing was proven of it")
+    names = dict.fromkeys((own, *([seal.explain.report] if seal.explain else [])))
+    try:
+        reports = [parse_report(read(name), Path(name)) for name in names]
+    except (ArchiveError, KeyError) as error:
+        return Unproven("no_proof", f"its report cannot be read: {error}")
+    if reports[0].parity is None:
+        return Unproven("no_proof", f"{own} holds no comparison with the checkpoint")
+    pinned = dict(parse_pin(pin).release for pin in seal.requirements)
+    found = [_difference(report, pinned) for report in reports]
+    if texts := [text for text in found if text]:
+        return Unproven("versions", "; ".join(texts))
+    return None
+
+
+def find_other_versions(manifest: Manifest, read: Callable[[str], bytes]) -> str:
+    """Return on which other versions an archive was proven; empty unless that is what it lacks."""
+    unproven = find_unproven(manifest, read)
+    return unproven.text if unproven and unproven.reason == "versions" else ""
+
+
+def _difference(report: Report, pinned: dict[str, str]) -> str:
+    """Return how what runs an artifact differs from what proved it; empty where it does not."""
+    package = _RUNS.get(report.format, "torch")
+    proven, here = report.versions.get(package, ""), pinned.get(package) or _installed(package)
+    if proven.partition("+")[0] == here.partition("+")[0]:
+        return ""
+    artifact = report.path.name.removesuffix(".report.json")
+    return (
+        f"{artifact} was proven with {package} {proven or 'of an unknown version'}, and "
+        f"{here or 'none'} is here"
+    )
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def describe_repeated(golden: int, cases: int = 0) -> str:
+    """Return what was repeated on this machine and agrees, for behind a semicolon.
+
+    Args:
+        golden: golden requests that were answered as expected.
+        cases: inputs on which artifact and twin agree.
+    """
+    counts = ((golden, "golden request"), (cases, "parity case"))
+    said = [f"{count} {name}{'s' * (count > 1)}" for count, name in counts if count]
+    if not said:
+        return "nothing that could be repeated says whether its answers are still the same"
+    return f"{' and '.join(said)} agree{'s' * (golden + cases == 1)} on this machine"
