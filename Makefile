@@ -19,7 +19,7 @@ nightly: install ## run the tests that take long: every pair of a matrix, large 
 coverage: install ## run the tests and list which lines none of them entered
 	@scripts/coverage
 
-matrix: ## run the tests under every supported Python that is here
+matrix: install ## run the tests on other Pythons and torches, and on the lowest versions; for nights
 	@scripts/matrix
 
 bench: install ## measure the server, beside bare loops and other servers; needs wrk

@@ -35,6 +35,11 @@ _GUARD = re.compile(r"eval Eq\(\w+, \d+\) \[guard added\] \(([^)\s]+):(\d+) in "
 _KNOWN: tuple[tuple[str, type[Warning]], ...] = (
     # TorchScript is deprecated, and still what many deployments run; torch's compiler defines some.
     (r"`torch\.jit\.\w+` is", DeprecationWarning),
+    (r"`torch\.jit\.\w+` is", FutureWarning),  # from torch 2.14 on
+    # Advice of the script compiler, which goes on; from torch 2.14 on of torch's own classes too.
+    ("The TorchScript type system doesn't support instance-level", UserWarning),
+    # Raised by torch.while_loop, of torch's own lines.
+    ("_check_is_size will be removed", FutureWarning),
     # Raised inside torch.export, torch.onnx and the compiler, which copy programs of this torch.
     (r".*treespec, LeafSpec", FutureWarning),
     # Recurrent layers of torch set their list of weights anew in every call.

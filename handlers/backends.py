@@ -274,7 +274,8 @@ def load_on(
 def open_torchscript(path: Path, device: torch.device, share: bool | Examples = False) -> Artifact:
     """Load a scripted or traced module; the file states its inputs' names, not their shapes."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", r"`torch\.jit\.load` is", DeprecationWarning)
+        # A DeprecationWarning, and a FutureWarning from torch 2.14 on.
+        warnings.filterwarnings("ignore", r"`torch\.jit\.load` is")
         module = torch.jit.load(os.fspath(path), map_location=device)  # type: ignore[no-untyped-call]
     if share:
         map_weights([*module.parameters(), *module.buffers()], path)

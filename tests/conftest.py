@@ -88,7 +88,9 @@ def digits_artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path
     What the command printed is in `stdout` and `stderr` beside their folder.
     """
     command = [
-        *(sys.executable, "-P", "-W", "error", "-c", "from modelyard.cli import main; main()"),
+        *(sys.executable, "-P", "-W", "error"),
+        *("-W", "ignore:Guards may run slower on Python 3.13.0"),  # as in pyproject.toml
+        *("-c", "from modelyard.cli import main; main()"),
         *(word.replace("examples/", f"{ROOT}/examples/") for word in EXPORT),
         *(word for format in FILES for word in ("--format", format)),
     ]

@@ -183,6 +183,8 @@ def load_as_torch(source: Source, file: TorchFile) -> Any:
         with warnings.catch_warnings(), checked:
             # Said of protocols that it then reads or refuses.
             warnings.filterwarnings("ignore", "Detected pickle protocol", UserWarning)
+            # From torch 2.14 on; `checked` asks for it.
+            warnings.filterwarnings("ignore", "Validating sparse tensor invariants", UserWarning)
             # A quantised tensor is rebuilt through it.
             warnings.filterwarnings("ignore", "TypedStorage is deprecated", UserWarning)
             return torch.load(

@@ -1,6 +1,6 @@
 """What the text inside an exported program may say: a grammar for every string that reaches code.
 
-torch turns several strings of `models/*.json` into running code (torch 2.13, read in its source):
+torch turns several strings of `models/*.json` into running code (torch 2.13 to 2.15, read in its source):
 
 | field | what torch does with it |
 | --- | --- |
@@ -68,7 +68,10 @@ _VALUES = {"oo", "int_oo", "nan", "true", "false"}
 _ASSUMPTIONS = {"positive", "negative", "nonnegative", "nonzero", "integer", "real", "precision"}
 _POWERS = {"Pow", "PowByNatural", "FloatPow", "LShift", "RShift"}
 _GUARD_CALLS = {"max", "min", "abs", "int", "float", "round", "cast_symbool_to_symint_guardless"}
-_MATH_CALLS = {"ceil", "floor", "trunc", "sqrt"}
+_MODULE_CALLS = {
+    "math": {"ceil", "floor", "trunc", "sqrt"},
+    "torch": {"sym_max", "sym_min"},  # torch 2.14; before it they were `max` and `min`
+}
 _TENSOR_CALLS = {"size", "stride", "storage_offset", "numel", "dim"}
 _ARITHMETIC = (ast.Add, ast.Sub, ast.Mult, ast.Div, ast.FloorDiv, ast.Mod)
 _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE)
@@ -373,8 +376,7 @@ def _is_pure(function: ast.expr) -> bool:
     return (
         isinstance(function, ast.Attribute)
         and isinstance(function.value, ast.Name)
-        and function.value.id == "math"
-        and function.attr in _MATH_CALLS
+        and function.attr in _MODULE_CALLS.get(function.value.id, ())
     )
 
 

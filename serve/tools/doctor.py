@@ -106,6 +106,9 @@ def check_python() -> Check:
         bound = importlib.metadata.metadata("modelyard")["Requires-Python"]
         if not SpecifierSet(bound).contains(platform.python_version(), prereleases=True):
             return Check("python", FAIL, f"{found}, expected {bound}", f"install Python {bound}")
+    if platform.python_version() == "3.13.0":
+        slow = f"{found}, with which torch's compiler checks its guards slowly"
+        return Check("python", WARN, slow, "take a later 3.13 where models are exported")
     return Check("python", OK, found)
 
 

@@ -48,6 +48,12 @@ def test_what_fails_is_said_with_what_to_do_and_exit_code_1(
     assert ran.stdout.splitlines()[-1].startswith("1 of ")
 
 
+def test_the_first_release_of_python_3_13_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "python_version", lambda: "3.13.0")
+    check = doctor.check_python()
+    assert (check.status, check.advice) == (WARN, "take a later 3.13 where models are exported")
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_whole_trip_works_here(tmp_path: Path) -> None:
