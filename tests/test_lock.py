@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import sys
 import tomllib
@@ -22,6 +24,14 @@ UNLOCKED = ("ray",)
 """Extras that only those install who know why (docs/decisions/0090-cells-of-ray.md)."""
 USERS_EXTRAS = [name for name in EXTRAS if name not in ("all", "dev", *UNLOCKED)]
 PINNED = dict(re.findall(r"^([a-z0-9-]+)==([^ \n]+)", LOCK + TORCH, re.M))
+
+
+_spec = importlib.util.spec_from_file_location(
+    "matrix_results", REPO / "scripts" / "matrix_results.py"
+)
+assert _spec is not None and _spec.loader is not None
+matrix_results = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(matrix_results)
 
 
 def test_every_dependency_of_the_project_is_pinned_at_a_version_that_it_allows() -> None:
@@ -75,10 +85,42 @@ def test_the_versions_that_are_allowed_are_those_that_are_tested() -> None:
     ]
     assert f"{sys.version_info.major}.{sys.version_info.minor}" in named
     (torch,) = (one for one in PROJECT["dependencies"] if one.startswith("torch"))
-    release = re.match(r"\d+\.\d+", PINNED["torch"])
-    assert release is not None
-    major, minor = map(int, release[0].split("."))
-    assert torch == f"torch>={major}.{minor},<{major}.{minor + 1}"
+    pairs = re.findall(r"3\.(\d+)-2\.(\d+)\.\d+", (REPO / "scripts/matrix").read_text())
+    minors = sorted({int(minor) for _, minor in pairs})
+    assert minors == list(range(minors[0], minors[-1] + 1))
+    assert torch == f"torch>=2.{minors[0]},<2.{minors[-1] + 1}"
+    assert PINNED["torch"].startswith(f"2.{minors[0]}.")
+    assert {f"3.{python}" for python, _ in pairs} == set(named)
+
+
+def test_the_install_page_says_what_was_tested_and_when() -> None:
+    page = (REPO / "docs" / "install.md").read_text()
+    assert matrix_results.BEGIN + matrix_results.format_table() + matrix_results.END in page
+    runs = json.loads(matrix_results.TESTED.read_text())
+    assert {"lowest", *matrix_pairs()} >= set(runs)
+    for name, run in runs.items():
+        assert name == "lowest" or run["python"].startswith(name.partition("-")[0])
+        assert run["torch"].partition("+")[0] == (
+            PINNED["torch"] if name == "lowest" else name.partition("-")[2]
+        )
+
+
+def test_every_lower_bound_has_its_reason_on_the_decisions_page() -> None:
+    """And the lock satisfies it, by the first test here."""
+    page = (REPO / "docs" / "decisions" / "0107-versions.md").read_text()
+    reasons = dict(re.findall(r"^\| `([a-z0-9-]+)` \| ([\d.]+) \|", page, re.M))
+    optional = [line for name in USERS_EXTRAS for line in EXTRAS[name]]
+    lowest = {
+        parsed.name: next(one.version for one in parsed.specifier if one.operator == ">=")
+        for parsed in map(Requirement, [*PROJECT["dependencies"], *optional])
+        if parsed.name not in ("modelyard", "torch")
+    }
+    assert reasons == lowest
+
+
+def matrix_pairs() -> list[str]:
+    (line,) = re.findall(r'^PAIRS="(.*)"', (REPO / "scripts/matrix").read_text(), re.M)
+    return line.split()
 
 
 def test_every_package_but_torch_has_hashes() -> None:
