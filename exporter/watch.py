@@ -183,11 +183,21 @@ class _Watch:
     def _note_cut(self) -> None:
         """Note the author's torch.no_grad(), or the autograd.Function whose forward() sets it."""
         for frame in _frames():
-            if frame.f_code is torch.autograd.Function.apply.__func__.__code__:  # type: ignore[attr-defined]
-                name = frame.f_locals["cls"].__name__
+            if (name := _functions().get(frame.f_code)) is not None:
                 self._seen.custom.setdefault(name, _author_place(frame))
                 return
         self._seen.cut.append(_author_place())
+
+
+def _functions() -> dict[object, str]:
+    """Return the code of each forward() of an autograd.Function → the name of its class.
+
+    What calls it, `apply`, has no frame from torch 2.15 on.
+    """
+    kinds: list[Any] = [torch.autograd.Function]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return {getattr(kind.forward, "__code__", None): kind.__name__ for kind in reversed(kinds)}
 
 
 def _frames(frame: FrameType | None = None) -> Iterator[FrameType]:

@@ -867,6 +867,7 @@ def test_other_expressions_are_refused(text: str) -> None:
         "L['n'] == 4 and not L['flag']",
         "max(1, L['x'].size()[0]) < math.floor(L['x'].size()[1] / 2)",
         "L['flat_args'][0].size()[0] >= 2",
+        "torch.sym_max(1, L['x'].size()[0] - 2)*torch.sym_min(3, L['y'].size()[0]) != 1",
     ],
 )
 def test_guards_of_torch_pass(text: str) -> None:
@@ -880,6 +881,8 @@ def test_guards_of_torch_pass(text: str) -> None:
         "L['x'].size().__class__ == 1",
         "L.size()[0] == 1 or x",
         "torch.load('x') == 1",
+        "torch.sym_max.__globals__ == 1",
+        "torch.sym_fresh_size(1) == 1",
         "math.__loader__ == 1",
         "print(1) == 1",
         "L[L['x'].size()[0]] == 1",
