@@ -120,7 +120,7 @@ def test_every_lower_bound_has_its_reason_on_the_decisions_page() -> None:
 
 def matrix_pairs() -> list[str]:
     (line,) = re.findall(r'^PAIRS="(.*)"', (REPO / "scripts/matrix").read_text(), re.M)
-    return line.split()
+    return str(line).split()
 
 
 def test_every_package_but_torch_has_hashes() -> None:
