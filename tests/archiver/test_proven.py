@@ -152,6 +152,7 @@ def test_verify_names_both_versions_and_what_agrees_here(aged: Path) -> None:
     assert f"{SAID}; nothing was run" in unrun.stdout
 
 
+@pytest.mark.nightly
 def test_verify_says_where_the_answers_are_others(aged: Path) -> None:
     wrong = json.dumps({"label": "9"}).encode()
     rewrite(aged, lambda content: content.update({"MAR-INF/golden/0.expected.json": wrong}))
