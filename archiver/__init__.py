@@ -7,12 +7,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from modelyard.archiver.api import Verification, archive, verify
     from modelyard.archiver.errors import ArchiveError
     from modelyard.archiver.manifest import Manifest
     from modelyard.archiver.read import Archive, open_archive
     from modelyard.archiver.write import write_archive
 else:
     _LAZY = {
+        "Verification": "api",
+        "archive": "api",
+        "verify": "api",
         "Archive": "read",
         "ArchiveError": "errors",
         "Manifest": "manifest",
@@ -27,4 +31,13 @@ else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-__all__ = ["Archive", "ArchiveError", "Manifest", "open_archive", "write_archive"]
+__all__ = [
+    "Archive",
+    "ArchiveError",
+    "Manifest",
+    "Verification",
+    "archive",
+    "open_archive",
+    "verify",
+    "write_archive",
+]

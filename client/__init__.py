@@ -6,6 +6,7 @@ It needs neither torch nor anything of the server; numpy only where arrays are s
 from modelyard.client.asynchronous import AsyncClient
 from modelyard.client.errors import BadAnswer, ClientError, NoAnswer, NotTrusted, RequestFailed
 from modelyard.client.explanation import Explanation
+from modelyard.client.options import ExplainOptions
 from modelyard.client.retries import Request, Retries
 from modelyard.client.synchronous import Client
 
@@ -14,6 +15,7 @@ __all__ = [
     "BadAnswer",
     "Client",
     "ClientError",
+    "ExplainOptions",
     "Explanation",
     "NoAnswer",
     "NotTrusted",

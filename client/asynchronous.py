@@ -6,9 +6,10 @@ import asyncio
 import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import httpx
 
@@ -16,7 +17,9 @@ from modelyard.client.calls import Body, Calls
 from modelyard.client.connection import Connection, answer_of, is_left_open
 from modelyard.client.errors import BadAnswer, NoAnswer
 from modelyard.client.explanation import Explanation
+from modelyard.client.options import ExplainOptions
 from modelyard.client.retries import Answer, Attempt, Flow, Pause, Retries
+from modelyard.client.synchronous import run_apart
 
 if TYPE_CHECKING:
     from modelyard.client.tensors import Arrays
@@ -55,7 +58,9 @@ class AsyncClient:
         trust_env: bool = True,
     ) -> None:
         self._connection = Connection(url, token, ca, max_answer_bytes, trust_env)
-        self.calls = Calls(Retries(attempts, timeout_s), idempotent)
+        self.calls = Calls(
+            Retries(attempts, timeout_s), idempotent, partial(run_apart, self._connection)
+        )
         self._http = httpx.AsyncClient(**self._connection.options())
 
     async def __aenter__(self) -> AsyncClient:
@@ -89,13 +94,18 @@ class AsyncClient:
         return await self.run(self.calls.predict(model, body, content_type))
 
     async def explain(
-        self, model: str, body: Body, *, content_type: str | None = None, **options: Any
+        self,
+        model: str,
+        body: Body,
+        *,
+        content_type: str | None = None,
+        **options: Unpack[ExplainOptions],
     ) -> list[Explanation]:
         """Return the explanations of one input: one, or one for each target and output.
 
         Args:
             model: as of `predict`, as are `body`, `content_type` and the errors.
-            options: as `method`, `target`, `baseline`: see docs/explain.md.
+            options: as `method`, `target`, `baseline`: see `ExplainOptions` and docs/explain.md.
         """
         return await self.run(self.calls.explain(model, body, content_type, options))
 

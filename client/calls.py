@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mimetypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,11 +82,15 @@ class Calls:
     Args:
         retries: when a request is sent again.
         is_idempotent: whether predictions and explanations may run twice.
+        run: takes the steps of a call later, of an explanation that is to be drawn.
     """
 
-    def __init__(self, retries: Retries, is_idempotent: bool) -> None:
+    def __init__(
+        self, retries: Retries, is_idempotent: bool, run: Callable[[Flow[Answer]], Answer]
+    ) -> None:
         self._retries = retries
         self._is_idempotent = is_idempotent
+        self._run = run
 
     def metadata(self, model: str) -> Flow[dict[str, Any]]:
         """Return a model's inputs and outputs."""
@@ -155,9 +161,22 @@ class Calls:
         self, model: str, body: Body, content_type: str | None, options: Mapping[str, Any]
     ) -> Flow[list[Explanation]]:
         """Return the explanations of one input: one for each output and target."""
-        accept = {"Accept": JSON}
-        answer = yield from self.send("explanations", model, body, content_type, options, accept)
-        return read_explanations(decode(answer))
+        content, headers = encode(body, content_type)  # once: a file may be another one later
+        ask = partial(self.send, "explanations", model, content, headers["Content-Type"])
+        found = read_explanations(decode((yield from ask(options, {"Accept": JSON}))))
+        return [replace(each, draw=self._draw(ask, options, each, len(found))) for each in found]
+
+    def _draw(
+        self,
+        ask: Callable[[Mapping[str, Any]], Flow[Answer]],
+        options: Mapping[str, Any],
+        of: Explanation,
+        count: int,
+    ) -> Callable[[str], Answer]:
+        """Return what asks for an explanation again, in a format for people."""
+        its_own = {"target": of.target, "output_name": of.fields.get("output_name")}
+        chosen = {**options, **(its_own if count > 1 else {})}
+        return lambda format: self._run(ask({**chosen, "format": format}))
 
     def infer(self, model: str, inputs: Arrays, outputs: list[str] | None) -> Flow[dict[str, Any]]:
         """Return a model's outputs for its inputs, arrays by name."""

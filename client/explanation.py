@@ -1,12 +1,16 @@
-"""An explanation as a program uses it: its numbers as arrays."""
+"""An explanation as a program uses it: its numbers as arrays, and in a notebook its picture."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from html import escape
 from typing import TYPE_CHECKING, Any
 
-from modelyard.client.errors import BadAnswer
+from modelyard.client.errors import BadAnswer, ClientError
+from modelyard.client.retries import Answer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -36,6 +40,8 @@ class Explanation:
     """What to know before believing it."""
     fields: Mapping[str, Any]
     """Everything else that the answer says, by its name there: `f_input`, `tokens`, `features` …"""
+    draw: Callable[[str], Answer] | None = field(default=None, repr=False, compare=False)
+    """Asks the server for it once more, as `html` or `png`. It keeps what was sent."""
 
     @property
     def array(self) -> NDArray[np.float32]:
@@ -48,6 +54,34 @@ class Explanation:
             names = ", ".join(self.attributions)
             raise ValueError(f"this model has several inputs, {names}; see attributions[NAME]")
         return self.attributions
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "draw": None}  # a copy elsewhere has no server to ask
+
+    def _repr_html_(self) -> str | None:
+        """Return the server's page of it, in a frame where it reaches nothing of the notebook."""
+        try:
+            page = self._page
+        except ClientError as error:
+            return f"<pre>{escape(f'{self.label}, by {self.method}; not drawn: {error}')}</pre>"
+        return page and (
+            '<iframe sandbox="allow-scripts" style="width: 100%; height: 32rem; border: 0; '
+            f'resize: vertical" srcdoc="{escape(page)}"></iframe>'
+        )
+
+    def _repr_png_(self) -> bytes | None:
+        """Return the server's picture of it; None of what has a page alone, as a text."""
+        with suppress(ClientError):
+            return self._picture
+        return None
+
+    @cached_property
+    def _page(self) -> str | None:
+        return self.draw and self.draw("html").body.decode()
+
+    @cached_property
+    def _picture(self) -> bytes | None:
+        return self.draw and self.draw("png").body
 
 
 def read_explanations(content: Any) -> list[Explanation]:

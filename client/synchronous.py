@@ -6,9 +6,10 @@ import ssl
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import httpx
 
@@ -16,6 +17,7 @@ from modelyard.client.calls import Body, Calls
 from modelyard.client.connection import Connection, answer_of, is_left_open
 from modelyard.client.errors import BadAnswer, NoAnswer
 from modelyard.client.explanation import Explanation
+from modelyard.client.options import ExplainOptions
 from modelyard.client.retries import Answer, Attempt, Flow, Pause, Retries
 
 if TYPE_CHECKING:
@@ -55,7 +57,9 @@ class Client:
         trust_env: bool = True,
     ) -> None:
         self._connection = Connection(url, token, ca, max_answer_bytes, trust_env)
-        self.calls = Calls(Retries(attempts, timeout_s), idempotent)
+        self.calls = Calls(
+            Retries(attempts, timeout_s), idempotent, partial(run_apart, self._connection)
+        )
         self._http = httpx.Client(**self._connection.options())
 
     def __enter__(self) -> Client:
@@ -89,13 +93,18 @@ class Client:
         return self.run(self.calls.predict(model, body, content_type))
 
     def explain(
-        self, model: str, body: Body, *, content_type: str | None = None, **options: Any
+        self,
+        model: str,
+        body: Body,
+        *,
+        content_type: str | None = None,
+        **options: Unpack[ExplainOptions],
     ) -> list[Explanation]:
         """Return the explanations of one input: one, or one for each target and output.
 
         Args:
             model: as of `predict`, as are `body`, `content_type` and the errors.
-            options: as `method`, `target`, `baseline`: see docs/explain.md.
+            options: as `method`, `target`, `baseline`: see `ExplainOptions` and docs/explain.md.
         """
         return self.run(self.calls.explain(model, body, content_type, options))
 
@@ -183,3 +192,15 @@ class Client:
             return answer_of(response, bytes(body))
         except (httpx.HTTPError, BadAnswer, OSError, ValueError) as error:
             return error
+
+
+def run_apart(connection: Connection, flow: Flow[T]) -> T:
+    """Take the steps of a call by a client of its own: the one that asked may be closed by now."""
+    with Client(
+        connection.url,
+        token=connection.token,
+        ca=connection.ca,
+        max_answer_bytes=connection.most_bytes,
+        trust_env=connection.trusts_environment,
+    ) as client:
+        return client.run(flow)

@@ -3,6 +3,7 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from modelyard.exporter.api import export
 from modelyard.exporter.errors import (
     CheckpointError,
     ConversionError,
@@ -15,14 +16,12 @@ from modelyard.exporter.errors import (
 
 if TYPE_CHECKING:
     from modelyard.exporter.parity import ExportReport
-    from modelyard.exporter.trip import export
 else:
-    _LAZY = {"export": "trip", "ExportReport": "parity"}
 
     def __getattr__(name: str) -> object:
         """Import what needs torch, which takes seconds, when it is used."""
-        if name in _LAZY:
-            return getattr(import_module(f"{__name__}.{_LAZY[name]}"), name)
+        if name == "ExportReport":
+            return import_module(f"{__name__}.parity").ExportReport
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

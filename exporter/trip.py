@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path, PurePath
-from typing import Any, ParamSpec, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -60,67 +60,37 @@ QUANTIZATIONS = ("int8-dynamic", STATIC)
 Progress = Callable[[str, int, int], None]
 """Called before each step with its name, its number from 0, and the number of steps."""
 
-_Fields = ParamSpec("_Fields")
 _Writer = Callable[[Path], Mapping[str, object]]
 
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What one export is asked for: the arguments of `export`, by their names."""
+    """What one export is asked for: the arguments of `api.export`, which says what each means."""
 
     checkpoint: Path
-    """A file or folder of any kind that `modelyard.exporter.ingest` reads."""
     model: str | None
-    """`file.py:Class`, `package.module:Class` or `package.module:factory`; None where the
-    checkpoint names a class that is installed."""
     inputs: Sequence[str]
-    """One `name:dtype[dims]` per tensor that forward() takes; see `archiver/signature.py`. What is
-    needed and not given is asked of the model; see `propose.py`."""
     _: KW_ONLY
     output_dir: Path
-    """Made when it is not there."""
     weights_key: str | None = None
-    """Dotted path of the weights in a checkpoint that has several."""
     ema: bool = False
-    """Take the averaged weights."""
     announce: Announce | None = None
-    """Only for a checkpoint that is trusted to run its code: called with what it will import."""
     formats: Sequence[str] | None = None
-    """Of `SUFFIXES`; pt2 and onnx when absent, onnx alone when quantised."""
     model_args: Mapping[str, Any] | None = None
-    """Keyword arguments for the class or factory; they replace those of the same name among the
-    checkpoint's hyper-parameters, and values of a Hugging Face folder's `config.json`."""
     task: str | None = None
-    """What a Hugging Face folder is for, as `text-classification`, instead of `model`."""
     submodule: str | None = None
-    """The part of the model to export alone, as `encoder.layers.0`; `inputs` are that part's."""
     output_names: Sequence[str] = ()
-    """Those of the model's outputs to keep, or a new name for each, in order."""
     name: str | None = None
-    """The artifacts' name without suffix; the checkpoint's when absent."""
     device: str = "cpu"
-    """"cpu" or "cuda[:N]", where it is traced and checked. The artifact loads on any."""
     tolerance: float | None = None
-    """Largest difference of floats, over a row's largest value where that is above 1; 1e-4 for
-    float32 when absent."""
     dtype: str | None = None
-    """Of `PRECISIONS`, what weights and floating-point inputs become; the checkpoint's own when
-    absent. Parity compares with the checkpoint in float32."""
     quantize: str | None = None
-    """Of `QUANTIZATIONS`, for onnx; int8-static needs samples, and is compared on some of them."""
     generate: bool = False
-    """Write a decoder with its cache, which takes a prompt and the steps after it; `inputs` then
-    give other ranges to what `exporter/decoder.py` says."""
     samples: Sequence[Path] = ()
-    """Files of real inputs to compare on; nothing of them stays."""
     quick: bool = False
-    """Compare on few inputs, for a first look; the report says so."""
     tell: Callable[[str], None] | None = None
-    """Called with a line about what was chosen where nothing was given."""
     sample_only: bool = False
-    """Make nothing up: trace with a sample, and compare on the samples alone."""
     progress: Progress | None = None
-    """Called at every step."""
 
     def target(self, format: str) -> Path:
         """Return where the artifact of a format goes."""
@@ -132,35 +102,8 @@ class ExportRequest:
         return tuple(dict.fromkeys(default if self.formats is None else self.formats))
 
 
-def _called_as(
-    request: Callable[_Fields, ExportRequest],
-) -> Callable[
-    [Callable[[ExportRequest], list[ExportReport]]], Callable[_Fields, list[ExportReport]]
-]:
-    """Let `export` be called with the fields of its request."""
-
-    def decorate(
-        run: Callable[[ExportRequest], list[ExportReport]],
-    ) -> Callable[_Fields, list[ExportReport]]:
-        @functools.wraps(run)
-        def call(*args: _Fields.args, **kwargs: _Fields.kwargs) -> list[ExportReport]:
-            return run(request(*args, **kwargs))
-
-        return call
-
-    return decorate
-
-
-@_called_as(ExportRequest)
-def export(request: ExportRequest) -> list[ExportReport]:
-    """Write artifacts that are proven to agree with the checkpoint, and a report beside each.
-
-    Raises:
-        PartialExportError: some formats were written, others not; it holds the reports of the
-            former and the errors of the latter.
-        ExportError: nothing was written. In both cases artifacts of an earlier export that could
-            not be written anew are as they were.
-    """
+def run(request: ExportRequest) -> list[ExportReport]:
+    """Run one export; see `modelyard.exporter.export`."""
     device = read_device(request.device)
     _check_request(request)
     announce_step = _step_announcer(request)

@@ -335,10 +335,11 @@ def test_importing_does_not_load_what_it_does_not_need(module: str, without: set
     assert not loaded_by(f"import modelyard.{module}", *without)
 
 
-def test_a_worker_passes_through_an_empty_package() -> None:
-    for package in ("serve", "serve/worker", "serve/dataplane"):
+def test_a_worker_passes_through_packages_that_import_nothing() -> None:
+    for package in ("serve/worker", "serve/dataplane"):
         tree = parse(ROOT / package / "__init__.py")
         assert [type(node) for node in tree.body] == [ast.Expr]
+    assert not loaded_by("import modelyard.serve", *HEAVY, "modelyard.serve.errors", "pydantic")
 
 
 def test_every_folder_of_the_package_is_the_one_at_the_top() -> None:

@@ -11,22 +11,25 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 import numpy as np
 import pytest
 
+from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
 from modelyard.client import (
     AsyncClient,
     BadAnswer,
     Client,
     ClientError,
+    ExplainOptions,
     NoAnswer,
     RequestFailed,
     Retries,
 )
 from modelyard.client.explanation import read_explanations
+from modelyard.client.options import Method
 from modelyard.client.retries import Answer, Attempt, Pause, Request, read_retry_after
 from modelyard.client.tensors import read_outputs, write_request
 from tests.serve.live import LiveServer, build_archive, make_notes_folder
@@ -99,6 +102,11 @@ def test_an_error_is_the_servers(
         client.predict(model, body)
     assert (failed.value.status, failed.value.type) == (status, type)
     assert failed.value.request_id and failed.value.request_id in str(failed.value)
+
+
+def test_the_typed_options_of_an_explanation_are_the_servers() -> None:
+    assert ExplainOptions.__annotations__.keys() == EXPLAIN_OPTIONS.keys() - {"format"}
+    assert get_args(Method) == EXPLAIN_OPTIONS["method"].choices
 
 
 def test_arrays_go_and_come_as_bytes(client: Client) -> None:

@@ -1,0 +1,171 @@
+"""`serve`, as a program calls it: a server in the background, and what holds on to it."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from modelyard.serve.errors import StartError
+
+if TYPE_CHECKING:
+    from modelyard.client import Client
+    from modelyard.serve.settings import Settings
+
+STOP_GRACE_S = 10.0
+"""Beyond the server's own drain time."""
+
+logger = logging.getLogger(__name__)
+
+
+class Server:
+    """A running server; `with serve(…) as server:` stops it at the end of the block.
+
+    It is a process of its own, as that of `modelyard serve start`: it outlives the program unless
+    it is stopped, and `modelyard serve status` and `stop` know it.
+
+    Attributes:
+        url: of the inference API.
+        about: what it says of itself: pid, addresses, log, warnings.
+    """
+
+    def __init__(
+        self, process: subprocess.Popen[str], about: dict[str, Any], settings: Settings
+    ) -> None:
+        self.url = str(about["inference"])
+        self.about = about
+        self._process = process
+        self._settings = settings
+
+    def __repr__(self) -> str:
+        ended = "" if self._process.poll() is None else ", stopped"
+        return f"<Server {self.url}, pid {self._process.pid}{ended}>"
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    def client(self, **options: Any) -> Client:
+        """Return a client of it, with its token and certificate.
+
+        Args:
+            options: of `Client`, as `timeout_s`.
+        """
+        from modelyard.client import Client
+        from modelyard.serve.control.state import StateDir
+        from modelyard.serve.tools.client import find_endpoint
+
+        at = find_endpoint("inference", StateDir(self._settings.state_dir))
+        return Client(at.url, **{"token": at.token, "ca": at.tls, **options})
+
+    def stop(self) -> None:
+        """Answer what was accepted, then end the server; one that has ended is left alone.
+
+        Raises:
+            StartError: it has not ended in time.
+        """
+        self._process.terminate()
+        drain_s = self._settings.drain_delay_s + self._settings.drain_timeout_s
+        try:
+            self._process.wait(drain_s + STOP_GRACE_S)
+        except subprocess.TimeoutExpired:
+            pid = self._process.pid
+            raise StartError(
+                f"pid {pid} has not ended; `kill -9 {pid}` ends it without answers"
+            ) from None
+
+
+def serve(
+    *models: str | Path,
+    model_store: str | Path | None = None,
+    config: str | Path | None = None,
+    host: str | None = None,
+    port: int | None = None,
+    management_port: int | None = None,
+    metrics_port: int | None = None,
+    device: str | None = None,
+    workers: int | None = None,
+    auth: str | None = None,
+    tls_cert: str | Path | None = None,
+    tls_key: str | Path | None = None,
+    token_file: str | Path | None = None,
+    insecure: bool | None = None,
+    access_log: bool | None = None,
+    log_format: str | None = None,
+    log_level: str | None = None,
+    explain_share: float | None = None,
+    trusted_keys: str | Path | None = None,
+    require_signature: bool | None = None,
+    accept_changed: bool | None = None,
+    install_requirements: bool | None = None,
+    require_sandbox: bool | None = None,
+    state_dir: str | Path | None = None,
+) -> Server:
+    """Start a server in the background; return when its models are ready.
+
+    The options are those of `modelyard serve start`; one that is None is what the configuration
+    file, the environment or the default says. Warnings go to this module's log.
+
+    Args:
+        models: NAME or NAME=FILE of the model store, or ALL; a `Path` is an archive, whose folder
+            is the model store.
+        model_store: folder of the archives.
+        config: YAML file with any of the settings of docs/settings.md.
+        host: address; 127.0.0.1.
+        port: of the inference API; 8080. 0 lets the system choose, as for the other two.
+        management_port: 8081.
+        metrics_port: 8082.
+        device: auto, cpu or cuda[:N].
+        workers: per model; by cores.
+        auth: tokens: auto (off on loopback), always, never.
+        tls_cert: certificate (PEM); all three APIs then speak TLS.
+        tls_key: its private key (PEM).
+        token_file: tokens that stay, as `modelyard token new` writes them.
+        insecure: allow `auth="never"` on an address that others reach.
+        access_log: write a line for each request.
+        log_format: of all logs: text or json.
+        log_level: debug, info, warning or error.
+        explain_share: of the predictions, those explained in the background.
+        trusted_keys: file of public keys whose signatures are accepted.
+        require_signature: serve only what a trusted key signed.
+        accept_changed: restore archives that changed since they ran.
+        install_requirements: install what an archive requires, into an environment of its own.
+        require_sandbox: refuse to start where workers lack a wall.
+        state_dir: folder of pid file, keys and logs; one server each.
+
+    Raises:
+        StartError: a setting is wrong, a server runs already, or the server's own reason.
+    """
+    given = locals()
+    from modelyard.serve.control.state import StateDir, describe_running
+    from modelyard.serve.settings import load_settings, unknown_variables
+    from modelyard.serve.start import start_detached
+
+    del given["config"]
+    stores = {model.parent.absolute() for model in models if isinstance(model, Path)}
+    if model_store is not None:
+        stores.add(Path(model_store).absolute())
+    if len(stores) > 1:
+        names = " and ".join(sorted(map(str, stores)))
+        raise StartError(f"the archives are in {names}; a server serves those of one folder")
+    named = [model.name if isinstance(model, Path) else model for model in models]
+    given |= {"models": tuple(named) or None, "model_store": stores.pop() if stores else None}
+    settings = load_settings(given, Path(config) if config else None)
+    for notice in unknown_variables():
+        logger.warning("%s", notice)
+    state = StateDir(settings.state_dir)
+    if (running := state.running()) is not None:
+        raise StartError(describe_running(running))
+    process, about = start_detached(settings, state, lambda model, text: None)
+    for warning in about["warnings"]:
+        logger.warning("%s", warning)
+    return Server(process, about, settings)
