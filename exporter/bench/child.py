@@ -7,10 +7,11 @@ where the order failed. Whatever else is printed goes to the standard error.
 
 import json
 import os
+import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import Dim, parse_signature
 from modelyard.exporter.arguments import choose_outputs, flatten, give_outputs, take_inputs
 from modelyard.exporter.bench.flops import count_flops
+from modelyard.exporter.bench.machine import read_joules
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.errors import cause
 from modelyard.handlers.agree import full_precision
@@ -29,6 +31,7 @@ from modelyard.handlers.probes import Probe, make_inputs
 
 Tensors = tuple[Tensor, ...]
 
+_MOVES = 20
 _WARM_CALLS = 3
 _SEED = 1
 
@@ -117,28 +120,73 @@ class Session:
     def time(self, batch: int, seconds: float) -> dict[str, Any]:
         """Call for `seconds`, once at least; return each call's milliseconds."""
         self.inputs(batch)
-        latencies = []
+        latencies: list[float] = []
+        before, joules = self._held(), read_joules(self.device)
         with self._range(f"run batch {batch}"):
             ends = time.perf_counter() + seconds
-            while True:
+            while not latencies or time.perf_counter() < ends:
                 started = time.perf_counter_ns()
                 self._call(batch)
                 latencies.append((time.perf_counter_ns() - started) / 1e6)
-                if time.perf_counter() >= ends:
-                    return {"latencies_ms": latencies}
+        used = None if joules is None else (read_joules(self.device) or 0.0) - joules
+        return {
+            "latencies_ms": latencies,
+            "before_bytes": before,
+            "after_bytes": self._held(),
+            "joules": used if used is None or used >= 0 else None,  # the counter began anew
+        }
+
+    def moves(self, batch: int) -> dict[str, Any]:
+        """Return the milliseconds that inputs take to the device, and outputs back."""
+        inputs = [tensor.cpu() for tensor in self.inputs(batch)]
+        outputs = [*flatten(self._call(batch)).values()]
+        return {
+            "to_device_ms": self._moved("inputs to device", inputs, self.device),
+            "from_device_ms": self._moved("outputs from device", outputs, torch.device("cpu")),
+        }
+
+    def _moved(self, name: str, tensors: Sequence[Tensor], place: torch.device) -> float:
+        taken = []
+        for _ in range(_MOVES):
+            with self._range(name):
+                started = time.perf_counter_ns()
+                for tensor in tensors:
+                    tensor.to(place)
+                if self.device.type == "cuda":
+                    torch.cuda.synchronize(self.device)
+                taken.append((time.perf_counter_ns() - started) / 1e6)
+        return statistics.median(taken)
+
+    def _held(self) -> int:
+        """Return the memory that is in use now: of the device, else of the process."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        return _memory("VmRSS:")
 
     def profile(self, batch: int, path: str) -> dict[str, Any]:
-        """Write a trace of a few calls that chrome://tracing and Perfetto show."""
+        """Write a trace of a few calls, for Perfetto, and return its operators by their time."""
         self.inputs(batch)
         activities = [torch.profiler.ProfilerActivity.CPU]
         if self.device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
-        with torch.profiler.profile(activities=activities, record_shapes=True) as trace:
+        with torch.profiler.profile(
+            activities=activities, record_shapes=True, profile_memory=True
+        ) as trace:
             for _ in range(_WARM_CALLS):
                 with torch.profiler.record_function(f"call with batch {batch}"):
                     self._call(batch)
         trace.export_chrome_trace(path)
-        return {}
+        found = [
+            {
+                "operator": each.key,
+                "calls": each.count,
+                "self_ms": (each.self_cpu_time_total + each.self_device_time_total) / 1e3,
+                "total_ms": (each.cpu_time_total + each.device_time_total) / 1e3,
+                "own_bytes": each.self_cpu_memory_usage + each.self_device_memory_usage,
+            }
+            for each in trace.key_averages()
+        ]
+        return {"operators": sorted(found, key=lambda each: -each["self_ms"])}
 
     def facts(self) -> dict[str, Any]:
         """Return the subject's cost beside its calls; memory first, since counting takes some."""
@@ -189,7 +237,12 @@ def main() -> None:
 
         def open_session(**arguments: Any) -> dict[str, Any]:
             session = Session(stack, **arguments)
-            methods.update(time=session.time, profile=session.profile, facts=session.facts)
+            methods.update(
+                time=session.time,
+                moves=session.moves,
+                profile=session.profile,
+                facts=session.facts,
+            )
             return {}
 
         methods["open"] = open_session
@@ -204,13 +257,13 @@ def main() -> None:
             print(json.dumps(answer), file=answers, flush=True)
 
 
-def _memory() -> int:
-    """Return the most memory that this process has had, in bytes.
+def _memory(line_of: str = "VmHWM:") -> int:
+    """Return the most memory that this process has had, in bytes, or what it has now (VmRSS).
 
     Not ru_maxrss: that starts with what the process had which started this one.
     """
     status = Path("/proc/self/status").read_text(encoding="ascii")
-    (line,) = (line for line in status.splitlines() if line.startswith("VmHWM:"))
+    (line,) = (line for line in status.splitlines() if line.startswith(line_of))
     return int(line.split()[1]) * 1024
 
 

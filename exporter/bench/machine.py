@@ -8,6 +8,9 @@ from pathlib import Path
 
 import torch
 
+_RAPL = Path("/sys/class/powercap")
+"""A folder for each package of a CPU, `intel-rapl:0`; AMD's have the same name."""
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -40,6 +43,30 @@ def describe_machine() -> Machine:
         versions=_versions(),
         load=round(os.getloadavg()[0], 2),
     )
+
+
+def read_joules(device: torch.device) -> float | None:
+    """Return a counter of energy: of the CPUs' packages by RAPL, of a GPU by NVML.
+
+    Returns:
+        None where there is none, or it cannot be read; RAPL's are for root on most machines.
+    """
+    if device.type == "cuda":
+        try:
+            import pynvml  # type: ignore[import-not-found]
+
+            pynvml.nvmlInit()
+            handle = pynvml.nvmlDeviceGetHandleByUUID(
+                f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+            )
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+        except Exception:  # not installed, an older GPU, or an error of the driver's
+            return None
+    try:
+        counters = [(each / "energy_uj").read_text() for each in _RAPL.glob("intel-rapl:?")]
+    except OSError:
+        return None
+    return sum(map(int, counters)) / 1e6 if counters else None
 
 
 def _cpu_name() -> str:

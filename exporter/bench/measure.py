@@ -87,6 +87,9 @@ class _Child:
         self.failures: dict[int, str] = {}
         """Why it cannot take batches of a size."""
         self.latencies: dict[int, list[list[float]]] = {batch: [] for batch in plan.batches}
+        self.used: dict[int, list[dict[str, Any]]] = {batch: [] for batch in plan.batches}
+        """Memory and energy of each turn."""
+        self.moved: dict[int, dict[str, Any]] = {}
         self.facts: dict[str, Any] = {}
         self._errors = (folder / "stderr.txt").open("w+", encoding="utf-8")
         self._process = subprocess.Popen(
@@ -129,7 +132,14 @@ class _Child:
             if "error" in answer:
                 self.failures[batch] = answer["error"]
             else:
-                self.latencies[batch].append(answer["latencies_ms"])
+                self.latencies[batch].append(answer.pop("latencies_ms"))
+                self.used[batch].append(answer)
+
+    def move(self, batch: int) -> None:
+        """Measure what comes before and after a call on a device."""
+        if self.failure is None and batch not in self.failures:
+            answer = self.call("moves", batch=batch)
+            self.moved[batch] = {} if "error" in answer else answer
 
     def close(self) -> None:
         """End the process, for which a closed input is the order to stop."""
@@ -184,6 +194,8 @@ def _bench_threads(
                     child.time(batch, plan.cell_s / plan.rounds)
         for child in children:  # after the clock: counting and tracing slow the calls down
             step(f"sum up {child.subject.name}")
+            for batch in plan.batches if plan.device != "cpu" else ():
+                child.move(batch)
             child.learn("facts")  # first: a trace is kept in memory
             if plan.profile is not None and threads == plan.threads[0]:
                 path = plan.profile.absolute() / f"{child.subject.name}.trace.json"
@@ -224,7 +236,19 @@ def _cell(child: _Child, batch: int, reference: _Child) -> Cell:
         items_per_s=batch * len(every) / sum(every) * 1e3,
         round_p50_ms=tuple(statistics.median(latencies) for latencies in rounds),
         **apart,
+        **child.moved.get(batch, {}),
+        **_used(child.used[batch], batch * len(every)),
     )
+
+
+def _used(turns: Sequence[dict[str, Any]], items: int) -> dict[str, Any]:
+    """Return the memory before the first turn and after the last, and an item's energy."""
+    joules = [turn["joules"] for turn in turns]
+    return {
+        "before_bytes": turns[0]["before_bytes"],
+        "after_bytes": turns[-1]["after_bytes"],
+        "joules_per_item": None if None in joules else sum(joules) / items,
+    }
 
 
 def _difference(child: _Child, reference: _Child, batch: int) -> dict[str, Any]:

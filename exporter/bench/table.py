@@ -11,6 +11,8 @@ from modelyard.archiver.terminal import format_bytes
 from modelyard.exporter.bench.report import BenchReport, Cell, Footprint
 
 _BUSY = 0.5
+_OPERATORS = 15
+"""Shown of a profile; JSON has all."""
 
 
 def bench_table(report: BenchReport) -> RenderableType:
@@ -22,13 +24,30 @@ def bench_table(report: BenchReport) -> RenderableType:
         f"{machine.instructions}{''.join(f', {device}' for device in machine.devices)}; {versions}"
     )
     parts: list[RenderableType] = [Text(head, style="dim"), Text(), _cells(report.cells)]
-    parts += [_footprints(report.footprints), *_notes(report)]
+    parts += [_footprints(report.footprints), *map(_operators, report.footprints), *_notes(report)]
     return Group(*parts)
+
+
+def _operators(one: Footprint) -> RenderableType:
+    """Return what a profile saw; nothing where none was asked for."""
+    if not one.operators:
+        return Group()
+    table = _table(f"operator of {one.subject}", "calls", "self ms", "total ms", "net memory")
+    for each in one.operators[:_OPERATORS]:
+        table.add_row(
+            each["operator"],
+            str(each["calls"]),
+            milliseconds(each["self_ms"]),
+            milliseconds(each["total_ms"]),
+            "-" * (each["own_bytes"] < 0) + format_bytes(abs(each["own_bytes"])),
+        )
+    return table
 
 
 def _cells(cells: Sequence[Cell]) -> Table:
     table = _table("subject", "threads", "batch", "p50 ms", "p99 ms", "items/s", "spread")
-    table.add_column("max_abs", justify="right")
+    for name in ("max_abs", "before", "after", "in/out ms", "J/item"):
+        table.add_column(name, justify="right")
     for threads in dict.fromkeys(cell.threads for cell in cells):
         for batch in dict.fromkeys(cell.batch for cell in cells):
             group = [cell for cell in cells if (cell.threads, cell.batch) == (threads, batch)]
@@ -51,6 +70,12 @@ def _row(cell: Cell, fastest: float) -> list[str | Text]:
         Text(rate(cell.items_per_s), style="bold green" if best else ""),
         spread(cell),
         "reference" if cell.max_abs is None else f"{cell.max_abs:.1e}",
+        format_bytes(cell.before_bytes),
+        format_bytes(cell.after_bytes),
+        "none"
+        if cell.to_device_ms is None
+        else f"{milliseconds(cell.to_device_ms)}/{milliseconds(cell.from_device_ms)}",
+        "" if cell.joules_per_item is None else f"{cell.joules_per_item:.3g}",
     ]
 
 
@@ -85,8 +110,11 @@ def _notes(report: BenchReport) -> list[RenderableType]:
     notes += sorted({f"FLOPs {one.flops_note}" for one in report.footprints if one.flops_note})
     notes.append(
         "spread: between the medians of the rounds; max_abs: largest difference of an output to "
-        f"{report.reference}"
+        f"{report.reference}; before, after: memory in use around the calls; in/out: moving inputs "
+        "to a device and outputs back, which on the CPU there is none of"
     )
+    if all(cell.joules_per_item is None for cell in report.cells):
+        notes.append("energy is not available: no counter of RAPL or NVML that can be read here")
     if report.machine.load > _BUSY * report.machine.cores:
         notes.append(
             f"the machine was busy before the start (load {report.machine.load}): "

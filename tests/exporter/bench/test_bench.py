@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import UsageError, export
 from modelyard.exporter.bench.cli import app
-from modelyard.exporter.bench.machine import describe_machine
+from modelyard.exporter.bench.machine import describe_machine, read_joules
 from modelyard.exporter.bench.measure import bench
 from modelyard.exporter.bench.page import script_data, write_bench_page
 from modelyard.exporter.bench.plan import (
@@ -176,6 +176,45 @@ def test_a_trace_of_each_subject_is_written(report: BenchReport, folder: Path) -
     }
     trace = json.loads((folder / "traces" / "net.pt2.trace.json").read_text(encoding="utf-8"))
     assert "call with batch 1" in {event.get("name") for event in trace["traceEvents"]}
+    assert any("Total Allocated" in event.get("args", {}) for event in trace["traceEvents"])
+    found = {footprint.subject: footprint.operators for footprint in report.footprints}
+    operators = {each["operator"]: each for each in found["net.pt2"]}
+    # y = Wx + b of one row: 3 numbers of 4 bytes, in each of the 3 calls.
+    assert operators["aten::addmm"]["calls"] == 3
+    assert operators["aten::addmm"]["own_bytes"] == 3 * 3 * 4
+    assert operators["aten::addmm"]["total_ms"] >= operators["aten::addmm"]["self_ms"] > 0
+    assert {"call with batch 1", "aten::linear"} <= operators.keys()
+    assert not found["damaged.onnx"]
+
+
+@nightly
+def test_memory_around_the_calls_and_what_is_not_there_are_told(report: BenchReport) -> None:
+    for cell in cells(report, "net.pt2"):
+        assert cell.before_bytes is not None and cell.after_bytes is not None
+        assert 2**26 < cell.before_bytes < 2**32
+        assert cell.to_device_ms is None and cell.from_device_ms is None, "nothing moves on a CPU"
+    console = Console(width=300, record=True, file=io.StringIO())
+    console.print(bench_table(report))
+    shown = console.export_text()
+    assert "aten::addmm" in shown
+    is_known = cells(report, "net.pt2")[0].joules_per_item is not None
+    assert ("energy is not available" in shown) != is_known
+
+
+def test_energy_is_that_of_all_packages_and_none_where_no_counter_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("modelyard.exporter.bench.machine._RAPL", tmp_path)
+    assert read_joules(torch.device("cpu")) is None
+    for name, microjoules in (("intel-rapl:0", 2_000_000), ("intel-rapl:1", 500_000)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "energy_uj").write_text(f"{microjoules}\n")
+    (tmp_path / "intel-rapl:0:0").mkdir()  # the cores of a package, counted in it
+    (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("1000000\n")
+    assert read_joules(torch.device("cpu")) == 2.5
+    (tmp_path / "intel-rapl:2").mkdir()
+    (tmp_path / "intel-rapl:2" / "energy_uj").symlink_to(tmp_path / "none")
+    assert read_joules(torch.device("cpu")) is None
 
 
 @nightly
