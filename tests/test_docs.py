@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -372,3 +373,24 @@ def test_each_sentence_about_what_reaches_what_has_its_tests() -> None:
         assert named, f"no test stands beside: {sentence}"
         for file, test in named:
             assert f"\ndef {test}(" in (REPO / file).read_text(encoding="utf-8"), f"{file}::{test}"
+
+
+def test_the_readmes_table_has_a_source_for_every_cell() -> None:
+    beside = tomllib.loads((REPO / "docs" / "beside.toml").read_text(encoding="utf-8"))
+    columns = list(beside["read"])
+    lines = [["", *columns], ["---"] * (len(columns) + 1)]
+    for row in beside["row"]:
+        lines.append([row["name"], *(row[column][0] for column in columns)])
+        for column in columns:
+            mark, *source = row[column]
+            # That nothing was found is said of the snapshot; that there is something, of a place.
+            assert all(source), (row["name"], column)
+            assert source or mark in "✘?", (row["name"], column)
+            if column == "Modelyard":
+                files = re.findall(r"[\w/-]+\.(?:md|py)", source[0])
+                assert all((REPO / file).is_file() for file in files)
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines).replace("|  |", "| |")
+    readme = (REPO / "README.md").read_text(encoding="utf-8")
+    assert table in readme, "README's table and docs/beside.toml differ"
+    losses = [row["name"] for row in beside["row"] if row["Modelyard"][0] == "✘"]
+    assert len(losses) >= 8, "what others have and Modelyard has not is in the table too"
