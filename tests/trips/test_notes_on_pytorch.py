@@ -112,7 +112,8 @@ def test_the_exported_mobilenet_is_proven_and_served(
     folder, _ = mobilenet
     done("export", folder / "mobilenet.pt2", "-o", folder / "build", "--quick")
     built = folder / "build" / "mobilenet.pt2"
-    done("archive", "mobilenet", "--artifact", built, "-o", shared_server.store)
+    words = ("--artifact", built, "--handler", "base_handler", "-o", shared_server.store)
+    done("archive", "mobilenet", *words)
     assert shared_server.register("mobilenet.mar").status_code == 200
     x = np.random.default_rng(0).random((1, 3, 224, 224), dtype=np.float32)
     with Client(shared_server.about["inference"]) as client:
