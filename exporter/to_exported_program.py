@@ -271,13 +271,13 @@ def free_names(program: ExportedProgram) -> None:
     It makes a GraphModule of it, which has attributes of its own: weights of a submodule that is
     called `meta`, `graph` or `code` have no place there, and become those of `meta_`.
     """
-    _rename(program, _free_name)
+    taken = frozenset(dir(GraphModule(nn.Module(), Graph())))
 
+    def free(name: str) -> str:
+        first, dot, rest = name.partition(".")
+        return f"{first}_{dot}{rest}" if first in taken else name
 
-def _free_name(name: str) -> str:
-    first, dot, rest = name.partition(".")
-    taken = hasattr(GraphModule(nn.Module(), Graph()), first)
-    return f"{first}_{dot}{rest}" if first and taken else name
+    _rename(program, free)
 
 
 def _rename(program: ExportedProgram, new_name: Callable[[str], str]) -> None:

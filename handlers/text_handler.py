@@ -44,8 +44,8 @@ class TextHandler(Lists, Classifier):
     default_baseline: str = "pad"
     default_aggregate: ClassVar[str] = "sum"
     section_keys: ClassVar[tuple[str, ...]] = ("tokenizer", "max_length", "pad")
-    listed = "text"
     """Keys of `handler.text`."""
+    listed = "text"
     parts: ClassVar[tuple[str, ...]] = ("text", "text_pair")
     """Keys of a request that is a JSON object."""
     least_parts: ClassVar[int] = 1

@@ -105,6 +105,7 @@ def serve(
     explain_share: float | None = None,
     trusted_keys: str | Path | None = None,
     require_signature: bool | None = None,
+    require_proven: bool | None = None,
     accept_changed: bool | None = None,
     install_requirements: bool | None = None,
     require_sandbox: bool | None = None,
@@ -137,6 +138,7 @@ def serve(
         explain_share: of the predictions, those explained in the background.
         trusted_keys: file of public keys whose signatures are accepted.
         require_signature: serve only what a trusted key signed.
+        require_proven: serve only what was proven on these versions.
         accept_changed: restore archives that changed since they ran.
         install_requirements: install what an archive requires, into an environment of its own.
         require_sandbox: refuse to start where workers lack a wall.
