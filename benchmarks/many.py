@@ -1,8 +1,8 @@
 """What many small models cost: start, memory, and the start of one more worker.
 
-    python -m benchmarks.many [--models 20] [--format onnx] [--rounds 1] [--share]
+    python -m benchmarks.many [--models 20] [--format onnx] [--rounds 1]
 
-Serves the digits model under many names, one worker each (`--share`: one for all), and under one.
+Serves the digits model under many names, one worker each, and under one.
 It prints
 
     ready      from the command to the first answer of every model
@@ -69,7 +69,6 @@ def main() -> None:
     parser.add_argument("--models", type=int, default=20)
     parser.add_argument("--format", choices=FORMATS, default="onnx")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--share", action="store_true", help="have the models share a worker")
     parser.add_argument("-o", "--output", type=Path, default=LOCAL_RESULTS)
     parser.add_argument("--name", default=time.strftime("%Y-%m-%dT%H%M%S-many"))
     given = parser.parse_args()
@@ -79,17 +78,15 @@ def main() -> None:
         folder = Path(name)
         (subject,) = build_digits(folder, (given.format,))
         busy_s, began = procfs.busy_s(), time.perf_counter()
-        os.environ["MODELYARD_SHARE_WORKERS"] = str(given.share)
         taken = [measure(subject, count, folder / f"state-{count}-{round}")
                  for round in range(given.rounds) for count in (1, given.models)]  # fmt: skip
         # Busy with these servers or with anything else; nobody can tell them apart afterwards.
         cores = (procfs.busy_s() - busy_s) / (time.perf_counter() - began)
     machine = procfs.describe_machine()
-    workers = "one worker for all" if given.share else "one worker each"
     date = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     text = (
         f"{machine['cpu']}, {machine['cores']} cores, {cores:.1f} of them busy · digits "
-        f"({given.format}), {workers} · medians of {given.rounds} round(s) · {date}\n"
+        f"({given.format}), one worker each · medians of {given.rounds} round(s) · {date}\n"
         f"{tabulate(taken)}\n"
     )
     print(text, end="")

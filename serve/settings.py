@@ -120,8 +120,6 @@ class Settings(BaseModel):
     """How long an idle worker looks for requests before it sleeps, while they come that often."""
     fork_workers: bool = True
     """Fork workers from a process that has imported torch; false starts each by itself."""
-    share_workers: bool = False
-    """Have ONNX models whose archives bring no code share processes; see `shareWorkers`."""
     queue_size: int = Field(default=100, ge=1)
     """Requests that may wait per model version and kind."""
     priority_shares: tuple[Share, Share, Share] = (16, 4, 1)

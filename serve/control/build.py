@@ -38,7 +38,6 @@ from modelyard.serve.dataplane.drift import Drift
 from modelyard.serve.dataplane.fork_server import ForkServer, Preload
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Pool
-from modelyard.serve.dataplane.shared import SharedWorkers
 from modelyard.serve.dataplane.worker import WorkerPlan
 from modelyard.serve.errors import BadModelConfig, BadRequest, StartError
 from modelyard.serve.policy import Policy
@@ -49,8 +48,6 @@ MAX_SOURCE_BYTES = 1 << 20
 """Of an author's files that are searched for what they need."""
 NEEDS_TORCH = re.compile(rb"torch|transformers|modelyard.*Handler")
 _SETS_VARIABLES = re.compile(rb"environ|putenv|setenv")
-CODE = (".py", ".pyc", ".pyd", ".so", ".zip", ".whl", ".egg", ".mar")
-"""Ends of the names of files that may hold code."""
 STEPS = "generate"
 """The built-in handler whose loop has a process to itself."""
 EXPLAINERS_NICENESS = 10
@@ -116,8 +113,6 @@ class Builder:
         if policy.settings.fork_workers:
             folder = policy.state.unpacked / "temporary"
             self.fork_server = ForkServer(policy.environment(threads=1), folder)
-        self.shared = SharedWorkers(self.fork_server, self._prepare_shared)
-        self._shared_folder: Path | None = None
 
     @asynccontextmanager
     async def build(
@@ -150,10 +145,8 @@ class Builder:
             python = await asyncio.to_thread(self._policy.interpreter, archive, folder, name)
             handler = spec.options.handler or archive.manifest.handler
             preload = await asyncio.to_thread(choose_preload, archive, handler)
-            # What is not trusted yet has processes of its own.
-            shares = not spec.part and self._shares_workers(archive, handler, config, python)
             yield self._connect(
-                archive, name, spec, config, is_fetched, folder, python, preload, shares, metrics
+                archive, name, spec, config, is_fetched, folder, python, preload, metrics
             )
         except BaseException:
             await asyncio.to_thread(self.sandbox.forget, folder)
@@ -169,7 +162,6 @@ class Builder:
         folder: Path,
         interpreter: str,
         preload: Preload | None,
-        shares: bool,
         before: VersionMetrics | None,
     ) -> ModelVersion:
         manifest, file = archive.manifest, archive.path.name
@@ -178,10 +170,10 @@ class Builder:
         plan = self._plan(archive, name, spec, config, folder, interpreter, raw_manifest)
         if interpreter == sys.executable and not is_on_gpu(this_machine(), config.device):
             plan = replace(plan, fork_server=self.fork_server, preload=preload)
-        predicting = replace(plan, shared=self.shared) if shares else plan
+        predicting = plan
         if config.explain_workers:
             predicting = replace(
-                predicting,
+                plan,
                 load={**plan.load, "only_predicts": True},
                 preload=plan.preload and without_twin(plan.preload, archive, plan.load["handler"]),
             )
@@ -277,57 +269,9 @@ class Builder:
             self.fork_server.prepare(preload.modules)
 
     async def stop(self) -> None:
-        """End what builds no more: processes that workers shared, and the fork server."""
-        await self.shared.stop()
-        if self._shared_folder is not None:
-            await asyncio.to_thread(self.sandbox.forget, self._shared_folder)
+        """End the fork server."""
         if self.fork_server is not None:
             await self.fork_server.stop()
-
-    def _prepare_shared(self, threads: int) -> tuple[dict[str, str], dict[str, Any]]:
-        """Return variables and first message of a process that workers of this server share.
-
-        It reads what was unpacked of all its models, and writes nothing of theirs.
-        """
-        policy, unpacked = self._policy, self._policy.state.unpacked
-        if self._shared_folder is None:
-            self._shared_folder = unpacked / f"shared-{secrets.token_hex(4)}"
-            self._shared_folder.mkdir()
-        environment = policy.environment(threads)
-        folder, settings = self._shared_folder, policy.settings
-        network = "all" if settings.network == "all" else "none"
-        walls = self.sandbox.plan(folder, network, settings.files, may_write=False)
-        if walls is not None and not walls.has_files:
-            environment |= own_variables(folder)
-            walls = replace(walls, reads=(*walls.reads, str(unpacked)))
-        message = {"folder": str(folder), "walls": asdict(walls) if walls else None}
-        return environment, {**message, "interpreter": None}
-
-    def _shares_workers(
-        self, archive: Archive, handler: str | None, config: ModelConfig, interpreter: str
-    ) -> bool:
-        """Return whether a version's workers share processes with those of others.
-
-        Raises:
-            BadModelConfig: they cannot, and the operator says that they do.
-        """
-        if not (self._policy.settings.share_workers or config.shares_workers):
-            return False
-        if config.shares_workers is False:
-            return False
-        reason = why_alone(archive, handler)
-        if is_on_gpu(this_machine(), config.device):
-            reason = "it runs on CUDA"
-        elif interpreter != sys.executable:
-            reason = "it has an environment of its own"
-        if reason is None:
-            return True
-        if config.shares_workers:
-            raise BadModelConfig(
-                f"model_settings: shareWorkers: {archive.path.name} cannot share: {reason}"
-            )
-        logger.info("%s has workers of its own: %s", archive.path.name, reason)
-        return False
 
     def _plan(
         self,
@@ -414,23 +358,6 @@ def read_reference(archive: Archive) -> Reference:
         return parse_reference(archive.read(REFERENCE_NAME))
     except ValueError as error:
         raise BadModelConfig(f"{archive.path.name}: {REFERENCE_NAME} is wrong: {error}") from error
-
-
-def why_alone(archive: Archive, handler: str | None) -> str | None:
-    """Return why an archive's workers cannot share a process with those of others; None: they can.
-
-    In one process everybody's code could reach everybody's requests, so only ours may be there.
-    """
-    artifact = archive.manifest.serialized_file or ""
-    if code := next((name for name in archive.names if name.endswith(CODE)), None):
-        return f"it brings code, {code}"
-    if archive.manifest.modelyard is None or handler not in OUR_HANDLERS:
-        return f"{handler or 'its handler'} is not one of our handlers"
-    if not artifact.endswith(".onnx"):
-        return f"its artifact is {artifact or 'missing'}; expected ONNX"
-    if handler == STEPS:
-        return f"the handler {STEPS} runs requests that join and leave between its steps"
-    return None
 
 
 def without_twin(preload: Preload, archive: Archive, handler: str) -> Preload:

@@ -121,9 +121,6 @@ class ModelConfig:
     """Sockets of its workers: none, all. The operator's alone to say [network]."""
     files: str = "own"
     """What its workers reach: own, all; as `network` [files]."""
-    shares_workers: bool | None = None
-    """Whether its workers share processes with those of other versions; None as the setting
-    `share_workers` says, where it can be. The operator's alone to say [shareWorkers]."""
     keeps_answers: bool = False
     """Whether an answer is given again to the same request. The operator's alone to say
     [cacheAnswers]."""
@@ -225,7 +222,6 @@ def extensions(
         "artifact": values.operators_file("artifact", archive),
         "network": values.of_operator("network", ("none", "all"), network),
         "files": values.of_operator("files", ("own", "all"), settings.files),
-        "shares_workers": values.of_operator("shareWorkers", (True, False), None),
         "capacity_rps": values.rate("tunedRate"),
         "keeps_answers": values.of_operator("cacheAnswers", (True, False), False),
         "ignored_headers": values.operators_headers("cacheIgnores"),

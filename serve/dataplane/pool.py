@@ -99,8 +99,6 @@ class Pool:
         self._is_stopping = False
         self._closing: set[asyncio.Task[None]] = set()
         self.slots: list[ReplicaSlot] = []
-        self.must_be_alone = False
-        """A process that its workers share ended while one of them was loaded there."""
         self.least = self.most = 0
         """How many workers the last scaling set."""
 

@@ -62,10 +62,6 @@ class ChildProcess:
             self._kill_group()
             os.kill(self.pid, signal.SIGKILL)  # one that was just forked leads no group yet
 
-    def drop(self) -> None:
-        """End it: it works for nobody any more."""
-        self.kill()
-
     async def end(self, grace_s: float) -> None:
         """Wait until the process has ended by itself; kill it when the time is over."""
         try:

@@ -60,8 +60,6 @@ METRICS = 4
 """Worker → server, at the end of any frame after READY: what the handler measured."""
 CANCEL = 5
 """Server → worker: nobody waits for these jobs any more; `ids` lists them."""
-SHARE = 6
-"""Server → worker, first frame: this connection brings others, each of which names what to load."""
 
 # Flags of a job.
 EXPLAIN = 1

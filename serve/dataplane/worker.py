@@ -27,7 +27,6 @@ from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, ReplyS
 from modelyard.serve.dataplane.fork_server import ForkServer, Preload, start_process
 from modelyard.serve.dataplane.log_file import LogFile, Pipe
 from modelyard.serve.dataplane.process import ChildProcess
-from modelyard.serve.dataplane.shared import Guest, SharedWorkers
 from modelyard.serve.dataplane.tracing import Batch
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import (
@@ -174,8 +173,6 @@ class WorkerPlan:
     """What forks the workers, where there is one."""
     preload: Preload | None = None
     """What it imports before; None where each worker is started afresh."""
-    shared: SharedWorkers | None = None
-    """Whose processes the workers share with those of other versions; None where they do not."""
 
 
 class Worker(asyncio.BufferedProtocol):
@@ -193,7 +190,7 @@ class Worker(asyncio.BufferedProtocol):
         self._buffer = memoryview(b"")
         self._is_in_room = False
         self._transport: asyncio.Transport | None = None
-        self._process: ChildProcess | Guest | None = None
+        self._process: ChildProcess | None = None
         self._output: Output | None = None
         self._has_exited = False
         self._next_id = 0
@@ -255,7 +252,7 @@ class Worker(asyncio.BufferedProtocol):
             ) from None
 
     async def _spawn(self) -> socket.socket:
-        """Start the process, or join one, and return our end of its socket."""
+        """Start the process, and return our end of its socket."""
         plan = self._plan
         log = plan.log_dir / f"{plan.log_stem}-{self.number}.log"
         ours, theirs = socket.socketpair()
@@ -263,13 +260,6 @@ class Worker(asyncio.BufferedProtocol):
             end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BYTES)
         with contextlib.ExitStack() as undo, theirs:
             undo.callback(ours.close)
-            if plan.shared is not None and not self._pool.must_be_alone:
-                self._process, self._output = await plan.shared.join(
-                    plan.threads, self.number, theirs.fileno(), self._open_shared_output
-                )
-                undo.pop_all()
-                self._process.ended.add_done_callback(self._exited)
-                return ours
             output = self._pool.policy.open_output(log, self.name)
             undo.callback(output.finish)
             fds = (theirs.fileno(), output.stdout, output.stderr)
@@ -284,32 +274,23 @@ class Worker(asyncio.BufferedProtocol):
         process.ended.add_done_callback(self._exited)
         return ours
 
-    def _open_shared_output(self, name: str) -> Output:
-        return self._pool.policy.open_output(self._plan.log_dir.parent / f"{name}.log", name)
-
     @property
     def pid(self) -> int:
         """Process id; -1 before the start."""
         return self._process.pid if self._process else -1
 
     def condemn(self) -> None:
-        """Kill a process that hangs or talks nonsense: its end is not for lack of memory."""
+        """Kill a process that hangs, talks nonsense or works for nobody; it did not lack memory."""
         self.is_condemned = True
         if self._process is not None:
             self._process.kill()
-
-    def _drop(self) -> None:
-        """Give up a process that works for nobody; a shared one goes on for others."""
-        self.is_condemned = True
-        if self._process is not None:
-            self._process.drop()
 
     async def stop(self) -> None:
         """Let an idle process end by itself, or kill it after a short while."""
         if self._process is None:
             return
         if not self.is_ready or self.flight:
-            self._drop()
+            self.condemn()
         if self._transport is not None:
             self._transport.close()
         await self._process.end(EXIT_GRACE_S)
@@ -320,10 +301,7 @@ class Worker(asyncio.BufferedProtocol):
         self._has_exited = True
         self.is_ready = False
         assert self._output is not None
-        if isinstance(self._process, Guest):  # the output is the process's, not this worker's
-            self._pool.must_be_alone |= not self.loaded.done()
-        else:
-            self._output.finish()
+        self._output.finish()
         if self._transport is None or self._transport.is_closing():
             self._finish()
         else:  # end of file comes by itself, unless a process it forked holds the socket open
@@ -416,9 +394,9 @@ class Worker(asyncio.BufferedProtocol):
             self._finish()
         elif error is not None or self.flight:
             # Mostly it is ending by itself, and closed its socket a moment before it can be reaped.
-            self._loop.call_later(REAP_GRACE_S, self._drop)
+            self._loop.call_later(REAP_GRACE_S, self.condemn)
         else:
-            self._loop.call_later(EXIT_GRACE_S, self._process.drop)
+            self._loop.call_later(EXIT_GRACE_S, self._process.kill)
 
     def _control(self, item: wire.Item) -> None:
         message = wire.decode_control(item)

@@ -24,13 +24,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from modelyard.handlers import BUILT_IN
-from modelyard.handlers.errors import LoadError
 from modelyard.serve.dataplane import wire
 from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
 from modelyard.serve.walls.plan import Walls
 from modelyard.serve.walls.raising import raise_walls
-from modelyard.serve.worker import check, load, loop, shared, steps, torchserve
+from modelyard.serve.worker import check, load, loop, steps, torchserve
 from modelyard.serve.worker.codec import MOST_SAID, is_out_of_memory
 from modelyard.serve.worker.golden import check_golden, replay_golden
 
@@ -68,8 +66,7 @@ def _begin(connection: socket.socket, prepare: Callable[[], None] = lambda: None
     # It inherits what its children leave behind, and the server all of it when this ends.
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     reader = loop.Reader(connection)
-    first = reader.read()[0]
-    message = wire.decode_control(first)
+    message = wire.decode_control(reader.read()[0])
     try:
         if walls := message["walls"]:
             raise_walls(Walls.of_message(walls))
@@ -78,10 +75,7 @@ def _begin(connection: socket.socket, prepare: Callable[[], None] = lambda: None
             _change_interpreter(interpreter, connection, message)
     except OSError as error:
         return _fail(connection, message, error)
-    if first.code != wire.SHARE:
-        return _serve(connection, reader, message)
-    shared.run(connection, _load_guest)
-    return 0
+    return _serve(connection, reader, message)
 
 
 def _change_interpreter(interpreter: str, connection: socket.socket, message: Any) -> None:
@@ -120,22 +114,6 @@ def _load(connection: socket.socket, reader: loop.Reader, message: dict[str, Any
     ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}
     connection.sendall(wire.encode_control(wire.READY, ready))
     return replace(service, replay=partial(replay_golden, service, message["golden"]))
-
-
-def _load_guest(connection: socket.socket, reader: loop.Reader) -> load.Service | None:
-    """Load a version that shares this process, with a handler of ours; None where that fails."""
-    message = wire.decode_control(reader.read()[0])
-    try:
-        load.import_shim()
-        if message["handler"] not in BUILT_IN:
-            raise LoadError(f"the handler {message['handler']} is not one of ours; it cannot share")
-        os.chdir(message["folder"])  # its golden requests are named from there
-        return _load(connection, reader, message)
-    except BaseException as error:
-        _fail(connection, message, error)
-        return None
-    finally:
-        os.chdir("/")
 
 
 def _fail(connection: socket.socket, message: dict[str, Any], error: BaseException) -> int:

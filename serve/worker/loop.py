@@ -243,7 +243,7 @@ class Sender:
         batch: Sequence[wire.Item],
         began_us: int,
         answers: Sequence[Answer],
-        batch_us: int = 0,
+        batch_us: int,
     ) -> None:
         """Send the answers of a batch, one per item, and what its handler measured.
 
@@ -251,7 +251,7 @@ class Sender:
             batch: what was answered.
             began_us: when it was taken from what waits.
             answers: in the order of the batch.
-            batch_us: for how long the worker was busy with it; 0 where that is not known.
+            batch_us: for how long the worker was busy with it.
         """
         frame = wire.Frame()
         for item, (status, headers, body, flags) in zip(batch, answers, strict=True):
@@ -264,61 +264,28 @@ class Sender:
 
 
 def run(reader: Reader, service: Service) -> None:
-    """Serve until the server closes its end (EOFError)."""
+    """Answer batch after batch of what arrives, until the server closes its end (EOFError)."""
     gc.collect()
     gc.freeze()
     keep_freed(KEPT_BYTES)
-    session = Session(reader, service, is_alone=True)
+    sender = Sender(reader, service)
+    service.context.stream = sender.send_chunk
+    service.context.cancellation = sender.check_cancelled
+    waiting: deque[wire.Item] = deque()
+    call_bytes = CALL_BYTES[service.device.partition(":")[0]] if service.by_length else None
+    ended_us = 0  # when the last batch had its answers
     while True:
-        session.take_turn(must_wait=True)
-
-
-class Session:
-    """The jobs of one connection, batch by batch.
-
-    Args:
-        is_alone: in its process, so that it knows for how long that was busy with a batch.
-    """
-
-    def __init__(self, reader: Reader, service: Service, is_alone: bool = False) -> None:
-        self._is_alone = is_alone
-        self._ended_us = 0
-        """When the last batch had its answers."""
-        self._reader = reader
-        self._service = service
-        self._sender = Sender(reader, service)
-        service.context.stream = self._sender.send_chunk
-        service.context.cancellation = self._sender.check_cancelled
-        self._waiting: deque[wire.Item] = deque()
-        place = service.device.partition(":")[0]
-        self._call_bytes = CALL_BYTES[place] if service.by_length else None
-
-    def take_turn(self, must_wait: bool = False) -> bool:
-        """Answer one batch of what has arrived; return whether more waits.
-
-        Args:
-            must_wait: for a first job.
-
-        Raises:
-            EOFError: the server closed its end.
-        """
-        waiting, service = self._waiting, self._service
         if not (was_busy := bool(waiting)):
-            self._reader.forget_cancelled()
-        waiting.extend(self._reader.read_arrived(must_wait=must_wait and not waiting))
-        if waiting:
-            batch = take_batch(waiting, service.batch_size, self._call_bytes)
-            began_us = wire.now_us()
-            answers = answer_batch(service, batch, self._sender)
-            busy_since_us = self._ended_us if was_busy else began_us
-            self._ended_us = wire.now_us()
-            batch_us = (self._ended_us - busy_since_us) & 0xFFFFFFFF
-            self._sender.send(batch, began_us, answers, batch_us if self._is_alone else 0)
-        return bool(waiting)
-
-    def close(self) -> None:
-        """Let go of the service, which knows who sends its chunks."""
-        self._service.context.stream = self._service.context.cancellation = None
+            reader.forget_cancelled()
+        waiting.extend(reader.read_arrived(must_wait=not waiting))
+        if not waiting:
+            continue
+        batch = take_batch(waiting, service.batch_size, call_bytes)
+        began_us = wire.now_us()
+        answers = answer_batch(service, batch, sender)
+        busy_since_us = ended_us if was_busy else began_us
+        ended_us = wire.now_us()
+        sender.send(batch, began_us, answers, (ended_us - busy_since_us) & 0xFFFFFFFF)
 
 
 def send_replies(reader: Reader, frame: wire.Frame, context: Context) -> None:
