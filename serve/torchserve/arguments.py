@@ -59,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--ts-config", help="configuration file; default: config.properties, where there is one")
     add(
         "--log-config",
-        help="log4j 2's XML or properties: levels, appenders, patterns and rotation are followed",
+        help="log4j 2's XML: levels, appenders, patterns and rotation are followed",
     )
     add("--cpp-log-config", help="accepted; there is no C++ backend")
     add(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import lru_cache
 from typing import NamedTuple
@@ -171,18 +171,11 @@ class Layout:
 
     Args:
         pattern: as log4j has it.
-        dates: names of dates that are others here.
         warn: called with what of the pattern is not followed.
     """
 
-    def __init__(
-        self,
-        pattern: str,
-        dates: Mapping[str, str] | None = None,
-        warn: Callable[[str], None] = lambda text: None,
-    ) -> None:
+    def __init__(self, pattern: str, warn: Callable[[str], None] = lambda text: None) -> None:
         self.pattern = pattern
-        self._dates = dates or {}
         self._before: list[_Field] = []
         self._after: list[_Field] = []
         fields, has_message = self._before, False
@@ -240,7 +233,7 @@ class Layout:
         pattern = options[0] if options and options[0] else "DEFAULT"
         zone = options[1] if len(options) > 1 else None
         try:
-            return _date_format(self._dates.get(pattern, pattern), zone)
+            return _date_format(pattern, zone)
         except BadPattern as error:
             warn(f"%d: {error}; it is written as ISO 8601")
             return DateFormat("ISO8601")

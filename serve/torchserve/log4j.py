@@ -1,7 +1,6 @@
-"""`--log-config`: log4j 2's XML and properties, log4j 1's properties → what is logged, where to.
+"""`--log-config`: log4j 2's XML → what is logged, where to.
 
-Both forms of log4j 2 are read to the same tree of components, of which levels, appenders, patterns
-and rotation are followed; what is not is said once, in a warning.
+Levels, appenders, patterns and rotation are followed; what is not is named once, in a warning.
 
 Source: https://logging.apache.org/log4j/2.x/manual/configuration.html
 """
@@ -10,10 +9,9 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from urllib.parse import unquote, urlsplit
 from xml.parsers import expat
 
@@ -33,7 +31,6 @@ from modelyard.serve.torchserve.log_config import (
     LoggerRule,
     Rolling,
 )
-from modelyard.serve.torchserve.properties import parse_properties
 
 MOST_BYTES = 1 << 20
 MOST_DEPTH = 32
@@ -44,10 +41,8 @@ LOG4J_DEFAULT_KEPT = 7
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|b|k|kb|m|mb|g|gb)", re.IGNORECASE)
 _LOOKUP = re.compile(r"\$\{([^${}]*)\}")
 _DATE_IN_NAME = re.compile(r"%d(?:ate)?(?:\{([^}]*)\})?")
-_LOG4J_1_DATES = {"ISO8601": "yyyy-MM-dd HH:mm:ss,SSS"}
 _SILENT = ("io", "org.apache", "org.eclipse", "TELEMETRY_METRICS")
 """Loggers of Java's libraries, and one of TorchServe's own file: nothing here logs there."""
-_OLD_LOGGER = "com.amazonaws.ml.ts"
 
 Warn = Callable[[str], None]
 
@@ -99,19 +94,12 @@ def read_log_config(
     if len(content) > MOST_BYTES:
         raise StartError(f"--log-config {file}: it is larger than {MOST_BYTES >> 20} MB")
     try:
-        if content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
-            config = _Reader(environment, directory, warn).read(_parse_xml(content))
-        elif file.suffix.lower() in (".json", ".jsn", ".yaml", ".yml"):
-            raise _Broken(f"{file.suffix[1:].upper()} is not read; write it as XML or properties")
-        else:
-            values = parse_properties(content.decode("utf-8", "replace"))
-            reader = _Reader(environment, directory, warn)
-            if any(key.startswith("log4j.") for key in values):
-                config = reader.read_log4j_1(values)
-            elif keys := [k for k in values if k.partition(".")[0].lower() in _SECTIONS]:
-                config = reader.read(_tree_of({key: values[key] for key in keys}))
-            else:
-                raise _Broken("neither log4j's XML nor its properties")
+        if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
+            raise _Broken(
+                "it does not begin as XML; write it as log4j 2's XML, as TorchServe's log4j2.xml "
+                "is (properties, JSON and YAML are not read)"
+            )
+        config = _Reader(environment, directory, warn).read(_parse_xml(content))
     except _Broken as error:
         raise StartError(f"--log-config {file}: {error}") from error
     return config, warnings
@@ -173,92 +161,6 @@ def _parse_xml(content: bytes) -> Node:
     return top
 
 
-# -- properties ----------------------------------------------------------------------------------
-
-_SECTIONS = {"appender", "appenders", "logger", "loggers", "rootlogger", "property", "filter"} | {
-    "status", "name", "monitorinterval", "packages", "dest", "strict",
-}  # fmt: skip
-_DEPTH = re.compile(r"(?:[^.]*\.){32}")
-
-
-def _tree_of(values: Mapping[str, str]) -> Node:
-    """Return the components that dotted keys describe."""
-    tree: dict[str, Any] = {}
-    for key, value in values.items():
-        if _DEPTH.match(key):
-            raise _Broken(f"{key[:60]}…: more than {MOST_DEPTH} levels")
-        *parents, last = key.split(".")
-        place = tree
-        for parent in parents:
-            below = place.setdefault(parent, {})
-            if not isinstance(below, dict):  # `rootLogger = info, console` and parts of it
-                below = place[parent] = {"": below}
-            place = below
-        if isinstance(place.get(last), dict):
-            place[last][""] = value
-        else:
-            place[last] = value
-    top = {key.lower(): value for key, value in tree.items()}
-    found = Node("configuration")
-    properties = Node("properties")
-    for name, value in _flat(top.get("property", {})):
-        properties.children.append(Node("property", attributes={"name": name}, text=value))
-    appenders, loggers = Node("appenders"), Node("loggers")
-    for name, each in _parts(top.get("appender", {})):
-        appenders.children.append(_component(each, name))
-    for name, each in _parts(top.get("logger", {})):
-        loggers.children.append(_logger(each, name))
-    if "rootlogger" in top:
-        root = _logger(top["rootlogger"], "")
-        root.type = "root"
-        loggers.children.append(root)
-    found.children += [properties, appenders, loggers]
-    return found
-
-
-def _parts(tree: object) -> Iterator[tuple[str, Any]]:
-    return iter(tree.items()) if isinstance(tree, dict) else iter(())
-
-
-def _flat(tree: object, start: str = "") -> Iterator[tuple[str, str]]:
-    for name, value in _parts(tree):
-        if isinstance(value, dict):
-            yield from _flat(value, f"{start}{name}.")
-        else:
-            yield (start + name).removesuffix("."), value
-
-
-def _component(tree: object, name: str) -> Node:
-    parts = dict(_parts(tree))
-    node = Node(str(parts.pop("type", name)).lower())
-    for key, value in parts.items():
-        if isinstance(value, dict):
-            node.children.append(_component(value, key))
-        else:
-            node.attributes[key.lower()] = value
-    return node
-
-
-def _logger(tree: object, name: str) -> Node:
-    """Return a logger; `level, appender, …` in one line is the short form."""
-    node = _component(tree if isinstance(tree, dict) else {"": tree}, "logger")
-    node.type = "logger"
-    short = node.attributes.pop("", "")
-    level, *references = [part.strip() for part in short.split(",")] if short else [""]
-    if level:
-        node.attributes.setdefault("level", level)
-    node.attributes.setdefault("name", name)
-    references_of = [child for child in node.children if child.type == "appenderref"]
-    for child in references_of:  # appenderRef.NAME.ref
-        nested = [Node("appenderref", 0, grand.attributes, grand.children)
-                  for grand in child.children if "ref" in grand.attributes]  # fmt: skip
-        if "ref" not in child.attributes and nested:
-            node.children.remove(child)
-            node.children += nested
-    node.children += [Node("appenderref", attributes={"ref": each}) for each in references if each]
-    return node
-
-
 # -- the tree ------------------------------------------------------------------------------------
 
 
@@ -306,7 +208,7 @@ class _Reader:
             if node.type in ("root", "asyncroot"):
                 loggers[""] = self._rule(node, appenders, passed_on)
             elif node.type in ("logger", "asynclogger"):
-                of = _renamed(node.get("name") or "")
+                of = node.get("name") or ""
                 if not of:
                     raise _Broken(f"{_at(node)}a logger has no name")
                 if not _is_silent(of):
@@ -392,7 +294,7 @@ class _Reader:
         for each in self._filters(node):
             self._warn(f"<{each.type}> of a logger is not followed")
 
-    def _level(self, name: str, node: Node | None = None) -> int:
+    def _level(self, name: str, node: Node) -> int:
         level = LEVELS.get(name.strip().upper())
         if level is None:
             raise _Broken(
@@ -488,14 +390,14 @@ class _Reader:
         self._warn("a TimeBasedTriggeringPolicy needs a %d in filePattern: it is not followed")
         return None
 
-    def _size(self, text: str, node: Node | None = None) -> int:
+    def _size(self, text: str, node: Node) -> int:
         match = _SIZE.fullmatch(text.strip())
         if match is None:
             raise _Broken(f"{_at(node)}{text!r} is not a size such as 100 MB")
         unit = {"": 0, "b": 0, "k": 1, "m": 2, "g": 3}[match[2][:1].lower()]
         return max(1, int(float(match[1]) * 1024**unit))
 
-    def _count(self, text: str, node: Node | None = None) -> int:
+    def _count(self, text: str, node: Node) -> int:
         if not text.strip().isdecimal() or not 0 < int(text) < 10_000:
             raise _Broken(f"{_at(node)}{text!r} is not a number of files from 1 to 9999")
         return int(text)
@@ -546,117 +448,13 @@ class _Reader:
         self._warn(f"nothing says what ${{{lookup}}} stands for; it is left out")
         return ""
 
-    # -- log4j 1 ---------------------------------------------------------------------------------
-
-    def read_log4j_1(self, values: Mapping[str, str]) -> LogConfig:
-        """Return what log4j 1's properties say.
-
-        Raises:
-            _Broken: it is impossible.
-        """
-        self._properties = dict(values)
-        values = {key: self.fill(value).strip() for key, value in values.items()}
-        names = {
-            key.split(".")[2]
-            for key in values
-            if key.startswith("log4j.appender.") and key.count(".") == 2
-        }
-        appenders = {
-            name: appender
-            for name in sorted(names)
-            if (appender := self._appender_1(name, _section(values, f"log4j.appender.{name}")))
-        }
-        loggers: dict[str, LoggerRule] = {}
-        for start in ("log4j.rootLogger", "log4j.rootCategory", "log4j.logger.", "log4j.category."):
-            for key, value in values.items():
-                if key == start or (start.endswith(".") and key.startswith(start)):
-                    name = _renamed(key[len(start) :])
-                    loggers[name] = self._rule_1(name, value, values, appenders, names)
-        if "" not in loggers:
-            loggers[""] = LoggerRule(LEVELS["DEBUG"], ())
-        return LogConfig(appenders, loggers)
-
-    def _rule_1(
-        self,
-        name: str,
-        value: str,
-        values: Mapping[str, str],
-        appenders: Mapping[str, Appender],
-        names: Iterable[str],
-    ) -> LoggerRule:
-        level, *references = [part.strip() for part in value.split(",")]
-        for each in references:
-            if each not in names:
-                self._warn(f"there is no appender {each!r}; there are: {', '.join(names)}")
-        if name and not _is_silent(name):
-            self._check_logger(name)
-        is_said = level and level.upper() not in ("NULL", "INHERITED")
-        return LoggerRule(
-            self._level(level) if is_said else None,
-            tuple((each, 0) for each in references if each in appenders),
-            values.get(f"log4j.additivity.{name}", "true").lower() != "false",
-        )
-
-    def _appender_1(self, name: str, said: Mapping[str, str]) -> Appender | None:
-        kind = said[""].rpartition(".")[2].lower().removesuffix("appender")
-        pattern = said.get("layout.conversionpattern", "%m%n")
-        layout = said.get("layout", "").rpartition(".")[2].lower()
-        if layout not in ("patternlayout", "enhancedpatternlayout", ""):
-            self._warn(f"{said['layout']} is not followed; lines have the pattern {WITH_THREAD!r}")
-            pattern = WITH_THREAD
-        Layout(pattern, warn=self._warn)
-        threshold = self._level(said["threshold"]) if said.get("threshold") else 0
-        common = {"threshold": threshold, "dates": _LOG4J_1_DATES}
-        if kind == "console":
-            is_stderr = "err" in said.get("target", "").lower()
-            return Appender(name, pattern, is_stderr=is_stderr, **common)  # type: ignore[arg-type]
-        if kind not in ("file", "rollingfile", "dailyrollingfile"):
-            if kind != "null":
-                self._warn(f"the appender {name!r} of type {said['']} is not followed: it writes "
-                           "nothing")  # fmt: skip
-            return None
-        if not said.get("file"):
-            raise _Broken(f"the appender {name!r} has no File")
-        file = self._directory / said["file"]
-        rolling = None
-        if kind == "rollingfile":
-            size = self._size(said.get("maxfilesize", "10MB"))
-            rolling = Rolling(size, None, None, self._count(said.get("maxbackupindex", "1")))
-        elif kind == "dailyrollingfile":
-            date = said.get("datepattern", "'.'yyyy-MM-dd")
-            pattern_of_name = f"{file}%d{{{date}}}"
-            rolling = Rolling(None, self._period(pattern_of_name), pattern_of_name)
-        appends = said.get("append", "true").lower() != "false"
-        return Appender(
-            name,
-            pattern,
-            file,
-            appends=appends,
-            rolling=rolling,
-            **common,  # type: ignore[arg-type]
-        )
-
-
-def _section(values: Mapping[str, str], start: str) -> dict[str, str]:
-    """Return what is said of one appender, by the key's rest in lower case."""
-    return {
-        key[len(start) + 1 :].lower(): value
-        for key, value in values.items()
-        if key == start or key.startswith(f"{start}.")
-    }
-
-
-def _renamed(logger: str) -> str:
-    """Return a logger's name of today for what TorchServe's first versions called it."""
-    return THEIR_LOGGER if logger == _OLD_LOGGER else logger
-
 
 def _is_silent(logger: str) -> bool:
     return f"{logger}.".startswith(tuple(f"{each}." for each in _SILENT))
 
 
-def _at(node: Node | None) -> str:
-    return f"line {node.line}: " if node is not None and node.line else ""
+def _at(node: Node) -> str:
+    return f"line {node.line}: " if node.line else ""
 
 
 def find_log_config(option: str | None, vmargs: str, directory: Path) -> Path | None:
@@ -665,6 +463,6 @@ def find_log_config(option: str | None, vmargs: str, directory: Path) -> Path | 
         return directory / option
     for flag in vmargs.split():
         key, _, value = flag.removeprefix("-D").partition("=")
-        if key in ("log4j.configurationFile", "log4j2.configurationFile", "log4j.configuration"):
+        if key in ("log4j.configurationFile", "log4j2.configurationFile"):
             return directory / (unquote(urlsplit(value).path) if ":" in value else value)
     return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 ACCESS_LOG = "ACCESS_LOG"
@@ -58,8 +58,6 @@ class Appender:
     threshold: int = 0
     appends: bool = True
     rolling: Rolling | None = None
-    dates: Mapping[str, str] = field(default_factory=dict)
-    """Names of dates that are others than in `layout.DATES`."""
 
 
 @dataclass(frozen=True)

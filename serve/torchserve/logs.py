@@ -149,8 +149,7 @@ class Logs(logging.Handler):
             if sink is not None:
                 buffer: Buffer = []
                 self._sinks.append((sink, buffer))
-                layout = Layout(appender.pattern, appender.dates)
-                self._of_appender[appender.name] = layout, buffer
+                self._of_appender[appender.name] = Layout(appender.pattern), buffer
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
 

@@ -46,52 +46,16 @@ XML = """<?xml version="1.0" encoding="UTF-8"?>
   </Loggers>
 </Configuration>
 """
-PROPERTIES = """
-property.where = ${env:LOG_LOCATION:-logs}
-appender.rolling.type = RollingFile
-appender.rolling.name = access
-appender.rolling.fileName = ${where}/access_log.log
-appender.rolling.filePattern = ${where}/access_log.%d{dd-MMM}.log.gz
-appender.rolling.layout.type = PatternLayout
-appender.rolling.layout.pattern = %d{ISO8601} - %m%n
-appender.rolling.policies.type = Policies
-appender.rolling.policies.time.type = TimeBasedTriggeringPolicy
-appender.rolling.policies.size.type = SizeBasedTriggeringPolicy
-appender.rolling.policies.size.size = 100MB
-appender.rolling.strategy.type = DefaultRolloverStrategy
-appender.rolling.strategy.max = 5
-appender.console.type = Console
-appender.console.name = STDOUT
-appender.console.layout.type = PatternLayout
-appender.console.layout.pattern = %-5p %c{1} %M: %m%n
-appender.console.filter.threshold.type = ThresholdFilter
-appender.console.filter.threshold.level = error
-appender.far.type = Kafka
-appender.far.name = far
-logger.access = info, access
-logger.access.name = ACCESS_LOG
-logger.access.additivity = false
-logger.metrics.name = TS_METRICS
-logger.metrics.level = off
-logger.own.name = org.pytorch.serve
-logger.own.level = debug
-rootLogger.level = warn
-rootLogger.appenderRef.console.ref = STDOUT
-rootLogger.appenderRef.far.ref = far
-"""
 
 
-def read(folder: Path, content: str, name: str = "log4j2.xml") -> tuple[LogConfig, list[str]]:
-    file = folder / name
+def read(folder: Path, content: str) -> tuple[LogConfig, list[str]]:
+    file = folder / "log4j2.xml"
     file.write_text(content)
     return read_log_config(file, {"LOG_LOCATION": "there"}, folder)
 
 
-@pytest.mark.parametrize(
-    ("name", "content"), [("log4j2.xml", XML), ("log4j2.properties", PROPERTIES)]
-)
-def test_levels_appenders_and_rotation_are_read(tmp_path: Path, name: str, content: str) -> None:
-    config, warnings = read(tmp_path, content, name)
+def test_levels_appenders_and_rotation_are_read(tmp_path: Path) -> None:
+    config, warnings = read(tmp_path, XML)
     access = config.appenders["access"]
     assert access.file == tmp_path / "there" / "access_log.log"
     assert access.pattern == "%d{ISO8601} - %m%n"
@@ -110,50 +74,11 @@ def test_levels_appenders_and_rotation_are_read(tmp_path: Path, name: str, conte
     assert len(warnings) == 2
 
 
-LOG4J_1 = """
-log4j.rootLogger = INFO, console
-log4j.appender.console = org.apache.log4j.ConsoleAppender
-log4j.appender.console.Target = System.err
-log4j.appender.console.layout = org.apache.log4j.PatternLayout
-log4j.appender.console.layout.ConversionPattern = %d{ISO8601} %m%n
-log4j.appender.access_log = org.apache.log4j.RollingFileAppender
-log4j.appender.access_log.File = ${LOG_LOCATION}/access_log.log
-log4j.appender.access_log.MaxFileSize = 10MB
-log4j.appender.access_log.MaxBackupIndex = 5
-log4j.appender.day = org.apache.log4j.DailyRollingFileAppender
-log4j.appender.day.File = ${METRICS_LOCATION}/day.log
-log4j.appender.day.DatePattern = '.'yyyy-MM-dd-HH
-log4j.appender.day.Threshold = WARN
-log4j.logger.ACCESS_LOG = INFO, access_log
-log4j.additivity.ACCESS_LOG = false
-log4j.logger.com.amazonaws.ml.ts = DEBUG, day
-log4j.logger.TS_METRICS = OFF
-log4j.logger.io.netty = ERROR
-"""
-
-
-def test_log4j_1_is_read(tmp_path: Path) -> None:
-    config, warnings = read(tmp_path, LOG4J_1, "log4j.properties")
-    assert warnings == []
-    access, day, console = (config.appenders[each] for each in ("access_log", "day", "console"))
-    assert access.file == tmp_path / "there" / "access_log.log"
-    assert access.rolling == Rolling(10 << 20, None, None, 5)
-    assert day.file == tmp_path / "logs" / "day.log"
-    assert day.rolling is not None and day.rolling.period == "%H"
-    assert console.is_stderr
-    shown = Layout(console.pattern, console.dates).around(Said("INFO", "main", "x")).at(0)[0]
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,000 ", shown)
-    assert [a.name for a in config.appenders_of("ACCESS_LOG", logging.INFO)] == ["access_log"]
-    assert config.level("TS_METRICS") > logging.CRITICAL
-    ours = config.appenders_of("modelyard.serve", logging.INFO)
-    assert [each.name for each in ours] == ["console"]
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         (None, "cannot be read"),
-        ("", "neither log4j's XML nor its properties"),
+        ("log4j.rootLogger = INFO, console", "write it as log4j 2's XML"),
         ("<Configuration>\n<Loggers>\n</Configuration>", "line 3, column 3: mismatched tag"),
         ("<!DOCTYPE x [<!ENTITY a 'b'>]>\n<Configuration/>", "line 1: a document type is not read"),
         ("<logback/>", "line 1: expected <Configuration>, got <logback>"),
@@ -168,9 +93,11 @@ def test_log4j_1_is_read(tmp_path: Path) -> None:
             '<SizeBasedTriggeringPolicy size="many"/></RollingFile></Appenders></Configuration>',
             "line 2: 'many' is not a size such as 100 MB",
         ),
-        ("rootLogger=info\nproperty.a=${b}\nproperty.b=${a}\nappender.x.name=${a}", "names itself"),
-        ("a." * 40 + "b=c\nlogger." + "a." * 40 + "b=c", "more than 32 levels"),
-        ("log4j.rootLogger=loud", "there is no level 'loud'"),
+        (
+            '<Configuration name="${a}"><Properties><Property name="a">${b}</Property>'
+            '<Property name="b">${a}</Property></Properties></Configuration>',
+            "names itself",
+        ),
     ],
     ids=str,
 )
