@@ -4,7 +4,6 @@ The signature's file states the digest of every other file (`statement`) and lie
 manifest; it changes neither the manifest nor the digest that names the archive.
 """
 
-import base64
 import hashlib
 import os
 from collections.abc import Mapping
@@ -26,8 +25,8 @@ from modelyard.archiver.statement import (
     parse_statement,
     signed_bytes,
 )
-from modelyard.archiver.untrusted.json import Fields, parse_json
-from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNING_NAME
+from modelyard.archiver.untrusted.json import parse_json
+from modelyard.archiver.untrusted.names import SIGNING_NAME
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ec import (
@@ -43,8 +42,6 @@ if TYPE_CHECKING:
     PublicKey: TypeAlias = EllipticCurvePublicKey | Ed25519PublicKey
 
 ENVIRONMENT_KEY = "MODELYARD_SIGNING_KEY"
-OLD_SCHEMA = 1
-"""Of signatures over the manifest's bytes alone, by Ed25519, as versions up to 0.1 wrote them."""
 
 _KEYS = "Ed25519 or ECDSA on the curve P-256"
 _MAX_FILE_BYTES = 64 * 1024
@@ -198,10 +195,7 @@ def find_signer(archive: Archive, trust: Trust, now: datetime | None = None) -> 
         )
     try:
         document = parse_json(archive.read(SIGNING_NAME), MAX_BUNDLE_BYTES)
-        if isinstance(document, dict) and "mediaType" not in document:
-            signer, expires = _check_manifest(archive, document, trust), None
-        else:
-            signer, expires = _check_statement(archive, document, trust)
+        signer, expires = _check_statement(archive, document, trust)
     except ValueError as error:
         raise NotTrusted(f"{name}: {SIGNING_NAME} cannot be read: {error}") from error
     now = now or datetime.now(UTC)
@@ -222,10 +216,7 @@ def claimed_key(archive: Archive) -> str:
         NotTrusted: there is no signature that can be read.
     """
     try:
-        document = parse_json(archive.read(SIGNING_NAME), MAX_BUNDLE_BYTES)
-        if isinstance(document, dict) and "mediaType" not in document:
-            return Fields(document, "", []).text("key_id")
-        return parse_bundle(document).key_id
+        return parse_bundle(parse_json(archive.read(SIGNING_NAME), MAX_BUNDLE_BYTES)).key_id
     except (KeyError, ValueError) as error:
         name = archive.path.name
         raise NotTrusted(f"{name}: {SIGNING_NAME} cannot be read: {error}") from error
@@ -247,27 +238,6 @@ def _check_statement(
             "changed after it was signed"
         )
     return signer, statement.expires
-
-
-def _check_manifest(archive: Archive, document: object, trust: Trust) -> TrustedKey:
-    """Return who signed the manifest, in the form that versions up to 0.1 wrote."""
-    problems: list[str] = []
-    fields = Fields(document, "", problems)
-    algorithm, signer_id = fields.text("algorithm"), fields.text("key_id")
-    schema = fields.integer("schema")
-    signature = base64.b64decode(fields.text("signature"), validate=True)
-    if algorithm and algorithm != "Ed25519":
-        problems.append(f"algorithm: expected Ed25519, found {algorithm}")
-    if schema != OLD_SCHEMA and not problems:
-        problems.append(
-            f"schema: this version reads {OLD_SCHEMA}, found {schema}; update modelyard, or sign "
-            "the archive anew"
-        )
-    if problems:
-        raise NotTrusted(f"{archive.path.name}: {SIGNING_NAME} cannot be read", problems)
-    signer = _known(archive, signer_id, trust)
-    _verify(archive, signer, signature, archive.read(MANIFEST_NAME))
-    return signer
 
 
 def _known(archive: Archive, signer: str, trust: Trust) -> TrustedKey:

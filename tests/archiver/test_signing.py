@@ -136,9 +136,7 @@ def test_the_signature_is_what_openssf_model_signing_reads(signed: Path, keys: P
     assert statement["subject"][0]["digest"]["sha256"] == hashlib.sha256(together).hexdigest()
 
 
-def test_a_signature_by_ed25519_and_one_of_an_older_version_hold(
-    inputs: Path, keys: Path, tmp_path: Path
-) -> None:
+def test_a_signature_by_ed25519_holds(inputs: Path, tmp_path: Path) -> None:
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
@@ -157,16 +155,7 @@ def test_a_signature_by_ed25519_and_one_of_an_older_version_hold(
     trust = read_trusted_keys(tmp_path / "ed.pub")
     path = write(inputs, tmp_path / "store", tmp_path / "ed.key")
     with open_archive(path) as archive:
-        signer = find_signer(archive, trust)
-        old = {
-            "schema": 1,
-            "algorithm": "Ed25519",
-            "key_id": signer.id,
-            "signature": base64.b64encode(key.sign(archive.read(MANIFEST_NAME))).decode(),
-        }
-    rewrite(path, lambda content: content.update({SIGNING_NAME: json.dumps(old).encode()}))
-    with open_archive(path) as archive:
-        assert find_signer(archive, trust) == signer
+        assert find_signer(archive, trust).id in trust.keys
 
 
 def test_a_signature_that_has_expired_is_refused(inputs: Path, keys: Path, tmp_path: Path) -> None:
@@ -266,17 +255,7 @@ def test_a_key_cannot_be_claimed(inputs: Path, signed: Path, keys: Path, tmp_pat
     [
         (b"not json", "not JSON"),
         (b"[]", "expected an object, found a list"),
-        (b"{}", "algorithm: expected a string"),
-        (b'{"algorithm": "RSA", "key_id": "a", "signature": "YQ=="}', "expected Ed25519"),
-        (b'{"algorithm": "Ed25519", "key_id": "a", "signature": "?"}', "cannot be read"),
-        (
-            b'{"algorithm": "Ed25519", "key_id": "a", "signature": "YQ=="}',
-            "schema: expected a whole number, found nothing",
-        ),
-        (
-            b'{"schema": 99, "algorithm": "Ed25519", "key_id": "a", "signature": "YQ=="}',
-            "this version reads 1, found 99",
-        ),
+        (b"{}", "mediaType: expected"),
         (b'{"mediaType": "x"}', "mediaType: expected application/vnd.dev.sigstore"),
         (b"x" * 9_000_000, "at most 8388608 are read"),
     ],
