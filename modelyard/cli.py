@@ -62,7 +62,7 @@ COMMANDS = {
     "plan": Command(
         "modelyard.serve.tools.plan_cli",
         "plan_app",
-        "Say how many cells a load needs, and simulate them.",
+        "Say how many cells a load needs, and try one.",
     ),
     "doctor": Command(
         "modelyard.serve.tools.doctor_cli", "doctor_app", "Report what works here, and what to do."

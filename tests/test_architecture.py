@@ -43,7 +43,6 @@ ALLOWED = {
     "serve.walls": {"serve.walls"},
     "serve.control": CONTROL,
     "serve.rollout": CONTROL | {"serve.rollout"},
-    "serve.simulation": DATAPLANE | {"serve.simulation", "serve.http.turns"},
     "serve.http": DATAPLANE | {"serve.http"},
     "serve.api": FACE,
     "serve.console": FACE | {"serve.console", "serve.log", "serve.memory", "serve.rollout"},

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from time import monotonic
 
@@ -47,7 +47,6 @@ class Batcher:
             Once that was in vain no job of this queue waits again.
         needs_ticket: whether a job is taken only while a replica is idle.
         call_bytes: of `lengths.CALL_BYTES`, for batches of like length; None takes jobs in order.
-        clock: what is read for the time; a simulation has its own.
         shares: of the classes of requests, as `Classes` has them.
     """
 
@@ -63,10 +62,8 @@ class Batcher:
         gathers_bursts: bool = False,
         needs_ticket: bool = False,
         call_bytes: int | None = None,
-        clock: Callable[[], float] = monotonic,
         shares: Sequence[int] = SHARES,
     ) -> None:
-        self._clock = clock
         self._needs_ticket = needs_ticket
         self._call_bytes = call_bytes
         self._engine = engine
@@ -102,7 +99,7 @@ class Batcher:
     @property
     def oldest_s(self) -> float:
         """How long the job has waited that waits longest; 0 while none does."""
-        now = self._clock()
+        now = monotonic()
         return now - min((job.queued_at for job in self._queue), default=now)
 
     @property
@@ -270,7 +267,7 @@ class Batcher:
 
         An idle replica takes one whatever is expected of it, as in `Engine.expected_s`.
         """
-        now = self._clock()
+        now = monotonic()
         jobs: list[Call] = []
         rows = 0
         rest_s = replica.rest_s(now)
@@ -306,7 +303,7 @@ class Batcher:
         until = min(self._admission.gathers_until(job, self._delay_s) for job in self._queue)
         if self._gathers_bursts:
             until = min(until, max(job.queued_at for job in self._queue) + BURST_GAP_S)
-        left = until - self._clock()
+        left = until - monotonic()
         if left <= 0:
             if self._gathers_bursts:
                 self._delay_s = 0.0

@@ -6,7 +6,6 @@ late.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from time import monotonic
 
 STOOD_STILL_S = 0.5
@@ -14,15 +13,10 @@ STOOD_STILL_S = 0.5
 
 
 class Clock:
-    """`time.monotonic()` less what this process stood still, as told by regular ticks.
+    """`time.monotonic()` less what this process stood still, as told by regular ticks."""
 
-    Args:
-        now: what is read in its place: time that a simulation makes.
-    """
-
-    def __init__(self, now: Callable[[], float] = monotonic) -> None:
-        self.now = now
-        self._ticked_at = now()
+    def __init__(self) -> None:
+        self._ticked_at = monotonic()
         self._stood_s = 0.0
         self._stood_at = 0.0
         self._stood_until = 0.0

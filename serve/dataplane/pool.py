@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from time import monotonic
 
 from modelyard.serve.dataplane.batcher import Batcher
 from modelyard.serve.dataplane.budget import AnswerBudget
@@ -70,7 +71,6 @@ class Pool:
         metrics: VersionMetrics,
         policy: WorkerPolicy,
         budget: AnswerBudget | None = None,
-        clock: Clock | None = None,
     ) -> None:
         self.budget = budget or AnswerBudget()
         self.plan = plan
@@ -89,7 +89,7 @@ class Pool:
         self._failures = 0
         self._last_failure = ""
         self._sweeper: asyncio.TimerHandle | None = None
-        self.clock = clock or Clock()
+        self.clock = Clock()
         """What workers are judged by."""
         self.on_answer: tuple[Callable[[Call, Reply], None], ...] = ()
         """Called with each job that a worker answered, when its answer has been given out."""
@@ -298,7 +298,7 @@ class Pool:
     @property
     def busy_s(self) -> float:
         """How long its workers have had work so far, all together."""
-        now = self.clock.read(self.clock.now())
+        now = self.clock.read(monotonic())
         running = (now - worker.began_at for worker in self.workers if worker.flight)
         return self.worked_s + sum(running)
 
@@ -364,7 +364,7 @@ class Pool:
         """
         if not self._batch_s[kind]:
             return 0.0
-        now = self.clock.now()
+        now = monotonic()
         rests: list[float] = []
         for slot in self.slots:
             worker = slot.worker
@@ -405,7 +405,7 @@ class Pool:
         Alone, because one of them may be what kills workers: it must not take the others along.
         """
         if worker.flight:
-            self.worked_s += self.clock.read(self.clock.now()) - worker.began_at
+            self.worked_s += self.clock.read(monotonic()) - worker.began_at
         for job in worker.flight.values():
             if job.stream is not None or job.retried or not self.plan.retry:
                 job.fail(worker.death)
@@ -436,7 +436,7 @@ class Pool:
         A worker does not begin a job that is cancelled, and ends a running one where its handler
         looks.
         """
-        now = self.clock.now()
+        now = monotonic()
         self._sweeper = self._loop.call_later(SWEEP_EVERY_S, self._sweep)
         if self.clock.tick(now):  # answers that came meanwhile are not read yet: timers go first
             return

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from modelyard.serve.dataplane import wire
@@ -416,7 +417,7 @@ class Worker(asyncio.BufferedProtocol):
             raise wire.WireError(f"control message {item.code} that nobody expects")
 
     def _replies(self, frame: list[wire.Item]) -> None:
-        now = self._replied_at = self._pool.clock.now()
+        now = self._replied_at = monotonic()
         read_at = self._pool.clock.read(now)
         kind = count = 0
         batch: Batch | None = None
@@ -562,7 +563,7 @@ class Worker(asyncio.BufferedProtocol):
     def _read_clock(self) -> float:
         """Return the time by the pool's clock."""
         clock = self._pool.clock
-        return clock.read(clock.now())
+        return clock.read(monotonic())
 
     # -- a replica, as the batcher knows it ----------------------------------------------------
 
@@ -576,7 +577,7 @@ class Worker(asyncio.BufferedProtocol):
             return self._plan.batch_size - self.held[kind]
         most = 2 * self._plan.batch_size
         job_s = self._pool.own_job_s
-        if job_s and self._pool.clock.now() - self._replied_at < AHEAD_S:
+        if job_s and monotonic() - self._replied_at < AHEAD_S:
             most = max(most, min(int(AHEAD_S / job_s), MOST_AHEAD))
         return most - self.held[kind]
 
@@ -593,10 +594,6 @@ class Worker(asyncio.BufferedProtocol):
             self.flight[self._next_id] = job
             self.held[job.kind] += job.rows
             ids.append(self._next_id)
-        self._send(ids, jobs)
-
-    def _send(self, ids: Sequence[int], jobs: Sequence[Call]) -> None:
-        """Write one frame with these jobs, each under its number."""
         assert self._transport is not None
         frame, now_us = wire.Frame(), wire.now_us()
         for id, job in zip(ids, jobs, strict=True):

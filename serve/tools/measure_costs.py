@@ -18,8 +18,8 @@ from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.wire import pack_meta
 from modelyard.serve.errors import StartError
 from modelyard.serve.policy import Policy
-from modelyard.serve.simulation.costs import Costs, summarise
-from modelyard.serve.tools.closed_loop import Load, make_request, run_load
+from modelyard.serve.tools.costs import Costs, summarise
+from modelyard.serve.tools.load import Load, make_request, run_load
 from modelyard.serve.tools.tune import WARM_S, Setting, Trial
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

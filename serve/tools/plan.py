@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from statistics import fmean, pstdev
 
 from modelyard.serve.errors import ServeError
-from modelyard.serve.simulation.cell import ModelShape
-from modelyard.serve.simulation.costs import Costs
+from modelyard.serve.tools.costs import Costs
 
 MOST_CELLS = 1_000_000
 MOST_STATES = 4000
@@ -46,33 +45,6 @@ class KnownModel:
     costs: Costs
     batch_size: int
     threads: int
-    queue_size: int
-    request_timeout_s: float
-    refuses_late: bool = True
-    batch_delay_s: float = 0.0
-    gathers_bursts: bool = False
-    needs_ticket: bool = False
-
-    def shape(self, workers: int) -> ModelShape:
-        """Return it as a cell runs it that has so many workers for it."""
-        costs = self.costs
-        return ModelShape(
-            name=self.name,
-            times_s=costs.times_s,
-            workers=workers,
-            threads=self.threads,
-            batch_size=self.batch_size,
-            server_s=costs.server_ms / 1e3,
-            turn_s=costs.turn_ms / 1e3,
-            wait_s=costs.wait_ms / 1e3,
-            queue_size=self.queue_size,
-            request_timeout_s=self.request_timeout_s,
-            refuses_late=self.refuses_late,
-            batch_delay_s=self.batch_delay_s,
-            gathers_bursts=self.gathers_bursts,
-            needs_ticket=self.needs_ticket,
-            idle_s=costs.idle_s,
-        )
 
     @cached_property
     def batch_s(self) -> list[float]:
@@ -154,77 +126,20 @@ class CellPlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """Cells of one kind, or of one kind for each model."""
+    """Cells that are alike."""
 
-    groups: Sequence[tuple[int, CellPlan]]
-
-    @property
-    def cells(self) -> int:
-        """How many."""
-        return sum(number for number, _ in self.groups)
+    cells: int
+    cell: CellPlan
 
     @property
     def cores(self) -> int:
-        """Of all of them."""
-        return sum(number * cell.cores for number, cell in self.groups)
+        """Cores of all cells."""
+        return self.cells * self.cell.cores
 
     @property
     def memory_mb(self) -> float:
-        """Of all of them."""
-        return sum(number * cell.memory_mb for number, cell in self.groups)
-
-    def shapes(self) -> list[tuple[int, list[ModelShape]]]:
-        """Return the groups as a simulation takes them."""
-        return [
-            (number, [each.model.shape(each.workers) for each in cell.models])
-            for number, cell in self.groups
-        ]
-
-
-def make_plan(
-    models: Sequence[KnownModel],
-    rate: float,
-    limit_s: float,
-    quantile: float,
-    cores: int,
-    is_split: bool = False,
-    cells: int | None = None,
-) -> Plan:
-    """Return the fewest cells of so many cores with which each model keeps the limit.
-
-    Args:
-        models: whose shares are of 1.
-        rate: requests per second, to all cells.
-        limit_s: of the quantile of each model's latency.
-        quantile: 0.99 for p99.
-        cores: of a cell.
-        is_split: each model has cells of its own.
-        cells: so many, whatever is expected of them.
-
-    Raises:
-        CannotPlan: no number of cells is enough, and why.
-    """
-    for model in models:
-        refuse_impossible(model, limit_s, quantile)
-    if not is_split:
-        return Plan([_fewest(models, rate, limit_s, quantile, cores, cells)])
-    if cells is not None and cells < len(models):
-        raise CannotPlan(f"{len(models)} archives with cells of their own need as many cells")
-    found = []
-    wanted = _parts(models, cells) if cells is not None else [None] * len(models)
-    for model, number in zip(models, wanted, strict=True):
-        alone = replace(model, share=1.0)
-        found.append(_fewest([alone], rate * model.share, limit_s, quantile, cores, number))
-    return Plan(found)
-
-
-def _parts(models: Sequence[KnownModel], cells: int) -> list[int | None]:
-    """Divide cells among models by what they cost, at least one for each."""
-    costs = [model.share * (model.best_job_s + model.costs.server_ms / 1e3) for model in models]
-    parts = [1] * len(models)
-    for _ in range(cells - len(models)):
-        parts[max(range(len(models)), key=lambda at: costs[at] / parts[at])] += 1
-    return list(parts)
+        """Memory of all cells."""
+        return self.cells * self.cell.memory_mb
 
 
 def refuse_impossible(model: KnownModel, limit_s: float, quantile: float) -> None:
@@ -245,19 +160,35 @@ def refuse_impossible(model: KnownModel, limit_s: float, quantile: float) -> Non
         )
 
 
-def _fewest(
+def make_plan(
     models: Sequence[KnownModel],
     rate: float,
     limit_s: float,
     quantile: float,
     cores: int,
-    cells: int | None,
-) -> tuple[int, CellPlan]:
+    cells: int | None = None,
+) -> Plan:
+    """Return the fewest cells of so many cores with which each model keeps the limit.
+
+    Args:
+        models: whose shares add up to 1.
+        rate: requests per second, to all cells.
+        limit_s: of the quantile of each model's latency.
+        quantile: 0.99 for p99.
+        cores: of a cell.
+        cells: this number of them, whatever is expected.
+
+    Raises:
+        CannotPlan: no number of cells is enough, and why.
+    """
+    for model in models:
+        refuse_impossible(model, limit_s, quantile)
+
     def at(number: int) -> CellPlan:
         return best_cell(models, rate / number, quantile, cores)
 
     if cells is not None:
-        return cells, at(cells)
+        return Plan(cells, at(cells))
     low, high = 0, 1
     while (cell := at(high)).worst_s(quantile) > limit_s:
         if all(each.busy < IDLE for each in cell.models):
@@ -278,7 +209,7 @@ def _fewest(
             low = middle
         else:
             high = middle
-    return high, at(high)
+    return Plan(high, at(high))
 
 
 def best_cell(models: Sequence[KnownModel], rate: float, quantile: float, cores: int) -> CellPlan:

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelyard.archiver.terminal import out, plain_table
-from modelyard.serve.simulation.router import RULES
-from modelyard.serve.simulation.run import Outcome, Scenario, Tally
+from modelyard.serve.tools.load import Load
 from modelyard.serve.tools.plan import KnownModel, Plan, best_cell
-from modelyard.serve.tools.tune import Slo
+from modelyard.serve.tools.tune import QUANTILES, Slo
 
 
-def is_kept(planned: Plan, limit: Slo, share: float, outcome: Outcome | None) -> bool:
-    """Return whether all was answered and every model keeps the limit."""
-    if outcome is None:
-        return all(cell.worst_s(share) <= limit.limit_s for _, cell in planned.groups)
+def is_kept(plan: Plan, limit: Slo, measured: Mapping[str, Load] | None) -> bool:
+    """Return whether every model keeps the limit: as measured, else as planned."""
+    share = QUANTILES[limit.quantile]
+    if measured is None:
+        return plan.cell.worst_s(share) <= limit.limit_s
     return all(
-        tally.offered == tally.good + tally.late and tally.quantile_s(share) <= limit.limit_s
-        for tally in outcome.models.values()
-        if tally.offered
+        not load.failed and load.latencies_s and load.quantile_s(share) <= limit.limit_s
+        for load in measured.values()
     )
 
 
@@ -28,166 +27,125 @@ def _ms(seconds: float) -> str:
     return "never" if math.isinf(seconds) else f"{seconds * 1e3:.3g} ms"
 
 
-def print_plan(
-    planned: Plan,
-    models: Sequence[KnownModel],
-    rps: float,
-    limit: Slo,
-    share: float,
-    is_split: bool,
-) -> None:
+def print_plan(plan: Plan, models: Sequence[KnownModel], rps: float, limit: Slo) -> None:
     """Print the table of a plan."""
-    columns = ["share", "a second", "cells", "workers", "threads", "batch", "busy", "p50"]
-    table = plain_table(
-        ("model", "left"), *((name, "right") for name in (*columns, limit.quantile))
-    )
-    for (number, _), own in _rows(planned):
+    columns = ["share", "a second", "workers", "threads", "batch", "busy", "p50", limit.quantile]
+    table = plain_table(("model", "left"), *((name, "right") for name in columns))
+    share, cell = QUANTILES[limit.quantile], plan.cell
+    for each in cell.models:
         table.add_row(
-            own.model.name,
-            f"{own.rate * number / rps:.3g}",
-            f"{own.rate * number:.4g}",
-            str(number),
-            str(own.workers),
-            str(own.model.threads),
-            f"{own.mean_batch:.1f} of {own.model.batch_size}",
-            f"{own.busy:.0%}",
-            _ms(own.quantile_s(0.5)),
-            _ms(own.quantile_s(share)),
+            each.model.name,
+            f"{each.model.share:.3g}",
+            f"{each.rate * plan.cells:.4g}",
+            str(each.workers),
+            str(each.model.threads),
+            f"{each.mean_batch:.1f} of {each.model.batch_size}",
+            f"{each.busy:.0%}",
+            _ms(each.quantile_s(0.5)),
+            _ms(each.quantile_s(share)),
         )
     out.print(table)
-    of = planned.groups[0][1].cores
-    memory = max(cell.memory_mb for _, cell in planned.groups)
     out.print(
-        f"{planned.cells} {'cell' if planned.cells == 1 else 'cells'} of {of} "
-        f"{'core' if of == 1 else 'cores'}: {planned.cores} cores, "
-        f"{planned.memory_mb / 1e3:.3g} GB, {memory:.0f} MB a cell; the server process is busy for "
-        f"{max(cell.server_busy for _, cell in planned.groups):.0%} of a core in each"
+        f"{plan.cells} {'cell' if plan.cells == 1 else 'cells'} of {cell.cores} "
+        f"{'core' if cell.cores == 1 else 'cores'}: {plan.cores} cores, "
+        f"{plan.memory_mb / 1e3:.3g} GB, {cell.memory_mb:.0f} MB a cell; the server process is "
+        f"busy for {cell.server_busy:.0%} of a core in each"
     )
-    if planned.cells > 1 and not is_split:
-        fewer = best_cell(models, rps / (planned.cells - 1), share, of)
-        said = f"{limit.quantile} is {_ms(fewer.worst_s(share))}"
+    if plan.cells > 1:
+        fewer = best_cell(models, rps / (plan.cells - 1), share, cell.cores)
+        outlook = f"{limit.quantile} is {_ms(fewer.worst_s(share))}"
         if not fewer.keeps_up:
-            said = "a queue grows without end"
-        out.print(f"with one cell less, {said}")
+            outlook = "a queue grows without end"
+        out.print(f"with one cell less, {outlook}")
     out.print(
-        "the model: Poisson arrivals, spread evenly; a birth-death chain of jobs in a cell, whose "
-        "batches take what was measured (docs/plan.md)",
+        "planned by a queueing model, whose error for two models is on the page (docs/plan.md); "
+        "--try SECONDS measures one cell",
         style="dim",
     )
 
 
-def _rows(planned: Plan) -> list[Any]:
-    return [((number, cell), own) for number, cell in planned.groups for own in cell.models]
-
-
-def print_outcome(
-    planned: Plan, limit: Slo, share: float, outcome: Outcome, scenario: Scenario, took_s: float
-) -> None:
-    """Print the table of a simulation."""
-    out.print()
-    columns = ["a second", "in time", "late", "503", "504", "lost", "p50", limit.quantile, "plan"]
-    table = plain_table(("simulated", "left"), *((name, "right") for name in columns))
-    expected = {own.model.name: own.quantile_s(share) for _, own in _rows(planned)}
-    tallies: list[tuple[str, Tally]] = list(outcome.models.items())
-    if len(tallies) > 1:
-        tallies.append(("all", outcome.all))
-    for name, tally in tallies:
-        counts = (tally.late, tally.refused, tally.expired, tally.lost)
+def print_measured(plan: Plan, limit: Slo, measured: Mapping[str, Load]) -> None:
+    """Print what a cell did under its part of the load, beside what was planned."""
+    share = QUANTILES[limit.quantile]
+    quantiles = dict.fromkeys(("p50", limit.quantile))
+    columns = ["sent a second", "answered", *(f"{name} (planned)" for name in quantiles)]
+    table = plain_table(("tried", "left"), *((name, "right") for name in columns))
+    for each in plan.cell.models:
+        load = measured[each.model.name]
+        sent = load.failed + len(load.latencies_s)
         table.add_row(
-            name,
-            f"{outcome.per_second(tally.offered):.4g}",
-            f"{tally.good / max(1, tally.offered):.2%}",
-            *(f"{count / max(1, tally.offered):.2%}" if count else "0" for count in counts),
-            _ms(tally.quantile_s(0.5)),
-            _ms(tally.quantile_s(share)),
-            _ms(expected[name]) if name in expected else "",
+            each.model.name,
+            f"{sent / load.seconds:.4g}",
+            f"{len(load.latencies_s) / max(1, sent):.2%}",
+            *(
+                f"{_ms(load.quantile_s(QUANTILES[name])) if load.latencies_s else 'none'} "
+                f"({_ms(each.quantile_s(QUANTILES[name]))})"
+                for name in quantiles
+            ),
         )
     out.print(table)
-    cells = f"all {planned.cells}" if outcome.cells == planned.cells else (
-        f"{outcome.cells} of {planned.cells}, with the same load each"
-    )  # fmt: skip
+    any_load = next(iter(measured.values()))
     out.print(
-        f"cells simulated: {cells}; {outcome.requests} requests in {scenario.seconds:g} s, the "
-        f"first {scenario.warm_s:g} s not counted; arrivals: {scenario.arrivals}; router: "
-        f"{RULES[scenario.rule]}; batches of {outcome.mean_batch:.2f}; servers busy "
-        f"{outcome.server_busy:.0%}, the busiest {outcome.busiest_server:.0%}; "
-        f"it took {took_s:.1f} s"
+        f"one cell on this machine, for {any_load.seconds:g} s; the load took "
+        f"{any_load.cpu_s / any_load.seconds:.2f} cores itself, which clients elsewhere would "
+        "leave to the cell"
     )
-    if outcome.all.repeated:
-        out.print(f"{outcome.all.repeated} requests of dying cells were sent to another one")
-    if is_kept(planned, limit, share, outcome):
-        out.print(f"[green]kept:[/green] {limit}")
-    else:
-        more = math.ceil(planned.cells * 1.1)
-        out.print(f"[red]not kept:[/red] {limit}, or not all were answered; try --cells {more}")
+    for name, load in measured.items():
+        if load.failed:
+            out.print(f"{name}: {load.failed} were not answered, the first: {load.first_failure}")
+    kept = is_kept(plan, limit, measured)
+    worst = max(
+        (load.quantile_s(share) for load in measured.values() if load.latencies_s), default=math.inf
+    )
+    out.print(f"{'[green]kept' if kept else '[red]not kept'}:[/] {limit}, measured {_ms(worst)}")
 
 
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+def _finite_ms(seconds: float) -> float | None:
+    return seconds * 1e3 if math.isfinite(seconds) else None
 
 
 def report(
-    planned: Plan,
-    rps: float,
-    limit: Slo,
-    share: float,
-    outcome: Outcome | None,
-    scenario: Scenario | None,
-    took_s: float,
+    plan: Plan, rps: float, limit: Slo, measured: Mapping[str, Load] | None
 ) -> dict[str, Any]:
-    """Return everything, for JSON."""
+    """Return everything, for JSON; times are in milliseconds, null where a queue grows."""
+    quantiles = dict.fromkeys(("p50", limit.quantile))
 
-    def of(tally: Tally) -> dict[str, Any]:
-        counts = ("offered", "good", "late", "refused", "expired", "lost", "repeated")
+    def tried(load: Load) -> dict[str, Any]:
         return {
-            **{name: getattr(tally, name) for name in counts},
-            "p50_ms": _finite(tally.quantile_s(0.5) * 1e3),
-            "p99_ms": _finite(tally.quantile_s(0.99) * 1e3),
-            f"{limit.quantile}_ms": _finite(tally.quantile_s(share) * 1e3),
+            "seconds": load.seconds,
+            "answered": len(load.latencies_s),
+            "failed": load.failed,
+            "first_failure": load.first_failure or None,
+            **{
+                f"{name}_ms": load.quantile_s(QUANTILES[name]) * 1e3 if load.latencies_s else None
+                for name in quantiles
+            },
         }
 
-    simulated = None
-    if outcome is not None and scenario is not None:
-        simulated = {
-            "cells": outcome.cells,
-            "requests": outcome.requests,
-            "seconds": scenario.seconds,
-            "counted_s": outcome.seconds,
-            "arrivals": str(scenario.arrivals),
-            "router": scenario.rule,
-            "routers": scenario.routers,
-            "seed": scenario.seed,
-            "mean_batch": outcome.mean_batch,
-            "server_busy": outcome.server_busy,
-            "cores_busy": outcome.cores_busy,
-            "models": {name: of(tally) for name, tally in outcome.models.items()},
-            "all": of(outcome.all),
-            "took_s": took_s,
-        }
     return {
         "rps": rps,
         "slo": str(limit),
-        "cells": planned.cells,
-        "cores": planned.cores,
-        "memory_mb": planned.memory_mb,
+        "cells": plan.cells,
+        "cores": plan.cores,
+        "cell_cores": plan.cell.cores,
+        "memory_mb": plan.memory_mb,
+        "cell_memory_mb": plan.cell.memory_mb,
+        "server_busy": plan.cell.server_busy,
         "models": [
             {
-                "name": own.model.name,
-                "share": own.rate * number / rps,
-                "rps": own.rate * number,
-                "cells": number,
-                "cell_cores": cell.cores,
-                "cell_memory_mb": cell.memory_mb,
-                "workers": own.workers,
-                "threads": own.model.threads,
-                "batch_size": own.model.batch_size,
-                "mean_batch": own.mean_batch,
-                "busy": own.busy,
-                "server_busy": cell.server_busy,
-                "p50_ms": _finite(own.quantile_s(0.5) * 1e3),
-                f"{limit.quantile}_ms": _finite(own.quantile_s(share) * 1e3),
+                "name": each.model.name,
+                "share": each.model.share,
+                "rps": each.rate * plan.cells,
+                "workers": each.workers,
+                "threads": each.model.threads,
+                "batch_size": each.model.batch_size,
+                "mean_batch": each.mean_batch,
+                "busy": each.busy,
+                **{
+                    f"{name}_ms": _finite_ms(each.quantile_s(QUANTILES[name])) for name in quantiles
+                },
+                "tried": tried(measured[each.model.name]) if measured else None,
             }
-            for (number, cell), own in _rows(planned)
+            for each in plan.cell.models
         ],
-        "simulated": simulated,
     }

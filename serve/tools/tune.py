@@ -20,12 +20,13 @@ from typing import Any
 
 import yaml
 
+from modelyard.archiver import Archive
 from modelyard.archiver.alternatives import KEY
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.errors import ServeError, StartError, WrongUsage
 from modelyard.serve.settings import Settings
 from modelyard.serve.start import start_detached
-from modelyard.serve.tools.closed_loop import Load, make_request, run_load
+from modelyard.serve.tools.load import Load, make_request, run_load
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
 UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -323,19 +324,31 @@ class Trial:
     @contextmanager
     def serve(self, setting: Setting) -> Iterator[tuple[str, int]]:
         """Yield the base URL and the process id of a server that runs for the block."""
-        settings = self.settings_for(setting)
-        process, about = start_detached(
-            settings, StateDir(settings.state_dir), lambda model, text: None, CHILD
-        )
+        with running(self.settings_for(setting)) as server:
+            yield server
+
+
+@contextmanager
+def running(settings: Settings) -> Iterator[tuple[str, int]]:
+    """Yield the base URL and the process id of a server that runs for the block."""
+    process, about = start_detached(
+        settings, StateDir(settings.state_dir), lambda model, text: None, CHILD
+    )
+    try:
+        yield str(about["inference"]), process.pid
+    finally:
+        process.terminate()
         try:
-            yield str(about["inference"]), process.pid
-        finally:
-            process.terminate()
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def golden_bodies(archive: Archive) -> list[tuple[bytes, str]]:
+    """Return the bodies of an archive's golden requests, with their content types."""
+    seal = archive.manifest.modelyard
+    return [(archive.read(each.request), each.content_type) for each in seal.golden] if seal else []
 
 
 def _turn(load: Load) -> Turn:
@@ -347,11 +360,11 @@ def _turn(load: Load) -> Turn:
     return Turn(load.rate, quantiles, load.cpu_s / load.seconds, failure)
 
 
-def on_own_ports(settings: Settings, model: str, state_dir: Path) -> Settings:
-    """Return settings for a server of one model that only this machine reaches."""
+def on_own_ports(settings: Settings, models: tuple[str, ...], state_dir: Path) -> Settings:
+    """Return settings for a server of these models that only this machine reaches."""
     return settings.model_copy(
         update={
-            "models": (model,),
+            "models": models,
             "state_dir": state_dir,
             "host": "127.0.0.1",
             "port": 0,

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from modelyard.archiver import Archive
     from modelyard.serve.control.restore import StartPlan
     from modelyard.serve.settings import Settings
-    from modelyard.serve.simulation.costs import Costs
+    from modelyard.serve.tools.costs import Costs
     from modelyard.serve.tools.tune import Outcome, Result, Setting, Slo
 
 COSTS_S = 1.0
@@ -154,15 +154,15 @@ def _measure(
     from modelyard.serve.control.restore import plan_start
     from modelyard.serve.control.sizing import is_on_gpu
     from modelyard.serve.tools.measure_costs import measure_costs
-    from modelyard.serve.tools.tune import Setting, Trial, on_own_ports, search
+    from modelyard.serve.tools.tune import Setting, Trial, golden_bodies, on_own_ports, search
 
     if model.upper() == "ALL":
         raise WrongUsage("one model is tuned at a time; name it")
-    settings = on_own_ports(settings, model, state_dir)
+    settings = on_own_ports(settings, (model,), state_dir)
     plan: StartPlan = plan_start(settings)
     (planned,) = plan.models
     with open_archive(settings.model_store / planned.file) as archive:
-        bodies = _read_inputs(inputs) if inputs else _golden(archive)
+        bodies = _read_inputs(inputs) if inputs else golden_bodies(archive)
         file = archive.manifest.config_file
         config_text = archive.read(file).decode() if file else ""
         others: list[str] = []
@@ -222,11 +222,6 @@ def _read_inputs(files: Sequence[Path]) -> list[tuple[bytes, str]]:
         raise StartError(f"--input {error.filename}: {error.strerror}") from error
 
 
-def _golden(archive: Archive) -> list[tuple[bytes, str]]:
-    seal = archive.manifest.modelyard
-    return [(archive.read(each.request), each.content_type) for each in seal.golden] if seal else []
-
-
 def _alternatives(archive: Archive) -> Iterator[str]:
     from modelyard.archiver.alternatives import find_alternatives
     from modelyard.archiver.untrusted.names import MANIFEST_NAME
@@ -241,7 +236,7 @@ def _write(file: Path, tuned: Tuned) -> None:
     """Write the archive's configuration with the best setting."""
     import yaml
 
-    from modelyard.serve.simulation.costs import KEY
+    from modelyard.serve.tools.costs import KEY
     from modelyard.serve.tools.tune import config_changes, merge_config
 
     best, costs = tuned.outcome.best, tuned.costs

@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 from modelyard.archiver import write_archive
 from modelyard.serve.errors import StartError, WrongUsage
 from modelyard.serve.settings import load_settings
-from modelyard.serve.simulation.costs import parse_costs
-from modelyard.serve.tools.closed_loop import Load, make_request, run_load
+from modelyard.serve.tools.costs import parse_costs
+from modelyard.serve.tools.load import Load, make_request, run_load
 from modelyard.serve.tools.tune import (
     QUANTILES,
     Measure,
