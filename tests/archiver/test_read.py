@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -374,3 +375,41 @@ def test_failed_opening_leaves_no_open_file(archive: Path) -> None:
 def _contents(path: Path) -> list[bytes]:
     with zipfile.ZipFile(path) as zipped:
         return [zipped.read(name) for name in zipped.namelist()]
+
+
+def with_checksum(content: bytes, checksum: int) -> bytes:
+    """Return the content with its last four bytes such that its CRC-32 is `checksum`."""
+    table = []
+    for value in range(256):
+        for _ in range(8):
+            value = value >> 1 ^ (0xEDB88320 if value & 1 else 0)
+        table.append(value)
+    by_top = {entry >> 24: at for at, entry in enumerate(table)}
+    state = ~checksum & 0xFFFFFFFF
+    for _ in range(4):
+        at = by_top[state >> 24]
+        state = (state ^ table[at]) << 8 & 0xFFFFFFFF | at
+    start = content[:-4]
+    return start + (state ^ ~zlib.crc32(start) & 0xFFFFFFFF).to_bytes(4, "little")
+
+
+def test_a_change_after_the_check_that_keeps_size_and_checksum_is_refused(
+    archive: Path, tmp_path: Path
+) -> None:
+    with zipfile.ZipFile(archive) as zipped:
+        content = {name: zipped.read(name) for name in zipped.namelist()}
+    write_zip(archive, content, zipfile.ZIP_STORED)
+    old = content["digits.pt2"]
+    new = with_checksum(b"x" + old[1:], zlib.crc32(old))
+    assert zlib.crc32(new) == zlib.crc32(old) and len(new) == len(old) and new != old
+    with open_archive(archive) as opened:
+        data = bytearray(archive.read_bytes())
+        at = data.index(old)
+        with archive.open("r+b") as file:
+            file.seek(at)
+            file.write(new)
+        with pytest.raises(RefusedArchive, match=r"digits\.pt2 was changed after .* was opened"):
+            opened.unpack(tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+        with pytest.raises(RefusedArchive, match=r"digits\.pt2 was changed after"):
+            opened.read("digits.pt2")

@@ -12,6 +12,7 @@ from modelyard.archiver.report import Parity
 from modelyard.handlers.agree import (
     TOLERANCES,
     Rule,
+    allowance,
     compare,
     disagreement,
     joint_rules,
@@ -157,3 +158,23 @@ def test_answers_are_compared_as_tensors_are(
     got: Any, expected: Any, difference: str | None
 ) -> None:
     assert json_difference(got, expected, 1e-4) == difference
+
+
+@pytest.mark.parametrize(
+    ("kind", "moved", "allowed"),
+    [
+        ("random", 5e-5, None),
+        ("random", 1e-4, None),
+        ("random", 2e-4, 8e-4),
+        ("random", 0.5, 1e-3),
+        ("sample", 0.5, 1e-3),
+        ("zeros", 0.5, 2.0),
+        ("zeros", math.inf, None),
+    ],
+)
+def test_an_ill_conditioned_case_is_allowed_ten_tolerances_at_most_on_ordinary_values(
+    kind: str, moved: float, allowed: float | None
+) -> None:
+    found = allowance(Rule(1e-4), kind, moved)
+    assert found == (None if allowed is None else pytest.approx(allowed))
+    assert allowance(Rule(1e-4, is_quantized=True), kind, moved) is None

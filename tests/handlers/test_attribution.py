@@ -428,3 +428,12 @@ def test_target_is_a_place_in_the_flattened_output() -> None:
     inputs = torch.arange(12.0).view(1, 3, 4)
     score = ForwardFunction(lambda x: 2 * x, torch.tensor([7]))
     assert float(score((inputs,), torch.tensor([0]))) == 14.0
+
+
+def test_a_small_difference_of_large_outputs_is_known_as_rounding() -> None:
+    """f is 1e6 and changes by 1e-3: float32 has steps of 0.06 there, whatever the gradients say."""
+    inputs = torch.rand(4, 8, generator=torch.Generator().manual_seed(1))
+    request = ask(lambda x: 1e-3 * x.sum(1, keepdim=True) + 1e6, inputs, torch.zeros(1, 8), [0] * 4)
+    found = integrated_gradients(request)
+    assert found.rounding is not None
+    assert (deltas(request, found.attributions).abs() <= found.rounding).all()

@@ -18,11 +18,12 @@ import pytest
 from modelyard.archiver import write_archive
 from modelyard.serve.control.model_config import Values
 from modelyard.serve.dataplane.cache import ENTRY_BYTES, OUR_HEADERS, AnswerStore, VersionAnswers
-from modelyard.serve.dataplane.call import Reply
+from modelyard.serve.dataplane.call import HIGH, LOW, NORMAL, Reply
 from modelyard.serve.dataplane.wire import pack_meta
 from modelyard.serve.errors import BadModelConfig
 from modelyard.serve.grpc.protos import message
 from tests.serve.live import LiveServer, poll, running
+from tests.serve.test_queue import job
 
 COUNTER = """
 import time
@@ -271,6 +272,28 @@ def test_no_answer_outlives_its_version(server: LiveServer) -> None:
 
 
 # -- the parts ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "waits"),
+    [
+        ((LOW, 60), (LOW, 60), True),
+        ((NORMAL, 60), (LOW, 60), True),
+        ((LOW, 60), (NORMAL, 60), False),
+        ((LOW, 60), (HIGH, 60), False),
+        ((NORMAL, 60), (NORMAL, 90), True),
+        ((NORMAL, 60), (NORMAL, 30), False),
+    ],
+)
+def test_nobody_waits_for_an_answer_that_comes_after_their_own(
+    first: tuple[int, float], second: tuple[int, float], waits: bool
+) -> None:
+    answers = VersionAnswers(AnswerStore(1 << 20), is_ours=True)
+    lookup = answers.lookup([])
+    for each, expected in ((first, False), (second, waits)):
+        call = job(*each)
+        call.head = pack_meta([b"", b"", b""])
+        assert answers.answer(call, lookup) is expected
 
 
 def test_what_is_counted_is_what_is_used() -> None:

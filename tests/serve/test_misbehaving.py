@@ -391,3 +391,20 @@ def test_a_replayed_answer_harms_only_the_worker_that_sent_it(server: LiveServer
     poll(lambda: server.restarts("sick") > before, "the worker is replaced")
     assert re.search(r"sick .*: a reply to job \d+, which it does not hold; ending it", server.log)
     assert ask(server, "sick", "after").status == 200
+
+
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [(99, ""), (100, ""), (600, ""), (65535, ""), (200, "name-without-value"), (200, "a|b|c")],
+)
+def test_a_reply_that_cannot_be_sent_on_ends_the_worker(
+    server: LiveServer, status: int, headers: str
+) -> None:
+    before = server.restarts("sick")
+    os.kill(server.worker_pids("sick")[0], signal.SIGKILL)
+    poll(lambda: server.restarts("sick") == before + 1, "a fresh worker, which counts jobs from 1")
+    poll(lambda: server.worker_pids("sick"), "it is ready")
+    logged = len(server.log)
+    check_error(ask(server, "sick", f"forge {status} {headers}".strip()), *DIED)
+    assert f"a reply with status {status} and headers" in server.log[logged:]
+    poll(lambda: ask(server, "sick", "after").status == 200, "the next request is right")

@@ -403,3 +403,31 @@ def test_the_numbers_are_those_of_this_machine() -> None:
                     there[name.removeprefix("__NR_").removeprefix("__NR3264_")] = int(number)
         for name, numbers in {**calls._DENIED, **calls._OF_ITSELF}.items():
             assert there.get(name, numbers[column[machine]]) == numbers[column[machine]], name
+
+
+DEVICES = """
+import os, stat, sys
+from modelyard.serve.walls import kernel, landlock
+kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+folder = sys.argv[1]
+if sys.argv[2] == "walls":
+    landlock.restrict([("/", landlock.READ), (folder, landlock.READ | landlock.WRITE)])
+open(f"{folder}/file", "w").close()
+os.mkfifo(f"{folder}/pipe")
+for name, kind, device in (("null", stat.S_IFCHR, (1, 3)), ("ram", stat.S_IFBLK, (1, 0))):
+    try:
+        os.mknod(f"{folder}/{name}", kind | 0o600, os.makedev(*device))
+        print(name, "made")
+    except PermissionError:
+        print(name, "refused")
+"""
+
+
+@pytest.mark.skipif(not IS_ROOT, reason="only root may make devices, walls or not")
+@pytest.mark.parametrize(("walls", "outcome"), [("walls", "refused"), ("none", "made")])
+def test_where_a_worker_may_write_it_makes_no_device(
+    tmp_path: Path, walls: str, outcome: str
+) -> None:
+    command = [sys.executable, "-c", DEVICES, tmp_path, walls]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"null {outcome}", f"ram {outcome}"]

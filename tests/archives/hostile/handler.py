@@ -395,6 +395,12 @@ def replay(context, at):
     send_and_wait(struct.pack("<I", 64) + b"".join(answers * 2))
 
 
+def forge(context, at, status, headers=""):
+    """Answer the first job that this worker ever held with a reply that no server may send on."""
+    meta = headers.replace("|", "\0").encode()
+    send_and_wait(struct.pack("<IIHHIIIII", 1, 1, int(status), 0, 0, 0, 0, len(meta), 0) + meta)
+
+
 def control(context, at, code):
     """A control message that nobody expects, or one with more brackets than a parser takes."""
     body = b"[" * 200_000 if code == "4" else json.dumps({"protocol": 2}).encode()
