@@ -7,6 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable
 from time import monotonic
+from types import SimpleNamespace
 
 import pytest
 
@@ -337,3 +338,33 @@ def test_a_batch_delay_counts_for_every_class() -> None:
         assert [each.priority for each in engine.replica.batches[0]] == [HIGH, NORMAL, LOW]
 
     in_loop(scenario)
+
+
+class MovingSink(Sink):
+    """The sink of a client that named no version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moved: Call | None = None
+
+    def move(self, call: Call) -> bool:
+        self.moved = call
+        return True
+
+
+def test_a_call_that_is_moved_keeps_its_place_and_is_not_refused_for_lack_of_time() -> None:
+    """It was accepted once; that another version would be late is not its client's affair."""
+    sink, put = MovingSink(), list[Call]()
+
+    class Other(Model):
+        batchers = (SimpleNamespace(put=put.append),)  # type: ignore[assignment]
+
+    call = job(LOW, timeout_s=5, now=3.0, rows=7, must_fit=True)
+    call.sink = sink
+    assert call.hand_to(Other())
+    (moved,) = put
+    assert sink.moved is moved and not moved.must_fit
+    for name in ("priority", "deadline", "queued_at", "rows", "parts", "head", "kind"):
+        assert getattr(moved, name) == getattr(call, name), name
+    call.sink.set_result(Reply(200, b"", b"of the version that goes"))
+    assert sink.reply is None

@@ -238,6 +238,21 @@ def test_a_good_candidate_passes_however_often_a_judge_looks() -> None:
     assert said.count(Outcome.FAIL) <= 18
 
 
+def test_who_looks_after_every_tenth_answer_spends_no_more_than_who_looks_at_doublings() -> None:
+    """640 answers agree, then all differ: both refuse with the same chance of being wrong."""
+    found = []
+    for looks in (set(range(10, 1281, 10)), {10 * 2**at for at in range(8)}):
+        judge, counted = Judge(parse_rule("disagreement<=2%, least 1000")), Tally()
+        for n in range(1, 1281):
+            counted.add(EQUAL if n <= 640 else OTHER_LABEL)
+            counted.add_noise(EQUAL)
+            if n in looks:
+                judgement = judge.look(counted)
+        found.append((judgement.verdict, judgement.confidence))
+    assert found[0] == found[1]
+    assert found[0][0] is Outcome.FAIL
+
+
 def test_bounds_know_nothing_before_anything_was_counted() -> None:
     found = bounds_of(Rule(), Tally(), 0.05)
     assert found["excess"] == (0, -1, 1)
