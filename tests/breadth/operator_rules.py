@@ -1,4 +1,4 @@
-"""Which operators go on the list of `handlers/program/operators.py`, and which never do."""
+"""Which operators go on the list of `handlers/program/operators.txt`, and which never do."""
 
 import re
 from collections.abc import Iterator
@@ -9,8 +9,7 @@ import torch
 
 from modelyard.handlers.program.checked import REPLACED
 
-LIST = Path(__file__).parents[2] / "handlers" / "program" / "operators.py"
-_BEGIN, _END = '_LISTED = """\n', '"""\n'
+LIST = Path(__file__).parents[2] / "handlers" / "program" / "operators.txt"
 
 REFUSED = {
     "as_strided": "reaches wherever its sizes and strides say, inside the storage of a tensor",
@@ -84,9 +83,6 @@ def _is_plain(operator: torch._ops.OpOverload, packet: str) -> bool:
 
 def write_list(counted: set[str]) -> None:
     """Write the operators into the list, with the torch that they were counted with."""
-    head, _, rest = LIST.read_text(encoding="utf-8").partition(_BEGIN)
-    _, _, tail = rest.partition(_END)
     version = torch.__version__.partition("+")[0]
-    head = re.sub(r'TORCH = "[^"]*"', f'TORCH = "{version}"', head)
     lines = "".join(f"{name}\n" for name in sorted(set(family(counted))))
-    LIST.write_text(f"{head}{_BEGIN}{lines}{_END}{tail}", encoding="utf-8")
+    LIST.write_text(f"# made with torch {version}\n{lines}", encoding="utf-8")

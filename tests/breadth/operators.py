@@ -1,4 +1,4 @@
-"""Count the operators that exports of real models call, of which `handlers/program/operators.py` is made.
+"""Count the operators that exports of real models call, of which `handlers/program/operators.txt` is made.
 
     python -m tests.breadth.operators [-k NAME] [--resume] [--files FOLDER …] [--calls FILE] [--write]
 
