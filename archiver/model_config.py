@@ -16,7 +16,7 @@ SERVERS_KEYS = (
     *("workerThreads", "batchBy", "explainWorkers", "explainShare", "artifact"),
     *("tunedRate", "tunedCosts"),
 )
-OPERATORS_KEYS = ("network", "files", "shareWorkers", "cacheAnswers", "cacheIgnores")
+OPERATORS_KEYS = ("network", "files", "cacheAnswers", "cacheIgnores")
 """What the setting `model_settings` may say, and an archive may not."""
 TORCHSERVES_KEYS = (
     *("deviceIds", "parallelType", "parallelLevel", "torchrun", "batchDelay"),

@@ -55,6 +55,7 @@ from modelyard.handlers.folder import load_label_mapping, read_config, read_refe
 from modelyard.handlers.infer import run_tensors
 from modelyard.handlers.limits import refused_values
 from modelyard.handlers.packed import open_packed
+from modelyard.handlers.ranges import span
 from modelyard.handlers.rows import (
     TopLabels,
     check_stated,
@@ -200,7 +201,12 @@ class BaseHandler:
 
     def _run_steps(self, data: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Answer requests that share a call."""
-        return self.postprocess(self.inference(self.preprocess(data)))
+        with span("decode"):
+            inputs = self.preprocess(data)
+        with span("forward"):
+            outputs = self.inference(inputs)
+        with span("encode"):
+            return self.postprocess(outputs)
 
     def infer(self, requests: Sequence[TensorRequest]) -> Sequence[Mapping[str, Any]]:
         """Answer requests of tensors by name, of the Open Inference Protocol: arrays by name.
@@ -233,7 +239,9 @@ class BaseHandler:
         tensors = (inputs,) if isinstance(inputs, Tensor) else inputs
         place = getattr(self.model, "device", self.device)
         with torch.inference_mode():
-            output: Output = self.model(*(tensor.to(place) for tensor in tensors), *args, **kwargs)
+            with span("copy"):
+                placed = [tensor.to(place) for tensor in tensors]
+            output: Output = self.model(*placed, *args, **kwargs)
         return output
 
     def postprocess(self, outputs: Output) -> list[Any]:

@@ -118,6 +118,8 @@ class Settings(BaseModel):
     """Workers of each model; 0 chooses by cores and number of models."""
     worker_poll_us: int = Field(default=300, ge=0, le=10_000)
     """How long an idle worker looks for requests before it sleeps, while they come that often."""
+    nvtx: bool = False
+    """Have workers mark what they do for Nsight Systems; on CUDA only."""
     fork_workers: bool = True
     """Fork workers from a process that has imported torch; false starts each by itself."""
     queue_size: int = Field(default=100, ge=1)

@@ -312,6 +312,7 @@ class Builder:
                 "by_length": config.by_length,
                 "artifact": config.artifact,
                 "poll_us": 0 if has_quota else policy.settings.worker_poll_us,
+                "nvtx": policy.settings.nvtx,
                 "max_response_bytes": policy.max_answer_bytes,
                 "golden": [asdict(golden) for golden in seal.golden] if seal else [],
                 "walls": asdict(walls) if walls else None,

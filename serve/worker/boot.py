@@ -24,6 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from modelyard.handlers.ranges import mark_ranges
 from modelyard.serve.dataplane import wire
 from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
 from modelyard.serve.walls.plan import Walls
@@ -110,6 +111,8 @@ def _load(connection: socket.socket, reader: loop.Reader, message: dict[str, Any
     """Load what the server names, and answer that it is ready."""
     service = load.load_service(message)
     reader.poll_s = message["poll_us"] / 1e6
+    if message.get("nvtx"):
+        mark_ranges(service.device)
     check_golden(service, message["golden"])
     ready = {"protocol": wire.PROTOCOL, "pid": os.getpid(), "device": service.device}
     connection.sendall(wire.encode_control(wire.READY, ready))

@@ -23,6 +23,7 @@ from modelyard.handlers.context import Context
 from modelyard.handlers.entry_point import Entry
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.instances import join_chunks
+from modelyard.handlers.ranges import span
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.heap import keep_freed
 from modelyard.serve.dataplane.lengths import CALL_BYTES, take_batch
@@ -282,7 +283,9 @@ def run(reader: Reader, service: Service) -> None:
             continue
         batch = take_batch(waiting, service.batch_size, call_bytes)
         began_us = wire.now_us()
-        answers = answer_batch(service, batch, sender)
+        waited_us = (began_us - batch[0].queue_us) & 0xFFFFFFFF
+        with span(f"batch of {len(batch)} that waited {waited_us} µs"):
+            answers = answer_batch(service, batch, sender)
         busy_since_us = ended_us if was_busy else began_us
         ended_us = wire.now_us()
         sender.send(batch, began_us, answers, (ended_us - busy_since_us) & 0xFFFFFFFF)
