@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ def report(artifact: Path, artifact_format: str, checkpoint: bytes = b"weights")
         },
         "parity": {"verdict": "agrees", "tolerance": 1e-4, "cases": 24},
         "checkpoint": {"file": "digits.pt", "sha256": hashlib.sha256(checkpoint).hexdigest()},
+        "versions": {name: version(name) for name in ("torch", "onnxruntime")},
     }
 
 

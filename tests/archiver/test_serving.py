@@ -236,5 +236,5 @@ def test_a_server_that_requires_signatures_serves_nothing_else(tmp_path: Path) -
 def test_requiring_signatures_without_keys_is_an_error_at_the_start(tmp_path: Path) -> None:
     ran = run_modelyard(*start_arguments(tmp_path / "state", tmp_path), "--require-signature")
 
-    assert ran.returncode == 1
+    assert ran.returncode == 2
     assert "--require-signature: name the file of public keys with" in ran.stderr

@@ -453,7 +453,7 @@ def test_all_problems_of_the_inputs_are_reported_at_once(inputs: Path, tmp_path:
         inputs,
         tmp_path / "store",
         artifact=inputs / "lost.onnx",
-        handler="nobody",
+        handler="nobody.py",
         extra_files=[inputs, inputs / "lost.txt"],
         config_file=inputs / "lost.yaml",
         examples=["x"],

@@ -262,7 +262,7 @@ def test_a_number_beside_the_outputs_is_left_out_and_said() -> None:
     outputs = choose_outputs({"logits": torch.ones(1), "loss": 0.5, "none": None}, [])
     assert outputs.names == ("logits",)
     assert outputs.notes == (
-        'output "loss" is left out: it is 0.5, a float, and an artifact gives tensors',
+        'output "loss" is left out: it is 0.5, a float, and an artifact gives tensors of numbers',
     )
     with pytest.raises(ModelError, match="gives a dict of loss: float; expected tensors"):
         choose_outputs({"loss": 0.5}, [])

@@ -260,23 +260,24 @@ def test_the_command_prints_a_token_once_and_keeps_its_hash(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "code", "message"),
     [
-        (("new", "a b", "--rights", "predict"), "'a b' is not a name"),
-        (("new", "app", "--rights", "read"), "'read' is not a right"),
-        (("new", "app", "--rights", "metrics", "--stdin"), "a token has 32 characters or more"),
-        (("new", "app", "--rights", "metrics", "--file", "/nowhere/x"), "cannot write /nowhere/x"),
-        (("list", "/nowhere/x"), "cannot read the token file /nowhere/x"),
+        (("new", "a b", "--rights", "predict"), 2, "'a b' is not a name"),
+        (("new", "app", "--rights", "read"), 2, "'read' is not a right"),
+        (("new", "app", "--rights", "metrics", "--stdin"), 2, "a token has 32 characters or more"),
+        (("new", "app", "--rights", "metrics", "--file", "/nowhere/x"), 1, "cannot write /nowhe"),
+        (("list", "/nowhere/x"), 1, "cannot read the token file /nowhere/x"),
     ],
 )
 def test_wrong_use_of_the_command_is_one_line(
     arguments: tuple[str, ...],
+    code: int,
     message: str,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("short\n"))
-    assert command(*arguments) == 1
+    assert command(*arguments) == code
     said = capsys.readouterr()
     assert message in said.err
     assert said.err.count("\n") == 1 and not said.out

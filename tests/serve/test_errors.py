@@ -23,6 +23,7 @@ from modelyard.serve.errors import (
     Unauthorized,
     VersionNotFound,
     WorkerDied,
+    WrongUsage,
     error_body,
     http_status,
 )
@@ -60,7 +61,7 @@ def test_every_error_that_a_client_can_meet_has_a_status_of_its_own() -> None:
     declared = [
         kind
         for _, kind in inspect.getmembers(errors, inspect.isclass)
-        if issubclass(kind, ServeError) and kind not in (ServeError, StartError)
+        if issubclass(kind, ServeError) and kind not in (ServeError, StartError, WrongUsage)
     ]
     without = [kind for kind in declared if not set(kind.__mro__) & set(errors.STATUS)]
     assert not without

@@ -246,6 +246,7 @@ WALL_CLOCK = {
     "serve/torchserve/layout.py": "the time and the day in a line",
     "serve/torchserve/log_files.py": "the day in the name of a file that is put aside",
     "serve/torchserve/logs.py": "the time of a record",
+    "serve/torchserve/policy.py": "when a worker began to be started again, as a line says it",
     "serve/torchserve/snapshot.py": "the name of a file",
     "serve/torchserve/tokens.py": "tokens expire by the calendar",
 }

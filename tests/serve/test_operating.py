@@ -348,7 +348,7 @@ def test_a_url_is_called_with_a_token_and_who_is_trusted(
     code, _, err = run("models", "list", "--url", url, "--ca", folder / "tokens.txt")
     assert code == 1 and "cannot use the certificates in" in err
     code, _, err = run("models", "list", "--url", "localhost:8081")
-    assert code == 1 and "localhost:8081 is not a URL; expected http://HOST:PORT or" in err
+    assert code == 2 and "localhost:8081 is not a URL; expected http://HOST:PORT or" in err
     code, _, err = run("models", "list", "--url", "http://localhost:port")
     assert code == 1 and "http://localhost:port is not a URL" in err
 

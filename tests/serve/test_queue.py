@@ -357,7 +357,7 @@ def test_a_call_that_is_moved_keeps_its_place_and_is_not_refused_for_lack_of_tim
     sink, put = MovingSink(), list[Call]()
 
     class Other(Model):
-        batchers = (SimpleNamespace(put=put.append),)  # type: ignore[assignment]
+        batchers = (SimpleNamespace(put=put.append),)
 
     call = job(LOW, timeout_s=5, now=3.0, rows=7, must_fit=True)
     call.sink = sink

@@ -295,13 +295,13 @@ def refused(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ref
         (["patient", "--slo", "p99=50"], 2, "--slo 'p99=50': expected such as p99=50ms"),
         (["patient", "--slo", "p99=0ms"], 2, "give a limit above 0"),
         (["nope"], 1, "Model not found at: nope; the model store "),
-        (["patient"], 2, "patient.mar holds no golden request; give a request with --input"),
-        (["patient", "--input", "nope"], 2, "--input nope: No such file or directory"),
-        (["patient", "--output", "ask"], 2, "ask exists; --force replaces it"),
-        (["patient", "--output", "nope/x.yaml"], 2, "there is no folder nope"),
+        (["patient"], 1, "patient.mar holds no golden request; give a request with --input"),
+        (["patient", "--input", "nope"], 1, "--input nope: No such file or directory"),
+        (["patient", "--output", "ask"], 1, "ask exists; --force replaces it"),
+        (["patient", "--output", "nope/x.yaml"], 1, "there is no folder nope"),
         (["patient", "--connections", "0"], 2, "--connections"),
         (["ALL"], 2, "one model is tuned at a time"),
-        (["patient", "--device", "tpu"], 1, "wrong settings: --device"),
+        (["patient", "--device", "tpu"], 2, "wrong settings: --device"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused_with_what_to_do(
@@ -426,7 +426,7 @@ def test_what_is_set_for_others_is_not_for_the_server_that_is_measured(tmp_path:
         None,
         {},
     )
-    own = on_own_ports(settings, "patient", tmp_path / "state")
+    own = on_own_ports(settings, ("patient",), tmp_path / "state")
     assert not own.asks_for_tokens
     assert {str(address) for address in own.addresses} == {"http://127.0.0.1:0"}
     assert (own.access_log, own.device) == (False, "cpu")

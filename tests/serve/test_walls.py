@@ -428,6 +428,6 @@ for name, kind, device in (("null", stat.S_IFCHR, (1, 3)), ("ram", stat.S_IFBLK,
 def test_where_a_worker_may_write_it_makes_no_device(
     tmp_path: Path, walls: str, outcome: str
 ) -> None:
-    command = [sys.executable, "-c", DEVICES, tmp_path, walls]
+    command = [sys.executable, "-c", DEVICES, str(tmp_path), walls]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines() == [f"null {outcome}", f"ram {outcome}"]
