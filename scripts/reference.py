@@ -109,7 +109,7 @@ def texts_of(value: type) -> dict[str, str]:
 
 def signature_of(value: Any, *, is_method: bool = False) -> str:
     """Return how something is called, types as they are written."""
-    text = str(inspect.signature(value))
+    text = str(inspect.signature(value)).replace("_local.Path", "Path")  # Python 3.13
     if is_method:
         text = re.sub(r"^\((self|cls)(, )?", "(", text)
     text = re.sub(r"(?<=[:>]) '([^']*)'", r" \1", text)

@@ -176,7 +176,7 @@ def test_a_model_that_writes_into_its_input_gets_a_copy() -> None:
         pytest.param(
             nn.Linear(3, 2),
             ["x:float32[batch,4]"],
-            'input "x" float32[5,4] at batch=5 (random values): RuntimeError: mat1',
+            'input "x" float32[5,4] at batch=5 (random values): RuntimeError: ',
             id="shape",
         ),
         pytest.param(nn.Linear(3, 2), ["x:int64[batch,3]"], 'input "x" int64[5,3]', id="dtype"),

@@ -111,7 +111,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory, mood: Mood) -> dict[str,
     torch.export.save(program, folder / "mood.pt2")
     bag = torch.export.export(Bag().eval(), example[:1], dynamic_shapes=(dims,))
     torch.export.save(bag, folder / "bag.pt2")
-    with pytest.warns(DeprecationWarning):
+    with pytest.warns((DeprecationWarning, FutureWarning)):  # the latter from torch 2.14 on
         torch.jit.save(torch.jit.script(mood), folder / "mood.pt")
     return {path.stem + path.suffix: path for path in folder.iterdir()}
 

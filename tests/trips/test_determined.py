@@ -64,7 +64,9 @@ def _write(folder: Path, weights: str) -> nn.Module:
     return net
 
 
-@pytest.mark.parametrize("weights", ["state-dict.pth", "state_dict.pth"])
+@pytest.mark.parametrize(
+    "weights", ["state-dict.pth", pytest.param("state_dict.pth", marks=pytest.mark.nightly)]
+)
 def test_a_folder_of_the_platform_is_served(weights: str, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint"
     net = _write(folder, weights)

@@ -74,7 +74,9 @@ def test_a_tensor_is_refused_by_what_it_is(tmp_path: Path) -> None:
         export(tmp_path / "tensor.pt", None, (), output_dir=tmp_path / "out")
 
 
-@pytest.mark.parametrize(("part", "features"), [("l0", 4), ("l1", 3)])
+@pytest.mark.parametrize(
+    ("part", "features"), [pytest.param("l0", 4, marks=pytest.mark.nightly), ("l1", 3)]
+)
 def test_a_part_of_a_module_says_its_sizes_and_is_served(
     part: str, features: int, tmp_path: Path
 ) -> None:
@@ -96,8 +98,14 @@ def test_a_part_of_a_module_says_its_sizes_and_is_served(
 @pytest.mark.parametrize(
     "as_dict",
     [
-        pytest.param(lambda: dataclasses.asdict(AsDataclass(5, 0.1)), id="dataclass"),
-        pytest.param(lambda: AsNamedTuple(5, 0.1)._asdict(), id="named tuple"),
+        pytest.param(
+            lambda: dataclasses.asdict(AsDataclass(5, 0.1)),
+            id="dataclass",
+            marks=pytest.mark.nightly,
+        ),
+        pytest.param(
+            lambda: AsNamedTuple(5, 0.1)._asdict(), id="named tuple", marks=pytest.mark.nightly
+        ),
         pytest.param(lambda: {"hidden": 5, "dropout": 0.1}, id="dict"),
     ],
 )
