@@ -118,6 +118,7 @@ def test_what_was_repeated_is_said(golden: int, cases: int, said: str) -> None:
     assert describe_repeated(golden, cases) == said
 
 
+@pytest.mark.nightly
 def test_archive_names_both_versions_and_what_agrees_here(
     digits_artifacts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -189,6 +190,7 @@ def test_a_server_names_both_versions_at_its_start_on_the_console_and_in_a_metri
         assert "was proven with" not in pages["pt2"]
 
 
+@pytest.mark.nightly
 def test_a_server_that_requires_proof_refuses_what_others_proved(
     aged: Path, digits_store: Path, tmp_path: Path
 ) -> None:

@@ -5,6 +5,7 @@ import zipfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 
@@ -119,7 +120,7 @@ def test_lock_wheels_and_pins_are_in_the_archive(
     assert {each["purl"] for each in bill if "purl" in each} == {
         "pkg:pypi/salt@1.5",
         "pkg:pypi/soup@3.1",
-        *(f"pkg:pypi/{name}@{version(name)}" for name in ("onnxruntime", "torch")),
+        *(f"pkg:pypi/{name}@{quote(version(name))}" for name in ("onnxruntime", "torch")),
     }
 
 

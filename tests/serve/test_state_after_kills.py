@@ -199,7 +199,8 @@ def draw(
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        (Ours, 250),
+        (Ours, 100),
+        pytest.param(Ours, 250, marks=pytest.mark.nightly),
         pytest.param(TorchServes, 250, marks=pytest.mark.nightly),
         pytest.param(Ours, 1000, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]),
     ],

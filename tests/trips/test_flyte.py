@@ -106,7 +106,7 @@ def test_a_part_of_a_module_says_its_sizes_and_is_served(
         pytest.param(
             lambda: AsNamedTuple(5, 0.1)._asdict(), id="named tuple", marks=pytest.mark.nightly
         ),
-        pytest.param(lambda: {"hidden": 5, "dropout": 0.1}, id="dict"),
+        pytest.param(lambda: {"hidden": 5, "dropout": 0.1}, id="dict", marks=pytest.mark.nightly),
     ],
 )
 def test_a_checkpoint_builds_its_class_by_its_hyper_parameters(
