@@ -58,8 +58,8 @@ def print_plan(plan: Plan, models: Sequence[KnownModel], rps: float, limit: Slo)
             outlook = "a queue grows without end"
         out.print(f"with one cell less, {outlook}")
     out.print(
-        "planned by a queueing model, whose error for two models is on the page (docs/plan.md); "
-        "--try SECONDS measures one cell",
+        "planned by a queueing model, whose p99 is too low, by ten times for models under a "
+        "millisecond (docs/plan.md); --try SECONDS measures one cell",
         style="dim",
     )
 
