@@ -1,4 +1,4 @@
-"""Of known names the one that was likely meant, for messages about an unknown one."""
+"""The known name that was likely meant, for messages about an unknown one."""
 
 import difflib
 from collections.abc import Iterable

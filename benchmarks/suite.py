@@ -40,7 +40,7 @@ OUTCOME = re.compile(
 )
 """A line of pytest's while it runs, where nothing is printed between; else one of its summary."""
 TORCHVISION = "torchvision==0.28.0"
-"""Of PyPI; its compiled operators need CUDA's libraries, and are taken away."""
+"""The version from PyPI; its compiled operators need CUDA's libraries, and are taken away."""
 TOOLS = ("grpcio", "orjson", "protobuf", "pytest", "pytest-timeout", "requests", "torch")
 """What the suite itself needs beside the server, in the same versions on both sides."""
 STOCK = ("torchserve==0.12.0", "torch-model-archiver==0.12.0", "torch-workflow-archiver==0.2.15",

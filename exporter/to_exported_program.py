@@ -281,7 +281,7 @@ def free_names(program: ExportedProgram) -> None:
 
 
 def _rename(program: ExportedProgram, new_name: Callable[[str], str]) -> None:
-    """Give the program's tensors and submodules other names; nodes of its graph keep theirs."""
+    """Rename the program's tensors and submodules; nodes of its graph keep their names."""
     for tensors in (program._state_dict, program._constants):
         renamed = {new_name(name): value for name, value in tensors.items()}
         tensors.clear()

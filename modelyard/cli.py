@@ -160,7 +160,7 @@ def _reflowed(text: str) -> str:
 
 
 def _complete() -> None:
-    """Tell a shell how its line may go on; the command that stands in it is all that is loaded."""
+    """Print how a shell's line may go on; only the command that stands in it is loaded."""
     line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
     overview: Any = typer.main.get_command(_overview())
     if (words := line.split()[1:2]) and words[0] in COMMANDS:

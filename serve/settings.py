@@ -436,7 +436,7 @@ _EXPECTED = {
     "dict": "entries of `name: value`",
     "tuple": "a list",
 }
-"""By the beginning of the type of a problem."""
+"""Words for a problem, by the beginning of its type."""
 _FORMS = {
     r"^(auto|cpu|cuda(:\d+)?)$": "auto, cpu, cuda or cuda:N",
     r"^(\d{1,10}-\d{1,10})?$": "FIRST-LAST, as in 60706-61183",

@@ -27,14 +27,14 @@ class Cell:
     max_rel: float | None = None
     """max_abs over the largest value of the reference."""
     to_device_ms: float | None = None
-    """Of moving the inputs there; None on the CPU, where nothing is moved."""
+    """Time to move the inputs there; None on the CPU, where nothing is moved."""
     from_device_ms: float | None = None
     before_bytes: int | None = None
     """Memory in use before the first timed call: of the device, else of the process."""
     after_bytes: int | None = None
     """The same after the last."""
     joules_per_item: float | None = None
-    """Of the whole CPU or GPU during the calls; None where no counter can be read."""
+    """Energy of the whole CPU or GPU during the calls; None where no counter can be read."""
     error: str | None = None
 
 
@@ -59,7 +59,7 @@ class Footprint:
     compile_s: float | None = None
     """Time of the first calls, all batch sizes together, where they compile."""
     operators: tuple[Mapping[str, Any], ...] = ()
-    """Of a profile: name, calls, milliseconds alone and in all, bytes; the longest first."""
+    """A profile's rows: name, calls, milliseconds alone and in all, bytes; the longest first."""
     error: str | None = None
 
 

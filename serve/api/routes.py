@@ -115,7 +115,7 @@ class Routes:
         return self._respond(request, BadRequest(problems))
 
     def _what_there_is(self, request: Request) -> str:
-        """Say which path is near one that is not there, or which API has it."""
+        """Return which path is near one that is not there, or which API has it."""
         path = request.url.path[:_SHOWN]
         for name, (routes, port) in self.elsewhere.items():
             if any(route.path_regex.match(path) for route in routes.routes):

@@ -26,7 +26,7 @@ from modelyard.serve.errors import StartError
 LONGEST_WAIT_S = 120.0
 """For the first answer of every connection, beyond the time of the measurement."""
 SHOWN_BYTES = 300
-"""Of the body of an answer that is an error."""
+"""Bytes that are kept of the body of an answer that is an error."""
 MOST_CONNECTIONS = 1000
 """An open loop opens; while all have a request in flight, further ones wait, and that counts."""
 
@@ -37,12 +37,12 @@ class Load:
 
     seconds: float
     latencies_s: Sequence[float]
-    """Of the answers with status 200, sorted; from sending a request to the end of its answer."""
+    """Times of answers with status 200, sorted; from sending a request to its answer's end."""
     failed: int
     first_failure: str
     """Status and body of the first other answer."""
     cpu_s: float
-    """Of this process, which is what the load itself took of the cores."""
+    """Processor time of this process, which the load itself took of the cores."""
 
     @property
     def rate(self) -> float:
