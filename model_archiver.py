@@ -2,15 +2,15 @@
 
 A module and not a package, so that no file of `torch-model-archiver` has its path: where that is
 installed too, Python takes its folder `model_archiver/` first, and removing either leaves the other
-whole. The modules below this name lie in `archiver/shim/model_archiver`; see
+whole. The modules below this name lie in `plugins/torchserve/archiver/shim/model_archiver`; see
 `docs/decisions/0107-import-model-archiver.md`.
 """
 
 from pathlib import Path
 
-import modelyard.archiver
+import modelyard.plugins.torchserve.archiver as ours
 
-__path__ = [str(Path(folder, "shim", "model_archiver")) for folder in modelyard.archiver.__path__]
+__path__ = [str(Path(folder, "shim", "model_archiver")) for folder in ours.__path__]
 
 from model_archiver.model_archiver import ModelArchiver
 from model_archiver.model_archiver_config import ModelArchiverConfig

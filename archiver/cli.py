@@ -24,7 +24,7 @@ from rich.progress import (
 )
 
 from modelyard.archiver.errors import ArchiveError, BadName, Differs, WrongUsage
-from modelyard.archiver.terminal import err
+from modelyard.base.terminal import err
 
 if TYPE_CHECKING:
     from modelyard.archiver.read import Archive

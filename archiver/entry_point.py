@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelyard.archiver.errors import CannotArchive, WrongUsage
-from modelyard.archiver.nearest import did_you_mean
-from modelyard.archiver.untrusted.names import BUILTIN_HANDLERS, quoted
+from modelyard.archiver.untrusted.names import builtin_handlers, quoted
+from modelyard.base.nearest import did_you_mean
 
 
 @dataclass(frozen=True)
@@ -24,14 +24,14 @@ def parse_handler(text: str) -> EntryPoint:
         WrongUsage: an unknown name.
         CannotArchive: no such file, no Python, or no such class in it.
     """
-    if text in BUILTIN_HANDLERS:
+    if text in builtin_handlers():
         return EntryPoint(text, None)
     stem, colon, class_name = text.rpartition(":")
     file, class_name = (Path(stem), class_name) if stem.endswith(".py") else (Path(text), "")
     if file.suffix != ".py":
         raise WrongUsage(
             f"handler {quoted(text)}: expected FILE.py, FILE.py:Class, or one of "
-            f"{', '.join(BUILTIN_HANDLERS)}{did_you_mean(text, BUILTIN_HANDLERS)}"
+            f"{', '.join(builtin_handlers())}{did_you_mean(text, builtin_handlers())}"
         )
     if colon and stem.endswith(".py") and not class_name.isidentifier():
         raise CannotArchive(f"handler {quoted(text)}: {quoted(class_name)} is not a name")

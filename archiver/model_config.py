@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from modelyard.archiver.nearest import did_you_mean
 from modelyard.archiver.untrusted.yaml import parse_yaml
+from modelyard.base.nearest import did_you_mean
 
 HANDLERS_KEYS = ("handler", "pt2", "onnx")
 """What the worker reads."""

@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver.errors import ArchiveError, DoesNotRun
-from modelyard.archiver.exits import describe_exit
 from modelyard.archiver.manifest import Golden, Manifest
-from modelyard.archiver.threads import thread_environment
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
+from modelyard.base.exits import describe_exit
+from modelyard.base.threads import thread_environment
 
 TIMEOUT_S = 600.0
 """For loading the model and answering everything."""

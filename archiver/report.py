@@ -12,7 +12,7 @@ from modelyard.archiver.untrusted.json import Fields, parse_json
 from modelyard.archiver.values import End, Values, read_end
 
 Extent = Literal["every", "random", "few", "quick", "none"]
-"""How much was tried; `modelyard.handlers.plan` says what each is."""
+"""How much was tried; `modelyard.handlers.proof.plan` says what each is."""
 
 _MAX_REPORT_BYTES = 16 * 1024 * 1024
 
@@ -21,7 +21,7 @@ _MAX_REPORT_BYTES = 16 * 1024 * 1024
 class Parity:
     """By which rule an artifact agreed with its checkpoint, and on which inputs.
 
-    What the numbers mean is written in `modelyard.handlers.agree` and `modelyard.handlers.probes`.
+    What the numbers mean is written in `agree` and `probes` of `modelyard.handlers.proof`.
     """
 
     tolerances: Mapping[str, float]

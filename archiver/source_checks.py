@@ -16,7 +16,7 @@ from modelyard.archiver.untrusted.names import quoted
 # Names on a worker's path before the archive's own folder; `ts` is what old handlers import.
 OUR_MODULES = ("modelyard", "ts")
 
-# The modules of TorchServe that a worker has: those of serve/worker/shim.
+# The modules of TorchServe that a worker has: those of plugins/torchserve/shim.
 TS_MODULES = frozenset(
     """
     ts ts.context ts.handler_utils ts.handler_utils.distributed

@@ -15,7 +15,7 @@ from zlib import crc32
 from modelyard.handlers import Context
 from modelyard.handlers.base import Inputs
 from modelyard.handlers.body import body_of
-from modelyard.handlers.vision_handler import ImageClassifier
+from modelyard.handlers.tasks.vision_handler import ImageClassifier
 
 
 def is_odd(body: bytes, of: int) -> bool:

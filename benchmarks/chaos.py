@@ -2,7 +2,7 @@
 
     python -m benchmarks.chaos
     python -m benchmarks.chaos --only cell --only update --clients 4
-    python -m benchmarks.chaos --straight        # without the hop: modelyard.serve.ray.straight
+    python -m benchmarks.chaos --straight    # without the hop: plugins/cluster/ray/straight.py
 
 Two cells of one worker behind Ray's HAProxy serve an archive that takes 5 ms a request and answers
 with length and checksum of the body; clients send bodies of 100 bytes to 2 MB, in turns. While they
@@ -42,7 +42,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.chaos_load import Account, Load
-from modelyard.serve.ray.environment import ray_environment
+from modelyard.plugins.cluster.ray.environment import ray_environment
 from modelyard.serve.settings import Settings
 
 ROOT = Path(__file__).absolute().parents[1]
@@ -62,7 +62,7 @@ CLIENTS = 6
 START_S, BEFORE_S, AFTER_S, RECOVER_S = 240.0, 2.0, 2.0, 180.0
 FAILED_S = 20.0
 """For which a roll-out that has failed is left as it is."""
-CELL, SERVER, PROXY = b"ray::ServeReplica", b"modelyard.serve.ray.child", b"haproxy"
+CELL, SERVER, PROXY = b"ray::ServeReplica", b"modelyard.plugins.cluster.ray.child", b"haproxy"
 OWN_PROXY = b"-straight-"
 """What the command line of a process says."""
 RAY, SERVE = (str(Path(sys.executable).with_name(name)) for name in ("ray", "serve"))
@@ -146,7 +146,7 @@ def is_ready(port: int = PORT) -> bool:
 @contextlib.contextmanager
 def straight() -> Iterator[int]:
     """Run HAProxy straight to the cells; yield its port."""
-    command = [sys.executable, "-m", "modelyard.serve.ray.straight"]
+    command = [sys.executable, "-m", "modelyard.plugins.cluster.ray.straight"]
     process = subprocess.Popen([*command, "--listen", f"{HOST}:{STRAIGHT_PORT}"])
     try:
         poll(lambda: is_ready(STRAIGHT_PORT), "the straight proxy is ready")
@@ -195,7 +195,7 @@ class Cells:
         application = {
             "name": APPLICATION,
             "route_prefix": "/",
-            "import_path": "modelyard.serve.ray:app",
+            "import_path": "modelyard.plugins.cluster.ray:app",
             "args": {"model_store": str(self.folder / self.store), "cells": self.cells,
                      "cpus": 0.1, "workers": 1, "auth": "management", **self.scaling},
         }  # fmt: skip

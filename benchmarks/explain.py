@@ -34,7 +34,6 @@ from captum.attr import IntegratedGradients
 from torch import Tensor, nn
 
 from examples.digits.net import DigitsNet
-from modelyard.handlers.backends import Artifact, open_artifact
 from modelyard.handlers.explain.attribution import (
     DEFAULT_TOLERANCE,
     AttributionRequest,
@@ -48,6 +47,7 @@ from modelyard.handlers.explain.attribution import (
 from modelyard.handlers.explain.explanation import explain_batch
 from modelyard.handlers.explain.model import ExplainedModel
 from modelyard.handlers.explain.options import parse_options
+from modelyard.handlers.models.backends import Artifact, open_artifact
 
 DIGITS = Path(__file__).parent.parent / "examples" / "digits"
 NETWORKS = Path(__file__).parent.parent / "tests" / "networks.py"

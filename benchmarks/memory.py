@@ -143,7 +143,10 @@ def save_checkpoint(path: Path) -> None:
 
 
 def _archive_for_torchserve(store: Path, handler: Path, checkpoint: Path) -> None:
-    from modelyard.archiver.torchserve.archive import ModelArchiverConfig, archive_for_torchserve
+    from modelyard.plugins.torchserve.archiver.archive import (
+        ModelArchiverConfig,
+        archive_for_torchserve,
+    )
 
     config = ModelArchiverConfig(CHECKPOINT, str(handler), "1.0", str(checkpoint))
     config.export_path = str(store)

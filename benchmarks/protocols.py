@@ -34,7 +34,7 @@ import psutil
 from benchmarks import procfs
 from benchmarks.archives import PEERS, ROOT, build_bare, build_digits, modelyard, modelyard_json
 from benchmarks.bare import ONE_THREAD
-from modelyard.serve.grpc.protos import COMPILED, message
+from modelyard.plugins.grpc.protos import COMPILED, message
 
 LOCAL_RESULTS = ROOT / "benchmarks" / "results" / "local"
 SHAPE = (1, 3, 224, 224)

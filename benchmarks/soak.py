@@ -29,7 +29,7 @@ from benchmarks import procfs
 from benchmarks.archives import DIGITS, ECHO, ROOT, build_echo, modelyard, modelyard_json
 from benchmarks.soak_load import Account, Clients
 from benchmarks.soak_report import Sample, Soak, draw, table
-from modelyard.archiver.quantile import nearest_rank
+from modelyard.base.quantile import nearest_rank
 
 LOCAL_RESULTS = ROOT / "benchmarks" / "results" / "local"
 MODEL = "digits"

@@ -24,7 +24,7 @@ Method = Literal[
 class ExplainOptions(TypedDict, total=False):
     """What `explain` may be asked; an option that is None is left out.
 
-    `modelyard.archiver.explain_options` has the same for the server; a test compares them. `format`
+    `modelyard.base.explain_options` has the same for the server; a test compares them. `format`
     is not among them: what `explain` returns is made of JSON.
     """
 

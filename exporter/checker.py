@@ -22,11 +22,11 @@ from typing import Any, Self, TextIO
 import torch
 from torch import Tensor
 
-from modelyard.archiver.exits import describe_exit
-from modelyard.archiver.threads import thread_environment
+from modelyard.base.exits import describe_exit
+from modelyard.base.threads import thread_environment
 from modelyard.exporter.errors import ParityError, cause
-from modelyard.handlers.agree import compare, run
-from modelyard.handlers.backends import Artifact, open_artifact, type_name
+from modelyard.handlers.models.backends import Artifact, open_artifact, type_name
+from modelyard.handlers.proof.agree import compare, run
 
 _LAST_WORDS_BYTES = 64 * 1024
 
@@ -63,7 +63,7 @@ class Checker:
 
         Args:
             artifact: the file, complete and closed.
-            format: as in `modelyard.handlers.backends`.
+            format: as in `modelyard.handlers.models.backends`.
             device: where it is to run.
             outputs: name, dtype and tolerance of each.
             trusted: operators that a program may call beside those of the list.
@@ -77,7 +77,7 @@ class Checker:
     def measure(
         self, case: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
     ) -> list[dict[str, Any]]:
-        """Run one case; return per output what `modelyard.handlers.agree.compare` finds.
+        """Run one case; return per output what `modelyard.handlers.proof.agree.compare` finds.
 
         Args:
             case: names it in messages.

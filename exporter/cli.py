@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from modelyard.archiver.terminal import format_bytes, out, plain_table, step_bar
-from modelyard.archiver.threads import thread_environment
+from modelyard.base.terminal import format_bytes, out, plain_table, step_bar
+from modelyard.base.threads import thread_environment
 from modelyard.exporter.errors import ExportError, PartialExportError, UsageError, reason
 
 if TYPE_CHECKING:

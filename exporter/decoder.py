@@ -1,6 +1,6 @@
 """A Hugging Face decoder → a module with its cache among the inputs and outputs.
 
-What it takes and gives is written in `modelyard.handlers.decoder`, which runs the artifact.
+What it takes and gives is written in `modelyard.plugins.tasks.decoder`, which runs the artifact.
 """
 
 import importlib
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import Dim, Signature
 from modelyard.exporter.arguments import read_inputs
 from modelyard.exporter.errors import ModelError, UsageError, cause
-from modelyard.handlers.agree import compare, rule_for
-from modelyard.handlers.backends import dtype_name
-from modelyard.handlers.decoder import TOKENS, Decoder, Run, cache_names
+from modelyard.handlers.models.backends import dtype_name
+from modelyard.handlers.proof.agree import compare, rule_for
+from modelyard.plugins.tasks.decoder import TOKENS, Decoder, Run, cache_names
 
 MOST_POSITIONS = 1024
 """Places of the cache to prove, where neither the model nor `--input` say less."""

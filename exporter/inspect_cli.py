@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from modelyard.archiver.terminal import format_bytes, plain_table
+from modelyard.base.terminal import format_bytes, plain_table
 
 inspect_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

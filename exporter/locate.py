@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from modelyard.exporter.arguments import own_name
 from modelyard.exporter.errors import cause
+from modelyard.exporter.formats.to_exported_program import quiet
 from modelyard.exporter.reference import Case, Reference
-from modelyard.exporter.to_exported_program import quiet
-from modelyard.handlers.agree import TOLERANCES, compare
+from modelyard.handlers.proof.agree import TOLERANCES, compare
 
 _Seen = dict[str, tuple[Any, Any]]
 """Submodule → (its inputs, its output) in one run, in the order in which they finish."""

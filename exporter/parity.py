@@ -1,7 +1,7 @@
 """The same inputs through checkpoint and artifact → differences, a verdict and its report.
 
 The artifact runs in the fresh process of `modelyard.exporter.checker`, which gets one case at a
-time: nothing grows with their number. Both are judged by the rule of `modelyard.handlers.agree`.
+time: nothing grows with their number. Both are judged by the rule of `handlers.proof.agree`.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from modelyard.archiver.signature import Dim, Signature
 from modelyard.exporter.checker import Checker
 from modelyard.exporter.errors import ParityError
 from modelyard.exporter.reference import Case, Cases, Reference
-from modelyard.handlers.agree import (
+from modelyard.handlers.proof.agree import (
     ILL_CONDITIONED_RULE,
     ORDINARY_KINDS,
     QUANTIZED_RULE,
@@ -31,7 +31,7 @@ from modelyard.handlers.agree import (
     rule_for,
     worst,
 )
-from modelyard.handlers.probes import Probe
+from modelyard.handlers.proof.probes import Probe
 
 SCHEMA = 1
 
@@ -225,7 +225,7 @@ def check(
 
     Args:
         artifact: the file, complete and closed.
-        format: as in `modelyard.handlers.backends`.
+        format: as in `modelyard.handlers.models.backends`.
         reference: the checkpoint's outputs.
         checker: the process.
         device: where the artifact is to run.

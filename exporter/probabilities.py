@@ -6,7 +6,7 @@ from torch import Tensor
 
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.errors import ModelError
-from modelyard.handlers.bounds import Bounds
+from modelyard.handlers.proof.bounds import Bounds
 
 STRONG = 1e4
 """By how much floats of an input are made larger: what no sigmoid bounds leaves 0 to 1 then."""

@@ -23,11 +23,16 @@ from modelyard.archiver.signature import (
 from modelyard.archiver.values import Values
 from modelyard.exporter.arguments import choose_outputs, flatten, give_outputs, own_name, pick
 from modelyard.exporter.errors import ModelError, UsageError, cause
-from modelyard.exporter.from_onnx import file_of
+from modelyard.exporter.formats.from_onnx import file_of
+from modelyard.exporter.inputs.ranges import advice, find_values
+from modelyard.exporter.inputs.sample_batches import (
+    choose_example,
+    regroup,
+    two_batches,
+    why_no_rows,
+)
+from modelyard.exporter.inputs.samples import Sample
 from modelyard.exporter.probabilities import find_probabilities
-from modelyard.exporter.ranges import advice, find_values
-from modelyard.exporter.sample_batches import choose_example, regroup, two_batches, why_no_rows
-from modelyard.exporter.samples import Sample
 from modelyard.exporter.sensitivity import measure_sensitivity
 from modelyard.exporter.watch import (
     Counted,
@@ -37,10 +42,10 @@ from modelyard.exporter.watch import (
     plain_tensors,
     watch,
 )
-from modelyard.handlers.agree import compare, full_precision, split
-from modelyard.handlers.backends import dtype_name, torch_dtype, type_name
-from modelyard.handlers.bounds import Bounds
-from modelyard.handlers.plan import (
+from modelyard.handlers.models.backends import dtype_name, torch_dtype, type_name
+from modelyard.handlers.proof.agree import compare, full_precision, split
+from modelyard.handlers.proof.bounds import Bounds
+from modelyard.handlers.proof.plan import (
     GFLOP_PER_OPERATOR,
     ONLY_SAMPLES,
     Plan,
@@ -48,7 +53,7 @@ from modelyard.handlers.plan import (
     fit_growth,
     plan,
 )
-from modelyard.handlers.probes import Probe, example_sizes, make_case, make_inputs
+from modelyard.handlers.proof.probes import Probe, example_sizes, make_case, make_inputs
 
 Tensors = tuple[Tensor, ...]
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from modelyard.exporter.watch import EachOperator
-from modelyard.handlers.agree import compare
+from modelyard.handlers.proof.agree import compare
 
 RUNS = 4
 _LAST_PLACES = 2.0

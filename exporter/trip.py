@@ -15,9 +15,8 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from modelyard.archiver.extras import what_is_missing
 from modelyard.archiver.signature import Signature
-from modelyard.exporter import to_aoti, to_exported_program, to_onnx, to_torchscript
+from modelyard.base.extras import what_is_missing
 from modelyard.exporter.arguments import goes_elsewhere, read_inputs, take_inputs, take_submodule
 from modelyard.exporter.checker import Checker
 from modelyard.exporter.checkpoint import open_model, split_model
@@ -37,20 +36,21 @@ from modelyard.exporter.errors import (
     join_failures,
     propose_no_failed_format,
 )
-from modelyard.exporter.from_onnx import file_of
+from modelyard.exporter.formats import to_aoti, to_exported_program, to_onnx, to_torchscript
+from modelyard.exporter.formats.from_onnx import file_of
 from modelyard.exporter.ingest import Announce, Checkpoint, read_checkpoint
 from modelyard.exporter.ingest.single_file import ONNX, PROGRAM
-from modelyard.exporter.locate import first_difference
-from modelyard.exporter.parity import ExportReport, Parity, check, publish, report_path, sha256
-from modelyard.exporter.reference import Reference, observe
-from modelyard.exporter.sample_batches import Split, has_rows, hold_out
-from modelyard.exporter.samples import (
+from modelyard.exporter.inputs.sample_batches import Split, has_rows, hold_out
+from modelyard.exporter.inputs.samples import (
     Sample,
     as_request,
     read_sample,
     sample_of,
 )
-from modelyard.exporter.settle import settle_inputs
+from modelyard.exporter.inputs.settle import settle_inputs
+from modelyard.exporter.locate import first_difference
+from modelyard.exporter.parity import ExportReport, Parity, check, publish, report_path, sha256
+from modelyard.exporter.reference import Reference, observe
 
 SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx", "torchscript": ".pt", "aoti": ".aoti.pt2"}
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from modelyard.exporter.errors import ExportError, UsageError
-from modelyard.handlers.backends import detect_format
-from modelyard.handlers.program.check import load_program
+from modelyard.handlers.judge.check import load_program
+from modelyard.handlers.models.backends import detect_format
 
 _HERE = "127.0.0.1"
 

@@ -30,8 +30,6 @@ from modelyard.archiver.reference import Reference
 from modelyard.archiver.report import Report
 from modelyard.archiver.signature import Size, TensorSpec, fits
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
-from modelyard.handlers.agree import Rule
-from modelyard.handlers.backends import Artifact, Output
 from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError, NoGradients
@@ -51,12 +49,12 @@ from modelyard.handlers.explain.options import (
 )
 from modelyard.handlers.explain.region import Region
 from modelyard.handlers.explain.shares import options_of_shares, shares_of
-from modelyard.handlers.folder import load_label_mapping, read_config, read_reference
 from modelyard.handlers.infer import run_tensors
 from modelyard.handlers.limits import refused_values
-from modelyard.handlers.packed import open_packed
-from modelyard.handlers.ranges import span
-from modelyard.handlers.rows import (
+from modelyard.handlers.models.backends import Artifact, Output
+from modelyard.handlers.models.folder import load_label_mapping, read_config, read_reference
+from modelyard.handlers.models.packed import open_packed
+from modelyard.handlers.models.rows import (
     TopLabels,
     check_stated,
     probabilities_of,
@@ -66,6 +64,8 @@ from modelyard.handlers.rows import (
     whole,
     wrong_kind,
 )
+from modelyard.handlers.proof.agree import Rule
+from modelyard.handlers.ranges import span
 from modelyard.handlers.settings import Asked
 from modelyard.handlers.tensors import TensorRequest
 

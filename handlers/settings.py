@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from modelyard.archiver.nearest import did_you_mean
+from modelyard.base.nearest import did_you_mean
 
 
 class Asked(Mapping[str, Any]):

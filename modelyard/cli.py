@@ -7,20 +7,14 @@ import inspect
 import os
 import sys
 from collections.abc import Sequence
+from functools import cache
 from importlib.metadata import version
-from typing import Any, NamedTuple
+from typing import Any
 
 import typer
 from typer.core import TyperOption
 
-
-class Command(NamedTuple):
-    """Where a subcommand lives, and its line in the overview."""
-
-    module: str
-    app: str
-    help: str
-
+from modelyard.base.plugins import Command, registered
 
 COMMANDS = {
     "export": Command("modelyard.exporter.cli", "app", "Turn a checkpoint into proven artifacts."),
@@ -38,31 +32,13 @@ COMMANDS = {
         "modelyard.archiver.cli", "keygen_app", "Make a key pair to sign archives with."
     ),
     "serve": Command("modelyard.serve.cli", "serve_app", "Start, stop and look at the server."),
-    "kserve": Command(
-        "modelyard.serve.kserve.cli", "kserve_app", "Serve a folder as a container of KServe's."
-    ),
     "models": Command(
         "modelyard.serve.tools.models_cli",
         "models_app",
         "List, register, scale and remove models of the running server.",
     ),
-    "rollout": Command(
-        "modelyard.serve.tools.rollout_cli",
-        "rollout_app",
-        "Compare a new version with the one that answers, and let it answer step by step.",
-    ),
     "token": Command(
         "modelyard.serve.tools.token_cli", "token_app", "Make tokens that outlive a restart."
-    ),
-    "tune": Command(
-        "modelyard.serve.tools.tune_cli",
-        "tune_app",
-        "Find a model's best settings on this machine.",
-    ),
-    "plan": Command(
-        "modelyard.serve.tools.plan_cli",
-        "plan_app",
-        "Say how many cells a load needs, and try one.",
     ),
     "doctor": Command(
         "modelyard.serve.tools.doctor_cli", "doctor_app", "Report what works here, and what to do."
@@ -71,11 +47,6 @@ COMMANDS = {
         "modelyard.serve.tools.dockerize_cli",
         "dockerize_app",
         "Write a folder that builds a container image with archives inside.",
-    ),
-    "migrate": Command(
-        "modelyard.serve.torchserve.migrate.cli",
-        "migrate_app",
-        "Say what becomes of a TorchServe installation.",
     ),
     "predict": Command(
         "modelyard.serve.tools.client_cli",
@@ -88,6 +59,14 @@ COMMANDS = {
         "Ask the running server for an explanation.",
     ),
 }
+"""Of core; `commands` has those of plug-ins too."""
+
+
+@cache
+def commands() -> dict[str, Command]:
+    """Return every subcommand, by name: core's and those that plug-ins register."""
+    found = {name: entry.load() for name, entry in registered("commands").items()}
+    return {**COMMANDS, **found}
 
 
 _CONTEXT: dict[str, Any] = {"help_option_names": ["-h", "--help"]}
@@ -129,11 +108,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = list(sys.argv[1:] if arguments is None else arguments)
     if os.environ.get(_COMPLETE):
         _complete()
-    if given and given[0] in COMMANDS:
+    if given and given[0] in commands():
         try:
             _load(given[0])(args=given[1:], prog_name=f"modelyard {given[0]}", **_CONTEXT)
         except ImportError as error:
-            from modelyard.archiver.extras import how_to_install
+            from modelyard.base.extras import how_to_install
 
             if advice := how_to_install(error):
                 sys.exit(f"error: modelyard {given[0]}: {advice}")
@@ -144,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _load(name: str) -> typer.Typer:
     """Import a subcommand's application."""
-    command = COMMANDS[name]
+    command = commands()[name]
     app: typer.Typer = getattr(importlib.import_module(command.module), command.app)
     for info in app.registered_commands:
         info.help = _reflowed(info.help or getattr(info.callback, "__doc__", None) or "")
@@ -163,7 +142,7 @@ def _complete() -> None:
     """Print how a shell's line may go on; only the command that stands in it is loaded."""
     line = os.environ.get("COMP_WORDS") or os.environ.get("_TYPER_COMPLETE_ARGS", "")
     overview: Any = typer.main.get_command(_overview())
-    if (words := line.split()[1:2]) and words[0] in COMMANDS:
+    if (words := line.split()[1:2]) and words[0] in commands():
         overview.commands[words[0]] = typer.main.get_command(_load(words[0]))
     overview.main(args=[], prog_name="modelyard", complete_var=_COMPLETE)
 
@@ -193,7 +172,7 @@ def _overview() -> typer.Typer:
     ) -> None:
         pass
 
-    for name, command in COMMANDS.items():
+    for name, command in commands().items():
         app.command(name, help=command.help)(lambda: None)
     return app
 

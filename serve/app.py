@@ -6,6 +6,10 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from modelyard.plugins.grpc import OPEN_METHODS, LazyServices, services
+from modelyard.plugins.ops.console.build import build_console
+from modelyard.plugins.ops.rollout.control import Rollouts
+from modelyard.plugins.ops.rollout.routes import rollout_routes
 from modelyard.serve.api.description import DESCRIPTION, described_calls
 from modelyard.serve.api.docs import DOCS_PATHS, add_docs
 from modelyard.serve.api.health import OPEN_PATHS, health_routes
@@ -15,9 +19,7 @@ from modelyard.serve.api.management import management_routes
 from modelyard.serve.api.metrics import metrics_routes
 from modelyard.serve.api.model_docs import model_docs_routes
 from modelyard.serve.api.oip import oip_routes
-from modelyard.serve.api.rollout import rollout_routes
 from modelyard.serve.api.routes import Routes
-from modelyard.serve.console.build import build_console
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.repository import Repository
@@ -27,7 +29,6 @@ from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.tracing import Tracing, open_tracing
 from modelyard.serve.dataplane.worker import frame_bytes
 from modelyard.serve.errors import StartError
-from modelyard.serve.grpc import OPEN_METHODS, LazyServices, services
 from modelyard.serve.http.access import AccessLog
 from modelyard.serve.http.application import Answers, Application, Check, ServerState
 from modelyard.serve.http.auth import Grants, TokenCheck, check_changes
@@ -39,7 +40,6 @@ from modelyard.serve.http.tls import watched_tls
 from modelyard.serve.http.tokens import make_grant, parse_grants, read_token_file
 from modelyard.serve.http.watched import Watched
 from modelyard.serve.policy import Policy
-from modelyard.serve.rollout.control import Rollouts
 from modelyard.serve.settings import Address, Settings
 
 

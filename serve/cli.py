@@ -15,7 +15,7 @@ import typer
 from rich.markup import escape
 
 from modelyard.archiver.errors import ArchiveError
-from modelyard.archiver.terminal import err, out
+from modelyard.base.terminal import err, out
 from modelyard.serve.errors import ServeError, StartError, WrongUsage, exit_code
 
 if TYPE_CHECKING:
@@ -230,8 +230,8 @@ def start(
 
 
 def _print_plan(settings: Settings, json_output: bool) -> None:
+    from modelyard.plugins.ops.tune.explain_plan import explain, plan_table
     from modelyard.serve.control.restore import plan_start
-    from modelyard.serve.tools.explain_plan import explain, plan_table
 
     plan = plan_start(settings)
     if json_output:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver import Archive
-from modelyard.archiver.threads import thread_environment
 from modelyard.archiver.untrusted.names import check_name
+from modelyard.base.threads import thread_environment
 from modelyard.serve.control.environment import interpreter_for
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, load_model_config
 from modelyard.serve.control.registry import Registry

@@ -21,8 +21,8 @@ from pydantic import (
 )
 from pydantic_core import ErrorDetails
 
-from modelyard.archiver.nearest import did_you_mean
 from modelyard.archiver.untrusted.yaml import parse_yaml
+from modelyard.base.nearest import did_you_mean
 from modelyard.serve.errors import StartError, WrongUsage
 
 ENV_PREFIX = "MODELYARD_"

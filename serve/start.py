@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from modelyard.archiver.exits import describe_exit
+from modelyard.base.exits import describe_exit
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Settings

@@ -24,7 +24,7 @@ from modelyard.exporter.trip import ExportRequest
 from modelyard.serve.cli import serve_app
 from modelyard.serve.errors import StartError
 from modelyard.serve.tools.handle import serve as start
-from tests.conftest import DIGITS
+from tests.shared import DIGITS
 
 NAMES = ", ".join(modelyard.__all__)
 

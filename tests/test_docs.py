@@ -23,16 +23,16 @@ import typer
 from prometheus_client import Metric
 from typer.core import TyperGroup
 
-from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
-from modelyard.archiver.untrusted.names import BUILTIN_HANDLERS
-from modelyard.cli import COMMANDS
+from modelyard.archiver.untrusted.names import builtin_handlers
+from modelyard.base.explain_options import EXPLAIN_OPTIONS
+from modelyard.cli import commands as subcommands
 from modelyard.handlers.explain.methods import METHODS
 from modelyard.handlers.explain.options import ExplainOptions
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import STATUS
 from modelyard.serve.settings import Settings
 from tests import neighbours
-from tests.conftest import EXPORT
+from tests.shared import EXPORT
 
 REPO = Path(__file__).parent.parent
 PAGES = sorted((REPO / "docs").rglob("*.md"))
@@ -226,7 +226,7 @@ def check_words(program: str, words: list[str]) -> None:
     if program == "make":
         assert re.search(rf"^{words[0]}:", (REPO / "Makefile").read_text(), re.M), words
         return
-    about = COMMANDS[words[0]]
+    about = subcommands()[words[0]]
     command = typer.main.get_command(getattr(importlib.import_module(about.module), about.app))
     rest = words[1:]
     while isinstance(command, TyperGroup):
@@ -324,7 +324,7 @@ def test_the_options_table_names_every_option_of_an_explanation() -> None:
 
 def test_a_body_is_shown_for_every_built_in_handler_and_is_json() -> None:
     table = rows("calling.md", "## Bodies for every built-in handler", marks=True)
-    assert {handler.strip("`") for handler, *_ in table} == set(BUILTIN_HANDLERS)
+    assert {handler.strip("`") for handler, *_ in table} == set(builtin_handlers())
     bodies = [body for _, text, _ in table for body in re.findall(r"`([\[{\"].*?)`", text)]
     assert len(bodies) > 12
     for body in bodies:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import typer.main
 
-from modelyard.cli import COMMANDS, main
+from modelyard.cli import commands, main
 
 URL = "no-url"
 WRONG: dict[str, dict[str, str]] = {
@@ -93,7 +93,7 @@ REQUIRED = {
 
 def options() -> Iterator[tuple[str, Any]]:
     """Yield every command with each of its arguments and options that takes a value."""
-    for name, command in COMMANDS.items():
+    for name, command in commands().items():
         app = getattr(importlib.import_module(command.module), command.app)
         found: Any = typer.main.get_command(app)
         subcommands = getattr(found, "commands", {"": found})

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from modelyard import cli
-from modelyard.archiver.extras import EXTRAS
+from modelyard.base.extras import EXTRAS
 from modelyard.exporter import export
 from modelyard.exporter.errors import UsageError
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain import quality
-from tests.conftest import DIGITS
 from tests.serve.live import running
+from tests.shared import DIGITS
 
 
 def test_a_command_names_the_extra_that_it_misses(
@@ -26,14 +26,14 @@ def test_a_command_names_the_extra_that_it_misses(
     (tmp_path / "needs_another.py").write_text("import no_such_module")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    command = cli.COMMANDS["inspect"]
-    monkeypatch.setitem(cli.COMMANDS, "inspect", command._replace(module="needs_safetensors"))
+    command = cli.commands()["inspect"]
+    monkeypatch.setitem(cli.commands(), "inspect", command._replace(module="needs_safetensors"))
     with pytest.raises(SystemExit) as ended:
         cli.main(["inspect", "net.pt"])
     assert ended.value.code == (
         "error: modelyard inspect: safetensors is not installed; pip install 'modelyard[export]'"
     )
-    monkeypatch.setitem(cli.COMMANDS, "inspect", command._replace(module="needs_another"))
+    monkeypatch.setitem(cli.commands(), "inspect", command._replace(module="needs_another"))
     with pytest.raises(ModuleNotFoundError, match="no_such_module"):
         cli.main(["inspect", "net.pt"])
 

@@ -9,9 +9,13 @@ import sys
 
 import pytest
 
-from modelyard.cli import COMMANDS, main
+from modelyard.cli import commands, main
 
-PATHS = [[name] for name in COMMANDS] + [["serve", "start"], ["token", "new"], ["models", "scale"]]
+PATHS = [[name] for name in commands()] + [
+    ["serve", "start"],
+    ["token", "new"],
+    ["models", "scale"],
+]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=" ".join)

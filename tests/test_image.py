@@ -39,8 +39,8 @@ from deploy.image import (
     main,
 )
 from modelyard.serve.settings import load_settings
-from tests.conftest import DIGITS, ROOT
 from tests.serve.live import poll
+from tests.shared import DIGITS, ROOT
 
 SCAN = (DIGITS / "scans" / "7.png").read_bytes()
 ANSWERED, REFUSED, LOST = "answered", "refused at connect", "lost"

@@ -12,7 +12,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from modelyard.archiver import extras
+from modelyard.base import extras
 
 REPO = Path(__file__).parent.parent
 LOCK = (REPO / "requirements.lock").read_text()

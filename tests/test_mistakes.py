@@ -13,8 +13,8 @@ from modelyard.archiver.collect import plan_archive
 from modelyard.archiver.errors import CannotArchive
 from modelyard.serve.control.model_config import Values
 from modelyard.serve.errors import BadModelConfig
-from tests.conftest import DIGITS
 from tests.serve.live import LiveServer, modelyard
+from tests.shared import DIGITS
 
 IMAGE = "image: {mode: L, size: [8, 8], mean: [0.0], std: [1.0]}"
 FORM = {"content-type": "application/x-www-form-urlencoded"}

@@ -3,8 +3,10 @@
 import re
 import unicodedata
 from collections.abc import Iterable, Iterator
+from functools import cache
 
 from modelyard.archiver.errors import BadName
+from modelyard.base.plugins import registered
 
 MANIFEST_NAME = "MAR-INF/MANIFEST.json"
 SIGNING_NAME = "MAR-INF/MANIFEST.sig.json"
@@ -15,26 +17,29 @@ WHEELS_FOLDER = "MAR-INF/wheels"
 SHARED_FOLDER = ".shared"
 """In the folder of an unpacked archive: what its workers make once, and map."""
 
-# Handlers that a server brings along; an archive records the name and holds no file for it.
-BUILTIN_HANDLERS = (
-    "audio_classifier",
+_HANDLERS = (
     "base_handler",
     "fill_mask",
-    "forecaster",
-    "generate",
     "image_classifier",
     "image_encoder",
-    "image_segmenter",
     "image_text",
-    "object_detector",
     "question_answering",
-    "speech_recognizer",
     "tabular",
     "text",
     "text_classifier",
     "text_encoder",
     "token_classifier",
 )
+
+
+@cache
+def builtin_handlers() -> tuple[str, ...]:
+    """Return the handlers that a server brings along, core's and those of plug-ins.
+
+    An archive records the name and holds no file for it.
+    """
+    return tuple(sorted({*_HANDLERS, *registered("tasks")}))
+
 
 _MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 _VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.+-]{0,63}")

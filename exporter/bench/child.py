@@ -25,9 +25,9 @@ from modelyard.exporter.bench.flops import count_flops
 from modelyard.exporter.bench.machine import read_joules
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.errors import cause
-from modelyard.handlers.agree import full_precision
-from modelyard.handlers.backends import open_artifact
-from modelyard.handlers.probes import Probe, make_inputs
+from modelyard.handlers.models.backends import open_artifact
+from modelyard.handlers.proof.agree import full_precision
+from modelyard.handlers.proof.probes import Probe, make_inputs
 
 Tensors = tuple[Tensor, ...]
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from modelyard.archiver.terminal import out, step_bar
+from modelyard.base.terminal import out, step_bar
 from modelyard.exporter.cli import exit_codes, read_model_args
 from modelyard.exporter.errors import UsageError
 

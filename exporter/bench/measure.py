@@ -21,13 +21,13 @@ from typing import Any
 
 import torch
 
-from modelyard.archiver.exits import describe_exit
-from modelyard.archiver.quantile import nearest_rank
-from modelyard.archiver.threads import thread_environment
+from modelyard.base.exits import describe_exit
+from modelyard.base.quantile import nearest_rank
+from modelyard.base.threads import thread_environment
 from modelyard.exporter.bench.machine import describe_machine
 from modelyard.exporter.bench.plan import Plan, Subject
 from modelyard.exporter.bench.report import BenchReport, Cell, Footprint
-from modelyard.handlers.agree import compare
+from modelyard.handlers.proof.agree import compare
 
 Progress = Callable[[str, int, int], None]
 """Called before each step with its name, its number from 0, and the number of steps."""

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from modelyard.archiver.terminal import format_bytes
+from modelyard.base.terminal import format_bytes
 from modelyard.exporter.bench.report import BenchReport, Cell, Footprint
 
 _BUSY = 0.5

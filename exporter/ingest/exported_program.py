@@ -19,7 +19,7 @@ from modelyard.exporter.ingest.pickles import BadPickle
 from modelyard.exporter.ingest.rebuild import is_known
 from modelyard.exporter.ingest.source import MAX_JSON_BYTES, Source, parse_object
 from modelyard.exporter.ingest.torch_file import TorchZip, read_torch_file
-from modelyard.handlers.program.check import check
+from modelyard.handlers.judge.check import check
 
 _DTYPES: Mapping[int, torch.dtype] = {
     1: torch.uint8,

@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from modelyard.archiver.extras import how_to_install
-from modelyard.archiver.nearest import nearest
+from modelyard.base.extras import how_to_install
+from modelyard.base.nearest import nearest
 from modelyard.exporter.errors import CheckpointError, ModelError, UsageError, cause
 from modelyard.exporter.ingest.value import (
     Checkpoint,

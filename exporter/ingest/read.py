@@ -3,7 +3,7 @@
 from dataclasses import fields
 from pathlib import Path
 
-from modelyard.archiver.nearest import nearest
+from modelyard.base.nearest import nearest
 from modelyard.exporter.errors import CheckpointError, UsageError
 from modelyard.exporter.ingest.archive import read_archive
 from modelyard.exporter.ingest.folders import read_folder

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from modelyard.archiver.nearest import nearest
+from modelyard.base.nearest import nearest
 from modelyard.exporter.errors import CheckpointError, UsageError
 from modelyard.exporter.ingest.pickles import UnresolvedCall
 

@@ -8,8 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from modelyard.handlers.backends import Output
 from modelyard.handlers.errors import NoGradients
+from modelyard.handlers.models.backends import Output
 
 FIRST_STEPS = 30
 """Fewer can agree by chance with a third of them."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from modelyard.archiver import explain_words as words
+from modelyard.base import explain_words as words
 from modelyard.handlers.explain.draw import (
     INK,
     MARGIN,

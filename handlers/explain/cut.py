@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from modelyard.handlers.backends import Artifact, Output
 from modelyard.handlers.errors import BadInput, NoGradients
+from modelyard.handlers.models.backends import Artifact, Output
 
 KEPT_CUTS = 8
 """Copying a large graph takes a tenth of a second, so the latest cuts are kept."""

@@ -9,7 +9,7 @@ from functools import cached_property
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 
-from modelyard.archiver import explain_words as words
+from modelyard.base import explain_words as words
 
 PANEL, LARGEST_PANEL = 320, 640
 """Longer side of a panel in pixels: the least, and the most for inputs of more pixels."""

@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 
 from modelyard.archiver.handler_files import MASKS, TYPES
-from modelyard.handlers.agree import MIN_COSINE, Rule, compare
-from modelyard.handlers.backends import Artifact
 from modelyard.handlers.errors import BadInput, NoGradients, TwinDiffers
 from modelyard.handlers.explain.attribution import (
     Attribution,
@@ -33,6 +31,8 @@ from modelyard.handlers.explain.passes import FORWARD_ROWS, gradient_rows, most_
 from modelyard.handlers.explain.quality import Quality, measure
 from modelyard.handlers.explain.removal import Check, Curves, check_of, curves_of, scores_of
 from modelyard.handlers.explain.targets import NamedTarget, Place, find_targets, stacked
+from modelyard.handlers.models.backends import Artifact
+from modelyard.handlers.proof.agree import MIN_COSINE, Rule, compare
 
 NEARLY_NOTHING = 0.01
 """The share of the attributions below which what is left after they cancel is not worth colour."""

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelyard.handlers.agree import Rule
-from modelyard.handlers.backends import Artifact, Output
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribution import Tensors, outputs_of, ranges_of, softmax_of
 from modelyard.handlers.explain.region import Region
+from modelyard.handlers.models.backends import Artifact, Output
+from modelyard.handlers.proof.agree import Rule
 
 
 @dataclass(frozen=True)

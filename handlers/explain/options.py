@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from modelyard.archiver.explain_options import WrongOption, read_option
+from modelyard.base.explain_options import WrongOption, read_option
 from modelyard.handlers.accept import weights_of
 from modelyard.handlers.body import parse_strictly
 from modelyard.handlers.errors import BadInput

@@ -14,7 +14,7 @@ from typing import Any
 
 from PIL import Image
 
-from modelyard.archiver import explain_words as words
+from modelyard.base import explain_words as words
 from modelyard.handlers.explain.draw import TINY, Heat, panels
 
 SHADES = 10

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from modelyard.archiver.signature import UNLIMITED, Dim
-from modelyard.handlers.backends import Artifact
 from modelyard.handlers.explain.attribution import ForwardFunction, Tensors, recording
+from modelyard.handlers.models.backends import Artifact
 
 FORWARD_ROWS = 32
 """Without gradients nothing is kept, so memory decides little."""

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from modelyard.archiver import explain_words as words
+from modelyard.base import explain_words as words
 from modelyard.handlers.explain import page
 from modelyard.handlers.explain.bars import Bar
 from modelyard.handlers.explain.bars import sums as sums_of

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelyard.archiver.extras import how_to_install
+from modelyard.base.extras import how_to_install
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribution import AttributionRequest, Tensors
 from modelyard.handlers.explain.methods import Method, seeded

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from modelyard.handlers.body import parse_strictly
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.pictures import MAX_PIXELS
+from modelyard.handlers.tasks.pictures import MAX_PIXELS
 
 _EXPECTED = (
     "expected predicted, a span START,END, a box LEFT,TOP,RIGHT,BOTTOM, or a mask "

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path
 
-from modelyard.archiver.explain_options import EXPLAIN_OPTIONS, Option
+from modelyard.base.explain_options import EXPLAIN_OPTIONS, Option
 from modelyard.serve.api.schemas import EXPLAINED
 from modelyard.serve.dataplane.call import CLASSES, NORMAL
 

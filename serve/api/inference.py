@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl
 
 import orjson
 
-from modelyard.archiver.explain_options import check_query
+from modelyard.base.explain_options import check_query
 from modelyard.serve.api.events import (
     CHUNKS,
     EVENTS,

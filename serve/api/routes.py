@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from modelyard.archiver import ArchiveError
-from modelyard.archiver.nearest import did_you_mean
+from modelyard.base.nearest import did_you_mean
 from modelyard.serve.errors import BadRequest, MethodNotAllowed, NoSuchRoute, ServeError
 from modelyard.serve.http.application import Answers
 from modelyard.serve.http.connection import RequestResponseCycle

@@ -20,11 +20,12 @@ from modelyard.archiver.proven import Unproven, find_unproven
 from modelyard.archiver.reference import Reference, parse_reference
 from modelyard.archiver.signing import find_signer, read_trusted_keys
 from modelyard.archiver.untrusted.names import (
-    BUILTIN_HANDLERS,
     MANIFEST_NAME,
     REFERENCE_NAME,
+    builtin_handlers,
     check_version,
 )
+from modelyard.plugins.ops.drift import Drift
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.control.sandbox import Sandbox, own_variables
@@ -34,7 +35,6 @@ from modelyard.serve.dataplane.batcher import Batcher
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.cache import AnswerStore, VersionAnswers
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT
-from modelyard.serve.dataplane.drift import Drift
 from modelyard.serve.dataplane.fork_server import ForkServer, Preload
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Pool
@@ -51,7 +51,7 @@ _SETS_VARIABLES = re.compile(rb"environ|putenv|setenv")
 STEPS = "generate"
 """The built-in handler whose loop has a process to itself."""
 EXPLAINERS_NICENESS = 10
-OUR_HANDLERS = frozenset(BUILTIN_HANDLERS) - {"text_classifier"}
+OUR_HANDLERS = frozenset(builtin_handlers()) - {"text_classifier"}
 """Of the built-in ones; the other is TorchServe's."""
 """An explanation takes seconds of a core; predictions on the same core go first."""
 

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 
 from modelyard.archiver import Archive
 from modelyard.archiver.model_config import keys_without_effect, parse_model_config, unknown_keys
-from modelyard.archiver.nearest import did_you_mean
 from modelyard.archiver.untrusted.names import REFERENCE_NAME
+from modelyard.base.nearest import did_you_mean
 from modelyard.serve.control.sizing import count_gpus
 from modelyard.serve.dataplane.lengths import CALL_BYTES
 from modelyard.serve.errors import BadModelConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 
-from modelyard.archiver.exits import describe_exit
+from modelyard.base.exits import describe_exit
 from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
 
 _watched: set[int] = set()

@@ -40,7 +40,7 @@ from modelyard.serve.http.connection import (
 from modelyard.serve.http.cors import Cors
 
 if TYPE_CHECKING:
-    from modelyard.serve.http.http2 import AcceptsStreams
+    from modelyard.plugins.grpc.http2 import AcceptsStreams
 
 logger = logging.getLogger(__name__)
 

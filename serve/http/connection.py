@@ -46,7 +46,7 @@ else:
 """No other parser is as strict; `Listener` refuses to start without this one."""
 
 if TYPE_CHECKING:
-    from modelyard.serve.http.http2 import AcceptsStreams, Http2Connection
+    from modelyard.plugins.grpc.http2 import AcceptsStreams, Http2Connection
 
 logger = logging.getLogger(__name__)
 
@@ -629,7 +629,7 @@ class Connection(asyncio.Protocol):
         if len(start) < PREFACE_BYTES:
             self._start = start
             return True
-        from modelyard.serve.http.http2 import Http2Connection
+        from modelyard.plugins.grpc.http2 import Http2Connection
 
         self._connections.discard(self)
         self.parser = None

@@ -15,9 +15,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from modelyard.archiver import explain_words as words
-from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
-from modelyard.archiver.terminal import out
+from modelyard.base import explain_words as words
+from modelyard.base.explain_options import EXPLAIN_OPTIONS
+from modelyard.base.terminal import out
 from modelyard.serve.cli import (
     CaOption,
     JsonOption,

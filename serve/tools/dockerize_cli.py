@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from modelyard.archiver.terminal import format_bytes, out, plain_table
+from modelyard.base.terminal import format_bytes, out, plain_table
 from modelyard.serve.cli import JsonOption, known_errors
 
 dockerize_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

@@ -24,8 +24,8 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from modelyard.archiver.exits import describe_exit
-from modelyard.archiver.extras import EXTRAS
+from modelyard.base.exits import describe_exit
+from modelyard.base.extras import EXTRAS
 from modelyard.serve.control.sandbox import examine_machine
 from modelyard.serve.control.sizing import control_groups, this_machine
 from modelyard.serve.control.state import StateDir

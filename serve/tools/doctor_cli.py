@@ -10,7 +10,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from modelyard.archiver.terminal import err, out
+from modelyard.base.terminal import err, out
 from modelyard.serve.cli import known_errors
 
 doctor_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)

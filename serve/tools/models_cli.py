@@ -9,7 +9,7 @@ from urllib.parse import quote
 import typer
 from rich.markup import escape
 
-from modelyard.archiver.terminal import format_bytes, out, plain_table
+from modelyard.base.terminal import format_bytes, out, plain_table
 from modelyard.serve.cli import (
     CaOption,
     JsonOption,

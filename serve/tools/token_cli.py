@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from modelyard.archiver.terminal import err, out, plain_table
+from modelyard.base.terminal import err, out, plain_table
 from modelyard.serve.cli import JsonOption, known_errors
 from modelyard.serve.control.state import write_file
 from modelyard.serve.errors import StartError, WrongUsage

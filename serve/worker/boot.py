@@ -25,11 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.handlers.ranges import mark_ranges
+from modelyard.plugins.torchserve import worker as torchserve
 from modelyard.serve.dataplane import wire
 from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
 from modelyard.serve.walls.plan import Walls
 from modelyard.serve.walls.raising import raise_walls
-from modelyard.serve.worker import check, load, loop, steps, torchserve
+from modelyard.serve.worker import check, load, loop, steps
 from modelyard.serve.worker.codec import MOST_SAID, is_out_of_memory
 from modelyard.serve.worker.golden import check_golden, replay_golden
 

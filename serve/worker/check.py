@@ -114,7 +114,7 @@ def _refuse_doubts(handler: Any, seen: list[Any]) -> None:
     """
     if not load.is_classifier(handler):
         return
-    from modelyard.handlers.doubt import doubt
+    from modelyard.handlers.proof.doubt import doubt
 
     if problem := doubt(handler, seen):
         raise LoadError(problem)

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from modelyard.archiver.answers import json_difference
+from modelyard.base.answers import json_difference
 from modelyard.handlers.errors import LoadError
 from modelyard.serve.dataplane import wire
 from modelyard.serve.worker.codec import OURS, Answer, Refusal, explain_error

@@ -22,12 +22,12 @@ from modelyard.handlers import BUILT_IN, Context
 from modelyard.handlers.entry_point import Entry, FoundHandler, find_handler
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.steps import Steps
-from modelyard.serve.worker import torchserve
+from modelyard.plugins.torchserve import worker as torchserve
 from modelyard.serve.worker.codec import OURS, Answer, Rules
 
 logger = logging.getLogger(__name__)
 
-SHIM = Path(__file__).parent / "shim"
+SHIM = Path(str(torchserve.__file__)).parent / "shim"
 
 TAKES_TENSORS = "kservev2"
 """The envelope that reads and writes the JSON of the Open Inference Protocol itself."""

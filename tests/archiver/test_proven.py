@@ -15,8 +15,8 @@ from modelyard.archiver.cli import archive_app, verify_app
 from modelyard.archiver.manifest import Manifest, Seal
 from modelyard.archiver.proven import describe_repeated, find_unproven
 from tests.archiver.test_replay import rewrite
-from tests.conftest import DIGITS
 from tests.serve.live import modelyard, running, start_arguments
+from tests.shared import DIGITS
 
 HERE = version("onnxruntime")
 SAID = f"digits.onnx was proven with onnxruntime 1.13.1, and {HERE} is here"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from modelyard.archiver.quantile import nearest_rank
+from modelyard.base.quantile import nearest_rank
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.5, 50), (0.99, 99), (1.0, 100), (0.0, 1)])

@@ -17,7 +17,7 @@ from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.cli import archive_app, verify_app
 from modelyard.archiver.errors import CannotArchive
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
-from tests.conftest import DIGITS
+from tests.shared import DIGITS
 
 SCANS = DIGITS / "scans"
 ECHO = "def handle(data, context):\n    return [str(row['body']) for row in data or []]\n"

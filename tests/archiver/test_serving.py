@@ -9,11 +9,14 @@ import pytest
 
 from modelyard.archiver import write_archive
 from modelyard.archiver.signing import generate_keys, read_signing_key
-from modelyard.archiver.torchserve.archive import ModelArchiverConfig, archive_for_torchserve
+from modelyard.plugins.torchserve.archiver.archive import (
+    ModelArchiverConfig,
+    archive_for_torchserve,
+)
 from tests.archiver.wheels import build_wheel
-from tests.conftest import DIGITS
 from tests.serve.live import LiveServer, running, start_arguments
 from tests.serve.live import modelyard as run_modelyard
+from tests.shared import DIGITS
 
 SCANS = DIGITS / "scans"
 HANDLER = "import json\n\n\ndef handle(data, context):\n    return ['one' for row in data or []]\n"

@@ -2,7 +2,7 @@ import os
 
 import pytest
 
-from modelyard.archiver.threads import thread_environment
+from modelyard.base.threads import thread_environment
 
 
 @pytest.mark.parametrize(("stated", "count"), [("3", "3"), ("", None), ("many", None)])

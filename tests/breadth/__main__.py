@@ -233,7 +233,7 @@ class Work:
 
     def check(self, case: Case, folder: Path) -> Result:
         """Compare what was written with the model, at other sizes and on other values."""
-        from modelyard.handlers.backends import open_artifact
+        from modelyard.handlers.models.backends import open_artifact
 
         model = loaded(case, folder)
         right = {}

@@ -1,4 +1,4 @@
-"""Which operators go on the list of `handlers/program/operators.txt`, and which never do."""
+"""Which operators go on the list of `handlers/judge/operators.txt`, and which never do."""
 
 import re
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from modelyard.handlers.program.checked import REPLACED
+from modelyard.handlers.judge.checked import REPLACED
 
 LIST = Path(__file__).parents[2] / "handlers" / "program" / "operators.txt"
 

@@ -1,4 +1,4 @@
-"""Count the operators that exports of real models call, of which `handlers/program/operators.txt` is made.
+"""Count the operators that exports of real models call, of which `handlers/judge/operators.txt` is made.
 
     python -m tests.breadth.operators [-k NAME] [--resume] [--files FOLDER …] [--calls FILE] [--write]
 
@@ -29,7 +29,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from torch import Tensor, nn
 
-from modelyard.handlers.program.grammar import operator_problem
+from modelyard.handlers.judge.grammar import operator_problem
 from tests.breadth.bare import choose_sizes, make_inputs
 from tests.breadth.operator_rules import write_list
 from tests.fuzz.calls import as_call

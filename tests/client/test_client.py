@@ -17,7 +17,7 @@ import httpx
 import numpy as np
 import pytest
 
-from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
+from modelyard.base.explain_options import EXPLAIN_OPTIONS
 from modelyard.client import (
     AsyncClient,
     BadAnswer,

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from modelyard.exporter import ExportReport, export
-from modelyard.handlers.backends import open_artifact
+from modelyard.handlers.models.backends import open_artifact
 
 
 def _load() -> ModuleType:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
-from modelyard.exporter import to_exported_program, to_onnx, to_torchscript
 from modelyard.exporter.arguments import (
     WRAPPED,
     choose_outputs,
@@ -19,10 +18,11 @@ from modelyard.exporter.arguments import (
     take_submodule,
 )
 from modelyard.exporter.errors import ModelError, UsageError
+from modelyard.exporter.formats import to_exported_program, to_onnx, to_torchscript
 from modelyard.exporter.inspection import describe
 from modelyard.exporter.locate import first_difference
 from modelyard.exporter.reference import Reference, observe
-from modelyard.handlers.backends import open_artifact
+from modelyard.handlers.models.backends import open_artifact
 
 ROWS = ("x:float32[batch,3]", "y:float32[batch,3]")
 

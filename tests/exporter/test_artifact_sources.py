@@ -16,11 +16,11 @@ from torch.export import Dim
 from modelyard.archiver.collect import plan_archive
 from modelyard.exporter import ExportError, ExportReport, ModelError, UsageError, export
 from modelyard.exporter.arguments import read_inputs
-from modelyard.exporter.from_onnx import open_onnx_file
+from modelyard.exporter.formats.from_onnx import open_onnx_file
 from modelyard.exporter.ingest import read_checkpoint
-from modelyard.exporter.propose import propose_inputs
+from modelyard.exporter.inputs.propose import propose_inputs
 from modelyard.exporter.reference import observe
-from modelyard.handlers.backends import open_artifact
+from modelyard.handlers.models.backends import open_artifact
 
 
 class Net(nn.Module):

@@ -6,8 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from modelyard.exporter import to_torchscript
 from modelyard.exporter.cli import app
+from modelyard.exporter.formats import to_torchscript
 
 Author = Callable[[str], tuple[Path, str]]
 

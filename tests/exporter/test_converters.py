@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
-from modelyard.exporter import to_exported_program, to_onnx
 from modelyard.exporter.arguments import take_inputs
+from modelyard.exporter.formats import to_exported_program, to_onnx
 from modelyard.exporter.reference import observe
-from modelyard.handlers.agree import compare, run
-from modelyard.handlers.backends import open_artifact
+from modelyard.handlers.models.backends import open_artifact
+from modelyard.handlers.proof.agree import compare, run
 
 
 class LearnedMask(nn.Module):

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from modelyard.archiver.signature import parse_inputs
-from modelyard.exporter import ConversionError, ExportError, ModelError, export, to_exported_program
+from modelyard.exporter import ConversionError, ExportError, ModelError, export
 from modelyard.exporter.drafts import draft_change
+from modelyard.exporter.formats import to_exported_program
 from modelyard.exporter.reference import observe
 
 Author = Callable[[str], tuple[Path, str]]

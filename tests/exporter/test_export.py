@@ -19,7 +19,7 @@ from modelyard.exporter import (
     UsageError,
     export,
 )
-from modelyard.handlers.backends import open_artifact
+from modelyard.handlers.models.backends import open_artifact
 
 Author = Callable[[str], tuple[Path, str]]
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from modelyard.exporter import export
 from modelyard.exporter.arguments import flatten
-from modelyard.handlers.backends import open_artifact
+from modelyard.handlers.models.backends import open_artifact
 
 FOLDER = Path(__file__).parent / "lightning_modules"
 ALL = ("pt2", "onnx", "torchscript")

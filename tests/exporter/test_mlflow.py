@@ -13,7 +13,7 @@ import yaml
 from torch import nn
 
 from modelyard.exporter import CheckpointError, ExportReport, export
-from modelyard.handlers.backends import open_artifact
+from modelyard.handlers.models.backends import open_artifact
 
 MODELS = Path(__file__).parent / "mlflow_models"
 ROWS = [[0.5, 0.25, 1.0, 0.0], [1.0, 2.0, 3.0, 4.0]]

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
-from modelyard.exporter import to_torchscript
 from modelyard.exporter.checker import Checker
 from modelyard.exporter.errors import ParityError
+from modelyard.exporter.formats import to_torchscript
 from modelyard.exporter.parity import Parity, check
 from modelyard.exporter.reference import Reference, observe
-from modelyard.handlers.agree import compare
+from modelyard.handlers.proof.agree import compare
 
 
 class Scale(nn.Module):

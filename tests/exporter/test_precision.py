@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from modelyard.exporter import ParityError, UsageError, export
-from modelyard.handlers.backends import open_artifact
+from modelyard.handlers.models.backends import open_artifact
 
 Author = Callable[[str], tuple[Path, str]]
 

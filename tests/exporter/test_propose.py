@@ -14,8 +14,8 @@ from modelyard.exporter.arguments import flatten, take_inputs
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.cli import app
 from modelyard.exporter.ingest import read_checkpoint
-from modelyard.exporter.propose import Proposal, complete, propose_inputs
-from modelyard.handlers.probes import Probe, example_sizes, make_inputs
+from modelyard.exporter.inputs.propose import Proposal, complete, propose_inputs
+from modelyard.handlers.proof.probes import Probe, example_sizes, make_inputs
 from tests.exporter.tiny import save
 
 LENGTH = "length=2..32"

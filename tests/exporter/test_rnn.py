@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
-from modelyard.exporter import to_exported_program, to_onnx, to_torchscript
 from modelyard.exporter.errors import ConversionError
+from modelyard.exporter.formats import to_exported_program, to_onnx, to_torchscript
+from modelyard.exporter.formats.to_exported_program import any_length
 from modelyard.exporter.reference import observe
-from modelyard.exporter.to_exported_program import any_length
-from modelyard.handlers.agree import compare
-from modelyard.handlers.backends import open_artifact
+from modelyard.handlers.models.backends import open_artifact
+from modelyard.handlers.proof.agree import compare
 
 
 class Recurrent(nn.Module):

@@ -8,7 +8,7 @@ from PIL import Image
 
 from modelyard.archiver.signature import Signature, parse_inputs
 from modelyard.exporter.errors import UsageError
-from modelyard.exporter.samples import read_sample, signature_of_samples
+from modelyard.exporter.inputs.samples import read_sample, signature_of_samples
 
 ROW = parse_inputs(["x:float32[batch,2]"])
 TWO = parse_inputs(["batch.x:float32[n,2]", "tokens:int64[n,length=1..4]"])

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
-from modelyard.exporter import ParityError, to_torchscript
+from modelyard.exporter import ParityError
 from modelyard.exporter.checker import Checker
+from modelyard.exporter.formats import to_torchscript
 from modelyard.exporter.parity import Parity, check
 from modelyard.exporter.reference import Reference, observe
-from modelyard.handlers.agree import Rule, allowance
+from modelyard.handlers.proof.agree import Rule, allowance
 
 INPUT = "x:float32[batch=1..2,3,8,8]"
 

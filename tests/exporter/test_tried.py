@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modelyard.exporter.tried import Found, find_inputs
+from modelyard.exporter.inputs.tried import Found, find_inputs
 
 
 class Rows(nn.Sequential):

@@ -33,8 +33,8 @@ def main() -> int:
     options = parser.parse_args()
     preload_guard()
     # Only now: what torch allocates must be guarded from its first tensor on.
-    from modelyard.handlers.program.looking import CHECKED
-    from modelyard.handlers.program.operators import ALLOWED
+    from modelyard.handlers.judge.looking import CHECKED
+    from modelyard.handlers.judge.operators import ALLOWED
     from tests.fuzz.run import Fuzzer, replay
 
     names = [

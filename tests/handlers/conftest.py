@@ -14,7 +14,7 @@ import yaml
 from torch import Tensor, nn
 
 from modelyard.handlers import Context
-from tests.conftest import DIGITS, made_once
+from tests.shared import DIGITS, made_once
 
 SIGNATURE = {
     "inputs": [{"name": "image", "dtype": "float32", "shape": ["batch", 1, 8, 8]}],

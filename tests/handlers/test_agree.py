@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelyard.archiver.answers import json_difference
 from modelyard.archiver.report import Parity
-from modelyard.handlers.agree import (
+from modelyard.base.answers import json_difference
+from modelyard.handlers.proof.agree import (
     TOLERANCES,
     Rule,
     allowance,

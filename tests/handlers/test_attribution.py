@@ -9,7 +9,6 @@ from captum.attr import IntegratedGradients
 from PIL import Image
 from torch import Tensor, nn
 
-from modelyard.handlers.backends import open_artifact
 from modelyard.handlers.errors import NoGradients
 from modelyard.handlers.explain.attribution import (
     AttributionRequest,
@@ -21,7 +20,8 @@ from modelyard.handlers.explain.attribution import (
     norms_of,
     sums_of,
 )
-from tests.conftest import DIGITS
+from modelyard.handlers.models.backends import open_artifact
+from tests.shared import DIGITS
 
 Function = Callable[[Tensor], Tensor]
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import Dim, TensorSpec
-from modelyard.handlers.backends import FORMATS, detect_format, open_artifact
 from modelyard.handlers.errors import InputMismatch, LoadError
+from modelyard.handlers.models.backends import FORMATS, detect_format, open_artifact
 
 ARTIFACTS = {"pt2": "digits.pt2", "onnx": "digits.onnx", "torchscript": "digits.pt"}
 

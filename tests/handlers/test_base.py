@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
 from modelyard.handlers import BadInput, BaseHandler, Context, LoadError, NoGradients
-from modelyard.handlers.folder import load_label_mapping
+from modelyard.handlers.models.folder import load_label_mapping
 from tests.handlers.folders import ask, explain, load, save_program
 
 MakeContext = Callable[..., Context]

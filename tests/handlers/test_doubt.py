@@ -12,8 +12,8 @@ from torch import Tensor
 
 from modelyard.archiver.signature import parse_inputs
 from modelyard.handlers.base import Classifier
-from modelyard.handlers.bounds import Bounds
-from modelyard.handlers.doubt import doubt
+from modelyard.handlers.proof.bounds import Bounds
+from modelyard.handlers.proof.doubt import doubt
 
 ROWS = torch.linspace(-3, 3, 24).reshape(8, 3)
 WEIGHTS = torch.tensor([[1.0, -2.0], [0.5, 1.0], [-1.0, 0.0]])

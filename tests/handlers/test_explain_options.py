@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from modelyard.archiver.explain_options import EXPLAIN_OPTIONS
+from modelyard.base.explain_options import EXPLAIN_OPTIONS
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.methods import METHODS
 from modelyard.handlers.explain.options import (

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modelyard.archiver import explain_words
 from modelyard.archiver.signature import Dim, TensorSpec
+from modelyard.base import explain_words
 from modelyard.handlers import BadInput, NoGradients, TwinDiffers
-from modelyard.handlers.agree import Rule
-from modelyard.handlers.backends import Artifact
 from modelyard.handlers.explain.attribution import ForwardFunction
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.methods import METHODS
 from modelyard.handlers.explain.model import ExplainedModel
 from modelyard.handlers.explain.options import parse_options
 from modelyard.handlers.explain.passes import MOST_ROWS, free_bytes, gradient_rows
+from modelyard.handlers.models.backends import Artifact
+from modelyard.handlers.proof.agree import Rule
 
 SPEC = TensorSpec("x", "float64", (Dim("batch"), 3))
 

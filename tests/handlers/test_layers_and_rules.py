@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers import BadInput, NoGradients
-from modelyard.handlers.backends import Artifact
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.options import parse_options
+from modelyard.handlers.models.backends import Artifact
 from tests.handlers.test_explanation import subject
 
 SPEC = TensorSpec("image", "float64", (Dim("batch", 1, 16), 2, 12, 12))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from PIL import Image
 
-from modelyard.archiver import explain_words as words
+from modelyard.base import explain_words as words
 from modelyard.handlers.explain import bars, page, token_page
 from modelyard.handlers.explain.bars import Bar, Values
 from modelyard.handlers.explain.digits import as_lists, as_npy

@@ -27,7 +27,7 @@ from modelyard.handlers import (
     NoGradients,
     ObjectDetector,
 )
-from modelyard.handlers.pictures import colour_table, decode, find_settings
+from modelyard.handlers.tasks.pictures import colour_table, decode, find_settings
 from tests.handlers.folders import Tensors, ask, copied, explain, load, loaded, save_program
 from tests.handlers.test_text_tasks import tokenizer_of
 

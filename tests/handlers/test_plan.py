@@ -1,7 +1,7 @@
 import pytest
 
 from modelyard.archiver.signature import parse_inputs
-from modelyard.handlers.plan import (
+from modelyard.handlers.proof.plan import (
     BUDGET_GFLOP,
     CASE_BYTES,
     Growth,
@@ -11,7 +11,7 @@ from modelyard.handlers.plan import (
     fit_growth,
     plan,
 )
-from modelyard.handlers.probes import example_sizes
+from modelyard.handlers.proof.probes import example_sizes
 
 FREE = Growth(0.0)
 IMAGES = parse_inputs(["x:float32[batch=1..64,3,side=32..64]"])

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from modelyard.archiver.signature import parse_inputs
-from modelyard.handlers.plan import choose_probes
-from modelyard.handlers.probes import Probe, example_sizes, make_inputs
+from modelyard.handlers.proof.plan import choose_probes
+from modelyard.handlers.proof.probes import Probe, example_sizes, make_inputs
 
 
 @pytest.mark.parametrize(

@@ -23,12 +23,12 @@ from torch.nn import functional
 
 from modelyard.archiver.untrusted.container import OpenFile
 from modelyard.handlers import LoadError
-from modelyard.handlers.backends import open_artifact
 from modelyard.handlers.errors import UnsafeProgram
-from modelyard.handlers.program.check import check, load_program
-from modelyard.handlers.program.checked import call_problem
-from modelyard.handlers.program.grammar import expression_problem, guard_problem, operator_problem
-from modelyard.handlers.program.operators import ALLOWED
+from modelyard.handlers.judge.check import check, load_program
+from modelyard.handlers.judge.checked import call_problem
+from modelyard.handlers.judge.grammar import expression_problem, guard_problem, operator_problem
+from modelyard.handlers.judge.operators import ALLOWED
+from modelyard.handlers.models.backends import open_artifact
 from tests.breadth.operator_rules import problem
 from tests.fuzz.programs import operators
 from tests.networks import TextEncoder
@@ -639,7 +639,7 @@ CHILD = """
 import json, logging, sys, warnings
 from pathlib import Path
 import torch
-from modelyard.handlers.program.check import load_program
+from modelyard.handlers.judge.check import load_program
 logging.disable()
 warnings.simplefilter("ignore")
 folder, way = Path(sys.argv[1]), sys.argv[2]

@@ -8,7 +8,7 @@ import torch
 from modelyard.archiver.signature import Dim, TensorSpec, parse_inputs
 from modelyard.handlers.body import body_of, parse_json
 from modelyard.handlers.errors import BadInput, InputMismatch, LoadError
-from modelyard.handlers.rows import (
+from modelyard.handlers.models.rows import (
     OUTPUT_KINDS,
     TopLabels,
     check_stated,

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import Signature, TensorSpec
-from modelyard.exporter.to_aoti import write as write_aoti
-from modelyard.exporter.to_torchscript import write as write_torchscript
+from modelyard.exporter.formats.to_aoti import write as write_aoti
+from modelyard.exporter.formats.to_torchscript import write as write_torchscript
 from modelyard.handlers import sharing
-from modelyard.handlers.backends import Artifact, open_artifact
-from modelyard.handlers.sharing import SHARED_ONNX, make_once, map_weights
+from modelyard.handlers.models.backends import Artifact, open_artifact
+from modelyard.handlers.models.sharing import SHARED_ONNX, make_once, map_weights
 from tests.handlers.conftest import export_all
 from tests.serve.live import poll
 
@@ -295,7 +295,7 @@ def test_worker_that_dies_while_it_makes_the_folder_leaves_it_to_the_next(tmp_pa
 _DYING = """
 import sys, time
 from pathlib import Path
-from modelyard.handlers.sharing import make_once
+from modelyard.handlers.models.sharing import make_once
 source = Path(sys.argv[1])
 make_once(source, lambda folder: (source.with_name("begun").touch(), time.sleep(60)))
 """

@@ -11,11 +11,11 @@ import torch
 from PIL import Image, ImageOps
 from torch import Tensor, nn
 
-from modelyard.archiver import explain_words as words
+from modelyard.base import explain_words as words
 from modelyard.handlers import BadInput, Context, LoadError, VisionHandler
 from modelyard.handlers.explain.explanation import explain_batch
 from modelyard.handlers.explain.options import parse_options
-from modelyard.handlers.pictures import (
+from modelyard.handlers.tasks.pictures import (
     MAX_PIXELS,
     TORCHSERVE_SETTINGS,
     ImageSettings,

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from modelyard.plugins.torchserve import app as torchserve
+from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve import app
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.settings import Address, Settings
-from modelyard.serve.torchserve import app as torchserve
-from modelyard.serve.torchserve.settings import TorchServeSettings
 
 HERE = Address("127.0.0.1", 0)
 

@@ -15,8 +15,8 @@ import pytest
 from PIL import Image
 
 from modelyard.archiver import write_archive
-from tests.conftest import DIGITS
 from tests.serve.live import LiveServer
+from tests.shared import DIGITS
 
 FORMATS = ("onnx", "pt2")
 BATCH_SIZE = 8

@@ -16,12 +16,12 @@ import httpx
 import pytest
 
 from modelyard.archiver import write_archive
+from modelyard.plugins.grpc.protos import message
 from modelyard.serve.control.model_config import Values
 from modelyard.serve.dataplane.cache import ENTRY_BYTES, OUR_HEADERS, AnswerStore, VersionAnswers
 from modelyard.serve.dataplane.call import HIGH, LOW, NORMAL, Reply
 from modelyard.serve.dataplane.wire import pack_meta
 from modelyard.serve.errors import BadModelConfig
-from modelyard.serve.grpc.protos import message
 from tests.serve.live import LiveServer, poll, running
 from tests.serve.test_queue import job
 

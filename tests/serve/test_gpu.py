@@ -16,8 +16,8 @@ from torch import nn
 from modelyard.archiver import write_archive
 from modelyard.exporter import export
 from modelyard.handlers import BaseHandler, Context
-from tests.conftest import DIGITS, ROOT, archive_digits
 from tests.serve.live import LiveServer, poll, running
+from tests.shared import DIGITS, ROOT, archive_digits
 
 pytestmark = pytest.mark.gpu
 

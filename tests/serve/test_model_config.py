@@ -10,6 +10,7 @@ import pytest
 
 from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.model_config import OPERATORS_KEYS, SERVERS_KEYS, TORCHSERVES_KEYS
+from modelyard.plugins.torchserve import model_config as torchserves
 from modelyard.serve.control import model_config
 from modelyard.serve.control.model_config import (
     DEFAULT_BATCH_SIZE,
@@ -19,7 +20,6 @@ from modelyard.serve.control.model_config import (
 )
 from modelyard.serve.errors import BadModelConfig
 from modelyard.serve.settings import Settings, load_settings
-from modelyard.serve.torchserve import model_config as torchserves
 
 Load = Callable[..., ModelConfig]
 

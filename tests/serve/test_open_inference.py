@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from modelyard.serve.grpc.protos import message
-from tests.conftest import DIGITS
+from modelyard.plugins.grpc.protos import message
 from tests.serve.live import LiveServer, build_archive
+from tests.shared import DIGITS
 
 SERVICE = "/inference.GRPCInferenceService/"
 HEADER = "inference-header-content-length"

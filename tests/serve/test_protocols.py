@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from modelyard.archiver import write_archive
+from modelyard.plugins.grpc.protos import message
 from modelyard.serve.api.events import event
 from modelyard.serve.api.inference import COUNTED_BYTES, count_instances
-from modelyard.serve.grpc.protos import message
 from modelyard.serve.http.application import with_pauses
 from modelyard.serve.http.auth import CHANGES
 from tests.serve.live import LiveServer, build_archive, running

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from modelyard.archiver import write_archive
-from modelyard.serve.grpc.protos import message
-from modelyard.serve.grpc.rpc import Status
+from modelyard.plugins.grpc.protos import message
+from modelyard.plugins.grpc.rpc import Status
 from tests.serve.live import LiveServer, poll, running
 
 HEADER = "inference-header-content-length"

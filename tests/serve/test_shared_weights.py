@@ -11,7 +11,10 @@ from torch import nn
 
 from benchmarks.procfs import Mapped, mapped
 from modelyard.archiver import write_archive
-from modelyard.archiver.torchserve.archive import ModelArchiverConfig, archive_for_torchserve
+from modelyard.plugins.torchserve.archiver.archive import (
+    ModelArchiverConfig,
+    archive_for_torchserve,
+)
 from tests.handlers.conftest import export_all
 from tests.serve.live import LiveServer, is_alive, poll
 

@@ -125,7 +125,7 @@ class TorchServes(Server):
     def start(self) -> None:
         flags = ["-", "--start", "--model-store", str(self.store)]
         self.process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "modelyard.serve.torchserve.server", *flags],
+            [sys.executable, "-P", "-m", "modelyard.plugins.torchserve.server", *flags],
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             cwd=self.folder,

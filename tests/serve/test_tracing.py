@@ -21,6 +21,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
+from modelyard.plugins.grpc.protos import message
 from modelyard.serve.api.traces import route_of
 from modelyard.serve.dataplane.call import PREDICT, Target
 from modelyard.serve.dataplane.tracing import (
@@ -31,7 +32,6 @@ from modelyard.serve.dataplane.tracing import (
     read_sampling,
 )
 from modelyard.serve.errors import StartError
-from modelyard.serve.grpc.protos import message
 from tests.serve.live import LiveServer, build_archive, poll, running
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 from modelyard.handlers import BadInput, BaseHandler, Context, PredictionException
+from modelyard.plugins.torchserve.worker import choose_rules
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.lengths import take_batch
 from modelyard.serve.worker import loop
@@ -28,7 +29,6 @@ from modelyard.serve.worker.codec import OURS, Answer, Rules
 from modelyard.serve.worker.golden import compare_golden
 from modelyard.serve.worker.load import Service
 from modelyard.serve.worker.loop import answer_batch
-from modelyard.serve.worker.torchserve import choose_rules
 
 JSON = {"content-type": "application/json"}
 

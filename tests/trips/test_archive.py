@@ -13,7 +13,7 @@ import pytest
 
 from modelyard.archiver import open_archive
 from modelyard.archiver.untrusted.names import MANIFEST_NAME
-from tests.conftest import DIGITS, archive_digits
+from tests.shared import DIGITS, archive_digits
 
 ARTIFACTS = {
     "digits.pt2": "digits.pt2",

@@ -33,8 +33,8 @@ from examples.digits.net import DigitsNet
 from modelyard.archiver import write_archive
 from modelyard.client import Client
 from modelyard.handlers.explain.methods import METHODS
-from tests.conftest import DIGITS
 from tests.serve.live import LiveServer, modelyard
+from tests.shared import DIGITS
 
 FORMATS = ("onnx", "torchscript")
 """An ONNX artifact is explained through its twin, the .pt2 file that `pt2` serves at night."""

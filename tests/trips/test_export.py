@@ -11,9 +11,9 @@ from torch import Tensor
 
 from examples.digits.net import DigitsNet
 from examples.digits.train import accuracy, held_out, to_input
-from modelyard.exporter import to_torchscript
-from modelyard.handlers.backends import open_artifact
-from tests.conftest import DIGITS, FILES
+from modelyard.exporter.formats import to_torchscript
+from modelyard.handlers.models.backends import open_artifact
+from tests.shared import DIGITS, FILES
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import pytest
 from modelyard.archiver.signature import parse_inputs
 from modelyard.serve.api.schemas import HANDLERS, body_and_answer, tensor_schemas
 from modelyard.serve.control.build import OUR_HANDLERS
-from tests.conftest import DIGITS
 from tests.serve.live import LiveServer
+from tests.shared import DIGITS
 
 FORMATS = ("onnx",)
 SCAN = DIGITS / "scans" / "7.png"

@@ -13,8 +13,8 @@ from PIL import Image
 
 from examples.digits.net import DigitsNet
 from examples.digits.train import held_out, to_input
-from tests.conftest import DIGITS
 from tests.serve.live import LiveServer, modelyard
+from tests.shared import DIGITS
 
 FORMATS = ("pt2", "onnx", "torchscript")
 

@@ -11,7 +11,7 @@ import torch
 from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.verify import Check, verify_archive
 from modelyard.exporter import export
-from tests.conftest import DIGITS
+from tests.shared import DIGITS
 
 NETS = """
 import torch

@@ -20,7 +20,7 @@ from modelyard.exporter.ingest import read_checkpoint
 from modelyard.exporter.inspect_cli import inspect_app
 from modelyard.exporter.inspection import describe
 from modelyard.handlers.errors import UnsafeProgram
-from modelyard.handlers.program.check import load_program
+from modelyard.handlers.judge.check import load_program
 
 NET = """
 from torch import nn

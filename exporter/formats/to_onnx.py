@@ -1,0 +1,309 @@
+"""The exported program → ONNX, weights inside, every dynamic dim under its own name."""
+
+import logging
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
+
+from modelyard.archiver.signature import Signature
+from modelyard.exporter.diagnose import explain
+from modelyard.exporter.errors import ConversionError, cause
+from modelyard.exporter.formats.to_exported_program import any_length, quiet
+from modelyard.exporter.ingest.onnx_file import MAX_BYTES
+from modelyard.exporter.inputs.samples import Sample
+from modelyard.handlers.models.backends import torch_dtype
+
+_OPERATOR = re.compile(r"target=torch\.ops\.\w+\.(\w+)")
+
+
+def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[str, object]:
+    """Convert, check against the ONNX specification and save as one file.
+
+    Raises:
+        ConversionError: an operator has no ONNX form, the model is over 2 GB, or ONNX refuses it.
+    """
+    import onnx
+    from onnx_ir.passes import PassError
+
+    _check_recurrent(program)
+    try:
+        try:
+            converted = _convert(program, signature, optimize=True)
+        except PassError:  # the optimizer fails on some splits; what it is given runs as well
+            converted = _convert(program, signature, optimize=False)
+    # The converter wraps whatever one of its hundreds of functions raised.
+    except Exception as error:
+        log = _where(program, str(error.__cause__ or error))
+        raise explain(error, "ONNX", signature, log=log) from error
+    size_bytes = sum(weight.nbytes for weight in program.state_dict.values())
+    if size_bytes > MAX_BYTES:
+        raise ConversionError(
+            f"the model's {size_bytes / 1e9:.1f} GB do not fit in one ONNX file of at most 2 GB; "
+            "export --format pt2 instead"
+        )
+    converted.save(path, external_data=False)
+    try:
+        onnx.checker.check_model(path, full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise ConversionError(
+            f"ONNX's own checker refuses the file: {cause(error)}; export --format pt2 instead"
+        ) from error
+    return {"opset": converted.model.opset_imports[""]}
+
+
+def _convert(
+    program: ExportedProgram, signature: Signature, *, optimize: bool
+) -> torch.onnx.ONNXProgram:
+    is_double = _computes_in_double(program)
+    with (
+        quiet("torch.onnx._internal.exporter._registration"),
+        any_length(),
+        _scalars_as_tensors(),
+        # As the converter's first step runs. With gradients, its second would take another
+        # attention kernel for a learned mask, whose answer lies in memory in another order.
+        torch.no_grad(),
+    ):
+        converted = torch.onnx.export(
+            program,
+            dynamo=True,
+            verbose=False,
+            optimize=optimize and not is_double,
+            input_names=[spec.name for spec in signature.inputs],
+            output_names=[spec.name for spec in signature.outputs],
+            dynamic_shapes=_shapes(signature),
+        )
+        assert converted is not None
+        if is_double:
+            _restore_numbers(converted)
+            if optimize:
+                converted.optimize()
+    return converted
+
+
+def _computes_in_double(program: ExportedProgram) -> bool:
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    return any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in values)
+
+
+def _restore_numbers(converted: torch.onnx.ONNXProgram) -> None:
+    """Give constants that become float64 the numbers of the program again.
+
+    The converter writes a number of Python as float32, and a cast behind it: 0.97 is 3e-8 off.
+    """
+    import onnx_ir
+
+    assert converted.exported_program is not None
+    rounded: dict[float, set[float]] = {}
+    for module in converted.exported_program.graph_module.modules():
+        for node in module.graph.nodes if isinstance(module, GraphModule) else ():
+            for number in tree_leaves((node.args, node.kwargs)):
+                if isinstance(number, float):
+                    with np.errstate(over="ignore"):
+                        rounded.setdefault(float(np.float32(number)), set()).add(number)
+    for constant in converted.model.graph.all_nodes():
+        attribute = constant.attributes.get("value") if constant.op_type == "Constant" else None
+        if attribute is None or attribute.value.dtype != onnx_ir.DataType.FLOAT:
+            continue
+        if attribute.value.shape:  # of more than a number
+            continue
+        numbers = list(rounded.get(float(attribute.value.numpy()), ()))
+        users = [user for user, _ in constant.outputs[0].uses()]
+        if len(numbers) == 1 and all(user.op_type in ("Cast", "CastLike") for user in users):
+            exact = onnx_ir.tensor(np.array(numbers[0], dtype=np.float64))
+            constant.attributes["value"] = onnx_ir.AttrTensor("value", exact)
+            constant.outputs[0].dtype = onnx_ir.DataType.DOUBLE
+
+
+def _number_minus(tensor: Tensor, number: float, alpha: float = 1) -> Tensor:
+    """Return number - alpha * tensor, in the dtype that torch gives it."""
+    dtype = torch.result_type(tensor, number)
+    return torch.sub(torch.full((), number, dtype=dtype), tensor.to(dtype), alpha=alpha)
+
+
+@contextmanager
+def _scalars_as_tensors() -> Iterator[None]:
+    """Decompose `1.0 - mask` so that its dtype is stated: the converter's own step loses it.
+
+    It changes torch for the whole process meanwhile, as `any_length` does.
+    """
+    operator = torch.ops.aten.rsub.Scalar
+    before = decomposition_table[operator]
+    decomposition_table[operator] = _number_minus
+    try:
+        yield
+    finally:
+        decomposition_table[operator] = before
+
+
+def _check_recurrent(program: ExportedProgram) -> None:
+    """Refuse plain RNNs: the converter has no form for them, and would take them apart wrongly."""
+    plain = {torch.ops.aten.rnn_tanh.input, torch.ops.aten.rnn_relu.input}
+    if any(node.target in plain for node in program.graph.nodes):
+        raise ConversionError(
+            "the model cannot be written by ONNX: torch's converter has no form for nn.RNN; use "
+            "nn.GRU or nn.LSTM, or export --format pt2 instead"
+        )
+
+
+def _where(program: ExportedProgram, message: str) -> str:
+    """Find the lines that asked for the operator which has no ONNX form."""
+    named = _OPERATOR.search(message)
+    if named is None:
+        return ""
+    traces = (
+        str(node.meta.get("stack_trace", ""))
+        for node in program.graph.nodes
+        if node.op == "call_function" and named[1] in str(node.target)
+    )
+    return next(traces, "")
+
+
+def quantize(path: Path) -> dict[str, object]:
+    """Replace the weights of a saved model by 8-bit ones; activations are quantised as it runs.
+
+    Weights are unsigned: signed ones saturate on CPUs without VNNI, which changes the answers.
+
+    Raises:
+        ConversionError: nothing in the model can be quantised.
+    """
+    import onnx
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    model = onnx.load(path)
+    # The quantiser infers shapes anew, and takes those of transposed weights for a contradiction.
+    del model.graph.value_info[:]
+    plain = path.with_name("plain.onnx")
+    onnx.save(model, plain)
+    root = logging.getLogger()
+    root.addFilter(_is_not_advice)
+    try:
+        quantize_dynamic(plain, path, weight_type=QuantType.QUInt8)
+    finally:
+        root.removeFilter(_is_not_advice)
+    plain.unlink()
+    kinds = [node.op_type for node in onnx.load(path).graph.node]
+    quantized = sum(kinds.count(kind) for kind in _QUANTIZED)
+    if not quantized:
+        raise ConversionError(
+            "--quantize int8-dynamic found no matrix product, convolution or LSTM with weights; "
+            "export without it"
+        )
+    return {"quantize": "int8-dynamic", "quantized_operators": quantized}
+
+
+# What onnxruntime's quantiser puts in the place of an operator with weights.
+_QUANTIZED = ("MatMulInteger", "ConvInteger", "DynamicQuantizeLSTM", "QAttention")
+
+
+def quantize_static(
+    path: Path, signature: Signature, samples: Sequence[Sample]
+) -> dict[str, object]:
+    """Replace weights and activations of a saved model by 8-bit ones, in ranges that samples reach.
+
+    Weights have a scale for each channel and seven bits: products of eight saturate on CPUs without
+    VNNI, which changes the answers.
+
+    Args:
+        path: the model, which is replaced.
+        signature: of its inputs.
+        samples: of sizes that it takes.
+
+    Raises:
+        ConversionError: nothing in the model can be quantised, or onnxruntime fails to.
+    """
+    import onnx
+    from onnxruntime import quantization
+    from onnxruntime.quantization.shape_inference import quant_pre_process
+
+    prepared = path.with_name("prepared.onnx")
+    root = logging.getLogger()
+    root.addFilter(_is_not_advice)
+    try:
+        model = onnx.load(path)
+        del model.graph.value_info[:]
+        onnx.save(model, prepared)
+        # It folds batch-norm into convolutions, which are then quantised as one.
+        quant_pre_process(prepared, prepared, skip_symbolic_shape=True)
+        quantization.quantize_static(
+            prepared,
+            path,
+            _Calibration(signature, samples),
+            per_channel=True,
+            reduce_range=True,
+            activation_type=quantization.QuantType.QUInt8,
+            weight_type=quantization.QuantType.QInt8,
+            calibrate_method=quantization.CalibrationMethod.MinMax,
+        )
+    # Calibration runs the model; onnxruntime has an error of its own for each way to fail.
+    except Exception as error:
+        raise ConversionError(
+            f"--quantize int8-static: onnxruntime cannot quantise the model: {cause(error)}; "
+            "use int8-dynamic, or export without it"
+        ) from error
+    finally:
+        root.removeFilter(_is_not_advice)
+        prepared.unlink(missing_ok=True)
+    model = onnx.load(path)
+    nodes = model.graph.node
+    # onnxruntime names every set of operators that it knows.
+    used = {node.domain for node in nodes}
+    sets = [each for each in model.opset_import if each.domain in used]
+    del model.opset_import[:]
+    model.opset_import.extend(sets)
+    onnx.save(model, path)
+    eight_bits = {
+        name for node in nodes if node.op_type == "DequantizeLinear" for name in node.output
+    }
+    quantized = sum(
+        node.op_type in _WEIGHTED and eight_bits.issuperset(node.input[:2]) for node in nodes
+    )
+    if not quantized:
+        raise ConversionError(
+            "--quantize int8-static found no matrix product or convolution; export without it"
+        )
+    return {"quantize": "int8-static", "quantized_operators": quantized}
+
+
+_WEIGHTED = ("Conv", "ConvTranspose", "Gemm", "MatMul")
+
+
+class _Calibration:
+    """Samples as onnxruntime's calibration reads them: one after the other, then None."""
+
+    def __init__(self, signature: Signature, samples: Sequence[Sample]) -> None:
+        self._feeds = (
+            {
+                spec.name: value.to(torch_dtype(spec.dtype)).numpy()
+                for spec, value in zip(signature.inputs, sample.inputs, strict=True)
+            }
+            for sample in samples
+        )
+
+    def get_next(self) -> dict[str, Any] | None:
+        return next(self._feeds, None)
+
+
+def _shapes(signature: Signature) -> tuple[dict[int, str], ...]:
+    return tuple(
+        {axis: size.name for axis, size in enumerate(spec.shape) if not isinstance(size, int)}
+        for spec in signature.inputs
+    )
+
+
+def _is_not_advice(record: logging.LogRecord) -> bool:
+    """Drop what onnxruntime's quantiser says through the root logger of models that are right."""
+    return not any(text in record.getMessage() for text in _ADVICE)
+
+
+# The second: a layer norm's weights have one scale, not one for each channel.
+_ADVICE = ("Please consider to run pre-processing", "is out-of-range for weight")

@@ -1,0 +1,1 @@
+"""Which inputs a model takes: proposed, tried, settled, their ranges and samples."""

@@ -1,0 +1,165 @@
+"""The calls of a program that torch has read: their constants, and checked ones that stand in."""
+
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch._ops import OpOverload
+from torch.fx import GraphModule, Node
+
+from modelyard.handlers.judge.looking import CHECKED
+
+_LEGIT = torch.ops.aten._native_batch_norm_legit_no_training.default
+_EMPTY = torch.ops.aten.empty.memory_format
+_WEIGHT_NORM = torch.ops.aten._weight_norm.default
+
+_KINDS = {
+    "ScalarType": torch.dtype,
+    "Layout": torch.layout,
+    "MemoryFormat": torch.memory_format,
+    "Device": torch.device,
+}
+_DEVICES = ("cpu", "cuda")
+_MODES = {"interpolation_mode": 3, "padding_mode": 3}
+"""Of `grid_sampler`: for a number from here on its kernels leave their output unwritten."""
+_STEPS = ("kernel_size", "stride", "padding", "dilation", "output_padding")
+_STEPPING = re.compile("conv|max_pool1d")
+_MAX_STEP = 1 << 14
+_PAD = torch.ops.aten.pad.default
+
+
+def call_problem(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with the constants of a call.
+
+    To torch a dtype is a number, and a number that is no dtype leads outside a table; some kernels
+    take a tensor for granted where None is given; convolutions and max_pool1d multiply their steps
+    unchecked; and circular padding by a negative number leaves elements of the output unwritten.
+    """
+    arguments = target._schema.arguments
+    given = [*zip(arguments, args, strict=False)]
+    given += [(each, kwargs[each.name]) for each in arguments if each.name in kwargs]
+    values = {argument.name: value for argument, value in given}
+    pads, is_circle = values.get("pad"), values.get("mode") == "circular"
+    if target is _PAD and is_circle and not _are_steps(pads, least=0):
+        return f"pads by {pads!r} in a circle, expected 0 to {_MAX_STEP}"
+    for argument, value in given:
+        if (modes := _MODES.get(argument.name)) and value not in range(modes):
+            return f"gives {value!r} where {argument.name} is one of {modes} modes"
+        stated = str(cast(Any, argument).real_type)
+        if value is None:
+            if not stated.startswith("Optional["):
+                return f"gives nothing where {argument.name} is a {stated}"
+            continue
+        if argument.name in _STEPS and _STEPPING.search(str(target)) and not _are_steps(value):
+            return f"gives {value!r} as {argument.name}, expected numbers up to {_MAX_STEP}"
+        kind = _KINDS.get(stated.removeprefix("Optional[").removesuffix("]"))
+        if kind is None:
+            continue
+        if not isinstance(value, kind):
+            return f"gives {value!r} where {argument.name} is a {stated}"
+        if kind is torch.layout and value != torch.strided:
+            return f"makes a tensor of the layout {value}"
+        if isinstance(value, torch.device) and value.type not in _DEVICES:
+            return f"makes a tensor on the device {value}"
+    return None
+
+
+def _are_steps(value: object, least: int = -_MAX_STEP) -> bool:
+    values = value if isinstance(value, list | tuple) else [value]
+    return isinstance(value, str) or all(
+        isinstance(each, int) and least <= each <= _MAX_STEP for each in values
+    )
+
+
+def calls(program: torch.export.ExportedProgram) -> list[Node]:
+    """List every call of an operator, those of branches and loops too."""
+    return [
+        node
+        for part in program.graph_module.modules()
+        if isinstance(part, GraphModule)
+        for node in part.graph.nodes
+        if isinstance(node.target, OpOverload)
+    ]
+
+
+def use_checked(program: torch.export.ExportedProgram) -> None:
+    """Replace the operators of `REPLACED` in a program just loaded.
+
+    Raises:
+        ValueError: the program uses what inference does not compute.
+    """
+    found = [node for node in calls(program) if str(node.target) in REPLACED]
+    for node in found:
+        if (check := CHECKED.get(node.target)) is not None:
+            node.target = check
+        else:
+            _REPLACEMENTS[node.target](node)
+    for part in program.graph_module.modules():
+        if found and isinstance(part, GraphModule):
+            part.recompile()
+
+
+def _batch_norm(node: Node) -> None:
+    """Replace what reads as many statistics as the input has channels, however few there are."""
+    *tensors, momentum, eps = node.args
+    with node.graph.inserting_before(node):
+        checked = node.graph.call_function(
+            torch.ops.aten.batch_norm.default, (*tensors, False, momentum, eps, False)
+        )
+    checked.meta = {**node.meta, "val": node.meta["val"][0]}
+    for user in list(node.users):
+        if user.target is not operator.getitem or (user.args[1] != 0 and user.users):
+            raise ValueError("it gives more than inference computes")
+        user.replace_all_uses_with(checked)
+        node.graph.erase_node(user)
+        if user.args[1] == 0:
+            checked._rename(user.name)
+    node.graph.erase_node(node)
+
+
+def _weight_norm(node: Node) -> None:
+    """Replace what reads as many lengths as there are rows: v * (g / |v|), which broadcasts."""
+    aten = torch.ops.aten
+    v, g = cast(tuple[Node, Node], node.args[:2])
+    dim = node.args[2] if len(node.args) > 2 else node.kwargs.get("dim", 0)
+    axes = [axis for axis in range(v.meta["val"].dim()) if axis != dim]
+    with node.graph.inserting_before(node):
+        call = node.graph.call_function
+        norm = call(aten.linalg_vector_norm.default, (v, 2, None if dim == -1 else axes, True))
+        ratio = call(aten.div.Tensor, (g, norm))
+        checked = call(aten.mul.Tensor, (v, ratio))
+    for each in (norm, ratio):
+        each.meta = {**node.meta, "val": g.meta["val"]}
+    checked.meta = dict(node.meta)
+    node.replace_all_uses_with(checked)
+    node.graph.erase_node(node)
+    checked._rename(node.name)
+
+
+def _zeros(node: Node) -> None:
+    """Replace memory that nobody wrote, which shows what was there before, by zeros."""
+    target, kwargs = _ZEROS[node.target], dict(node.kwargs)
+    if node.target is _EMPTY:
+        kwargs.pop("memory_format", None)
+    with node.graph.inserting_before(node):
+        zeros = node.graph.call_function(target, node.args, kwargs)
+    zeros.meta = dict(node.meta)
+    node.replace_all_uses_with(zeros)
+    node.graph.erase_node(node)
+    zeros._rename(node.name)
+
+
+_ZEROS: Mapping[Any, Any] = {
+    _EMPTY: torch.ops.aten.zeros.default,
+    torch.ops.aten.empty_like.default: torch.ops.aten.zeros_like.default,
+    torch.ops.aten.new_empty.default: torch.ops.aten.new_zeros.default,
+}
+_REPLACEMENTS: Mapping[Any, Callable[[Node], None]] = {
+    **dict.fromkeys(_ZEROS, _zeros),
+    _LEGIT: _batch_norm,
+    _WEIGHT_NORM: _weight_norm,
+}
+REPLACED = frozenset(map(str, [*_REPLACEMENTS, *CHECKED]))
+"""Operators that a program may call, and that are never run."""

@@ -1,0 +1,1 @@
+"""Artifacts that can be called: backends, weights that are shared, rows of a batch."""

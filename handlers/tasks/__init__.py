@@ -1,0 +1,1 @@
+"""Handlers of pictures, texts and tables."""

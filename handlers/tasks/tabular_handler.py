@@ -1,0 +1,291 @@
+"""Named features in, labels or numbers out."""
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from modelyard.archiver.handler_files import FEATURES_FILE
+from modelyard.archiver.signature import fits
+from modelyard.handlers.base import BaseHandler, Classifier, Inputs
+from modelyard.handlers.body import body_of, parse_json
+from modelyard.handlers.context import Context
+from modelyard.handlers.errors import BadInput, LoadError
+from modelyard.handlers.explain.attribution import Tensors
+from modelyard.handlers.explain.bars import Bar
+from modelyard.handlers.explain.digits import as_lists
+from modelyard.handlers.explain.explanation import Explanation
+from modelyard.handlers.models.backends import Output
+from modelyard.handlers.models.rows import as_dtype
+from modelyard.handlers.tasks.lists import Lists
+
+_LIST_OF_ROWS = re.compile(r"\s*\[\s*[\[{]")
+_PEEKED = 64
+"""Bytes of a body in which a list of rows shows; JSON is read once where it holds one row."""
+_KEYS = ("name", "mean", "std", "values", "one_hot", "group")
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One value of a row: how it becomes the number, or the numbers, that the model takes."""
+
+    name: str
+    mean: float = 0.0
+    """Subtracted; also the value that stands for "no information"."""
+    std: float = 1.0
+    """Divides the difference."""
+    values: Mapping[str, float] = field(default_factory=dict)
+    """Text → number, for a feature of texts."""
+    one_hot: tuple[str, ...] = ()
+    """Texts with a column each, 1 in that of the text and 0 in the others."""
+    group: str | None = None
+    """What explanations take several features of this group for: one of this name."""
+
+    @property
+    def columns(self) -> int:
+        """How many it has."""
+        return len(self.one_hot) or 1
+
+    @property
+    def part(self) -> str:
+        """The name that its attribution has."""
+        return self.group or self.name
+
+    @property
+    def scale(self) -> float:
+        """By how much the model sees it vary: by 1 where `std` is said, texts by their range."""
+        numbers = self.values.values()
+        return (max(numbers) - min(numbers)) / self.std if numbers else 1.0
+
+
+class TabularHandler(Lists, Classifier):
+    """Serve a model of one float input (N, F); `features.json` in the archive names the F features.
+
+    A request's body is a JSON object with a value for each feature, {"age": 41, "smoker": "no"},
+    or a list of the values in order; a list of such rows is answered with the list of their
+    answers. The answer is {"label": probability, …} where the archive has labels, else the model's
+    numbers. The columns of a category, and the features of a group, are
+    one feature to explanations.
+    """
+
+    thing: ClassVar[str] = "feature"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features: tuple[Feature, ...] = ()
+        self.rows: list[dict[str, Any]] = []
+        """Of the current batch: feature name → the value that was sent, in the features' order."""
+
+    def initialize(self, context: Context) -> None:
+        """Load the archive and its `features.json`; refuse what does not fit the model."""
+        super().initialize(context)
+        folder = Path(context.system_properties["model_dir"])
+        self.features = read_features(folder / FEATURES_FILE)
+        if self.mapping is None and self.stated_kind is None:
+            self.output_kind = "values"
+        self.made_by = FEATURES_FILE
+        takes = ", ".join(map(str, self.inputs))
+        if len(self.inputs) != 1:
+            raise LoadError(f"the artifact takes {takes}; the handler tabular serves one input")
+        (spec,) = self.inputs
+        count = sum(feature.columns for feature in self.features)
+        is_table = len(spec.shape) == 2 and spec.is_float
+        if spec.dtype and not (is_table and fits(count, spec.shape[1])):
+            raise LoadError(
+                f"the artifact takes {takes}, {FEATURES_FILE} names {len(self.features)} features; "
+                f"expected a model of one float input [batch, {count}]"
+            )
+
+    def read_list(self, row: Mapping[str, Any]) -> list[Any] | None:
+        """Return the rows of a request that holds a list of them."""
+        body = body_of(row)
+        if isinstance(body, bytes | bytearray | str):
+            text = body if isinstance(body, str) else body[:_PEEKED].decode("latin-1")
+            body = parse_json(body) if _LIST_OF_ROWS.match(text) else None
+        is_list = isinstance(body, list) and bool(body) and isinstance(body[0], dict | list)
+        return body if is_list else None
+
+    def check_listed(self, body: Any) -> None:
+        """Refuse what is not a row."""
+        self._numbers_of(self._row_of(body))
+
+    def preprocess(self, data: Sequence[Mapping[str, Any]]) -> Inputs:
+        """Turn rows into the model's input (N, F)."""
+        self.rows = []
+        return super().preprocess(data)
+
+    def postprocess(self, outputs: Output) -> list[Any]:
+        """Name the outputs where the archive has labels, else give them as numbers."""
+        if self.mapping is None:
+            return BaseHandler.postprocess(self, outputs)
+        return super().postprocess(outputs)
+
+    def baseline(self, name: str, inputs: Tensor, seed: int = 0) -> Tensor:
+        """Return the `mean` of every feature, which the model sees as zeros."""
+        if name not in ("mean", "zero"):
+            raise BadInput(
+                f'baseline is "{name}"; expected mean, zero or file:NAME for a table (mean and '
+                "zero are one: the mean is subtracted)"
+            )
+        return torch.zeros_like(inputs)
+
+    def scales(self, inputs: Tensor) -> Tensor:
+        """Return the standard deviation of each feature, as the model sees it (N, F)."""
+        scales = torch.tensor(
+            [feature.scale for feature in self.features for _ in range(feature.columns)]
+        )
+        return scales.to(inputs).expand_as(inputs)
+
+    def describe(self, index: int, explanation: Explanation) -> dict[str, Any]:
+        """Return the attribution of each feature by its name."""
+        (attributions,) = explanation.attributions
+        if explanation.options.layer is not None:
+            return {}
+        return {"features": self.by_part(attributions), "values": self.rows[index]}
+
+    def bars(self, index: int, inputs: Tensors, explanation: Explanation) -> list[Bar]:
+        """Return the features and groups by name, with the values that were sent."""
+        if explanation.options.layer is not None:
+            return super().bars(index, inputs, explanation)
+        row = self.rows[index]
+        sent: dict[str, list[str]] = {}
+        for feature in self.features:
+            value = str(row[feature.name])
+            said = value if feature.part == feature.name else f"{feature.name} {value}"
+            sent.setdefault(feature.part, []).append(said)
+        errors = {} if explanation.errors is None else self.by_part(explanation.errors[0])
+        return [
+            Bar(part, value, ", ".join(sent[part]), errors.get(part))
+            for part, value in self.by_part(explanation.attributions[0]).items()
+        ]
+
+    def by_part(self, values: Tensor) -> dict[str, float]:
+        """Add values of the columns (F,) up by feature or group."""
+        found: dict[str, float] = {}
+        for name, value in zip(self._parts, as_lists(values), strict=True):
+            found[name] = found.get(name, 0.0) + value
+        return found
+
+    def groups(self, index: int, sizes: torch.Size) -> Tensor | None:
+        """Return the feature or group that each column is of, where one has several columns."""
+        names = list(dict.fromkeys(self._parts))
+        if len(names) == len(self._parts) or sizes != (len(self._parts),):
+            return None
+        return torch.tensor([names.index(name) for name in self._parts])
+
+    @property
+    def _parts(self) -> list[str]:
+        """The name that each column's attribution goes to."""
+        return [feature.part for feature in self.features for _ in range(feature.columns)]
+
+    def name_parts(self, index: int, explanation: Explanation) -> Mapping[str, float]:
+        """Return the attribution of each feature by its name."""
+        features: Mapping[str, float] = self.describe(index, explanation)["features"]
+        return features
+
+    def _read_row(self, row: Mapping[str, Any]) -> list[np.ndarray]:
+        """Return one request's features (F,), scaled as `features.json` says."""
+        value = self._row_of(parse_json(body_of(row)))
+        numbers = self._numbers_of(value)
+        self.rows.append(value)
+        return [as_dtype(self.inputs[0], np.array(numbers))]
+
+    def _numbers_of(self, row: Mapping[str, Any]) -> list[float]:
+        return [n for each in self.features for n in _scaled(each, row[each.name])]
+
+    def _row_of(self, value: Any) -> dict[str, Any]:
+        """Return the value of each feature by its name, in the features' order."""
+        names = [feature.name for feature in self.features]
+        if isinstance(value, list):
+            if value and isinstance(value[0], dict | list):
+                raise BadInput(
+                    f"the body is a list of {len(value)} rows; expected one row, which is explained"
+                )
+            if len(value) != len(names):
+                raise BadInput(
+                    f"the row has {len(value)} values; expected {len(names)}: {', '.join(names)}"
+                )
+            value = dict(zip(names, value, strict=True))
+        if not isinstance(value, dict):
+            raise BadInput(
+                "the body is not a JSON object; expected one with a value for each feature"
+            )
+        wrong = [f"{each} is missing" for each in names if each not in value]
+        wrong += [f"{each} is unknown" for each in value if each not in names]
+        if wrong:
+            raise BadInput(f"{', '.join(wrong)}; expected exactly {', '.join(names)}")
+        return {name: value[name] for name in names}
+
+
+def read_features(path: Path) -> tuple[Feature, ...]:
+    """Read features.json: {"features": [{"name": "age", "mean": 41.5, "std": 12.0}, …]}.
+
+    Raises:
+        LoadError: no such file, or entries that cannot be meant; the message names them.
+    """
+    if not path.is_file():
+        raise LoadError(
+            f"the archive holds no {path.name}; the handler tabular needs it: pack one with "
+            f'--extra-files, {{"features": [{{"name": "age", "mean": 0.0, "std": 1.0}}, …]}}'
+        )
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["features"]
+        features = tuple(_read_feature(path.name, at, entry) for at, entry in enumerate(entries))
+    except (ValueError, KeyError, TypeError) as error:
+        raise LoadError(f"{path.name} cannot be read ({error!r})") from error
+    names = [feature.name for feature in features]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise LoadError(f"{path.name} names {', '.join(twice)} twice")
+    alone = {feature.name for feature in features if feature.group is None}
+    if both := sorted(alone & {feature.group for feature in features if feature.group}):
+        raise LoadError(f"{path.name} has {', '.join(both)} as a feature and as a group")
+    return features
+
+
+def _read_feature(file: str, at: int, entry: Any) -> Feature:
+    place = f"{file}: features[{at}]"
+    if not isinstance(entry, dict) or not isinstance(entry.get("name"), str):
+        raise LoadError(f'{place} is {entry!r}; expected an object with a "name"')
+    if unknown := sorted(set(entry) - set(_KEYS)):
+        raise LoadError(f"{place} has {', '.join(unknown)}; expected some of {', '.join(_KEYS)}")
+    one_hot, group = entry.get("one_hot", []), entry.get("group")
+    if (
+        not isinstance(one_hot, list)
+        or not all(isinstance(each, str) for each in one_hot)
+        or (len(set(one_hot)) < len(one_hot) or ("one_hot" in entry and len(one_hot) < 2))
+    ):
+        raise LoadError(f'{place} has "one_hot": {one_hot!r}; expected two different texts or more')
+    if one_hot and (others := sorted({"mean", "std", "values"} & set(entry))):
+        raise LoadError(f"{place} has one_hot and {', '.join(others)}; expected one_hot alone")
+    if group is not None and (not isinstance(group, str) or not group):
+        raise LoadError(f'{place} has "group": {group!r}; expected a name')
+    feature = Feature(**{**entry, "one_hot": tuple(one_hot)})
+    numbers = (feature.mean, feature.std, *feature.values.values())
+    if not all(map(_is_number, numbers)) or feature.std <= 0:
+        raise LoadError(f"{place} is {entry!r}; expected finite numbers, and std above 0")
+    return feature
+
+
+def _scaled(feature: Feature, value: Any) -> list[float]:
+    if texts := feature.one_hot or tuple(feature.values):
+        if not isinstance(value, str) or value not in texts:
+            raise BadInput(
+                f"{feature.name} is {json.dumps(value)}; expected one of {', '.join(texts)}"
+            )
+        if feature.one_hot:
+            return [float(value == each) for each in feature.one_hot]
+        value = feature.values[value]
+    if not _is_number(value):
+        raise BadInput(f"{feature.name} is {json.dumps(value)}; expected a finite number")
+    return [float((value - feature.mean) / feature.std)]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

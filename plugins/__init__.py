@@ -1,0 +1,1 @@
+"""What core can do without: each folder registers itself by entry points."""

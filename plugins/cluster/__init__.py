@@ -1,0 +1,1 @@
+"""Servers beyond one machine: cells of Ray Serve, and containers of KServe's."""

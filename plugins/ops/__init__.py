@@ -1,0 +1,1 @@
+"""What operators work with: roll-outs, the console, drift, tuning and planning."""

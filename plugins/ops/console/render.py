@@ -1,0 +1,116 @@
+"""Pages from templates, whose every value is escaped; their headers; the files beside them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+from modelyard.plugins.ops.console.visit import Visit
+from modelyard.serve.errors import NoSuchRoute
+from modelyard.serve.http.connection import Answer, Headers
+
+HERE = Path(__file__).parent
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; "
+    "connect-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+"""Nothing runs but our own files, and no style stands in a page: what is put into one does nothing
+there."""
+HEADERS: Headers = [
+    (b"content-security-policy", POLICY.encode()),
+    (b"x-frame-options", b"DENY"),
+    (b"x-content-type-options", b"nosniff"),
+    # Of another origin than ours none; `no-referrer` would have forms say `Origin: null`.
+    (b"referrer-policy", b"same-origin"),
+    (b"cross-origin-opener-policy", b"same-origin"),
+    (b"cross-origin-resource-policy", b"same-origin"),
+]
+KINDS = {
+    ".js": b"text/javascript; charset=utf-8",
+    ".css": b"text/css; charset=utf-8",
+    ".svg": b"image/svg+xml",
+    ".LICENSE": b"text/plain; charset=utf-8",
+}
+HTML: Headers = [(b"content-type", b"text/html; charset=utf-8")]
+
+
+class Renderer:
+    """Makes answers of templates and files.
+
+    Args:
+        filters: further ones for templates, by name.
+    """
+
+    def __init__(self, filters: dict[str, Callable[..., str]] | None = None) -> None:
+        self.headers = HEADERS
+        self._static = {
+            file.name: (KINDS[file.suffix], file.read_bytes())
+            for file in sorted((HERE / "static").iterdir())
+            if file.suffix in KINDS
+        }
+        self._digests = {
+            name: hashlib.sha256(content).hexdigest()[:12]
+            for name, (_, content) in self._static.items()
+        }
+        self._environment = Environment(
+            loader=FileSystemLoader(HERE / "templates"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+            auto_reload=False,
+        )
+        self._environment.filters.update(filters or {})
+        self._environment.globals["digests"] = self._digests
+        self._compiling: asyncio.Future[None] | None = None
+
+    async def prepare(self) -> None:
+        """Compile the templates, once, beside the loop: it takes as long as many requests."""
+        if self._compiling is None:
+            self._compiling = asyncio.ensure_future(asyncio.to_thread(self._compile))
+        await self._compiling
+
+    def _compile(self) -> None:
+        for name in self._environment.list_templates():
+            self._environment.get_template(name)
+
+    def text(self, template: str, values: Mapping[str, object]) -> str:
+        """Return what a template makes of values."""
+        return self._environment.get_template(template).render(values)
+
+    def page(
+        self, visit: Visit, template: str, values: Mapping[str, object], status: int = 200
+    ) -> Answer:
+        """Return a whole page; what was to be said once is said on it."""
+        session, notices = visit.session, []
+        if session is not None:
+            notices, session.notices = session.notices, []
+        common = {
+            "visit": visit,
+            "root": visit.root,
+            "session": session,
+            "notices": notices,
+            "status": status,
+        }
+        text = self.text(template, {**common, **values})
+        return status, list(HTML), text.encode()
+
+    def part(self, template: str, values: Mapping[str, object]) -> Answer:
+        """Return a part of a page."""
+        return 200, list(HTML), self.text(template, values).encode()
+
+    def static(self, name: str) -> Answer:
+        """Return a file that pages load; its address names its content, so it is kept for good.
+
+        Raises:
+            NoSuchRoute: there is none of that name.
+        """
+        if name not in self._static:
+            raise NoSuchRoute
+        kind, content = self._static[name]
+        kept = b"public, max-age=31536000, immutable"
+        return 200, [(b"content-type", kind), (b"cache-control", kept)], content

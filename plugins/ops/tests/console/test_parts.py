@@ -1,0 +1,309 @@
+"""Sessions, readings and the log's last lines, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from pytest import approx
+
+from modelyard.plugins.ops.console.format import FILTERS, duration, rate, size
+from modelyard.plugins.ops.console.log_tail import MOST_CHARACTERS, MOST_LINES, LogTail
+from modelyard.plugins.ops.console.readings import (
+    MOST_WATCHED,
+    RECENT,
+    TOTAL,
+    WINDOW,
+    Percentile,
+    Watch,
+    percentile,
+)
+from modelyard.plugins.ops.console.render import Renderer
+from modelyard.plugins.ops.console.sessions import (
+    AGE_S,
+    FAILURES_S,
+    MOST_ADDRESSES,
+    MOST_FAILURES,
+    MOST_SESSIONS,
+    Sessions,
+)
+from modelyard.plugins.ops.console.visit import Page, Visit, read_form
+from modelyard.serve.dataplane.metrics import SECONDS, Metrics, VersionMetrics
+from modelyard.serve.errors import BadRequest, Forbidden, TooManyAttempts, Unauthorized
+from modelyard.serve.http.tokens import make_grant
+
+TOKEN, OTHER = "t" * 40, "o" * 40
+
+
+class Time:
+    """A clock that a test moves."""
+
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+@pytest.fixture
+def sessions(time: Time) -> Sessions:
+    grants = [make_grant("ops", "manage", TOKEN), make_grant("app", "predict", OTHER)]
+    return Sessions(lambda: grants, time)
+
+
+# -- sessions ------------------------------------------------------------------------------------
+
+
+def test_a_session_ends_with_its_age_used_or_not(sessions: Sessions, time: Time) -> None:
+    id = sessions.open(TOKEN, "a")
+    time.now += AGE_S - 1
+    assert sessions.find(id) is not None
+    time.now += 1
+    assert sessions.find(id) is None
+    time.now -= 2
+    assert sessions.find(id) is None  # it is forgotten
+
+
+def test_the_oldest_session_makes_room(sessions: Sessions) -> None:
+    first, second = sessions.open(TOKEN, "a"), sessions.open(TOKEN, "a")
+    assert sessions.find(first) is not None  # used more recently than the second now
+    for _ in range(MOST_SESSIONS - 1):
+        sessions.open(TOKEN, "a")
+    assert sessions.find(second) is None and sessions.find(first) is not None
+
+
+def test_a_session_is_not_kept_as_its_cookie(sessions: Sessions) -> None:
+    id = sessions.open(TOKEN, "a")
+    assert id not in repr(vars(sessions)) and TOKEN not in repr(vars(sessions))
+
+
+def test_wrong_tokens_are_not_looked_at_for_ever(sessions: Sessions, time: Time) -> None:
+    for _ in range(MOST_FAILURES):
+        with pytest.raises(Unauthorized):
+            sessions.open("x" * 40, "a")
+    with pytest.raises(TooManyAttempts) as refused:
+        sessions.open(TOKEN, "a")  # nor are right ones, or guessing would be seen to work
+    assert refused.value.retry_after_s == FAILURES_S + 1
+    sessions.open(TOKEN, "b")  # another address is another person
+    time.now += FAILURES_S
+    sessions.open(TOKEN, "a")
+
+
+def test_addresses_whose_failures_count_are_bounded(sessions: Sessions) -> None:
+    for number in range(MOST_ADDRESSES + 5):
+        with pytest.raises((Unauthorized, Forbidden)):
+            sessions.open(OTHER if number % 2 else "", str(number))
+    assert len(sessions._failures) == MOST_ADDRESSES
+
+
+def test_where_no_token_is_asked_for_everybody_may_act(time: Time) -> None:
+    sessions = Sessions(None, time)
+    session = sessions.find(sessions.open("", "a"))
+    assert session is not None and session.may("manage") and not sessions.asks_for_token
+
+
+def test_a_token_whose_rights_change_signs_in_anew(time: Time) -> None:
+    grants = [make_grant("ops", "manage", TOKEN)]
+    sessions = Sessions(lambda: grants, time)
+    id = sessions.open(TOKEN, "a")
+    grants[:] = [make_grant("ops", "view", TOKEN)]
+    assert sessions.find(id) is None
+
+
+# -- forms and paths -----------------------------------------------------------------------------
+
+
+def test_a_form_with_files_is_read() -> None:
+    body = (
+        b'--b\r\nContent-Disposition: form-data; name="csrf"\r\n\r\nword\r\n'
+        b'--b\r\nContent-Disposition: form-data; name="input"; filename="<i>.png"\r\n'
+        b"Content-Type: image/png\r\n\r\n\x89PNG\r\n\r\n--b--\r\n"
+    )
+    fields, files = read_form(body, b"multipart/form-data; boundary=b")
+    assert fields == {"csrf": "word"}
+    assert files["input"] == ("<i>.png", b"\x89PNG\r\n")
+    for broken in (body[:-10], body[:40], b""):
+        with pytest.raises(BadRequest):
+            read_form(broken, b"multipart/form-data; boundary=b")
+    many = body.replace(b"--b--", b"--b") + b"".join(
+        b'Content-Disposition: form-data; name="a%d"\r\n\r\n\r\n--b\r\n' % each
+        for each in range(100)
+    )
+    with pytest.raises(BadRequest, match="more than 100 fields"):
+        read_form(many, b"multipart/form-data; boundary=b")
+
+
+@pytest.mark.parametrize(
+    ("path", "root", "home"),
+    [
+        ("/console", "console", "console"),
+        ("/console/", ".", "./../console"),
+        ("/console/log", ".", "./../console"),
+        ("/console/models/m/1", "../..", "../../../console"),
+    ],
+)
+def test_links_are_relative_to_the_page(path: str, root: str, home: str) -> None:
+    visit = Visit("GET", path, {}, {}, {}, "id", None)
+    assert (visit.root, visit.home) == (root, home)
+
+
+def test_a_page_matches_its_own_path_only() -> None:
+    async def answer(visit: Visit) -> Any: ...
+
+    page = Page("GET", "/models/{model}/{version}", "view", answer)
+    assert page.match(["models", "m", "1"]) == {"model": "m", "version": "1"}
+    for parts in (["models", "m"], ["models", "m", "1", "x"], ["other", "m", "1"], []):
+        assert page.match(parts) is None
+
+
+# -- readings ------------------------------------------------------------------------------------
+
+
+def buckets(**counts: int) -> list[int]:
+    found = [0] * (len(SECONDS) + 1)
+    for at, count in counts.items():
+        found[int(at[1:])] = count
+    return found
+
+
+def test_a_percentile_lies_in_its_bucket() -> None:
+    assert percentile(buckets(), 0.5) is None
+    assert percentile(buckets(_0=10), 0.5) == Percentile(SECONDS[0] / 2, 0.0, SECONDS[0])
+    found = percentile(buckets(_1=90, _3=10), 0.99)
+    assert found is not None and (found.low, found.high) == (SECONDS[2], SECONDS[3])
+    assert found.seconds == approx(SECONDS[2] + (SECONDS[3] - SECONDS[2]) * 0.9)
+    last = percentile(buckets(_0=1, **{f"_{len(SECONDS)}": 9}), 0.99)
+    assert last == Percentile(SECONDS[-1], SECONDS[-1], float("inf"))
+
+
+class Served:
+    """A registry of one version, whose pool does nothing, with real metrics."""
+
+    def __init__(self) -> None:
+        metrics = VersionMetrics(Metrics(), "m", "1")
+        pool = SimpleNamespace(slots=[1, 2], ready_count=2, busy_s=0.0)
+        queue = SimpleNamespace(waiting=3)
+        self.model = SimpleNamespace(
+            name="m", version="1", metrics=metrics, pool=pool, batchers=[queue, queue],
+            explainers=None,
+        )  # fmt: skip
+        self.predict = metrics.kinds[0]
+        self.models = [self.model]
+
+    def __iter__(self) -> Any:
+        return iter(self.models)
+
+
+def test_a_reading_is_the_difference_of_two_seconds() -> None:
+    served, key = Served(), ("m", "1")
+    watch = Watch(cast(Any, served))
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        loop.call_later = lambda *_: cast(Any, SimpleNamespace(cancel=lambda: None))  # type: ignore[method-assign]
+        watch._memory_at = float("inf")
+        watch.look(key)
+        for second in range(1, 4):
+            for _ in range(30):
+                served.predict.answered(200, 0.004)
+            for _ in range(10):
+                served.predict.answered(503, 0.0001)
+            served.predict.refused_full.inc(10)
+            served.predict.batch_size.observe(4)
+            served.model.pool.busy_s += 1.0
+            watch._read(watch._seen[key][0][0] + second)
+        watch.close()
+
+    asyncio.run(run())
+    reading = watch.latest[key]
+    assert reading == watch.latest[TOTAL]._replace(at=reading.at)
+    assert reading.rate == approx(40) and reading.errors == approx(10)
+    assert reading.refused == approx(10) and reading.batch == 4
+    assert (reading.queue, reading.ready, reading.workers) == (6, 2, 2)
+    assert reading.busy == approx(0.5)
+    assert reading.p99 is not None and reading.p99.high == 0.005
+    assert reading.p50 is not None and reading.p50.low == 0.0025
+
+
+def test_readings_end_when_nobody_looks_and_are_bounded_while_somebody_does() -> None:
+    served = Served()
+    watch = Watch(cast(Any, served))
+
+    async def run() -> None:
+        loop = asyncio.get_running_loop()
+        waiting: list[Any] = []
+
+        def later(seconds: float, call: Any) -> Any:
+            waiting.append(call)
+            return SimpleNamespace(cancel=lambda: None)
+
+        loop.call_later = later  # type: ignore[method-assign,assignment]
+        watch._memory_at = float("inf")
+        window = watch.look()
+        assert len(waiting) == 1  # looked at twice, it is read once a second still
+        watch.look()
+        for _ in range(2 * WINDOW):
+            waiting.pop()()
+        assert (len(window), len(waiting), len(watch._seen[TOTAL])) == (WINDOW, 1, RECENT + 1)
+        for number in range(2 * MOST_WATCHED):
+            watch.look(("m", str(number)))
+        assert len(watch._windows) == len(watch._looked_at) == MOST_WATCHED
+        waiting[0]()
+        assert len(watch._windows) == 0  # versions that are not there
+        served.models.clear()
+        watch._last_look -= 11
+        waiting.pop()()
+        assert not waiting[1:] and watch._timer is None and not watch.latest
+        watch.look()
+        assert watch._timer is not None
+
+    asyncio.run(run())
+
+
+# -- the log ---------------------------------------------------------------------------------------
+
+
+def test_the_logs_last_lines_are_bounded() -> None:
+    tail = LogTail()
+    logger = logging.Logger("modelyard.serve.x")
+    logger.addHandler(tail)
+    for number in range(MOST_LINES + 10):
+        logger.info("line %d", number)
+    assert len(tail.lines()) == MOST_LINES and tail.lines()[0].text == "line 10"
+    logger.error("%s", "x" * (MOST_CHARACTERS + 5))
+    assert tail.lines(logging.ERROR)[0].text == f"{'x' * MOST_CHARACTERS}… (2005 characters)"
+    try:
+        raise ValueError("why")
+    except ValueError:
+        logger.exception("it failed")
+    (line,) = tail.lines(contains="IT FAILED")
+    assert line.text == "it failed: ValueError: why" and line.logger == "serve.x"
+
+
+def test_templates_are_compiled_once_and_not_while_a_page_is_made() -> None:
+    renderer = Renderer(FILTERS)
+
+    async def twice() -> None:
+        await asyncio.gather(renderer.prepare(), renderer.prepare())
+
+    asyncio.run(twice())
+    environment = renderer._environment
+    assert environment.cache is not None
+    assert len(environment.cache) == len(environment.list_templates()) > 10
+
+
+def test_numbers_are_written_for_people() -> None:
+    written = [duration(each) for each in (None, 0.0004, 0.0123, 1.5, 240.0, float("inf"))]
+    assert written == ["–", "400\u202fµs", "12.3\u202fms", "1.5\u202fs", "4\u202fmin",
+                       "without end"]  # fmt: skip
+    assert [rate(each) for each in (0, 0.25, 12345.6)] == ["0", "0.2", "12\u202f346"]
+    assert [size(each) for each in (None, 999, 14_900_000, 3_200_000_000)] == [
+        *("–", "999\u202fB", "14.9\u202fMB", "3.2\u202fGB")
+    ]

@@ -1,0 +1,128 @@
+"""Large answers are compared in a process beside the server, which may die or be behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+
+import orjson
+import psutil
+import pytest
+
+from modelyard.plugins.ops.rollout import comparer as module
+from modelyard.plugins.ops.rollout.compare import (
+    Answer,
+    Comparison,
+    NotCompared,
+    Tolerance,
+    Verdict,
+)
+from modelyard.plugins.ops.rollout.comparer import Comparer
+
+JSON = {"content-type": "application/json"}
+Ask = Callable[[Answer, Answer], Awaitable[Comparison | NotCompared]]
+
+
+def said(value: object) -> Answer:
+    return Answer(200, JSON, orjson.dumps(value))
+
+
+LARGE = [at / 7 for at in range(2000)]
+
+
+def processes() -> list[psutil.Process]:
+    """Return those that compare; other tests leave children of their own."""
+    found = []
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if module.__name__ in child.cmdline():
+                found.append(child)
+    return found
+
+
+@asynccontextmanager
+async def comparing() -> AsyncIterator[tuple[Comparer, Ask]]:
+    comparer = Comparer()
+
+    async def ask(live: Answer, candidate: Answer) -> Comparison | NotCompared:
+        found: asyncio.Future[Comparison | NotCompared] = asyncio.get_running_loop().create_future()
+        comparer.compare(live, candidate, Tolerance(), found.set_result)
+        return await found
+
+    try:
+        yield comparer, ask
+    finally:
+        await comparer.stop()
+        assert not processes()
+
+
+def test_small_answers_are_compared_at_once_and_large_ones_by_a_process_that_lives_on() -> None:
+    async def trip() -> None:
+        async with comparing() as (comparer, ask):
+            found: list[Comparison | NotCompared] = []
+            comparer.compare(said([1.0, 2.0]), said([1.0, 3.0]), Tolerance(), found.append)
+            assert isinstance(found[0], Comparison)
+            assert found[0].verdict is Verdict.DIFFERS
+            assert not processes()
+
+            near = await ask(said(LARGE), said([each * (1 + 1e-6) for each in LARGE]))
+            assert isinstance(near, Comparison)
+            assert near.verdict is Verdict.WITHIN_TOLERANCE
+            (process,) = processes()
+            assert process.nice() == module.NICENESS
+            other = await ask(said(LARGE), said([*LARGE[:-1], None]))
+            assert other == Comparison(
+                Verdict.DIFFERS,
+                False,
+                f"answer[1999]: expected {LARGE[-1]}, got None",
+                float("inf"),
+            )
+            assert processes() == [process]
+
+    asyncio.run(trip())
+
+
+def test_a_process_that_dies_is_replaced_and_a_slow_one_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def trip() -> None:
+        async with comparing() as (_, ask):
+            other = [each + 1 for each in LARGE]
+            await ask(said(LARGE), said(other))
+            (process,) = processes()
+            os.kill(process.pid, signal.SIGSTOP)
+            monkeypatch.setattr(module, "LONGEST_S", 0.2)
+            slow = await ask(said(LARGE), said(other))
+            assert isinstance(slow, NotCompared)
+            assert str(slow) == "comparing slow"
+            monkeypatch.undo()
+            assert isinstance(await ask(said(LARGE), said(other)), Comparison)
+            (process,) = processes()
+            process.kill()
+            dead = await ask(said(LARGE), said(other))
+            assert isinstance(dead, NotCompared)
+            assert str(dead) == "comparing failed"
+            assert isinstance(await ask(said(LARGE), said(other)), Comparison)
+
+    asyncio.run(trip())
+
+
+def test_what_waits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def trip() -> None:
+        async with comparing() as (comparer, _):
+            large = said(LARGE)
+            monkeypatch.setattr(module, "MOST_WAITING_BYTES", 3 * len(large.body))
+            found: list[Comparison | NotCompared] = []
+            for change in (1, 2):
+                other = large._replace(body=large.body + b" " * change)
+                comparer.compare(large, other, Tolerance(), found.append)
+            assert [str(each) for each in found] == ["comparing is behind"]
+            monkeypatch.setattr(module, "MOST_BYTES", 100)
+            comparer.compare(large, large._replace(body=b" "), Tolerance(), found.append)
+            assert str(found[-1]) == "too large"
+
+    asyncio.run(trip())

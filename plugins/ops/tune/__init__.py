@@ -1,0 +1,1 @@
+"""Settings for an objective on this machine, and cells for a load."""

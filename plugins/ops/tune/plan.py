@@ -1,0 +1,388 @@
+"""From measured costs to workers, cells and memory: a queueing model of one cell.
+
+A worker with n jobs before it runs them in batches of up to the batch size, so its rate grows with
+n. The number of jobs of a model in a cell is a birth-death chain: they come at random (Poisson) and
+go at the rate of the batches that n jobs make over all workers. From the chain's stationary
+distribution follow the batches that are before a new job, which are as long as they were measured:
+of the one that runs any part is left, and the others are scaled by (1 + cv²) / 2, as waiting is in
+M/G/c where service varies with cv (Allen and Cunneen). The server process is a queue of its own,
+M/D/1, that a request passes twice. Threads that are more than the cores slow each other down by how
+many run at a time, on average.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import fmean, pstdev
+
+from modelyard.plugins.ops.tune.costs import Costs
+from modelyard.serve.errors import ServeError
+
+MOST_CELLS = 1_000_000
+MOST_STATES = 4000
+"""Jobs in a cell that are reckoned with; beyond them the cell is as good as full."""
+FULL = 0.995
+"""Utilisation from which on nothing is predicted but that it is too much."""
+IDLE = 0.001
+"""Utilisation below which nothing is quicker in more cells."""
+ROUNDS = 6
+"""Of a fixed point: cores that are shared make times longer, which makes cores busier."""
+
+
+class CannotPlan(ServeError):
+    """There is no number of cells that does it, and why."""
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model of the mix, with what is known of it."""
+
+    name: str
+    share: float
+    costs: Costs
+    batch_size: int
+    threads: int
+
+    @cached_property
+    def batch_s(self) -> list[float]:
+        """Mean time of a batch, by its size; of none at place 0."""
+        return [0.0, *(self.costs.mean_s(size) for size in range(1, self.batch_size + 1))]
+
+    @cached_property
+    def best_job_s(self) -> float:
+        """What a job costs a worker at least, in the batches that are best for it."""
+        return min(self.batch_s[size] / size for size in range(1, self.batch_size + 1))
+
+    @cached_property
+    def variation(self) -> float:
+        """Squared coefficient of variation of a single job's time."""
+        times = self.costs.times_s(1)
+        return (pstdev(times) / fmean(times)) ** 2
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What one model's clients may expect of a cell."""
+
+    model: KnownModel
+    rate: float
+    """Per second and cell."""
+    workers: int
+    busy: float
+    """Share of the time that a worker is busy; above 1 it cannot keep up."""
+    mean_batch: float
+    waits: Sequence[tuple[float, float, float, int]] = field(repr=False, default=())
+    """How likely it is that so long a batch runs before a request, that those behind take so long,
+    and that its own is of such a size; none where the cell cannot keep up."""
+    stretch: float = 1.0
+    around_s: float = 0.0
+    """Of a request, outside the worker."""
+
+    @cached_property
+    def latencies_s(self) -> Sequence[float]:
+        """Each as likely as the next, sorted; none where the cell cannot keep up."""
+        return _mixed(self.model, self.waits, self.stretch, self.around_s) if self.waits else ()
+
+    def quantile_s(self, share: float) -> float:
+        """Return a quantile of the latency, infinite where it grows without end."""
+        if not self.latencies_s:
+            return math.inf
+        return self.latencies_s[min(int(share * len(self.latencies_s)), len(self.latencies_s) - 1)]
+
+
+@dataclass(frozen=True)
+class CellPlan:
+    """One cell, and what is expected of it."""
+
+    cores: int
+    models: Sequence[Expected]
+    server_busy: float
+    stretch: float
+    """By which times are longer for sharing the cores."""
+
+    @property
+    def memory_mb(self) -> float:
+        """Of the server with all its workers."""
+        own = sum(each.workers * each.model.costs.worker_mb for each in self.models)
+        return own + max(each.model.costs.server_mb for each in self.models)
+
+    @property
+    def threads(self) -> int:
+        """Of all workers."""
+        return sum(each.workers * each.model.threads for each in self.models)
+
+    @property
+    def keeps_up(self) -> bool:
+        """Whether no queue grows without end."""
+        return all(each.waits for each in self.models)
+
+    def worst_s(self, share: float) -> float:
+        """Return the largest of the models' quantiles."""
+        return max(each.quantile_s(share) for each in self.models)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Cells that are alike."""
+
+    cells: int
+    cell: CellPlan
+
+    @property
+    def cores(self) -> int:
+        """Cores of all cells."""
+        return self.cells * self.cell.cores
+
+    @property
+    def memory_mb(self) -> float:
+        """Memory of all cells."""
+        return self.cells * self.cell.memory_mb
+
+
+def refuse_impossible(model: KnownModel, limit_s: float, quantile: float) -> None:
+    """Raise where one request alone, in a cell that has nothing else to do, takes longer.
+
+    Raises:
+        CannotPlan: with the parts of that time.
+    """
+    times = model.costs.times_s(1)
+    service_s = times[int(quantile * len(times))]
+    around_s = (model.costs.server_ms + 2 * model.costs.turn_ms + model.costs.wait_ms) / 1e3
+    if service_s + around_s > limit_s:
+        raise CannotPlan(
+            f"{model.name}: p{quantile * 100:g}={limit_s * 1e3:g}ms cannot be met with any number "
+            f"of cells: one request alone takes {1e3 * (service_s + around_s):.3g} ms at that "
+            f"quantile, {1e3 * service_s:.3g} of them in the model. A faster artifact, or more "
+            "threads of a worker, make it shorter; cells do not"
+        )
+
+
+def make_plan(
+    models: Sequence[KnownModel],
+    rate: float,
+    limit_s: float,
+    quantile: float,
+    cores: int,
+    cells: int | None = None,
+) -> Plan:
+    """Return the fewest cells of so many cores with which each model keeps the limit.
+
+    Args:
+        models: whose shares add up to 1.
+        rate: requests per second, to all cells.
+        limit_s: of the quantile of each model's latency.
+        quantile: 0.99 for p99.
+        cores: of a cell.
+        cells: this number of them, whatever is expected.
+
+    Raises:
+        CannotPlan: no number of cells is enough, and why.
+    """
+    for model in models:
+        refuse_impossible(model, limit_s, quantile)
+
+    def at(number: int) -> CellPlan:
+        return best_cell(models, rate / number, quantile, cores)
+
+    if cells is not None:
+        return Plan(cells, at(cells))
+    low, high = 0, 1
+    while (cell := at(high)).worst_s(quantile) > limit_s:
+        if all(each.busy < IDLE for each in cell.models):
+            raise CannotPlan(
+                f"p{quantile * 100:g}={limit_s * 1e3:g}ms cannot be met with any number of cells: "
+                "with fewer they have too much to do, and with more so little that each request "
+                f"finds them asleep, which takes {cell.worst_s(quantile) * 1e3:.3g} ms"
+            )
+        low, high = high, 2 * high
+        if high > MOST_CELLS:
+            raise CannotPlan(
+                f"more than {MOST_CELLS} cells of {cores} cores would be needed for {rate:g} "
+                "requests per second; give a cell more --cores"
+            )
+    while high - low > 1:
+        middle = (low + high) // 2
+        if at(middle).worst_s(quantile) > limit_s:
+            low = middle
+        else:
+            high = middle
+    return Plan(high, at(high))
+
+
+def best_cell(models: Sequence[KnownModel], rate: float, quantile: float, cores: int) -> CellPlan:
+    """Return the better of two cells: workers for all cores, or with one left to the server."""
+    tried = [
+        expect(models, rate, workers, cores)
+        for threads in dict.fromkeys((cores - 1, cores))
+        if threads >= 1 and (workers := share_out(models, threads))
+    ]
+    return min(tried, key=lambda cell: (cell.worst_s(quantile), cell.threads))
+
+
+def share_out(models: Sequence[KnownModel], threads: int) -> list[int]:
+    """Return workers for each model, by what it costs, and one at least, on so many threads."""
+    workers = [1] * len(models)
+    demand = [model.share * model.best_job_s * model.threads for model in models]
+    left = threads - sum(model.threads for model in models)
+    while True:
+        able = [at for at, model in enumerate(models) if model.threads <= left]
+        if not able:
+            return workers
+        # One whose demand is nothing gets no second worker.
+        at = max(able, key=lambda at: demand[at] / workers[at])
+        workers[at] += 1
+        left -= models[at].threads
+
+
+def expect(
+    models: Sequence[KnownModel], rate: float, workers: Sequence[int], cores: int
+) -> CellPlan:
+    """Return what is to be expected of a cell that gets `rate` requests per second."""
+    rates = [rate * model.share for model in models]
+    working = sum(own * each.costs.server_ms for own, each in zip(rates, models, strict=True)) / 1e3
+    turning = sum(own * each.costs.turn_ms for own, each in zip(rates, models, strict=True)) / 500
+    # Where it is idle it takes two turns for a request; the busier, the more have one together.
+    server_busy = working if working >= 1 else (working + turning) / (1 + turning)
+    threads = sum(number * model.threads for number, model in zip(workers, models, strict=True))
+    stretch = 1.0
+    found: list[Expected] = []
+    for _ in range(ROUNDS):
+        found = [
+            _expect_model(model, own, number, stretch, server_busy * stretch)
+            for model, own, number in zip(models, rates, workers, strict=True)
+        ]
+        if threads + 1 <= cores:
+            break
+        again = _stretch(found, min(1.0, server_busy), cores)
+        if abs(again - stretch) < 1e-3:
+            break
+        stretch = again
+    return CellPlan(cores, found, server_busy * stretch, stretch)
+
+
+def _stretch(found: Sequence[Expected], server_busy: float, cores: int) -> float:
+    """Return by how much a thread is slowed down on average by others that run beside it."""
+    chances = [min(1.0, each.busy) for each in found for _ in range(each.workers)]
+    sizes = [each.model.threads for each in found for _ in range(each.workers)]
+    # The one that runs is one of these; the others run as often as they are busy.
+    running = {sizes[0]: 1.0}
+    for chance, size in [*zip(chances[1:], sizes[1:], strict=True), (server_busy, 1)]:
+        after: dict[int, float] = {}
+        for number, likely in running.items():
+            after[number] = after.get(number, 0.0) + likely * (1 - chance)
+            after[number + size] = after.get(number + size, 0.0) + likely * chance
+        running = after
+    return sum(likely * max(1.0, number / cores) for number, likely in running.items())
+
+
+def _expect_model(
+    model: KnownModel, rate: float, workers: int, stretch: float, server_busy: float
+) -> Expected:
+    size = model.batch_size
+    batch_s = [each * stretch for each in model.batch_s]
+    most = workers / (model.best_job_s * stretch)
+    if rate >= FULL * most or server_busy >= FULL:
+        return Expected(model, rate, workers, rate / most, float(size))
+    states = _chain(rate, workers, size, batch_s)
+    before = [_before(jobs, workers, size, batch_s) for jobs in range(len(states))]
+    served = sum(
+        likely * min(jobs, workers) for jobs, likely in enumerate(states)
+    )  # workers that are busy, on average
+    mean_batch = sum(
+        likely * max(1.0, min(size, jobs / workers)) for jobs, likely in enumerate(states)
+    )
+    costs = model.costs
+    server_s = costs.server_ms / 1e3 * stretch
+    rested_server_s, rested_worker_s = costs.idle_s((1 - server_busy) / rate)[0], 0.0
+    if served < workers:
+        rested_worker_s = costs.idle_s((workers - served) / rate)[1]
+    at_server_s = server_s + (2 * costs.turn_ms / 1e3 + rested_server_s) * (1 - server_busy)
+    at_server_s += server_busy * server_s / 2 / (1 - server_busy)  # 2 passes, each of half
+    waits = [
+        (
+            likely,
+            running_s,
+            full_s * (1 + model.variation) / 2 + (rested_worker_s if jobs < workers else 0.0),
+            own,
+        )
+        for jobs, (likely, (running_s, full_s, own)) in enumerate(zip(states, before, strict=True))
+    ]
+    around_s = at_server_s + costs.wait_ms / 1e3
+    return Expected(model, rate, workers, served / workers, mean_batch, waits, stretch, around_s)
+
+
+def _chain(rate: float, workers: int, size: int, batch_s: Sequence[float]) -> list[float]:
+    """Return how likely each number of jobs is in the cell."""
+    weights = [1.0]
+    total = 1.0
+    for jobs in range(1, MOST_STATES):
+        if jobs <= workers:
+            leaving = jobs / batch_s[1]
+        else:
+            batch = min(float(size), jobs / workers)
+            low = int(batch)
+            high = min(size, low + 1)
+            took_s = batch_s[low] + (batch - low) * (batch_s[high] - batch_s[low])
+            leaving = workers * batch / took_s
+        weights.append(weights[-1] * rate / leaving)
+        total += weights[-1]
+        if weights[-1] < 1e-7 * total and jobs > workers:
+            break
+        if total > 1e200:
+            weights = [each / total for each in weights]
+            total = 1.0
+    return [each / total for each in weights]
+
+
+def _before(
+    jobs: int, workers: int, size: int, batch_s: Sequence[float]
+) -> tuple[float, float, int]:
+    """Return how long the batch takes that runs before a new job, those behind it, its own size."""
+    if jobs < workers:
+        return 0.0, 0.0, 1
+    running = min(float(size), jobs / workers)
+    low = int(running)
+    high = min(size, low + 1)
+    running_s = batch_s[low] + (running - low) * (batch_s[high] - batch_s[low])
+    waiting = (jobs - running * workers) / workers  # for each worker
+    full = int(waiting // size)
+    own = min(size, max(1, round(waiting - full * size + 1)))
+    return running_s, full * batch_s[size], own
+
+
+LEAST_POINTS, MOST_POINTS = 20, 6_000
+"""Of a batch's times that stand for all of them; of all batches that are told apart."""
+GOLDEN = 0.618034
+"""Of the golden section, whose multiples fill a range evenly in an order of their own."""
+
+
+def _mixed(
+    model: KnownModel,
+    waits: Sequence[tuple[float, float, float, int]],
+    stretch: float,
+    around_s: float,
+) -> list[float]:
+    """Return latencies, each as likely as the next: of waiting and of the own batch's time."""
+    weighted: list[tuple[float, float]] = []
+    likely_waits = [each for each in waits if each[0] > 1e-7]
+    points = max(LEAST_POINTS, min(1000, MOST_POINTS // len(likely_waits)))
+    for likely, running_s, full_s, own in likely_waits:
+        times = model.costs.times_s(own)
+        for point in range(points):
+            time_s = times[int((point + 0.5) / points * len(times))]
+            wait_s = full_s + (point * GOLDEN % 1) * running_s
+            weighted.append((wait_s + time_s * stretch + around_s, likely / points))
+    weighted.sort()
+    total = sum(likely for _, likely in weighted)
+    found: list[float] = []
+    passed, at = 0.0, 0
+    for draw in range(2000):
+        level = (draw + 0.5) / 2000 * total
+        while at < len(weighted) - 1 and passed + weighted[at][1] < level:
+            passed += weighted[at][1]
+            at += 1
+        found.append(weighted[at][0])
+    return found

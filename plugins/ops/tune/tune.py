@@ -1,0 +1,426 @@
+"""Measure settings of one model through the real server, and find the best that is fast enough.
+
+Coordinate-wise: first workers and threads at the batch size of the plan, then batch sizes for the
+workers that led, one turn each. Those that could win, and the plan, then have their turns in
+alternating order, so that what disturbs the machine for a while disturbs all; only these turns
+decide. Each turn starts the server afresh and stops it.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import yaml
+
+from modelyard.archiver import Archive
+from modelyard.archiver.alternatives import KEY
+from modelyard.plugins.ops.tune.load import Load, make_request, run_load
+from modelyard.serve.control.state import StateDir
+from modelyard.serve.errors import ServeError, StartError, WrongUsage
+from modelyard.serve.settings import Settings
+from modelyard.serve.start import start_detached
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p95": 0.95, "p99": 0.99, "p99.9": 0.999}
+UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+BATCH_SIZES = (1, 2, 4, 8, 16, 32, 64)
+WARM_S = 0.5
+TIE = 0.05
+"""Rates that are closer count as equal; as do those within the spread of the best."""
+WORST_TIE = 0.15
+"""However large that spread is."""
+CONTENDS = 0.75
+"""After one turn, rates below this share of the best one are not measured again."""
+FINALISTS = 4
+STOP_S = 30.0
+
+CHILD = (
+    "-c",
+    "import ctypes, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
+    "from modelyard.serve.server import main; sys.exit(main())",
+)
+"""The server, told to end when this process does."""
+
+
+@dataclass(frozen=True)
+class Slo:
+    """A limit on one quantile of the latency."""
+
+    quantile: str
+    limit_s: float
+
+    def __str__(self) -> str:
+        """Return it as it is given, in milliseconds."""
+        return f"{self.quantile}={self.limit_s * 1e3:g}ms"
+
+
+def parse_slo(text: str) -> Slo:
+    """Read `p99=50ms`.
+
+    Raises:
+        WrongUsage: the message says what is taken.
+    """
+    match = re.fullmatch(r"([^=]+)=(\d+(?:\.\d+)?)([a-zµ]*)", text.strip())
+    if not match or match[1] not in QUANTILES or match[3] not in UNITS_S:
+        raise WrongUsage(
+            f"--slo {text!r}: expected such as p99=50ms: one of {', '.join(QUANTILES)}, and a "
+            f"number with one of {', '.join(UNITS_S)}"
+        )
+    if not float(match[2]):
+        raise WrongUsage(f"--slo {text!r}: no answer takes no time; give a limit above 0")
+    return Slo(match[1], float(match[2]) * UNITS_S[match[3]])
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is tried."""
+
+    workers: int
+    threads: int
+    batch_size: int
+    artifact: str = ""
+    """Another artifact of the archive than the one that its manifest names."""
+
+    @property
+    def cost(self) -> tuple[str, int, int, int]:
+        """What decides between equals: the artifact, threads in all, their teams, the batch."""
+        return self.artifact, self.workers * self.threads, self.threads, self.batch_size
+
+    def __str__(self) -> str:
+        """Return it in words."""
+        text = f"workers {self.workers}, threads {self.threads}, batch {self.batch_size}"
+        return f"{text}, {self.artifact}" if self.artifact else text
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One run of one setting."""
+
+    rate: float
+    """Answers per second."""
+    quantiles_s: Mapping[str, float]
+    load_share: float = 0.0
+    """Of one core, taken by the load itself."""
+    failure: str = ""
+    """Why it does not count."""
+
+
+@dataclass
+class Result:
+    """The turns of one setting that may be compared; a quantile is the median of its turns'."""
+
+    setting: Setting
+    turns: list[Turn] = field(default_factory=list)
+
+    @property
+    def failure(self) -> str:
+        """The first turn's that failed."""
+        return next((turn.failure for turn in self.turns if turn.failure), "")
+
+    @property
+    def rate(self) -> float:
+        """Median of the turns, answers per second."""
+        return median(turn.rate for turn in self.turns)
+
+    @property
+    def spread(self) -> float:
+        """Half of the range of the turns' rates, as a share of their median."""
+        rates = [turn.rate for turn in self.turns]
+        return (max(rates) - min(rates)) / 2 / self.rate if self.rate else 0.0
+
+    def quantile_s(self, name: str) -> float:
+        """Return a quantile of the latency."""
+        return median(turn.quantiles_s[name] for turn in self.turns)
+
+    def meets(self, slo: Slo | None, slack: float = 1.0) -> bool:
+        """Return whether its answers are fast enough."""
+        if self.failure:
+            return False
+        return slo is None or self.quantile_s(slo.quantile) <= slo.limit_s * slack
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a search found."""
+
+    finals: Sequence[Result]
+    """Comparable with each other; the simplest first."""
+    others: Sequence[Result]
+    """Tried once; comparable with others of that time only."""
+    best: Result | None
+    """None: no setting meets the limit."""
+    nearest: Result | None
+    """The lowest latency, where none is best."""
+
+
+Measure = Callable[[Setting], Turn]
+OnTurn = Callable[[Setting, int, int, int], None]
+"""Called before a turn with the setting, the turn's number, and turns done and expected."""
+
+
+def search(
+    plan: Setting,
+    *,
+    cores: int,
+    gpus: int,
+    largest_batch: int,
+    slo: Slo | None,
+    rounds: int,
+    measure: Measure,
+    artifacts: Sequence[str] = (),
+    on_turn: OnTurn = lambda setting, turn, done, expected: None,
+) -> Outcome:
+    """Find the setting with the highest rate that meets the limit.
+
+    Args:
+        plan: what the chooser would start.
+        gpus: devices that the model runs on; 0 for a CPU.
+        largest_batch: a batch cannot become larger: proven by the export, or all connections.
+        rounds: turns in the finals.
+        artifacts: others of the archive, tried with the setting that leads.
+
+    Raises:
+        ServeError: what `measure` raises.
+    """
+    scanned: dict[Setting, Result] = {}
+    done = 0
+
+    def run(result: Result, turn: int, to_come: int) -> None:
+        nonlocal done
+        on_turn(result.setting, turn, done, done + to_come)
+        result.turns.append(measure(result.setting))
+        done += 1
+
+    def scan(settings: Sequence[Setting]) -> None:
+        new = [setting for setting in settings if setting not in scanned]
+        for at, setting in enumerate(new):
+            scanned[setting] = Result(setting)
+            run(scanned[setting], 1, len(new) - at + (FINALISTS + 1) * rounds)
+
+    scan(shapes(plan, cores, gpus))
+    lead = _best(list(scanned.values()), slo) or _nearest(list(scanned.values()), slo)
+    if lead is None:
+        return Outcome([], list(scanned.values()), None, None)
+    sizes = [size for size in BATCH_SIZES if size <= largest_batch]
+    scan([replace(lead.setting, batch_size=size) for size in sizes])
+    if artifacts:
+        lead = _best(list(scanned.values()), slo) or lead
+        scan([replace(lead.setting, artifact=artifact) for artifact in artifacts])
+    finals = [Result(setting) for setting in _finalists(list(scanned.values()), plan, slo)]
+    for turn in range(1, rounds + 1):
+        for at, result in enumerate(finals):
+            run(result, turn, len(finals) - at + (rounds - turn) * len(finals))
+        finals.reverse()
+    in_order = sorted(finals, key=lambda result: result.setting.cost)
+    seen = {result.setting for result in finals}
+    rest = [result for result in scanned.values() if result.setting not in seen]
+    best = _best(finals, slo)
+    return Outcome(in_order, rest, best, None if best else _nearest(finals, slo))
+
+
+def shapes(plan: Setting, cores: int, gpus: int) -> list[Setting]:
+    """Return the plan and other numbers of workers and threads, never more threads than cores.
+
+    One core less than there are, because the server needs one for small models; and teams, to be
+    sure of what the chooser takes for granted.
+    """
+    if gpus:
+        pairs = {(gpus, 1), (2 * gpus, 1)}
+    else:
+        pairs = {(workers, 1) for workers in (1, cores // 2, cores - 1, cores)}
+        pairs |= {(cores // 2, 2), (1, min(cores, 8))}
+    pairs.discard((plan.workers, plan.threads))
+    others = sorted(pair for pair in pairs if pair[0] >= 1)
+    return [plan, *(Setting(workers, threads, plan.batch_size) for workers, threads in others)]
+
+
+def _finalists(results: Sequence[Result], plan: Setting, slo: Slo | None) -> list[Setting]:
+    """Return the settings that more turns could make the chosen one, and the plan."""
+    best = _best(results, slo, slack=1 / CONTENDS)
+    if best is not None:
+        able = [each for each in results if each.meets(slo, 1 / CONTENDS)]
+        able.sort(key=lambda each: -each.rate)
+        near = [each for each in able if each.rate >= CONTENDS * best.rate]
+    else:
+        assert slo is not None
+        name = slo.quantile
+        near = [each for each in results if not each.failure]
+        near.sort(key=lambda each: each.quantile_s(name))
+    finalists = [each.setting for each in near[:FINALISTS]]
+    is_plan_able = any(each.setting == plan and not each.failure for each in results)
+    return finalists if plan in finalists or not is_plan_able else [*finalists, plan]
+
+
+def _best(results: Sequence[Result], slo: Slo | None, slack: float = 1.0) -> Result | None:
+    """Return the highest rate that meets the limit, or the simplest of those that tie with it."""
+    able = [result for result in results if result.meets(slo, slack)]
+    if not able:
+        return None
+    top = max(able, key=lambda result: result.rate)
+    margin = min(max(TIE, top.spread), WORST_TIE)
+    tied = [result for result in able if result.rate >= top.rate * (1 - margin)]
+    return min(tied, key=lambda result: result.setting.cost)
+
+
+def _nearest(results: Sequence[Result], slo: Slo | None) -> Result | None:
+    able = [result for result in results if not result.failure]
+    if slo is None or not able:
+        return None
+    return min(able, key=lambda result: result.quantile_s(slo.quantile))
+
+
+# -- one turn ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Trial:
+    """How a setting of one model is measured."""
+
+    settings: Settings
+    """Whose server is started; the state folder is this trial's own."""
+    name: str
+    path: str
+    bodies: Sequence[tuple[bytes, str]]
+    """Bodies and content types of the requests, sent in turn."""
+    connections: int
+    seconds: float
+
+    def measure(self, setting: Setting) -> Turn:
+        """Start a server with this setting, load it, stop it.
+
+        Raises:
+            StartError: the model answers nothing but errors, so no setting is worth a try.
+        """
+        try:
+            with self.serve(setting) as (url, _):
+                requests = [make_request(url, self.path, *each) for each in self.bodies]
+                load = run_load(url, requests, self.connections, self.seconds, WARM_S)
+        except ServeError as error:
+            return Turn(0.0, dict.fromkeys(QUANTILES, math.inf), failure=str(error))
+        if not load.latencies_s:
+            raise StartError(f"{self.name} answers {load.first_failure}; see --input")
+        return _turn(load)
+
+    def settings_for(self, setting: Setting) -> Settings:
+        """Return the settings of a server with this setting."""
+        own = {
+            **self.settings.model_settings.get(self.name, {}),
+            "minWorkers": setting.workers,
+            "workerThreads": setting.threads,
+            "batchSize": setting.batch_size,
+            "maxBatchDelay": 0,
+        }
+        if setting.artifact:
+            own[KEY] = setting.artifact
+        return self.settings.model_copy(update={"model_settings": {self.name: own}})
+
+    @contextmanager
+    def serve(self, setting: Setting) -> Iterator[tuple[str, int]]:
+        """Yield the base URL and the process id of a server that runs for the block."""
+        with running(self.settings_for(setting)) as server:
+            yield server
+
+
+@contextmanager
+def running(settings: Settings) -> Iterator[tuple[str, int]]:
+    """Yield the base URL and the process id of a server that runs for the block."""
+    process, about = start_detached(
+        settings, StateDir(settings.state_dir), lambda model, text: None, CHILD
+    )
+    try:
+        yield str(about["inference"]), process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def golden_bodies(archive: Archive) -> list[tuple[bytes, str]]:
+    """Return the bodies of an archive's golden requests, with their content types."""
+    seal = archive.manifest.modelyard
+    return [(archive.read(each.request), each.content_type) for each in seal.golden] if seal else []
+
+
+def _turn(load: Load) -> Turn:
+    failure = ""
+    if load.failed:
+        total = load.failed + len(load.latencies_s)
+        failure = f"{load.failed} of {total} answers were errors, the first {load.first_failure}"
+    quantiles = {name: load.quantile_s(q) for name, q in QUANTILES.items()}
+    return Turn(load.rate, quantiles, load.cpu_s / load.seconds, failure)
+
+
+def on_own_ports(settings: Settings, models: tuple[str, ...], state_dir: Path) -> Settings:
+    """Return settings for a server of these models that only this machine reaches."""
+    return settings.model_copy(
+        update={
+            "models": models,
+            "state_dir": state_dir,
+            "host": "127.0.0.1",
+            "port": 0,
+            "management_port": 0,
+            "metrics_port": 0,
+            "auth": "auto",
+            "tokens": (),
+            "token_file": None,
+            "tls_cert": None,
+            "tls_key": None,
+            "access_log": False,
+            "workers": 0,
+        }
+    )
+
+
+# -- the file ----------------------------------------------------------------------------------
+
+
+def merge_config(text: str, changes: Mapping[str, Any]) -> str:
+    """Return a model-config.yaml with these keys, and everything else as it was, comments too."""
+    lines = text.splitlines()
+    for key, value in changes.items():
+        line = f"{key}: {value}"
+        places = [at for at, old in enumerate(lines) if re.match(rf"{key}\s*:", old)]
+        if places:
+            lines[places[0]] = line
+        else:
+            lines.append(line)
+    merged = "\n".join(lines) + "\n"
+    expected = {**(yaml.safe_load(text) or {}), **changes}
+    try:
+        if yaml.safe_load(merged) == expected:
+            return merged
+    except yaml.YAMLError:
+        pass
+    # Written in a way that lines cannot follow, as one mapping in braces.
+    return yaml.safe_dump(expected, sort_keys=False, allow_unicode=True)
+
+
+def config_changes(
+    old: Mapping[str, Any], setting: Setting, rate: float = 0.0
+) -> dict[str, int | float | str]:
+    """Return the keys that make a server start this setting, and expose the rate that it reached.
+
+    TorchServe takes minWorkers only with a maxWorkers that is no less.
+    """
+    most = old.get("maxWorkers")
+    changes: dict[str, int | float | str] = {
+        "minWorkers": setting.workers,
+        "maxWorkers": max(setting.workers, most if isinstance(most, int) else 0),
+        "workerThreads": setting.threads,
+        "batchSize": setting.batch_size,
+    }
+    if setting.artifact:
+        changes[KEY] = setting.artifact
+    if rate:
+        changes["tunedRate"] = float(f"{rate:.3g}")
+    return changes | ({"maxBatchDelay": 0} if "maxBatchDelay" in old else {})

@@ -1,0 +1,1 @@
+"""Handlers of further tasks: generation, sound, series, detection, segmentation."""

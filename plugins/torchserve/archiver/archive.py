@@ -1,0 +1,229 @@
+"""TorchServe's arguments → a plan, written as TorchServe's readers expect it.
+
+The archive has TorchServe's keys only: no digests, no golden requests. Facts: `docs/archive.md`.
+"""
+
+import argparse
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from modelyard.archiver.collect import Part, Plan, created_on
+from modelyard.archiver.errors import ArchiveExists, BadName, CannotArchive
+from modelyard.archiver.manifest import ARCHIVER_VERSION, Manifest
+from modelyard.archiver.untrusted.container import MAX_ENTRIES, SUFFIXES
+from modelyard.archiver.untrusted.names import (
+    MANIFEST_NAME,
+    check_name,
+    check_version,
+    collisions,
+    file_name_problem,
+)
+from modelyard.archiver.untrusted.names import quoted as quote
+from modelyard.archiver.write import write_plan
+from modelyard.plugins.torchserve.archiver.extra_files import expand_extra_files
+
+# What `--archive-format` says → how we call it.
+FORMATS = {
+    "default": "zip-deflate",
+    "tgz": "tgz",
+    "no-archive": "no-archive",
+    "zip-store": "zip-store",
+}
+
+BUILTIN_HANDLERS = (
+    "base_handler",
+    "text_classifier",
+    "image_classifier",
+    "object_detector",
+    "image_segmenter",
+    "dali_image_classifier",
+    "vllm_handler",
+    "trt_llm_handler",
+)
+# Built into TorchServe's C++ backend (runtime LSP).
+_LSP_HANDLERS = ("BaseHandler", "TorchScriptHandler")
+
+_NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_\-.]*$")
+
+Warn = Callable[[str], None]
+"""Called with one line for the user."""
+
+
+@dataclass
+class ModelArchiverConfig:
+    """What to pack: the command's arguments, under its names; TorchServe's class of this name."""
+
+    model_name: str
+    handler: str
+    version: str
+    serialized_file: str | None = None
+    model_file: str | None = None
+    extra_files: str | None = None
+    runtime: str = "python"
+    export_path: str = field(default_factory=lambda: str(Path.cwd()))
+    archive_format: str = "default"
+    force: bool = False
+    requirements_file: str | None = None
+    config_file: str | None = None
+    keep_tree: bool = False
+    check: bool = False
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> "ModelArchiverConfig":
+        """Take the arguments that a parser read."""
+        names = {each.name for each in fields(cls)}
+        return cls(**{name: value for name, value in vars(args).items() if name in names})
+
+
+def archive_for_torchserve(config: ModelArchiverConfig, warn: Warn) -> Path:
+    """Write the archive, whole or not at all; return its path.
+
+    Raises:
+        FileNotFoundError: a file is not there.
+        ArchiveError: a name breaks the rule, the archive exists, or files do not fit together.
+    """
+    check_model_name(config.model_name)
+    check_version(config.version)
+    folder = _export_folder(config.export_path, warn)
+    archive_format = FORMATS[config.archive_format]
+    _check_target(folder / f"{config.model_name}{SUFFIXES[archive_format]}", config.force, warn)
+    plan = plan_for_torchserve(config, warn)
+    packed = write_plan(
+        plan,
+        folder,
+        archive_format=archive_format,
+        dry_run=config.check,
+        force=config.force,
+    )
+    return packed.path
+
+
+def check_model_name(name: str) -> None:
+    """Refuse a name as TorchServe does, and one that is too long for the rule used everywhere.
+
+    Raises:
+        BadName: the name breaks the rule.
+    """
+    if not _NAME.match(name):
+        raise BadName(
+            "Model name contains special characters.\n"
+            f"The allowed regular expression filter for model name is: {_NAME.pattern}"
+        )
+    check_name(name)
+
+
+def plan_for_torchserve(config: ModelArchiverConfig, warn: Warn) -> Plan:
+    """Find the files that are to be packed.
+
+    Raises:
+        FileNotFoundError: one of them is not there.
+        CannotArchive: their names cannot be unpacked everywhere.
+    """
+    handler = _handler_file(config.handler, config.runtime)
+    given = [
+        (handler, "--handler", "handler"),
+        (config.model_file and Path(config.model_file), "--model-file", "model file"),
+        (config.serialized_file and Path(config.serialized_file), "--serialized-file", "weights"),
+    ]
+    parts = [_part(file, flag, role) for file, flag, role in given if file]
+    parts += expand_extra_files(config.extra_files or "", config.keep_tree, warn)
+    for name, flag, role in (
+        (config.requirements_file, "--requirements-file", "requirements"),
+        (config.config_file, "--config-file", "configuration"),
+    ):
+        if name:
+            parts.append(_part(Path(name), flag, role))
+    return Plan(_manifest(config), _checked(parts, warn))
+
+
+def _export_folder(export_path: str, warn: Warn) -> Path:
+    folder = Path(export_path)
+    if folder.is_file():
+        raise CannotArchive(
+            f"Given export-path {export_path} is not a directory. "
+            "Point to a valid export-path directory."
+        )
+    if not folder.exists():
+        warn(f"Given export-path {export_path} does not exist; it is created.")
+    return folder
+
+
+def _check_target(target: Path, force: bool, warn: Warn) -> None:
+    if not target.exists():
+        return
+    if not force:
+        raise ArchiveExists(
+            f"{target} already exists.\n"
+            "Please specify --force/-f option to overwrite the model archive output file.\n"
+            "See -h/--help for more details."
+        )
+    warn(f"Overwriting {target} ...")
+
+
+def _handler_file(handler: str, runtime: str) -> Path | None:
+    """Return the file of a handler: `path.py`, `path`, either with `:function`, or none."""
+    builtin = _LSP_HANDLERS if runtime == "LSP" else BUILTIN_HANDLERS
+    if handler in builtin:
+        return None
+    path = handler.rpartition(":")[0] or handler
+    suffix = ".so" if runtime == "LSP" else ".py"
+    is_complete = Path(path).suffix in ((".so", ".dylib") if runtime == "LSP" else (".py",))
+    return Path(path if is_complete else path + suffix)
+
+
+def _part(file: Path, flag: str, role: str) -> Part:
+    if not file.is_file():
+        raise FileNotFoundError(f"{flag}: [Errno 2] No such file or directory: '{file}'")
+    return Part(file.name, file, role)
+
+
+def _checked(parts: list[Part], warn: Warn) -> tuple[Part, ...]:
+    """Keep the last file of each name, as TorchServe does, and say so; check the names."""
+    kept: dict[str, Part] = {}
+    for part in parts:
+        before = kept.get(part.name)
+        if before is not None and not before.is_of(part.source):
+            warn(f"{part.label} is packed as {part.name}, in place of {before.label}")
+        kept[part.name] = part
+    problems = [
+        f"{part.label}: {problem}" for part in kept.values() if (problem := _problem(part.name))
+    ]
+    problems += collisions([*kept, MANIFEST_NAME])
+    if len(kept) >= MAX_ENTRIES:
+        problems.append(f"{len(kept)} files; an archive holds {MAX_ENTRIES - 1}")
+    if problems:
+        raise CannotArchive("these files cannot be packed", problems)
+    return tuple(kept[name] for name in sorted(kept))
+
+
+def _problem(name: str) -> str | None:
+    if name.partition("/")[0].lower() == "mar-inf":
+        return f"{quote(name)}: MAR-INF is where the archive's own files lie"
+    return file_name_problem(name)
+
+
+def _manifest(config: ModelArchiverConfig) -> Manifest:
+    return Manifest(
+        model_name=config.model_name,
+        model_version=config.version,
+        handler=_recorded_handler(config.handler),
+        serialized_file=_name(config.serialized_file),
+        model_file=_name(config.model_file),
+        requirements_file=_name(config.requirements_file),
+        config_file=_name(config.config_file),
+        runtime=config.runtime,
+        created_on=created_on(),
+        archiver_version=ARCHIVER_VERSION,
+    )
+
+
+def _recorded_handler(handler: str) -> str:
+    """Return the handler's base name as given; `file.py:function` as TorchServe reads it."""
+    path, colon, function = handler.rpartition(":")
+    return f"{Path(path).name.removesuffix('.py')}:{function}" if colon else Path(handler).name
+
+
+def _name(file: str | None) -> str | None:
+    return Path(file).name if file else None

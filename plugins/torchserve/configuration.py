@@ -1,0 +1,439 @@
+"""config.properties, environment and command line → the server's settings.
+
+A value is taken from the environment (where the file says `enable_envvars_config=true`), else the
+command line, else the file, else it is TorchServe's default.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import ssl
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from os import getuid
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from modelyard.base.nearest import did_you_mean
+from modelyard.plugins.torchserve.arguments import CommandLine
+from modelyard.plugins.torchserve.properties import fill_variables, parse_properties
+from modelyard.plugins.torchserve.settings import TorchServeSettings
+from modelyard.plugins.torchserve.snapshot import (
+    SNAPSHOT_FOLDER,
+    find_snapshots,
+    parse_model_snapshot,
+)
+from modelyard.serve.errors import StartError
+from modelyard.serve.settings import Address, Settings, describe_problems
+
+INTEGERS = {
+    "default_workers_per_model": 0,
+    "default_response_timeout": 1,
+    "default_startup_timeout": 1,
+    "unregister_model_timeout": 1,
+    "job_queue_size": 1,
+    "number_of_gpu": 0,
+    "number_of_netty_threads": 0,
+    "netty_client_threads": 0,
+    "io_ratio": 0,
+    "max_request_size": 1,
+    "max_response_size": 0,
+    "metric_time_interval": 1,
+    "initial_worker_port": 1,
+    "initial_distribution_port": 1,
+    "grpc_inference_port": 0,
+    "grpc_management_port": 0,
+    "grpc_inference_max_connection_age_ms": 1,
+    "grpc_inference_max_connection_age_grace_ms": 1,
+    "grpc_management_max_connection_age_ms": 1,
+    "grpc_management_max_connection_age_grace_ms": 1,
+}
+"""Whole numbers, and the least that each may be."""
+
+BOOLEANS = {
+    "async_logging",
+    "cpu_launcher_enable",
+    "debug",
+    "decode_input_request",
+    "disable_system_metrics",
+    "disable_token_authorization",
+    "enable_envvars_config",
+    "enable_grpc_ssl",
+    "enable_metrics_api",
+    "enable_model_api",
+    "install_py_dep_per_model",
+    "ipex_enable",
+    "ipex_gpu_enable",
+    "limit_max_image_pixels",
+    "model_metrics_auto_detect",
+    "prefer_direct_buffer",
+    "strict_start",
+    "use_env_allowed_urls",
+    "use_native_io",
+}
+
+NOT_FROM_ENVIRONMENT = {
+    "enable_envvars_config",
+    "io_ratio",
+    "metric_time_interval",
+    "model_server_home",
+    "model_snapshot",
+    "models",
+    "plugins_path",
+    "python",
+    "system_metrics_cmd",
+    "tsConfigFile",
+    "use_env_allowed_urls",
+    "use_native_io",
+    "version",
+    "vmargs",
+}
+
+VARIABLES = {
+    "token_expiration_min": "TS_TOKEN_EXPIRATION_TIME_MIN",
+    "ts_open_inference_protocol": "TS_OPEN_INFERENCE_PROTOCOL",
+    "ts_header_key_sequence_id": "TS_HEADER_KEY_SEQUENCE_ID",
+    "ts_header_key_sequence_start": "TS_HEADER_KEY_SEQUENCE_START",
+    "ts_header_key_sequence_end": "TS_HEADER_KEY_SEQUENCE_END",
+}
+"""Where the environment variable is not TS_ and the key in capitals."""
+DEFAULT_URLS = "MODELYARD_ALLOWED_URLS"
+"""Environment variable with `allowed_urls` for configurations that do not say it: TorchServe's own
+default, any URL, is unsafe, and ours is none."""
+
+_NO_JAVA = "there is no Java here"
+_NO_INTEL = "Intel's extensions are not supported"
+WITHOUT_EFFECT = {
+    "async_logging": "logs are always written beside the work",
+    "cpp_log_config": "there is no C++ backend",
+    "cpu_launcher_args": _NO_INTEL,
+    "cpu_launcher_enable": _NO_INTEL,
+    "initial_distribution_port": "models on several devices are not served",
+    "initial_worker_port": "workers are joined without ports; it only numbers them from 9000",
+    "io_ratio": _NO_JAVA,
+    "ipex_enable": _NO_INTEL,
+    "ipex_gpu_enable": _NO_INTEL,
+    "netty_client_threads": _NO_JAVA,
+    "number_of_netty_threads": _NO_JAVA,
+    "plugins_path": "Java plug-ins cannot run here",
+    "prefer_direct_buffer": _NO_JAVA,
+    "system_metrics_cmd": "the server measures the system itself",
+    "use_native_io": _NO_JAVA,
+    "vmargs": f"{_NO_JAVA}; only -Dlog4j.configurationFile is read",
+    "workflow_store": "workflows are not served",
+}
+"""Keys that are accepted, and why nothing follows from them."""
+
+WALLS = {"files", "network", "require_sandbox", "sandbox", "worker_uids"}
+LISTS_OF_WALLS = {"pass_variables", "read_paths", "write_paths"}
+"""Settings of every server that say what workers reach."""
+DRAIN = {"drain_delay_s"}
+"""Settings of every server that say how it ends."""
+PLACES = {"config_file", "directory", "log_dir", "metrics_dir", "properties", "snapshot_dir"}
+"""Settings of the dialect that no key sets."""
+TEXTS = (
+    (
+        {
+            "allowed_hosts",
+            "keystore_type",
+            "load_models",
+            "model_server_home",
+            "model_store",
+            "python",
+            "tsConfigFile",
+        }
+        | WALLS
+        | LISTS_OF_WALLS
+        | DRAIN
+        | {"version"}
+        | (TorchServeSettings.model_fields.keys() | WITHOUT_EFFECT.keys()) - INTEGERS.keys()
+    )
+    - BOOLEANS
+    - PLACES
+)
+KEYS = INTEGERS.keys() | BOOLEANS | TEXTS
+
+ADDRESS = re.compile(
+    r"(?P<scheme>https?)://(?P<host>\[[0-9a-f:]+\]|[^:/]+)(:(?P<port>\d+))?|unix:(?P<path>/.*)",
+    re.IGNORECASE,
+)
+HOST = re.compile(r"[\w.-]+|\[?[0-9A-Fa-f:.]+\]?")
+PORTS = {
+    "inference_address": (80, 443),
+    "management_address": (8081, 8444),
+    "metrics_address": (8082, 8445),
+}
+"""Without a port in the address: of http, of https."""
+
+UNLIMITED_S = 10 * 365 * 86400.0
+"""TorchServe has no limit for the time that a request waits."""
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What all sources together say."""
+
+    settings: Settings
+    dialect: TorchServeSettings
+    file: Path | None
+    """The configuration file or snapshot that was read."""
+    notices: list[str]
+    """For the log, once there is one."""
+
+
+def load_configuration(
+    options: CommandLine, environment: Mapping[str, str], directory: Path
+) -> Configuration:
+    """Read every source.
+
+    Args:
+        options: those of the command line.
+        environment: all environment variables.
+        directory: where the command was called; relative paths start there.
+
+    Raises:
+        StartError: something is wrong; the message names the key.
+    """
+    notices: list[str] = []
+    log_dir = directory / environment.get("LOG_LOCATION", "logs")
+    file, values = _read(options, environment, directory, log_dir, notices)
+    values |= _from_command_line(options)
+    if _is_true(values.get("enable_envvars_config")):
+        values |= _from_environment(values, environment)
+    elif protocol := environment.get("TS_OPEN_INFERENCE_PROTOCOL"):
+        values["ts_open_inference_protocol"] = protocol
+    typed = dict(_typed(values, notices))
+    own: dict[str, Any] = {
+        key: typed[key] for key in typed.keys() & TorchServeSettings.model_fields.keys()
+    }
+    own |= {key: parse_address(key, own[key]) for key in PORTS if key in own}
+    own |= {
+        key: directory / own[key]
+        for key in ("certificate_file", "private_key_file", "keystore", "metrics_config")
+        if own.get(key)
+    }
+    own |= {key: _parse_json(key, own[key]) for key in ("models", "model_snapshot") if key in own}
+    if "model_snapshot" in own:
+        parse_model_snapshot(own["model_snapshot"])
+    own["allowed_urls"] = _split(typed.get("allowed_urls", environment.get(DEFAULT_URLS, "")))
+    for key in ("allowed_urls", "blacklist_env_vars"):
+        _check_patterns(key, own.get(key) or ())
+    _check_tls(typed, own)
+    for key in ("grpc_inference_address", "grpc_management_address"):
+        if key in own and not HOST.fullmatch(own[key]):
+            raise StartError(
+                f"{key}: expected a host name or an IP address without http:// and port, "
+                f"got {own[key]!r}"
+            )
+    if own.get("metrics_mode", "log") not in ("log", "prometheus", "legacy"):
+        notices.append(f"metrics_mode: {own['metrics_mode']!r} is unknown; it is log")
+        own["metrics_mode"] = "log"
+    if typed.get("debug"):
+        notices.append("debug: each model gets one worker; workers start by themselves")
+        own["default_workers_per_model"] = 1
+    snapshots = None if options.no_config_snapshots else log_dir / SNAPSHOT_FOLDER
+    common = {
+        "model_store": directory / typed.get("model_store", ""),
+        "models": _split(typed.get("load_models", "")),
+        "allowed_hosts": _split(typed.get("allowed_hosts", "")),
+        "state_dir": state_dir(environment),
+        "device": "cpu" if typed.get("number_of_gpu") == 0 else None,
+        "queue_size": typed.get("job_queue_size"),
+        "request_timeout_s": UNLIMITED_S,
+        "response_timeout_s": typed.get("default_response_timeout"),
+        "startup_timeout_s": typed.get("default_startup_timeout"),
+        "max_request_bytes": typed.get("max_request_size"),
+        "install_requirements": typed.get("install_py_dep_per_model"),
+        "files": typed.get("files", "all"),  # handlers write beside models, and read home folders
+        **{key: typed[key] for key in (WALLS | DRAIN) & typed.keys()},
+        **{key: _split(typed[key]) for key in LISTS_OF_WALLS & typed.keys()},
+    }
+    try:
+        settings = Settings(**{key: value for key, value in common.items() if value is not None})
+        dialect = TorchServeSettings(
+            **own,
+            properties=values,
+            directory=directory,
+            config_file=file,
+            snapshot_dir=snapshots,
+            log_dir=log_dir,
+            metrics_dir=directory / environment.get("METRICS_LOCATION", "logs"),
+        )
+    except ValidationError as error:
+        raise StartError(describe_problems(error)) from error
+    return Configuration(settings, dialect, file, notices)
+
+
+def state_dir(environment: Mapping[str, str]) -> Path:
+    """Return the server's own folder in the temp folder: one server for each of those."""
+    temp = environment.get("TEMP") or tempfile.gettempdir()
+    return Path(temp) / f".modelyard-torchserve-{getuid()}"
+
+
+def parse_address(key: str, text: str) -> Address:
+    """Read the address of one API.
+
+    Raises:
+        StartError: it is not an address, or its port is over 65535.
+    """
+    match = ADDRESS.fullmatch(text.strip())
+    if match is None:
+        raise StartError(
+            f"Invalid binding address: {text} ({key} takes http[s]://host[:port] or unix:/path)"
+        )
+    if match["path"]:
+        return Address(path=Path(match["path"]))
+    is_tls = match["scheme"].lower() == "https"
+    port = int(match["port"]) if match["port"] else PORTS[key][is_tls]
+    if port > 65535:
+        raise StartError(f"Invalid port number: {text}")
+    return Address(match["host"].strip("[]"), port, is_tls=is_tls)
+
+
+# -- the sources -------------------------------------------------------------------------------
+
+
+def _read(
+    options: CommandLine,
+    environment: Mapping[str, str],
+    directory: Path,
+    log_dir: Path,
+    notices: list[str],
+) -> tuple[Path | None, dict[str, str]]:
+    """Return the configuration file that counts, and what it says."""
+    if named := environment.get("TS_CONFIG_FILE") or options.ts_config:
+        return directory / named, _read_file(directory / named, environment)
+    if not options.no_config_snapshots:
+        for snapshot in find_snapshots(log_dir / SNAPSHOT_FOLDER):
+            try:
+                values = _read_file(snapshot, environment)
+                parse_model_snapshot(_parse_json("model_snapshot", values["model_snapshot"]))
+            except (StartError, KeyError) as error:
+                notices.append(f"{snapshot} cannot be restored: {error}; trying the one before it")
+                continue
+            notices.append(
+                f"restoring {snapshot}, its addresses, models and all; config.properties and "
+                "--models have no effect. Start with --ncs to begin afresh"
+            )
+            return snapshot, values
+    default = directory / "config.properties"
+    return (default, _read_file(default, environment)) if default.is_file() else (None, {})
+
+
+def _read_file(file: Path, environment: Mapping[str, str]) -> dict[str, str]:
+    try:
+        content = file.read_bytes()
+    except OSError as error:
+        raise StartError(f"Unable to read configuration file {file}: {error.strerror}") from error
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError:
+        text = content.decode("latin-1")
+    return fill_variables(parse_properties(text), environment)
+
+
+def _from_command_line(options: CommandLine) -> dict[str, str]:
+    values = {
+        "model_store": options.model_store,
+        "workflow_store": options.workflow_store,
+        "load_models": ",".join(options.models) if options.models else None,
+        "cpp_log_config": options.cpp_log_config,
+        "plugins_path": options.plugins_path,
+        "disable_token_authorization": "true" if options.disable_token_auth else None,
+        "enable_model_api": "true" if options.enable_model_api else None,
+    }
+    return {key: value for key, value in values.items() if value is not None}
+
+
+def _from_environment(values: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    barred = set(NOT_FROM_ENVIRONMENT)
+    if not _is_true(values.get("use_env_allowed_urls")):
+        barred.add("allowed_urls")
+    names = {key: VARIABLES.get(key, f"TS_{key.upper()}") for key in KEYS - barred}
+    return {key: environment[name] for key, name in names.items() if name in environment}
+
+
+# -- values ------------------------------------------------------------------------------------
+
+
+def _typed(values: Mapping[str, str], notices: list[str]) -> Iterator[tuple[str, Any]]:
+    """Yield keys with values of their type, and say which keys have no effect."""
+    for key, text in values.items():
+        if key in WITHOUT_EFFECT:
+            notices.append(f"{key} has no effect: {WITHOUT_EFFECT[key]}")
+        if key in INTEGERS:
+            yield key, _integer(key, text)
+        elif key in BOOLEANS:
+            if text.strip().lower() not in ("true", "false"):
+                notices.append(f"{key}: expected true or false, got {text!r}; it is false")
+            yield key, _is_true(text)
+        elif key in TEXTS:
+            if text.strip():
+                yield key, text.strip()
+        else:
+            near = did_you_mean(key, KEYS)
+            notices.append(f"{key} is not a key of config.properties and has no effect{near}")
+
+
+def _split(text: str) -> tuple[str, ...]:
+    return tuple(filter(None, map(str.strip, text.split(","))))
+
+
+def _integer(key: str, text: str) -> int:
+    least = INTEGERS[key]
+    try:
+        value = int(text)
+    except ValueError:
+        value = least - 1
+    if value < least:
+        raise StartError(f"{key}: expected a whole number from {least} up, got {text!r}")
+    return value
+
+
+def _is_true(text: str | None) -> bool:
+    return text is not None and text.strip().lower() == "true"
+
+
+def _parse_json(key: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise StartError(f"{key}: expected JSON, {error}") from error
+
+
+def _check_patterns(key: str, patterns: str | tuple[str, ...]) -> None:
+    for pattern in (patterns,) if isinstance(patterns, str) else patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise StartError(f"{key}: {pattern!r} is not a regular expression: {error}") from error
+
+
+def _check_tls(typed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    if ("certificate_file" in typed) != ("private_key_file" in typed):
+        raise StartError("certificate_file and private_key_file go together; one is missing")
+    if (kind := typed.get("keystore_type", "PKCS12")).upper() != "PKCS12":
+        raise StartError(
+            f"keystore_type: expected PKCS12, got {kind}; `keytool -importkeystore "
+            "-deststoretype PKCS12` converts the keystore"
+        )
+    for key in ("certificate_file", "private_key_file", "keystore", "metrics_config"):
+        if own.get(key) and not own[key].is_file():
+            raise StartError(f"{key}: file not found: {own[key]}")
+
+
+def read_tls(own: TorchServeSettings) -> Callable[[], ssl.SSLContext] | None:
+    """Return what returns the context of the addresses with TLS; None where there are none.
+
+    Raises:
+        StartError: key or certificate cannot be used.
+    """
+    from modelyard.serve.http.tls import watched_tls
+
+    hosts = [each.host for each in (*own.addresses, *own.grpc_addresses) if each.is_tls]
+    files = own.certificate_file, own.private_key_file, own.keystore, own.keystore_pass
+    return watched_tls(hosts, *files) if hosts else None

@@ -1,0 +1,278 @@
+"""What the APIs have in common in TorchServe's dialect: paths, parameters, answers, errors."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import parse_qsl
+
+from modelyard.archiver import ArchiveError
+from modelyard.plugins.ops.console.app import Console
+from modelyard.plugins.torchserve.openapi import Document
+from modelyard.plugins.torchserve.settings import TorchServeSettings
+from modelyard.serve.dataplane.call import Stream
+from modelyard.serve.dataplane.wire import Buffer, Payload
+from modelyard.serve.errors import (
+    BadMessage,
+    BadRequest,
+    BodyTooLarge,
+    FetchFailed,
+    MethodNotAllowed,
+    ServeError,
+    Unauthorized,
+    Unavailable,
+    UrlRefused,
+    http_status,
+)
+from modelyard.serve.http.application import (
+    Answers,
+    Application,
+    Calls,
+    Check,
+    Events,
+    Route,
+    ServerState,
+)
+from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
+
+logger = logging.getLogger(__name__)
+
+JSON: Headers = [(b"content-type", b"application/json")]
+REASON = b"x-modelyard-reason"
+"""Header of an error whose message is TorchServe's and says less than we know."""
+MAX_REASON = 500
+UUID = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}", re.IGNORECASE)
+
+
+Respond = Callable[[RequestResponseCycle, list[str], bytes, str], Awaitable[Answer]]
+"""Called with a request, its path, body and id; what it raises is answered."""
+Begin = Callable[[RequestResponseCycle, list[str], Sequence[Buffer], str], bool]
+"""Called before that, with the body in parts; returns whether it has made a call."""
+
+
+class Dialect:
+    """One API of TorchServe's, behind an `Application`.
+
+    Args:
+        check: the token check.
+        answers: as `dialect_answers` makes them.
+        document: the OpenAPI document of its port.
+        respond: answers what is not a call, once its body is there.
+        owns: whether a path is this API's, where one port carries several.
+        calls: as of `Application`.
+        begin: makes calls of requests that say only in the body for which model they are.
+        console: answers its own paths beside this API's.
+    """
+
+    def __init__(
+        self,
+        check: Check,
+        answers: Answers,
+        document: Document,
+        respond: Respond,
+        owns: Callable[[str], bool],
+        calls: Calls | None = None,
+        begin: Begin | None = None,
+        console: Console | None = None,
+    ) -> None:
+        route: Route = self._route
+        if console is not None:
+            check, route = console.check(check), console.route(route)
+        self.application = Application(check, answers, route, calls)
+        self.document = document
+        self.owns = owns
+        self._answers = answers
+        self._respond = respond
+        self._begin = begin
+
+    def _route(self, cycle: RequestResponseCycle, id: str) -> None:
+        """Answer with the API's description, or as soon as the body is there."""
+        path = segments(cycle.path)
+        if not path and cycle.method != "OPTIONS":
+            raise MethodNotAllowed
+        if not path or path == ["api-description"]:
+            self._answers.send(cycle, id, *json_answer(self.document))
+        else:
+            cycle.read_body(lambda parts: self._with_body(cycle, path, parts, id))
+
+    def _with_body(
+        self, cycle: RequestResponseCycle, path: list[str], parts: Sequence[Buffer], id: str
+    ) -> None:
+        try:
+            if self._begin is not None and self._begin(cycle, path, parts, id):
+                return
+        except ServeError as error:
+            self._answers.send(cycle, id, *self._answers.error(error, id))
+        else:
+            cycle.run(self._run(cycle, path, b"".join(parts), id))
+
+    async def _run(
+        self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
+    ) -> None:
+        try:
+            answer = await self._respond(cycle, path, body, id)
+        except Exception as error:
+            answer = self._answers.error(error, id)
+        self._answers.send(cycle, id, *answer)
+
+
+def refuse_http(cycle: RequestResponseCycle, id: str) -> None:
+    """Refuse a request by HTTP/1.1 on a port of gRPC."""
+    raise BadRequest("this port speaks gRPC; HTTP is answered at inference_address and its like")
+
+
+def dialect_answers(
+    state: ServerState,
+    settings: TorchServeSettings,
+    on_status: Callable[[int], None] | None = None,
+) -> DialectAnswers:
+    """Return the form of TorchServe's answers: its errors, request ids and CORS headers."""
+    cors = (
+        (b"access-control-allow-origin", settings.cors_allowed_origin),
+        (b"access-control-allow-methods", settings.cors_allowed_methods),
+        (b"access-control-allow-headers", settings.cors_allowed_headers),
+    )
+    more = [(name, value.encode("latin-1")) for name, value in cors if value]
+    return DialectAnswers(
+        state, form_error, UUID, more, closes_after_errors=True, on_status=on_status
+    )
+
+
+class DialectAnswers(Answers):
+    """TorchServe's answers; an error says `error`, too, where requests of tensors are answered.
+
+    That is the name that clients of the Open Inference Protocol know.
+    """
+
+    adds_error = False
+    """Whether such requests are read as TorchServe does not."""
+
+    def send(
+        self, cycle: RequestResponseCycle, id: str, status: int, headers: Headers,
+        body: Payload | Stream | Events,
+    ) -> None:  # fmt: skip
+        """Send an answer."""
+        if status >= 400 and self._is_of_tensors(cycle) and isinstance(body, bytes | bytearray):
+            body = _with_error(body)
+        super().send(cycle, id, status, headers, body)
+
+    def send_refusal(self, cycle: RequestResponseCycle, id: str, error: Unavailable) -> None:
+        """Send the answer to a call that is not taken."""
+        if self._is_of_tensors(cycle):
+            self.send(cycle, id, *self.error(error, id))
+        else:
+            super().send_refusal(cycle, id, error)
+
+    def refuse(self, error: Exception, cycle: RequestResponseCycle | None) -> Answer:
+        """Return the last answer on a connection."""
+        status, headers, body = super().refuse(error, cycle)
+        if cycle is not None and self._is_of_tensors(cycle):
+            if not body:
+                headers, body = [*JSON, *headers], error_answer(status, "", str(error))[2]
+            body = _with_error(body)
+        return status, headers, body
+
+    def _is_of_tensors(self, cycle: RequestResponseCycle) -> bool:
+        return self.adds_error and cycle.path.startswith("/v2/")
+
+
+def _with_error(body: bytes | bytearray) -> bytes:
+    """Return the JSON of an error with its message under `error`, too; else the body itself."""
+    try:
+        content = json.loads(body)
+    except ValueError:
+        return bytes(body)
+    if not isinstance(content, dict) or "message" not in content:
+        return bytes(body)
+    return (json.dumps({**content, "error": content["message"]}, indent=2) + "\n").encode()
+
+
+class Refused(Unavailable):
+    """No worker takes a request; TorchServe's words, and ours as the reason."""
+
+    def __init__(self, message: str, cause: Unavailable) -> None:
+        super().__init__(message, cause.retry_after_s)
+        self.reason = str(cause)
+
+
+def form_error(error: Exception, id: str) -> Answer:
+    """Return status, headers and body for an error."""
+    if isinstance(error, BodyTooLarge):
+        return 413, [], b""
+    if isinstance(error, BadMessage):
+        return error_answer(400, "BadRequestException", "Invalid HTTP message.", str(error))
+    status, kind = http_status(error)
+    if isinstance(error, Unauthorized):
+        status = 400
+    reason = error.reason if isinstance(error, FetchFailed | UrlRefused) else None
+    answer = error_answer(status, kind, text_of(error), reason)
+    if isinstance(error, Unavailable):
+        answer[1].append((b"retry-after", str(error.retry_after_s).encode()))
+    if isinstance(error, Refused):
+        answer[1].append((REASON, error.reason.encode("ascii", "replace")))
+    return answer
+
+
+def text_of(error: Exception) -> str:
+    """Return what a client reads of an error; of one that nobody declared, its class only."""
+    declared = isinstance(error, (ServeError, ArchiveError))
+    return str(error) if declared else f"internal error ({type(error).__name__})"
+
+
+def segments(path: str) -> list[str]:
+    """Split a decoded path as TorchServe does: empty parts at its end do not count."""
+    parts = path.split("/")[1:]
+    while parts and not parts[-1]:
+        parts.pop()
+    return parts
+
+
+def parameters(query: bytes) -> dict[str, str]:
+    """Return a query's parameters; the first of a name counts."""
+    pairs = parse_qsl(query.decode("latin-1"), keep_blank_values=True)
+    return dict(reversed(pairs))
+
+
+def integer(values: Mapping[str, Any], name: str, default: int) -> int:
+    """Return a whole number; anything else is the default, as in TorchServe."""
+    value = values.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        return default
+    try:
+        return int(value)
+    except ValueError:
+        return default
+
+
+def boolean(values: Mapping[str, Any], name: str, default: bool) -> bool:
+    """Return whether a value is `true`, in any case."""
+    value = values.get(name)
+    return default if value is None else str(value).lower() == "true"
+
+
+def json_answer(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Answer:
+    """Return an answer of the server's own: JSON over several lines, with a line end."""
+    more = [(name.lower().encode(), text.encode()) for name, text in (headers or {}).items()]
+    return status, [*JSON, *more], (json.dumps(value, indent=2) + "\n").encode()
+
+
+def status_answer(text: str, status: int = 200) -> Answer:
+    """Return what TorchServe's management API says of a change."""
+    return json_answer({"status": text}, status)
+
+
+def error_answer(status: int, kind: str, message: str, reason: str | None = None) -> Answer:
+    """Return an error; what it says beyond TorchServe's words is in a header.
+
+    Args:
+        kind: the name of TorchServe's class.
+    """
+    answer = json_answer({"code": status, "type": kind, "message": message}, status)
+    if reason:
+        logger.warning("%d %s: %s", status, message, reason)
+        line = " ".join(reason.split())[:MAX_REASON]
+        answer[1].append((REASON, line.encode("ascii", "replace")))
+    return answer

@@ -1,0 +1,118 @@
+"""TorchServe's management API by gRPC: the six methods, answered by those of HTTP."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from modelyard.plugins.grpc.oip import parse
+from modelyard.plugins.grpc.protos import message
+from modelyard.plugins.grpc.rpc import Message, Method, Rpc, RpcError, Status, status_of
+from modelyard.plugins.torchserve.grpc_services import with_class
+from modelyard.plugins.torchserve.management import TorchServeManagement
+from modelyard.serve.api.inference import pack_fields
+from modelyard.serve.errors import BadRequest
+from modelyard.serve.http.application import Answers
+from modelyard.serve.http.connection import Answer
+
+PACKAGE = "org.pytorch.serve.grpc.management"
+SERVICE = f"{PACKAGE}.ManagementAPIsService"
+STATUSES = {403: Status.FAILED_PRECONDITION, 409: Status.ALREADY_EXISTS}
+"""By HTTP status, where TorchServe's gRPC says nothing but UNKNOWN."""
+
+Respond = Callable[[Rpc, Any], Awaitable[Answer]]
+
+
+class ManagementApi:
+    """The service.
+
+    Args:
+        management: answers by HTTP, from where the answers are taken.
+        answers: the form of its errors.
+    """
+
+    def __init__(self, management: TorchServeManagement, answers: Answers) -> None:
+        self._management = management
+        self._answers = answers
+
+    def methods(self) -> dict[str, Method]:
+        """Return the methods by full name."""
+        own: dict[str, Respond] = {
+            "DescribeModel": self._describe,
+            "ListModels": self._list,
+            "RegisterModel": self._register,
+            "ScaleWorker": self._scale,
+            "SetDefault": self._set_default,
+            "UnregisterModel": self._unregister,
+        }
+        return {
+            f"/{SERVICE}/{name}": partial(self._begin, name, respond)
+            for name, respond in own.items()
+        }
+
+    def _begin(self, name: str, respond: Respond, rpc: Rpc) -> None:
+        def begin(data: Message) -> None:
+            rpc.run(self._answer(rpc, parse(f"{PACKAGE}.{name}Request", data), respond))
+
+        rpc.unary(begin)
+
+    async def _answer(self, rpc: Rpc, request: Any, respond: Respond) -> None:
+        try:
+            status, _, body = await respond(rpc, request)
+        except RpcError:
+            raise
+        except Exception as error:
+            status, _, body = self._answers.error(error, rpc.id)
+        said = json.loads(body)
+        if status >= 400:
+            code = STATUSES.get(status) or status_of(status)
+            if getattr(request, "customized", False):
+                code = Status.INTERNAL
+            raise RpcError(code, with_class(said["message"], said["type"]))
+        is_change = isinstance(said, dict) and "status" in said
+        text = said["status"] if is_change else body.decode().rstrip("\n")
+        rpc.reply(message(f"{PACKAGE}.ManagementResponse")(msg=text).SerializeToString())
+
+    async def _describe(self, rpc: Rpc, request: Any) -> Answer:
+        name, version = request.model_name, request.model_version or None
+        if request.customized and version != "all":
+            head = pack_fields(b"", b"", rpc.id, ())
+            return await self._management.describe_customized(name, version, head)
+        return self._management.describe(name, version)
+
+    async def _list(self, rpc: Rpc, request: Any) -> Answer:
+        return self._management.list_models(
+            {"limit": request.limit, "next_page_token": request.next_page_token}
+        )
+
+    async def _register(self, rpc: Rpc, request: Any) -> Answer:
+        self._require_model_api()
+        return await self._management.register(_given(request))
+
+    async def _scale(self, rpc: Rpc, request: Any) -> Answer:
+        given = _given(request)
+        version = request.model_version or None
+        return await self._management.scale(request.model_name, version, given)
+
+    async def _set_default(self, rpc: Rpc, request: Any) -> Answer:
+        return self._management.set_default(request.model_name, request.model_version)
+
+    async def _unregister(self, rpc: Rpc, request: Any) -> Answer:
+        self._require_model_api()
+        if not request.model_name:
+            raise BadRequest("Parameter url is required.")  # as TorchServe calls it
+        return await self._management.unregister(request.model_name, request.model_version or None)
+
+    def _require_model_api(self) -> None:
+        if not self._management.has_model_api:
+            text = with_class("Model API disabled", "ModelException")
+            raise RpcError(Status.PERMISSION_DENIED, text)
+
+
+def _given(request: Any) -> dict[str, Any]:
+    """Return what a request says: a number counts above 0 only, a text where it is not empty."""
+    fields = {field.name: value for field, value in request.ListFields()}
+    given = {name: value for name, value in fields.items() if isinstance(value, str) or value > 0}
+    return {**given, "synchronous": request.synchronous}

@@ -1,0 +1,276 @@
+"""The inference API in TorchServe's dialect: its routes, in whatever method.
+
+| path | what |
+| --- | --- |
+| /predictions/{m}[/{v}[/rest]], /explanations/… | the hot path |
+| /v1/models/{m}:predict, :explain · /v2/models/{m}[/versions/{v}]/infer, explain | KServe's |
+| /v2/models/{m}[/versions/{v}]/infer | tensors, if that protocol is on and no envelope reads them |
+| /invocations, /models/{m}/invoke, /{m}[/{v}]/predict | the query is the handler's too |
+| /v2, /v2/health/…, /v2/models/{m}[/versions/{v}][/ready] | Open Inference Protocol, if on |
+| /v1/models[/{m}] | KServe's first, if that one is on |
+| /v2/models, /v2/repository/… | the same, where infer takes tensors |
+| /ping, /health/live, /health/ready | for probes, without a token |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from modelyard.plugins.torchserve import NO_WORKFLOWS, TORCHSERVE_VERSION, openapi
+from modelyard.plugins.torchserve.dialect import (
+    Dialect,
+    Refused,
+    json_answer,
+    parameters,
+    segments,
+)
+from modelyard.plugins.torchserve.forms import form_field
+from modelyard.plugins.torchserve.settings import TorchServeSettings
+from modelyard.serve.api.health import RETRY, find_model, why_not_ready
+from modelyard.serve.api.inference import KINDS, METHODS, Calls, split_verb, target_of_v2
+from modelyard.serve.api.oip import (
+    EXTENSIONS,
+    asks_for_ready,
+    describe_signature,
+    readiness,
+    refuse_overrides,
+)
+from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.control.repository import Repository
+from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Target
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.dataplane.wire import Buffer
+from modelyard.serve.errors import BadRequest, MethodNotAllowed, NoSuchRoute, Unavailable
+from modelyard.serve.http.application import Answers, Check, ServerState
+from modelyard.serve.http.connection import Answer, RequestResponseCycle
+
+if TYPE_CHECKING:
+    from modelyard.plugins.grpc.rpc import Method
+
+PROBES = ("/ping", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
+"""Paths that need no token."""
+OIP_NAMES = ("oip", "true")
+"""What switches the Open Inference Protocol on: by environment, and by file."""
+OF_INSTANCES = "kserve"
+"""The envelope of KServe's first protocol, which has no tensors."""
+
+
+def has_oip(settings: TorchServeSettings) -> bool:
+    """Return whether the Open Inference Protocol is on."""
+    return (settings.ts_open_inference_protocol or "").lower() in OIP_NAMES
+
+
+def has_tensors(settings: TorchServeSettings) -> bool:
+    """Return whether its requests are read as tensors: other envelopes read bodies themselves."""
+    return has_oip(settings) and settings.service_envelope in (None, OF_INSTANCES)
+
+
+class TorchServeInference:
+    """Routes for clients."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        metrics: Metrics,
+        check: Check,
+        state: ServerState,
+        answers: Answers,
+        settings: TorchServeSettings,
+        repository: Repository,
+    ) -> None:
+        self._repository = repository
+        self._registry = registry
+        self._state = state
+        self._most_bytes = settings.max_response_size
+        self.has_oip = has_oip(settings)
+        self._has_tensors = has_tensors(settings)
+        self.calls = Calls(
+            registry, metrics, state, answers, self._target, rephrase, takes_codings=True
+        )
+        self.dialect = Dialect(
+            check,
+            answers,
+            openapi.server(inference=True, oip=self.has_oip),
+            self._respond,
+            lambda path: True,
+            self.calls,
+            self._begin,
+        )
+
+    def _target(self, cycle: RequestResponseCycle) -> Target | None:
+        """Return what a request asks a model for; None for all other requests."""
+        target = None if cycle.method == "OPTIONS" else self._aim(segments(cycle.path))
+        is_ours = self._has_tensors and target_of_v2(segments(cycle.path)[1:]) is not None
+        return None if is_ours and cycle.method not in METHODS else target
+
+    def _aim(self, path: list[str]) -> Target | None:
+        """Return what a path asks a model for; None for all other paths."""
+        match path:
+            case ["predictions" | "explanations" as first, name, *rest] if name:
+                return Target(KINDS[first], [name, *rest])
+            case ["v1", "models", last] if (found := split_verb(last)) is not None:
+                return Target(found[1], [found[0]], wire.KSERVE)
+            case ["v2", *rest] if self._has_tensors and (target := target_of_v2(rest)) is not None:
+                return target
+            case ["v2", "models", name, "infer" | "explain" as verb]:
+                return Target(_KSERVE[verb], [name], wire.KSERVE)
+            case ["v2", "models", name, "versions", version, "infer" | "explain" as verb]:
+                if self.has_oip:
+                    return Target(_KSERVE[verb], [name, version], wire.KSERVE)
+            case ["models", name, "invoke"]:
+                return Target(PREDICT, [name], wire.LEGACY)
+            case [_, "predict"] | [_, _, "predict"]:
+                return Target(PREDICT, path[:-1], wire.LEGACY)
+        return None
+
+    def _begin(
+        self, cycle: RequestResponseCycle, path: list[str], parts: Sequence[Buffer], id: str
+    ) -> bool:
+        """Call the model that an invocation names in its query or form, else the one there is."""
+        if path != ["invocations"] or cycle.method == "OPTIONS":
+            return False
+        name = parameters(cycle.query).get("model_name")
+        name = name or form_field(cycle.headers, b"".join(parts), "model_name")
+        if not (name := name or self._only_model()):
+            raise BadRequest("Parameter model_name is required.")
+        cycle.parts = list(parts)  # the call reads them again
+        self.calls.begin(cycle, id, Target(PREDICT, [name], wire.LEGACY))
+        return True
+
+    def _only_model(self) -> str | None:
+        """Return the model that was loaded at the start, when it is one."""
+        names = {model.name for model in self._registry if model.at_start}
+        return names.pop() if len(names) == 1 else None
+
+    async def _respond(
+        self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
+    ) -> Answer:
+        """Answer what is not a prediction."""
+        if cycle.method == "OPTIONS" and (target := self._aim(path)) is not None:
+            name, version = (*target.path, "")[:2]
+            return json_answer(openapi.model(self._registry.get(name, version or None).name))
+        match path:
+            case ["ping"]:
+                return self._ping()
+            case ["health", "live"]:
+                return json_answer({"live": True})
+            case ["health", "ready"]:
+                return self._ready()
+            case ["wfpredict", _, *_]:
+                raise BadRequest(NO_WORKFLOWS)
+            case ["v1", "models"] if self.has_oip:
+                return json_answer(self._names())
+            case ["v1", "models", name] if self.has_oip and ":" not in name:
+                return self._readiness(name)
+            case ["v2", *rest] if self.has_oip:
+                if self._has_tensors and (answer := await self._of_tensors(rest, body)) is not None:
+                    return answer
+                return self._inference_protocol(rest)
+        raise NoSuchRoute
+
+    def rpc_methods(self) -> dict[str, Method]:
+        """Return what answers by gRPC."""
+        from modelyard.plugins.grpc.oip import SERVICE, Inference
+        from modelyard.plugins.torchserve.grpc_inference import InferenceApi, open_inference
+
+        methods = InferenceApi(self.calls, self.is_healthy, self._most_bytes).methods()
+        if self.has_oip:
+            oip = Inference(self.calls, self._registry, self._state, self._repository)
+            methods |= open_inference(oip.methods(), SERVICE)
+        return methods
+
+    def is_healthy(self) -> bool:
+        """Return whether no default version has lost workers for good, and one can answer.
+
+        TorchServe is healthy also where no model of the start was found, and while every worker of
+        every model fails to load, for as long as they are tried again.
+        """
+        if self._registry.lacks_all:
+            return False
+        pools = [model.pool for model in self._registry if self._registry.is_default(model)]
+        if any(pool.healthy_count < pool.least for pool in pools):
+            return False
+        scaled = [pool for pool in pools if pool.slots]
+        return not scaled or any(pool.why_none is None for pool in scaled)
+
+    def _ping(self) -> Answer:
+        healthy = self.is_healthy()
+        return json_answer(
+            {"status": "Healthy" if healthy else "Unhealthy"}, 200 if healthy else 500
+        )
+
+    def _ready(self) -> Answer:
+        if (reason := why_not_ready(self._registry, self._state)) is not None:
+            return json_answer({"ready": False, "reason": reason}, 503, RETRY)
+        return json_answer({"ready": True})
+
+    def _inference_protocol(self, path: list[str]) -> Answer:
+        """Answer what the Open Inference Protocol asks of server and models."""
+        match path:
+            case []:
+                names = ["kserve", "kubeflow"]
+                # The key without its slip is the protocol's; TorchServe's clients know the other.
+                own = list(EXTENSIONS) if self._has_tensors else names
+                about = {"extensions": own, "extenstion": names}
+                return json_answer({"name": "Torchserve", "version": TORCHSERVE_VERSION, **about})
+            case ["health", "live"]:
+                return json_answer({"live": True})
+            case ["health", "ready"]:
+                return self._ready()
+            case ["models", name]:
+                return self._describe(name)
+            case ["models", name, "versions", version]:
+                return self._describe(name, version)
+            case ["models", name, "ready"]:
+                return self._readiness(name)
+            case ["models", name, "versions", version, "ready"]:
+                return self._readiness(name, version)
+        raise NoSuchRoute
+
+    async def _of_tensors(self, path: list[str], body: bytes) -> Answer | None:
+        """Answer what belongs to requests of tensors, and TorchServe does not have."""
+        match path:
+            case ["models"]:
+                return json_answer(self._names())
+            case [*rest] if target_of_v2(rest) is not None:
+                raise MethodNotAllowed
+            case ["repository", "index"]:
+                return json_answer(self._repository.index(asks_for_ready(body)))
+            case ["repository", "models", name, "load"]:
+                refuse_overrides(body)
+                await self._repository.load(name)
+                return json_answer({"name": name, "load": True})
+            case ["repository", "models", name, "unload"]:
+                await self._repository.unload(name)
+                return json_answer({"name": name, "unload": True})
+        return None
+
+    def _names(self) -> dict[str, list[str]]:
+        return {"models": list(dict.fromkeys(model.name for model in self._registry))}
+
+    def _find(self, name: str, version: str | None) -> ModelVersion:
+        return find_model(self._registry, self._state, name, version)
+
+    def _readiness(self, name: str, version: str | None = None) -> Answer:
+        return json_answer(*readiness(self._find(name, version), self._state))
+
+    def _describe(self, name: str, version: str | None = None) -> Answer:
+        return json_answer(describe_signature(self._registry, self._find(name, version)))
+
+
+def rephrase(error: Exception, path: list[str]) -> Exception:
+    """Return of a request that no worker takes what TorchServe says; the reason is kept."""
+    if not isinstance(error, Unavailable):
+        return error
+    version = f" Version {path[1]}" if len(path) > 1 and path[1] else ""
+    return Refused(f'Model "{path[0]}"{version} {NO_WORKER}', error)
+
+
+NO_WORKER = (
+    "has no worker to serve inference request. Please use scale workers API to add workers. If "
+    "this is a sequence inference, please check if it is closed, or expired; or exceeds "
+    "maxSequenceJobQueueSize"
+)
+_KSERVE = {"predict": PREDICT, "infer": PREDICT, "explain": EXPLAIN}

@@ -1,0 +1,468 @@
+"""`--log-config`: log4j 2's XML → what is logged, where to.
+
+Levels, appenders, patterns and rotation are followed; what is not is named once, in a warning.
+
+Source: https://logging.apache.org/log4j/2.x/manual/configuration.html
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from xml.parsers import expat
+
+from modelyard.plugins.torchserve.layout import FINEST, BadPattern, DateFormat, Layout
+from modelyard.plugins.torchserve.log_config import (
+    ACCESS_LOG,
+    LEVELS,
+    MODEL_LOG,
+    MODEL_METRICS,
+    OWN_LOGGER,
+    THEIR_LOGGER,
+    TS_METRICS,
+    WITH_THREAD,
+    Appender,
+    LogConfig,
+    LoggerRule,
+    Rolling,
+)
+from modelyard.serve.errors import StartError
+
+MOST_BYTES = 1 << 20
+MOST_DEPTH = 32
+MOST_LOOKUPS = 100
+"""Replaced in one value; a property may name another."""
+LOG4J_DEFAULT_KEPT = 7
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|b|k|kb|m|mb|g|gb)", re.IGNORECASE)
+_LOOKUP = re.compile(r"\$\{([^${}]*)\}")
+_DATE_IN_NAME = re.compile(r"%d(?:ate)?(?:\{([^}]*)\})?")
+_SILENT = ("io", "org.apache", "org.eclipse", "TELEMETRY_METRICS")
+"""Loggers of Java's libraries, and one of TorchServe's own file: nothing here logs there."""
+
+Warn = Callable[[str], None]
+
+
+@dataclass
+class Node:
+    """One component of a configuration, its type and attributes in lower case."""
+
+    type: str
+    line: int = 0
+    attributes: dict[str, str] = field(default_factory=dict)
+    children: list[Node] = field(default_factory=list)
+    text: str = ""
+
+    def get(self, *names: str) -> str | None:
+        """Return the first of these attributes that is there and not empty."""
+        return next((v for n in names if (v := self.attributes.get(n.lower(), "").strip())), None)
+
+    def all(self, *types: str) -> Iterator[Node]:
+        """Yield children of these types."""
+        wanted = {type.lower() for type in types}
+        return (child for child in self.children if child.type in wanted)
+
+
+def read_log_config(
+    file: Path, environment: Mapping[str, str], directory: Path
+) -> tuple[LogConfig, list[str]]:
+    """Read a file; return also what of it is not followed.
+
+    Args:
+        environment: what `${env:NAME}` stands for.
+        directory: relative names of log files start there.
+
+    Raises:
+        StartError: it cannot be read, or is broken; the message names the line where it can.
+    """
+    warnings: list[str] = []
+
+    def warn(text: str) -> None:
+        warning = f"--log-config {file}: {text}"
+        if warning not in warnings:
+            warnings.append(warning)
+
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MOST_BYTES + 1)
+    except OSError as error:
+        raise StartError(f"--log-config {file}: cannot be read: {error.strerror}") from error
+    if len(content) > MOST_BYTES:
+        raise StartError(f"--log-config {file}: it is larger than {MOST_BYTES >> 20} MB")
+    try:
+        if not content.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"<"):
+            raise _Broken(
+                "it does not begin as XML; write it as log4j 2's XML, as TorchServe's log4j2.xml "
+                "is (properties, JSON and YAML are not read)"
+            )
+        config = _Reader(environment, directory, warn).read(_parse_xml(content))
+    except _Broken as error:
+        raise StartError(f"--log-config {file}: {error}") from error
+    return config, warnings
+
+
+class _Broken(Exception):
+    """The file says something impossible."""
+
+
+# -- XML -----------------------------------------------------------------------------------------
+
+
+def _parse_xml(content: bytes) -> Node:
+    """Read XML without document types, hence without entities of its own.
+
+    Raises:
+        _Broken: it is not that.
+    """
+    root = Node("")
+    open_nodes = [root]
+    parser = expat.ParserCreate()
+
+    def start(name: str, attributes: dict[str, str]) -> None:
+        if len(open_nodes) > MOST_DEPTH:
+            raise _Broken(f"line {parser.CurrentLineNumber}: more than {MOST_DEPTH} levels")
+        low = {key.lower(): value for key, value in attributes.items()}
+        kind = name.rpartition(":")[2].lower()
+        if kind in ("appender", "layout", "filter") and low.get("type"):
+            kind = low["type"].lower()  # log4j's strict form
+        node = Node(kind, parser.CurrentLineNumber, low)
+        open_nodes[-1].children.append(node)
+        open_nodes.append(node)
+
+    def end(name: str) -> None:
+        open_nodes.pop()
+
+    def characters(text: str) -> None:
+        open_nodes[-1].text += text
+
+    def refuse(*_: object) -> None:
+        raise _Broken(
+            f"line {parser.CurrentLineNumber}: a document type is not read; take out <!DOCTYPE …>"
+        )
+
+    parser.StartElementHandler = start
+    parser.EndElementHandler = end
+    parser.CharacterDataHandler = characters
+    parser.StartDoctypeDeclHandler = refuse
+    try:
+        parser.Parse(content, True)
+    except expat.ExpatError as error:
+        text = expat.errors.messages[error.code]
+        raise _Broken(f"line {error.lineno}, column {error.offset + 1}: {text}") from error
+    except (LookupError, ValueError) as error:
+        raise _Broken(str(error)) from error
+    (top,) = root.children
+    if top.type != "configuration":
+        raise _Broken(f"line {top.line}: expected <Configuration>, got <{top.type}>")
+    return top
+
+
+# -- the tree ------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Reads one tree."""
+
+    def __init__(self, environment: Mapping[str, str], directory: Path, warn: Warn) -> None:
+        self._environment = environment
+        self._directory = directory
+        self._warn = warn
+        self._properties: dict[str, str] = {}
+
+    def read(self, top: Node) -> LogConfig:
+        """Return what log4j 2's tree says.
+
+        Raises:
+            _Broken: it is impossible.
+        """
+        for section in top.all("properties"):
+            for each in section.all("property"):
+                name = each.get("name") or ""
+                self._properties[name] = each.get("value") or each.text.strip()
+        self._fill(top)
+        if top.get("monitorinterval"):
+            self._warn("monitorInterval is not followed: a change counts from the next start")
+        for each in top.children:
+            if each.type not in ("properties", "appenders", "loggers", "customlevels"):
+                self._warn(f"<{each.type}> is not followed")
+            elif each.type == "customlevels":
+                self._warn("levels of one's own are not followed")
+        appenders: dict[str, Appender] = {}
+        passed_on: dict[str, list[tuple[str, int]]] = {}
+        for node in (each for section in top.all("appenders") for each in section.children):
+            name = node.get("name") or ""
+            if not name:
+                raise _Broken(f"{_at(node)}an appender has no name")
+            if node.type in ("async", "failover", "rewrite"):
+                passed_on[name] = [self._reference(each) for each in node.all("appenderref")]
+            elif (appender := self._appender(name, node)) is not None:
+                appenders[name] = appender
+            else:
+                passed_on[name] = []
+        loggers: dict[str, LoggerRule] = {}
+        for node in (each for section in top.all("loggers") for each in section.children):
+            if node.type in ("root", "asyncroot"):
+                loggers[""] = self._rule(node, appenders, passed_on)
+            elif node.type in ("logger", "asynclogger"):
+                of = node.get("name") or ""
+                if not of:
+                    raise _Broken(f"{_at(node)}a logger has no name")
+                if not _is_silent(of):
+                    self._check_logger(of)
+                    loggers[of] = self._rule(node, appenders, passed_on)
+            else:
+                self._warn(f"<{node.type}> is not followed")
+        # Without a root of the file's own log4j writes errors to the console.
+        if "" not in loggers:
+            appenders.setdefault("STDOUT", Appender("STDOUT"))
+            loggers[""] = LoggerRule(LEVELS["ERROR"], (("STDOUT", 0),))
+        return LogConfig(appenders, loggers)
+
+    def _check_logger(self, name: str) -> None:
+        known = (
+            ACCESS_LOG,
+            MODEL_LOG,
+            MODEL_METRICS,
+            TS_METRICS,
+            THEIR_LOGGER,
+            "org",
+            "org.pytorch",
+        )
+        if name not in known and not f"{name}.".startswith(f"{OWN_LOGGER}."):
+            self._warn(
+                f"nothing logs to {name!r}; the loggers are {ACCESS_LOG}, {MODEL_LOG}, "
+                f"{MODEL_METRICS}, {TS_METRICS}, {THEIR_LOGGER} and modelyard.*"
+            )
+
+    def _rule(
+        self,
+        node: Node,
+        appenders: Mapping[str, Appender],
+        passed_on: Mapping[str, list[tuple[str, int]]],
+    ) -> LoggerRule:
+        references: list[tuple[str, int]] = []
+        for each in node.all("appenderref"):
+            name, least = self._reference(each)
+            if name not in appenders and name not in passed_on:
+                there = ", ".join([*appenders, *passed_on]) or "none"
+                self._warn(f"{_at(each)}there is no appender {name!r}; there are: {there}")
+                continue
+            for to, of_it in passed_on.get(name, [(name, 0)]):
+                if to in appenders:
+                    references.append((to, max(least, of_it)))
+        self._warn_of_filters(node)
+        level_name = node.get("level")
+        level = None if level_name is None else self._level(level_name, node)
+        if node.type in ("root", "asyncroot") and level is None:
+            level = LEVELS["ERROR"]
+        is_additive = (node.get("additivity") or "true").lower() != "false"
+        return LoggerRule(level, tuple(references), is_additive)
+
+    def _reference(self, node: Node) -> tuple[str, int]:
+        name = node.get("ref")
+        if name is None:
+            raise _Broken(f"{_at(node)}an AppenderRef names no appender")
+        level = node.get("level")
+        least = 0 if level is None else self._level(level, node)
+        return name, max(least, self._threshold(node))
+
+    def _threshold(self, node: Node) -> int:
+        """Return the level from which filters let records pass."""
+        least = 0
+        for each in self._filters(node):
+            passes = (each.get("onmatch") or "neutral").lower() != "deny"
+            stops = (each.get("onmismatch") or "deny").lower() == "deny"
+            said = each.get("level")
+            if each.type == "thresholdfilter" and said is not None and passes and stops:
+                least = max(least, self._level(said, each))
+                continue
+            self._warn(f"<{each.type}> is not followed")
+        return least
+
+    def _filters(self, node: Node) -> Iterator[Node]:
+        for each in node.children:
+            if each.type in ("filters", "filter"):
+                yield from each.children
+            elif each.type.endswith("filter"):
+                yield each
+
+    def _warn_of_filters(self, node: Node) -> None:
+        for each in self._filters(node):
+            self._warn(f"<{each.type}> of a logger is not followed")
+
+    def _level(self, name: str, node: Node) -> int:
+        level = LEVELS.get(name.strip().upper())
+        if level is None:
+            raise _Broken(
+                f"{_at(node)}there is no level {name!r}; levels are "
+                f"{', '.join(each for each in LEVELS if each != 'WARNING')}"
+            )
+        return level
+
+    # -- appenders -------------------------------------------------------------------------------
+
+    def _appender(self, name: str, node: Node) -> Appender | None:
+        """Return an appender; None for one that writes nowhere."""
+        kind = node.type.removesuffix("appender")
+        if kind == "null":
+            return None
+        pattern = self._pattern(node)
+        threshold = self._threshold(node)
+        if kind == "console":
+            target = (node.get("target") or "SYSTEM_OUT").upper()
+            return Appender(name, pattern, is_stderr="ERR" in target, threshold=threshold)
+        if kind not in ("file", "rollingfile", "randomaccessfile", "rollingrandomaccessfile"):
+            self._warn(
+                f"the appender {name!r} of type {node.type} is not followed: it writes nothing"
+            )
+            return None
+        file, rolling = node.get("filename"), None
+        if kind.startswith("rolling"):
+            rolling = self._rolling(node)
+            if file is None and rolling.pattern is not None:
+                raise _Broken(f"{_at(node)}the appender {name!r} needs a fileName")
+        if file is None:
+            raise _Broken(f"{_at(node)}the appender {name!r} has no fileName")
+        return Appender(
+            name,
+            pattern,
+            self._directory / file,
+            threshold=threshold,
+            appends=(node.get("append") or "true").lower() != "false",
+            rolling=rolling,
+        )
+
+    def _pattern(self, node: Node) -> str:
+        layouts = [each for each in node.children if each.type.endswith("layout")]
+        for layout in layouts:
+            if layout.type == "patternlayout":
+                inside = next((each.text.strip("\r\n\t ") for each in layout.all("pattern")), None)
+                pattern = layout.attributes.get("pattern") or inside or "%m%n"
+                Layout(pattern, warn=self._warn)
+                return pattern
+            self._warn(f"<{layout.type}> is not followed; lines have the pattern {WITH_THREAD!r}")
+        return WITH_THREAD if layouts else "%m%n"
+
+    def _rolling(self, node: Node) -> Rolling:
+        max_bytes: int | None = None
+        period: str | None = None
+        at_start = newest_first = False
+        keep = LOG4J_DEFAULT_KEPT
+        name = node.get("filepattern")
+        if name is not None:
+            name = str(self._directory / name)
+        policies = [node, *node.all("policies")]
+        for each in (child for policy in policies for child in policy.children):
+            kind = each.type
+            if kind == "sizebasedtriggeringpolicy":
+                max_bytes = self._size(each.get("size") or "10 MB", each)
+            elif kind == "timebasedtriggeringpolicy":
+                period = self._period(name or "")
+                if (each.get("interval") or "1") != "1":
+                    self._warn("an interval of several periods is not followed: each ends a file")
+            elif kind == "onstartuptriggeringpolicy":
+                at_start = True
+            elif kind == "defaultrolloverstrategy":
+                keep = self._count(each.get("max") or str(keep), each)
+                newest_first = (each.get("fileindex") or "max").lower() == "min"
+                for action in each.children:
+                    self._warn(f"<{action.type}> of a rollover is not followed")
+            elif kind.endswith(("policy", "strategy")):
+                self._warn(f"<{kind}> is not followed")
+        if name is not None and name.endswith((".zip", ".bz2", ".xz", ".zst", ".deflate")):
+            self._warn(f"files put aside are packed as .gz, not {Path(name).suffix}")
+            name = f"{name.rpartition('.')[0]}.gz"
+        return Rolling(max_bytes, period, name, keep, newest_first, at_start)
+
+    def _period(self, name: str) -> str | None:
+        """Return the field of the name's date that changes most often."""
+        found = [match[1] or "yyyy-MM-dd" for match in _DATE_IN_NAME.finditer(name)]
+        try:
+            fields = {DateFormat(pattern).finest for pattern in found}
+        except BadPattern as error:
+            raise _Broken(f"filePattern: {error}") from error
+        if finest := [each for each in FINEST if each in fields]:
+            return finest[0]
+        self._warn("a TimeBasedTriggeringPolicy needs a %d in filePattern: it is not followed")
+        return None
+
+    def _size(self, text: str, node: Node) -> int:
+        match = _SIZE.fullmatch(text.strip())
+        if match is None:
+            raise _Broken(f"{_at(node)}{text!r} is not a size such as 100 MB")
+        unit = {"": 0, "b": 0, "k": 1, "m": 2, "g": 3}[match[2][:1].lower()]
+        return max(1, int(float(match[1]) * 1024**unit))
+
+    def _count(self, text: str, node: Node) -> int:
+        if not text.strip().isdecimal() or not 0 < int(text) < 10_000:
+            raise _Broken(f"{_at(node)}{text!r} is not a number of files from 1 to 9999")
+        return int(text)
+
+    # -- values ----------------------------------------------------------------------------------
+
+    def _fill(self, node: Node) -> None:
+        """Put values where lookups stand, but for patterns, whose braces are others."""
+        for key, value in node.attributes.items():
+            node.attributes[key] = self.fill(value)
+        node.text = self.fill(node.text)
+        for child in node.children:
+            self._fill(child)
+
+    def fill(self, text: str) -> str:
+        """Return a value with its lookups replaced, inner ones first."""
+        text = text.replace("$${", "${")  # of lookups that log4j makes later
+        for _ in range(MOST_LOOKUPS):
+            match = _LOOKUP.search(text)
+            if match is None:
+                return text
+            text = f"{text[: match.start()]}{self._value(match[1])}{text[match.end() :]}"
+            if len(text) > MOST_BYTES:
+                break
+        raise _Broken("a property names itself")
+
+    def _value(self, lookup: str) -> str:
+        name, has_default, default = lookup.partition(":-")
+        kind, colon, key = name.partition(":")
+        value: str | None = None
+        if not colon:
+            value = self._properties.get(name)
+            value = self._environment.get(name) if value is None else value
+            value = socket.gethostname() if value is None and name == "hostName" else value
+        elif kind == "date":
+            value = f"%d{{{key}}}"
+        elif kind == "env":
+            value = self._environment.get(key)
+        elif kind == "sys":
+            value = {"user.dir": str(self._directory), "file.separator": "/"}.get(key)
+            value = self._environment.get(key) if value is None else value
+        if value is not None:
+            return value
+        if has_default:
+            return default
+        if name in ("LOG_LOCATION", "METRICS_LOCATION", "env:LOG_LOCATION", "env:METRICS_LOCATION"):
+            return "logs"
+        self._warn(f"nothing says what ${{{lookup}}} stands for; it is left out")
+        return ""
+
+
+def _is_silent(logger: str) -> bool:
+    return f"{logger}.".startswith(tuple(f"{each}." for each in _SILENT))
+
+
+def _at(node: Node) -> str:
+    return f"line {node.line}: " if node.line else ""
+
+
+def find_log_config(option: str | None, vmargs: str, directory: Path) -> Path | None:
+    """Return the file that the command line names, else what the Java options do."""
+    if option:
+        return directory / option
+    for flag in vmargs.split():
+        key, _, value = flag.removeprefix("-D").partition("=")
+        if key in ("log4j.configurationFile", "log4j2.configurationFile"):
+            return directory / (unquote(urlsplit(value).path) if ":" in value else value)
+    return None

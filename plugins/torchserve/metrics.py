@@ -1,0 +1,351 @@
+"""TorchServe's metrics: its names, labels and text, beside those of `serve/dataplane/metrics.py`.
+
+A metric that the configuration does not declare is not kept. In `log` mode each value is a line of
+a log instead, which is made of the value by the thread that writes it.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from modelyard.archiver.untrusted.yaml import parse_yaml
+from modelyard.plugins.torchserve.log_config import MODEL_METRICS, TS_METRICS
+from modelyard.plugins.torchserve.logs import Logs
+from modelyard.plugins.torchserve.settings import TorchServeSettings
+from modelyard.serve.dataplane.exposition import KINDS, Family, HandlerMetrics, Record, text
+from modelyard.serve.errors import StartError
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CONFIG = Path(__file__).with_name("metrics.yaml")
+LEGACY = frozenset(
+    {
+        "ts_inference_requests_total",
+        "ts_inference_latency_microseconds",
+        "ts_queue_latency_microseconds",
+    }
+)
+"""In `legacy` mode these are Prometheus metrics and all others are logged."""
+MEGABYTE, GIGABYTE = 1 << 20, 1 << 30
+CPU_SAMPLE_S = 0.2
+SMI_TIMEOUT_S = 10
+
+
+ANSWERS = (
+    ("ts_inference_latency_microseconds", "%.1f"),
+    ("ts_queue_latency_microseconds", "%.1f"),
+    ("QueueTime", "%.3f"),
+)
+"""What an answer is measured by, and how much of a value is written."""
+
+
+Add = Callable[[float], None]
+
+
+class Inferences:
+    """The metrics of one model and the version that its clients ask for.
+
+    Args:
+        count: counts a request.
+        exposed: place in `ANSWERS` and what takes the value.
+        logged: takes all three values of an answer, for those that are lines.
+    """
+
+    def __init__(
+        self,
+        count: Callable[[], None] | None,
+        exposed: Sequence[tuple[int, Add]],
+        logged: Callable[[float, float, float], None] | None,
+    ) -> None:
+        self.count = count
+        self.exposed = exposed
+        self.logged = logged
+
+
+class TorchServeMetrics:
+    """The metrics of one server in TorchServe's dialect.
+
+    Args:
+        settings: of the dialect.
+        logs: where lines go; None writes none.
+
+    Raises:
+        StartError: the metrics configuration cannot be read.
+    """
+
+    def __init__(self, settings: TorchServeSettings, logs: Logs | None = None) -> None:
+        config = read_config(settings.metrics_config or DEFAULT_CONFIG)
+        self.model_metrics: dict[str, Any] = config.get("model_metrics") or {}
+        """As the configuration declares them, for the workers."""
+        self.auto_detect = settings.model_metrics_auto_detect
+        self.mode = settings.metrics_mode
+        self.is_alone = self.mode == "log"
+        self._own_lines = logs.lines(TS_METRICS) if logs else None
+        model_lines = logs.lines(MODEL_METRICS) if logs else None
+        self._log_record = model_lines.writer(self._record_line) if model_lines else None
+        self._hostname = socket.gethostname()
+        self._families = {f.name: f for f in _families(config.get("ts_metrics") or {})}
+        self._host = {"Level": "Host", "Hostname": self._hostname, "hostname": self._hostname}
+        declared = list(_families(self.model_metrics, ("Hostname",)))
+        self._handlers = HandlerMetrics(
+            self._hostname, declared, self.auto_detect, frozenset(self._families)
+        )
+        self._statuses = {each: self._counter(f"Requests{each}XX", {}) for each in (2, 4, 5)}
+        self._thread_time = self._adder("WorkerThreadTime", {})
+        self._inferences: dict[tuple[str, str | None], Inferences] = {}
+        self._interval_s = settings.metric_time_interval
+        self._collects = not settings.disable_system_metrics
+        self._is_stopping = threading.Event()
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether anybody sees what the server itself measures."""
+        return self.mode != "log" or self._own_lines is not None
+
+    # -- what the server measures --------------------------------------------------------------
+
+    def add(self, name: str, value: float, **labels: str) -> None:
+        """Count, set or observe a metric of the server's own."""
+        if (add := self._adder(name, labels)) is not None:
+            add(float(value))
+
+    def _adder(self, name: str, labels: Mapping[str, str]) -> Add | None:
+        """Return what takes a metric's values; None where nobody sees them."""
+        if (family := self._families.get(name)) is None:
+            return None
+        if self._is_exposed(name):
+            return partial(family.add, self._values(family, labels))
+        if self._own_lines is None:
+            return None
+        line = self._line(family, labels, "%s")
+        return self._own_lines.writer(lambda second, value: (line % (value, second),))
+
+    def _counter(self, name: str, labels: Mapping[str, str]) -> Callable[[], None] | None:
+        """Return what counts one more."""
+        if (family := self._families.get(name)) is None:
+            return None
+        if self._is_exposed(name):
+            return partial(family.add, self._values(family, labels), 1.0)
+        if self._own_lines is None:
+            return None
+        return self._own_lines.counter((self._line(family, labels, "%s") % (1.0, 0))[:-1])
+
+    def _answer(self, labels: Mapping[str, str]) -> Callable[[float, float, float], None] | None:
+        """Return what makes lines of the values of an answer; None where nobody sees them."""
+        lines = [
+            (at, self._line(self._families[name], labels, digits))
+            for at, (name, digits) in enumerate(ANSWERS)
+            if name in self._families and not self._is_exposed(name)
+        ]
+        if not lines or self._own_lines is None:
+            return None
+
+        def form(second: int, *values: float) -> Sequence[str]:
+            return [line % (values[at], second) for at, line in lines]
+
+        return self._own_lines.writer(form)
+
+    def _is_exposed(self, name: str) -> bool:
+        return self.mode == "prometheus" or (self.mode == "legacy" and name in LEGACY)
+
+    def _values(self, family: Family, labels: Mapping[str, str]) -> tuple[str, ...]:
+        known = {**self._host, **labels}
+        return tuple(known.get(label, "") for label in family.labels)
+
+    def _line(self, family: Family, labels: Mapping[str, str], digits: str) -> str:
+        """Return a line that is made whole by a value and a second."""
+        pairs = zip(family.labels, self._values(family, labels), strict=True)
+        start, end = self._around(family.name, family.unit, pairs)
+        return start.replace("%", "%%") + digits + end.replace("%", "%%") + "%d"
+
+    def answered(self, status: int) -> None:
+        """Count an answer of the inference or the management API."""
+        count = self._statuses.get(status // 100)
+        if count is not None:
+            count()
+
+    def _of(self, model: str, version: str | None) -> Inferences:
+        labels = {"model_name": model, "model_version": version or "default"}
+        exposed = [
+            (at, add)
+            for at, (name, _) in enumerate(ANSWERS)
+            if self._is_exposed(name) and (add := self._adder(name, labels)) is not None
+        ]
+        found = Inferences(
+            self._counter("ts_inference_requests_total", labels), exposed, self._answer(labels)
+        )
+        self._inferences[model, version] = found
+        return found
+
+    def accepted(self, model: str, version: str | None) -> None:
+        """Count a request for a prediction or an explanation."""
+        of = self._inferences.get((model, version)) or self._of(model, version)
+        if of.count is not None:
+            of.count()
+
+    def inferred(self, model: str, version: str | None, queued_s: float, total_s: float) -> None:
+        """Take note of one answer: how long it waited, and how long it took altogether."""
+        of = self._inferences.get((model, version)) or self._of(model, version)
+        if of.logged is not None:
+            of.logged(total_s * 1e6, queued_s * 1e6, queued_s * 1e3)
+        if of.exposed:
+            values = total_s * 1e6, queued_s * 1e6, queued_s * 1e3
+            for at, add in of.exposed:
+                add(values[at])
+
+    def worker_loaded(self, worker: str, seconds: float) -> None:
+        """Take note of how long a worker took to load."""
+        self.add("WorkerLoadTime", seconds * 1e3, WorkerName=worker)
+
+    # -- what handlers measure -----------------------------------------------------------------
+
+    def reported(self, records: Iterable[Record], seconds: float) -> None:
+        """Take what a handler measured in one batch, which its worker had for `seconds`."""
+        for record in records:
+            if self.mode == "prometheus":
+                self._handlers.record(record)
+            elif self._log_record is not None:
+                self._log_record(record)
+            if record.name == "PredictionTime" and self._thread_time is not None:
+                self._thread_time(max(0.0, seconds * 1e3 - record.value))
+
+    def _record_line(self, second: int, record: Record) -> Sequence[str]:
+        start, end = self._around(
+            record.name, record.unit, record.dimensions.items(), record.request_id
+        )
+        return (f"{start}{record.value}{end}{second}",)
+
+    def _around(
+        self, name: str, unit: str, labels: Iterable[tuple[str, str]], request_id: str = ""
+    ) -> tuple[str, str]:
+        """Return what stands before and behind the value of a line, but for the second."""
+        shown = ",".join([f"{k}:{v}" for k, v in labels if k.lower() != "hostname"])
+        of_request = f",requestID:{request_id}" if request_id else ""
+        return f"{name}.{unit}:", f"|#{shown}|#hostname:{self._hostname}{of_request},timestamp:"
+
+    def forget(self, model: str) -> None:
+        """Drop the series of a model that is removed."""
+        self._handlers.forget(model)
+        for key in [key for key in self._inferences if key[0] == model]:
+            del self._inferences[key]
+        for family in self._families.values():
+            family.forget("model_name", model)
+
+    # -- the text ------------------------------------------------------------------------------
+
+    def text(self, names: Collection[str] = (), is_open: bool = False) -> str:
+        """Return what is exposed: nothing in log mode, all families of these names otherwise."""
+        if self.mode == "log":
+            return ""
+        if self.mode == "legacy":
+            return text((f for f in self._families.values() if f.name in LEGACY), names, is_open)
+        return text((*self._families.values(), *self._handlers.families.values()), names, is_open)
+
+    # -- the machine ---------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Measure the machine now and then, in a thread that ends with the process or `stop`."""
+        if self._collects:
+            threading.Thread(target=self._collect, name="system-metrics", daemon=True).start()
+
+    def stop(self) -> None:
+        """Measure no more."""
+        self._is_stopping.set()
+
+    def _collect(self) -> None:
+        psutil.cpu_percent()  # the next one is since then
+        wait_s = CPU_SAMPLE_S
+        while not self._is_stopping.wait(wait_s):
+            try:
+                self._measure_machine()
+            except (OSError, ValueError, subprocess.SubprocessError) as error:
+                logger.warning("the system metrics cannot be read: %s", error)
+            wait_s = self._interval_s
+
+    def _measure_machine(self) -> None:
+        memory = psutil.virtual_memory()
+        used = memory.total - memory.available
+        disk = shutil.disk_usage("/")
+        for name, value in (
+            ("CPUUtilization", psutil.cpu_percent()),
+            ("MemoryUsed", used / MEGABYTE),
+            ("MemoryAvailable", memory.available / MEGABYTE),
+            ("MemoryUtilization", 100 * used / memory.total),
+            ("DiskUsage", disk.used / GIGABYTE),
+            ("DiskUtilization", 100 * disk.used / max(1, disk.used + disk.free)),
+            ("DiskAvailable", disk.free / GIGABYTE),
+        ):
+            self.add(name, round(value, 2))
+        for index, *values in _gpu_usage():
+            names = ("GPUUtilization", "GPUMemoryUtilization", "GPUMemoryUsed")
+            for name, value in zip(names, values, strict=True):
+                self.add(name, value, DeviceId=f"{index:g}")
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Read a metrics configuration: `ts_metrics` and `model_metrics`, each by type.
+
+    Raises:
+        StartError: it cannot be read, or a metric lacks its name, unit or dimensions.
+    """
+    try:
+        config = parse_yaml(file.read_bytes())
+    except (OSError, ValueError) as error:
+        raise StartError(f"cannot read the metrics configuration {file}: {error}") from error
+    if not isinstance(config, dict):
+        raise StartError(f"the metrics configuration {file} holds no ts_metrics or model_metrics")
+    for section in ("ts_metrics", "model_metrics"):
+        for kind, metrics in (config.get(section) or {}).items():
+            if kind not in KINDS:
+                raise StartError(f"{file}: {section}: {kind}: expected {', '.join(KINDS)}")
+            for metric in metrics or ():
+                if not isinstance(metric, dict) or not {"name", "unit", "dimensions"} <= set(
+                    metric
+                ):
+                    raise StartError(
+                        f"{file}: {section}: {kind}: expected name, unit and dimensions, "
+                        f"got {metric!r}"
+                    )
+    return config
+
+
+def _families(section: Mapping[str, Any], more: tuple[str, ...] = ()) -> Iterable[Family]:
+    for kind, metrics in section.items():
+        for metric in metrics or ():
+            labels = [str(label) for label in metric["dimensions"]]
+            labels += [label for label in more if label not in labels]
+            yield Family(str(metric["name"]), kind, str(metric["unit"]), labels)
+
+
+def _gpu_usage() -> list[tuple[float, ...]]:
+    """Return index, percent of time busy, percent of time its memory was, and MB used, by GPU."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    fields = "index,utilization.gpu,utilization.memory,memory.used"
+    ran = subprocess.run(
+        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader,nounits"],
+        capture_output=True,
+        text=True,
+        timeout=SMI_TIMEOUT_S,
+        check=True,
+    )
+    return [tuple(map(_number, line.split(","))) for line in ran.stdout.splitlines() if line]
+
+
+def _number(field: str) -> float:
+    """Read a number; what a device does not support comes as a word."""
+    try:
+        return float(field)
+    except ValueError:
+        return math.nan

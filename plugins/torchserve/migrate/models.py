@@ -1,0 +1,282 @@
+"""The model store of an installation → findings: each archive, by the readers that serve it."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+
+from modelyard.archiver import Archive, ArchiveError, open_archive
+from modelyard.archiver.source_checks import Source, known_modules, unmet_imports
+from modelyard.plugins.torchserve import NO_WORKFLOWS
+from modelyard.plugins.torchserve.archiver.archive import BUILTIN_HANDLERS
+from modelyard.plugins.torchserve.archiver.refused import REASONS, refused_imports
+from modelyard.plugins.torchserve.migrate.findings import (
+    CHANGES,
+    FAILS,
+    WORKS,
+    Finding,
+    Model,
+    warnings_of_readers,
+)
+from modelyard.plugins.torchserve.policy import TorchServePolicy
+from modelyard.plugins.torchserve.store import TORCHSERVE_SUFFIXES, find_as_torchserve
+from modelyard.serve.control.build import (
+    MAX_SOURCE_BYTES,
+    NEEDS_TORCH,
+    admit,
+    choose_preload,
+)
+from modelyard.serve.control.fetch import UrlRules, is_url, parse_url
+from modelyard.serve.control.model_config import ModelConfig, ModelSpec
+from modelyard.serve.control.sizing import Allocation, ResourceRequest
+from modelyard.serve.control.store import find_in_store, list_archives
+from modelyard.serve.errors import ServeError, UrlRefused
+from modelyard.serve.tools.doctor import WORKER_BYTES
+
+FORKED_BYTES = 50 << 20
+"""What a worker adds that is forked, beside its model; others import torch, and take more."""
+PLAIN_BYTES = 20 << 20
+"""Of a worker whose handler needs no torch."""
+SHARED = ("torch", "modelyard")
+"""Packages that an environment of an archive's own must not bring in another version."""
+
+
+@dataclass(frozen=True)
+class Looked:
+    """What was found about one archive."""
+
+    spec: ModelSpec
+    findings: list[Finding]
+    model: Model | None = None
+    """Where it is served at the start, and can be."""
+
+    @property
+    def can_try(self) -> bool:
+        """Whether a worker may be started on it."""
+        fails = any(each.status == FAILS for each in self.findings)
+        return not fails and not is_url(self.spec.location)
+
+
+def look_at_store(policy: TorchServePolicy, rules: UrlRules) -> Iterator[Looked]:
+    """Yield what becomes of each archive: those of the start, then the others of the store.
+
+    Args:
+        policy: of the server that would serve them.
+        rules: what may be fetched.
+    """
+    store = policy.settings.model_store
+    try:
+        specs = policy.models_at_start(is_trial=True)
+    except ServeError as error:
+        specs = []
+        yield Looked(ModelSpec(""), [Finding(FAILS, "model_snapshot", str(error))])
+    named = {find_in_store(store, spec.location.rpartition("/")[2]) for spec in specs}
+    there = list_archives(store, TORCHSERVE_SUFFIXES)
+    others = [name for name in there if store / name not in named]
+    for spec in specs:
+        yield _look(policy, spec, rules, is_loaded=True)
+    for name in others:
+        yield _look(policy, ModelSpec(name), rules, is_loaded=False)
+
+
+def find_workflows(policy: TorchServePolicy, workflow_store: str | None) -> Iterator[Finding]:
+    """Yield a finding for each archive of a workflow."""
+    folders = {policy.settings.model_store, Path(workflow_store or policy.settings.model_store)}
+    for file in sorted(file for folder in folders for file in folder.glob("*.war")):
+        yield Finding(
+            FAILS,
+            file.name,
+            NO_WORKFLOWS,
+            "call its models one after the other in the client, or from one handler",
+        )
+
+
+def _look(policy: TorchServePolicy, spec: ModelSpec, rules: UrlRules, is_loaded: bool) -> Looked:
+    if is_url(spec.location):
+        return Looked(spec, [_look_at_url(rules, spec.location)])
+    try:
+        file = find_as_torchserve(policy.settings.model_store, spec.location)
+        with open_archive(file, needs_manifest=policy.needs_manifest) as archive:
+            return _look_inside(policy, spec, archive, is_loaded)
+    except (ServeError, ArchiveError, OSError) as error:
+        return Looked(spec, [Finding(FAILS, spec.name or spec.location, str(error))])
+
+
+def _look_at_url(rules: UrlRules, location: str) -> Finding:
+    try:
+        rules.matching(parse_url(location))
+    except UrlRefused as error:
+        return Finding(FAILS, "load_models", str(error), f"{error.reason}; add one to allowed_urls")
+    return Finding(WORKS, "load_models", f"{location} may be fetched; it was not looked at")
+
+
+def _look_inside(
+    policy: TorchServePolicy, spec: ModelSpec, archive: Archive, is_loaded: bool
+) -> Looked:
+    with warnings_of_readers() as said:
+        name, config, _ = admit(archive, spec, policy)
+    label = f"{name} {archive.manifest.model_version}"
+    findings = [Finding(CHANGES, label, text) for text in said]
+    findings += _look_at_code(policy, archive, label)
+    if any(each.status == FAILS for each in findings):
+        return Looked(spec, findings)
+    model = asyncio.run(_size(policy, spec, archive, config, name)) if is_loaded else None
+    handler = archive.manifest.handler or policy.default_handler
+    text = f"{archive.path.name}, handler {handler}"
+    findings.append(Finding(WORKS, label, text if model else f"{text}; not loaded at the start"))
+    return Looked(spec, findings, model)
+
+
+async def _size(
+    policy: TorchServePolicy, spec: ModelSpec, archive: Archive, config: ModelConfig, name: str
+) -> Model:
+    size = await policy.size(spec, config, name, _nobody_shares)
+    each = PLAIN_BYTES
+    if not config.uses_gpu and choose_preload(archive, archive.manifest.handler):
+        each = FORKED_BYTES
+    elif config.uses_gpu or any(NEEDS_TORCH.search(code) for _, code in _sources(archive)):
+        each = WORKER_BYTES
+    weights = sum(
+        file.size_bytes for file in archive.files if file.name == archive.manifest.serialized_file
+    )
+    # Weights that a handler of ours loads are mapped once; an author's may copy them.
+    copies = 1 if archive.manifest.handler in BUILTIN_HANDLERS else size.workers
+    return Model(
+        name,
+        archive.manifest.model_version,
+        archive.path.name,
+        size.workers,
+        config.batch_size,
+        size.workers * each + min(copies, size.workers) * weights,
+    )
+
+
+async def _nobody_shares(request: ResourceRequest) -> Allocation:
+    raise AssertionError("models do not share the cores in this dialect")
+
+
+# -- the code ----------------------------------------------------------------------------------
+
+
+def _look_at_code(policy: TorchServePolicy, archive: Archive, label: str) -> Iterator[Finding]:
+    manifest = archive.manifest
+    handler = manifest.handler or policy.default_handler
+    if manifest.runtime == "LSP":
+        yield Finding(FAILS, label, "the runtime is LSP: C++ handlers do not run here")
+        return
+    if not handler:
+        yield Finding(FAILS, label, "the manifest names no handler")
+        return
+    if handler in REASONS:
+        yield Finding(FAILS, label, f"the handler {handler} is not served: {REASONS[handler]}")
+        return
+    packages = yield from _look_at_requirements(policy, archive, label)
+    if handler == "text_classifier" and "source_vocab.pt" in archive.names:
+        yield Finding(
+            CHANGES,
+            label,
+            "source_vocab.pt must be a plain dict of token to index: nothing is unpickled",
+            "--try says whether it is; `torch.save(vocabulary.get_stoi(), …)` writes one",
+        )
+    if handler in BUILTIN_HANDLERS:
+        return
+    stem = handler.partition(":")[0].removesuffix(".py")
+    main = next((n for n in archive.names if n.removesuffix(".py") == stem and n != stem), None)
+    if main is None:
+        yield Finding(FAILS, label, f"the archive lacks its handler, {stem}.py")
+        return
+    yield from _look_at_sources(archive, label, main, packages)
+
+
+def _look_at_sources(
+    archive: Archive, label: str, main: str, packages: list[str]
+) -> Iterator[Finding]:
+    """Yield what imports say; nothing of the archive is run."""
+    known = known_modules(archive.names, packages)
+    for file, code in _sources(archive):
+        tree = Source(file, code).parse()
+        is_main = file in (main, archive.manifest.model_file)
+        status = FAILS if is_main else CHANGES
+        if tree is None:
+            yield Finding(status, label, f"{file} is not Python that this interpreter reads")
+            continue
+        for name, line in refused_imports(tree):
+            text = f"{file}:{line} imports {name}, which is not served: {REASONS[name]}"
+            yield Finding(status, label, text)
+        for unmet in unmet_imports(file, tree, known):
+            where = f"{unmet.file}:{unmet.line} imports {unmet.module}, which"
+            if unmet.module.startswith("ts."):
+                advice = "do without it, or pack a copy under a name of your own"
+                yield Finding(status, label, f"{where} workers do not have", advice)
+            elif not _is_installed(unmet.module):
+                advice = (
+                    "install it beside Modelyard; or name it in the archive's requirements, and "
+                    "set install_py_dep_per_model=true"
+                )
+                yield Finding(status, label, f"{where} is not installed here", advice)
+
+
+def _sources(archive: Archive) -> Iterator[tuple[str, bytes]]:
+    """Yield name and content of the author's files that are not too long to be looked at."""
+    for file in archive.files:
+        if file.name.endswith(".py") and file.size_bytes <= MAX_SOURCE_BYTES:
+            yield file.name, archive.read(file.name)
+
+
+def _look_at_requirements(
+    policy: TorchServePolicy, archive: Archive, label: str
+) -> Generator[Finding, None, list[str]]:
+    """Yield what becomes of an archive's requirements; return the packages that it will have."""
+    file = archive.manifest.requirements_file
+    if not file or file not in archive.names:
+        return []
+    if not policy.settings.install_requirements:
+        yield Finding(WORKS, label, f"{file} is passed over: install_py_dep_per_model is not true")
+        return []
+    requirements = list(_requirements(archive.read(file).decode("utf-8", "replace")))
+    for requirement in requirements:
+        name = canonicalize_name(requirement.name)
+        if name in SHARED and not requirement.specifier.contains(_version(name), prereleases=True):
+            yield Finding(
+                FAILS,
+                label,
+                f"{file} wants {requirement}; workers run on {name} {_version(name)}",
+                "try the handler without that line: models that TorchScript, ONNX or a state dict "
+                "holds are read by newer versions of torch",
+            )
+    count = len(requirements)
+    yield Finding(
+        CHANGES,
+        label,
+        f"its {count} requirement{'s' * (count != 1)} get an environment of their own, which sees "
+        "the server's packages; nothing is installed beside the model",
+    )
+    return [requirement.name for requirement in requirements]
+
+
+def _requirements(text: str) -> Iterator[Requirement]:
+    """Yield the lines that name a package; options and addresses are pip's affair."""
+    for line in text.splitlines():
+        try:
+            yield Requirement(line.partition(" #")[0].partition("--hash")[0].strip(" \\"))
+        except InvalidRequirement:
+            continue
+
+
+def _is_installed(module: str) -> bool:
+    """Return whether a module is there, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def _version(name: str) -> str:
+    return importlib.metadata.version(name)

@@ -1,0 +1,151 @@
+"""What many modules share: the digits model, exported and archived once, and a live server."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import os
+import subprocess
+import sys
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from modelyard.archiver import write_archive
+from tests.serve.live import LiveServer, running
+
+ROOT = Path(__file__).parents[1]
+DIGITS = ROOT / "examples" / "digits"
+FILES = {"pt2": "digits.pt2", "onnx": "digits.onnx", "torchscript": "digits.pt"}
+"""Format → artifact of the digits model."""
+
+
+EXPORT = (
+    *("export", "examples/digits/digits.pt", "--model", "examples/digits/net.py:DigitsNet"),
+    *("--input", "image:float32[batch,1,8,8]", "--output", "logits"),
+)
+"""The export of the README, which the whole test run shares."""
+
+LONGEST = (
+    *("test_docs.py", "serve", "test_architecture.py", "trips"),
+    *("handlers", "exporter", "archiver", "benchmarks"),
+)
+"""Folders and files whose tests take longest; `trips` needs what `test_docs.py` exports."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Import without looking for garbage, and leave what is there by then out of every later look.
+
+    It stays, and is so much that looking through it took a quarter of the time of collecting.
+    """
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first, so that no process is left with one of them at the end."""
+    places = {name: place for place, name in enumerate(LONGEST)}
+
+    def place(item: pytest.Item) -> int:
+        return places.get(item.path.relative_to(ROOT).parts[1], len(places))
+
+    items.sort(key=place)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs a CUDA device, asked for or not, on a machine without one."""
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("this machine has no CUDA device that torch can use")
+
+
+@contextmanager
+def made_once(tmp_path_factory: pytest.TempPathFactory, name: str) -> Iterator[tuple[Path, bool]]:
+    """Yield a folder that all processes of a test run share, and whether it is still to be filled.
+
+    Whoever comes second waits until the first has filled it.
+    """
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    with folder.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        done = folder.with_suffix(".done")
+        folder.mkdir(exist_ok=True)
+        yield folder, not done.exists()
+        done.touch()
+
+
+@pytest.fixture(scope="session")
+def digits_artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Export the digits checkpoint; give format → artifact, each with its report beside it.
+
+    What the command printed is in `stdout` and `stderr` beside their folder.
+    """
+    command = [
+        *(sys.executable, "-P", "-W", "error"),
+        *("-W", "ignore:Guards may run slower on Python 3.13.0"),  # as in pyproject.toml
+        *("-c", "from modelyard.cli import main; main()"),
+        *(word.replace("examples/", f"{ROOT}/examples/") for word in EXPORT),
+        *(word for format in FILES for word in ("--format", format)),
+    ]
+    with made_once(tmp_path_factory, "digits") as (folder, is_empty):
+        if is_empty:
+            ran = subprocess.run(
+                [*command, "-o", str(folder / "artifacts"), "--json"],
+                capture_output=True,
+                text=True,
+            )
+            assert ran.returncode == 0, ran.stderr
+            (folder / "stdout").write_text(ran.stdout)
+            (folder / "stderr").write_text(ran.stderr)
+    return {format: folder / "artifacts" / file for format, file in FILES.items()}
+
+
+def archive_digits(name: str, artifact: Path, store: Path) -> Path:
+    """Archive an artifact of the digits model as its example does, with two golden requests."""
+    return write_archive(
+        name,
+        version="1.0",
+        artifact=artifact,
+        handler="image_classifier",
+        output_dir=store,
+        extra_files=[DIGITS / "index_to_name.json"],
+        config_file=DIGITS / "model-config.yaml",
+        examples=[f"{DIGITS / 'scans' / f'{digit}.png'}={digit}" for digit in (2, 7)],
+    )
+
+
+@pytest.fixture(scope="session")
+def digits_store(
+    digits_artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Archive each artifact of the digits model under its format's name; give the model store."""
+    with made_once(tmp_path_factory, "store") as (store, is_empty):
+        for format, artifact in digits_artifacts.items() if is_empty else ():
+            archive_digits(format, artifact, store)
+    return store
+
+
+@pytest.fixture(scope="session")
+def server_without_options(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Start one server for all modules that need no settings; it starts without a model."""
+    folder = tmp_path_factory.mktemp("shared")
+    (folder / "store").mkdir()
+    with running(folder / "state", folder / "store") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def shared_server(server_without_options: LiveServer) -> Iterator[LiveServer]:
+    """Lend that server to a module, which puts archives in its store and registers them."""
+    yield server_without_options
+    server_without_options.unregister_all()
