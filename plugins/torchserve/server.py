@@ -139,7 +139,7 @@ def _describe(configuration: Configuration, own: TorchServeSettings) -> list[str
         "Number of CPUs": machine.cores,
         "Max heap size": "N/A",
         "Python executable": sys.executable,
-        "Config file": configuration.file or "N/A",
+        "Config file": configuration.dialect.config_file or "N/A",
         "Inference address": own.inference_address,
         "Management address": own.management_address,
         "Metrics address": own.metrics_address,

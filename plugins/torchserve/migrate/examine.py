@@ -58,7 +58,9 @@ def examine(
     report = Report(findings)
     store = configuration.settings.model_store
     if missing := _why_no_store(configuration, options):
-        if configuration.file != Path(os.devnull):  # else it was passed over with the other keys
+        if configuration.dialect.config_file != Path(
+            os.devnull
+        ):  # else it was passed over with the other keys
             report.findings.append(Finding(FAILS, "model_store", missing))
         return report
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
