@@ -22,9 +22,11 @@ RUN mkdir /torch /own \
         -exec mv -t /torch {} +
 COPY pyproject.toml README.md LICENSE ./
 COPY archiver archiver
+COPY base base
 COPY client client
 COPY exporter exporter
 COPY handlers handlers
+COPY plugins plugins
 COPY serve serve
 COPY modelyard modelyard
 RUN pip --python /opt/modelyard/bin/python wheel --no-deps --no-build-isolation \
