@@ -30,7 +30,7 @@ COPY plugins plugins
 COPY serve serve
 COPY modelyard modelyard
 RUN pip --python /opt/modelyard/bin/python wheel --no-deps --no-build-isolation \
-        --wheel-dir /wheels . \
+        --wheel-dir /wheels ./client . \
     && pip install --no-deps --target /own /wheels/*.whl \
     && rm -rf /own/bin
 

@@ -232,7 +232,15 @@ def install(scratch: Path) -> dict[str, Path]:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name, follow_symlinks=False)
     wheels = scratch / "wheels"
-    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source)
+    _pip(
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        wheels,
+        source / "client",
+        source,
+    )
     exact = ("--only-binary", ":all:", "--require-hashes")
     chosen: dict[str, tuple[str | Path, ...]] = {
         "torch": ("-r", ROOT / "requirements-torch.lock"),
