@@ -37,7 +37,7 @@ def dockerize(
     json_output: JsonOption = False,
 ) -> None:
     """Write it and print what is inside."""
-    from modelyard.serve.tools.dockerize import base_image, dockerize
+    from modelyard.plugins.cluster.dockerize import base_image, dockerize
 
     with known_errors():
         packed = dockerize(archives, output, base or base_image(), force)

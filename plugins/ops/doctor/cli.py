@@ -44,8 +44,8 @@ def doctor(
     json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Make the checks and print them."""
+    from modelyard.plugins.ops.doctor.checks import FAIL, WARN, Check, examine
     from modelyard.serve.settings import load_settings
-    from modelyard.serve.tools.doctor import FAIL, WARN, Check, examine
 
     with known_errors():
         settings = load_settings({"state_dir": state_dir}, config)

@@ -11,10 +11,10 @@ import pytest
 from packaging.requirements import Requirement
 from typer.testing import CliRunner
 
+from modelyard.plugins.ops.doctor import checks as doctor
+from modelyard.plugins.ops.doctor.checks import FAIL, OK, WARN, Check
+from modelyard.plugins.ops.doctor.cli import doctor_app
 from modelyard.serve.settings import Settings, load_settings
-from modelyard.serve.tools import doctor
-from modelyard.serve.tools.doctor import FAIL, OK, WARN, Check
-from modelyard.serve.tools.doctor_cli import doctor_app
 from tests.serve.live import modelyard, running
 
 

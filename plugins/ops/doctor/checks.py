@@ -27,7 +27,12 @@ from packaging.specifiers import SpecifierSet
 from modelyard.base.exits import describe_exit
 from modelyard.base.extras import EXTRAS
 from modelyard.serve.control.sandbox import examine_machine
-from modelyard.serve.control.sizing import control_groups, this_machine
+from modelyard.serve.control.sizing import (
+    WORKER_BYTES,
+    available_memory,
+    memory_limits,
+    this_machine,
+)
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.http.listener import find_listener
 from modelyard.serve.settings import Address, Settings
@@ -51,8 +56,6 @@ COMMAND_S = 300.0
 LEAST_FILES = 4096
 """Descriptors: one per connection, three per worker."""
 LEAST_MEMORY_BYTES = 1 << 30
-WORKER_BYTES = 300 << 20
-"""Of a worker with a small model; most of it is torch."""
 LEAST_SHM_BYTES = 64 << 20
 LEAST_DISK_BYTES = 1 << 30
 SHOWN = 300
@@ -177,7 +180,7 @@ def try_modules(names: Sequence[str]) -> dict[str, dict[str, Any]]:
     tried: dict[str, dict[str, Any]] = {}
     left = [*names, "cuda"]
     while left:
-        command = [sys.executable, "-P", "-m", "modelyard.serve.tools.doctor_probe", *left]
+        command = [sys.executable, "-P", "-m", "modelyard.plugins.ops.doctor.probe", *left]
         try:
             ran = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_S)
             ended, output = (
@@ -274,25 +277,13 @@ def check_memory() -> Check:
     """Return how much memory workers may still take, by the machine and the control group."""
     memory = psutil.virtual_memory()
     found = f"{_size(memory.available)} of {_size(memory.total)} available"
-    limit = min(_memory_limits(), default=memory.total)
+    limit = min(memory_limits(), default=memory.total)
     if limit < memory.total:
         found += f", the control group may hold {_size(limit)}"
     if available_memory() < LEAST_MEMORY_BYTES:
         advice = f"a worker takes {_size(WORKER_BYTES)} and its model; start few, with --workers"
         return Check("memory", WARN, found, advice)
     return Check("memory", OK, found)
-
-
-def available_memory() -> int:
-    """Return how many bytes workers may still take."""
-    return min([int(psutil.virtual_memory().available), *_memory_limits()])
-
-
-def _memory_limits() -> Iterator[int]:
-    for group in control_groups("memory"):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with contextlib.suppress(OSError, ValueError):  # `max` is none
-                yield int((group / name).read_text(encoding="utf-8"))
 
 
 def check_open_files() -> Check:

@@ -9,10 +9,10 @@ import pytest
 import yaml
 
 from modelyard.archiver.errors import ArchiveError
+from modelyard.plugins.cluster.dockerize import base_image, dockerize
 from modelyard.serve.control.restore import plan_start
 from modelyard.serve.errors import BadRequest
 from modelyard.serve.settings import load_settings
-from modelyard.serve.tools.dockerize import base_image, dockerize
 from tests.serve.live import build_archive
 
 
