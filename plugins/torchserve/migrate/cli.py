@@ -18,7 +18,7 @@ from modelyard.base.terminal import err, format_bytes, out, plain_table
 from modelyard.serve.cli import known_errors
 
 if TYPE_CHECKING:
-    from modelyard.plugins.torchserve.migrate.findings import Finding, Report
+    from modelyard.plugins.torchserve.migrate.models import Finding, Report
 
 MOST_INDENT = 24
 """Of what stands beside a key or model; a longer one has a line of its own."""

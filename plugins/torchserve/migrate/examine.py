@@ -22,21 +22,8 @@ from modelyard.plugins.torchserve.configuration import (
 )
 from modelyard.plugins.torchserve.log4j import find_log_config, read_log_config
 from modelyard.plugins.torchserve.metrics import TorchServeMetrics
-from modelyard.plugins.torchserve.migrate.findings import (
-    CHANGES,
-    FAILS,
-    WORKS,
-    Finding,
-    Report,
-    warnings_of_readers,
-)
-from modelyard.plugins.torchserve.migrate.models import (
-    Looked,
-    Trial,
-    find_workflows,
-    look_at_store,
-    try_archives,
-)
+from modelyard.plugins.torchserve.migrate import models
+from modelyard.plugins.torchserve.migrate.models import CHANGES, FAILS, WORKS, Finding, Report
 from modelyard.plugins.torchserve.policy import TorchServePolicy
 from modelyard.serve.control.fetch import UrlRules
 from modelyard.serve.control.sizing import available_memory
@@ -88,20 +75,20 @@ def examine(
         return report
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
         policy = _policy(configuration, Path(folder) / "state")
-        looked: list[Looked] = []
-        for each in look_at_store(policy, UrlRules(dialect.allowed_urls)):
+        looked: list[models.Looked] = []
+        for each in models.look_at_store(policy, UrlRules(dialect.allowed_urls)):
             on_step(each.spec.location)
             looked.append(each)
-        trials: list[Trial | None] = [None] * len(looked)
+        trials: list[models.Trial | None] = [None] * len(looked)
         if tries:
             on_step("trials")
-            with warnings_of_readers():  # what workers print, and how they end
-                trials = asyncio.run(try_archives(policy, looked))
+            with models.warnings_of_readers():  # what workers print, and how they end
+                trials = asyncio.run(models.try_archives(policy, looked))
     if not looked:
         report.findings.append(Finding(CHANGES, "model_store", f"{store} holds no archives"))
     for each, trial in zip(looked, trials, strict=True):
         _add(report, each, trial)
-    report.findings += find_workflows(policy, dialect.properties.get("workflow_store"))
+    report.findings += models.find_workflows(policy, dialect.properties.get("workflow_store"))
     if report.models:
         report.findings.append(_memory(report))
     return report
@@ -117,7 +104,7 @@ def _policy(configuration: Configuration, state: Path) -> TorchServePolicy:
     return TorchServePolicy(settings, dialect, metrics)
 
 
-def _add(report: Report, looked: Looked, trial: Trial | None) -> None:
+def _add(report: Report, looked: models.Looked, trial: models.Trial | None) -> None:
     """Take what was found about one archive, with what came of its trial."""
     model = looked.model
     for finding in looked.findings:
@@ -176,7 +163,7 @@ def _examine(configuration: Configuration, environment: Mapping[str, str]) -> It
     yield Finding(WORKS, "gRPC", f"answered on ports {ports}, as TorchServe's clients call it")
 
     def tls() -> tuple[list[str], str | None]:
-        with warnings_of_readers() as said:
+        with models.warnings_of_readers() as said:
             has_tls = read_tls(own) is not None
         return said, "certificate and key can be read, and fit each other" if has_tls else None
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import importlib.util
+import logging
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import monotonic
 
@@ -19,14 +21,6 @@ from modelyard.archiver.source_checks import Source, known_modules, unmet_import
 from modelyard.plugins.torchserve import NO_WORKFLOWS
 from modelyard.plugins.torchserve.archiver.archive import BUILTIN_HANDLERS
 from modelyard.plugins.torchserve.archiver.refused import REASONS, refused_imports
-from modelyard.plugins.torchserve.migrate.findings import (
-    CHANGES,
-    FAILS,
-    WORKS,
-    Finding,
-    Model,
-    warnings_of_readers,
-)
 from modelyard.plugins.torchserve.policy import TorchServePolicy
 from modelyard.plugins.torchserve.store import TORCHSERVE_SUFFIXES, find_as_torchserve
 from modelyard.serve.control.build import (
@@ -56,6 +50,67 @@ INSTALL = (
 )
 SHARED = ("torch", "modelyard")
 """Packages that an environment of an archive's own must not bring in another version."""
+
+
+WORKS, CHANGES, FAILS = "works", "changes", "fails"
+"""What becomes of something in the move."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that works, changes, or will not work."""
+
+    status: str
+    subject: str
+    """A key of the configuration, or a model and its version."""
+    text: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A version that the start serves."""
+
+    name: str
+    version: str
+    file: str
+    workers: int
+    batch_size: int
+    memory_bytes: int
+    """Of all its workers; an estimate, or what one took in a trial, times the workers."""
+    is_measured: bool = False
+
+
+@dataclass
+class Report:
+    """Everything that was found."""
+
+    findings: list[Finding] = field(default_factory=list)
+    models: list[Model] = field(default_factory=list)
+
+    @property
+    def fails(self) -> bool:
+        """Whether anything will not work."""
+        return any(each.status == FAILS for each in self.findings)
+
+    def count(self, status: str) -> int:
+        """Return how many findings have this status."""
+        return sum(each.status == status for each in self.findings)
+
+
+@contextmanager
+def warnings_of_readers() -> Iterator[list[str]]:
+    """Collect what the server's readers would write to its log."""
+    said: list[str] = []
+    logger, collector = logging.getLogger("modelyard"), logging.Handler(logging.WARNING)
+    collector.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(collector)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(collector)
+        logger.propagate = propagates
 
 
 @dataclass(frozen=True)
