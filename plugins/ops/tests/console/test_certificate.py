@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from modelyard.archiver import certificate, open_archive, write_archive
-from modelyard.archiver.certificate import Certificate, read_certificate
+from modelyard.archiver import open_archive, write_archive
 from modelyard.archiver.signing import generate_keys, read_signing_key, read_trusted_keys
 from modelyard.archiver.untrusted.names import MANIFEST_NAME, SBOM_NAME, SIGNING_NAME
+from modelyard.plugins.ops.console import certificate
+from modelyard.plugins.ops.console.certificate import Certificate, read_certificate
 
 
 def write(inputs: Path, store: Path, key: Path | None = None) -> Path:
