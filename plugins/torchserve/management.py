@@ -374,18 +374,14 @@ def describe(model: ModelVersion) -> dict[str, Any]:
         "parallelLevel": config.parallel_level,
         "deviceType": "gpu" if config.uses_gpu else "cpu",
         **({"deviceIds": list(config.device_ids)} if config.device_ids else {}),
+        "continuousBatching": False,
         "useJobTicket": config.needs_ticket,
         "useVenv": config.has_venv,
-        **dict.fromkeys(("continuousBatching", "stateful"), False),
-        **dict.fromkeys(
-            (
-                "sequenceMaxIdleMSec",
-                "sequenceTimeoutMSec",
-                "maxNumSequence",
-                "maxSequenceJobQueueSize",
-            ),
-            0,
-        ),
+        "stateful": False,
+        "sequenceMaxIdleMSec": 0,
+        "sequenceTimeoutMSec": 0,
+        "maxNumSequence": 0,
+        "maxSequenceJobQueueSize": 0,
         "loadedAtStartup": model.at_start,
         "workers": [_describe_worker(slot, config) for slot in model.pool.slots],
         "jobQueueStatus": {
@@ -397,10 +393,11 @@ def describe(model: ModelVersion) -> dict[str, Any]:
 
 def _describe_worker(slot: ReplicaSlot, config: ModelConfig) -> dict[str, Any]:
     worker = slot.worker
-    began = worker.started_at.isoformat(timespec="milliseconds") if worker else ""
     return {
         "id": str(slot.id),
-        "startTime": began.replace("+00:00", "Z"),
+        "startTime": worker.started_at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        if worker
+        else "",
         "status": "READY" if slot.is_ready else "UNLOADING",
         "memoryUsage": memory_bytes(worker.pid) if worker else 0,
         "pid": worker.pid if worker else -1,
