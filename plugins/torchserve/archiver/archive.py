@@ -13,14 +13,8 @@ from typing import Any
 from modelyard.archiver.collect import Part, Plan, created_on
 from modelyard.archiver.errors import ArchiveExists, BadName, CannotArchive
 from modelyard.archiver.manifest import ARCHIVER_VERSION, Manifest
+from modelyard.archiver.untrusted import names
 from modelyard.archiver.untrusted.container import MAX_ENTRIES, SUFFIXES
-from modelyard.archiver.untrusted.names import (
-    MANIFEST_NAME,
-    check_name,
-    check_version,
-    collisions,
-    file_name_problem,
-)
 from modelyard.archiver.untrusted.names import quoted as quote
 from modelyard.archiver.write import write_plan
 from modelyard.plugins.torchserve.archiver.extra_files import expand_extra_files
@@ -80,7 +74,7 @@ def archive_for_torchserve(config: ModelArchiverConfig, warn: Warn) -> Path:
         ArchiveError: a name breaks the rule, the archive exists, or files do not fit together.
     """
     check_model_name(config.model_name)
-    check_version(config.version)
+    names.check_version(config.version)
     folder, archive_format = Path(config.export_path), FORMATS[config.archive_format]
     if folder.is_file():
         raise CannotArchive(
@@ -114,7 +108,7 @@ def check_model_name(name: str) -> None:
             "Model name contains special characters.\n"
             f"The allowed regular expression filter for model name is: {_NAME.pattern}"
         )
-    check_name(name)
+    names.check_name(name)
 
 
 def plan_for_torchserve(config: ModelArchiverConfig, warn: Warn) -> Plan:
@@ -163,12 +157,12 @@ def _checked(parts: list[Part], warn: Warn) -> tuple[Part, ...]:
         kept[part.name] = part
     problems = []
     for part in kept.values():
-        problem = file_name_problem(part.name)
+        problem = names.file_name_problem(part.name)
         if part.name.partition("/")[0].lower() == "mar-inf":
             problem = f"{quote(part.name)}: MAR-INF is where the archive's own files lie"
         if problem:
             problems.append(f"{part.label}: {problem}")
-    problems += collisions([*kept, MANIFEST_NAME])
+    problems += names.collisions([*kept, names.MANIFEST_NAME])
     if len(kept) >= MAX_ENTRIES:
         problems.append(f"{len(kept)} files; an archive holds {MAX_ENTRIES - 1}")
     if problems:
