@@ -97,6 +97,7 @@ def start(
     port: Annotated[int | None, typer.Option(help="Inference; default 8080.")] = None,
     management_port: Annotated[int | None, typer.Option(help="Management; default 8081.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Metrics; default 8082.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC; default none.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda[:N].")] = None,
     workers: Annotated[int | None, typer.Option(help="Per model; default by cores.")] = None,
     auth: Annotated[
@@ -184,6 +185,7 @@ def start(
                 "port": port,
                 "management_port": management_port,
                 "metrics_port": metrics_port,
+                "grpc_port": grpc_port,
                 "device": device,
                 "workers": workers,
                 "auth": auth,
@@ -259,9 +261,9 @@ def run_attached(settings: Settings) -> int:
 
 
 def _print_addresses(about: dict[str, Any]) -> None:
-    docs = {"docs": f"{about['inference']}/docs", "log": about["log"]}
-    for name in ("inference", "management", "metrics", *docs):
-        out.print(f"{name:<12}{escape(docs.get(name) or about[name])}", soft_wrap=True)
+    more = {**about["faces"], "docs": f"{about['inference']}/docs", "log": about["log"]}
+    for name in ("inference", "management", "metrics", *more):
+        out.print(f"{name:<12}{escape(more.get(name) or about[name])}", soft_wrap=True)
 
 
 @serve_app.command()

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-import ssl
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import getuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
@@ -29,6 +28,9 @@ from modelyard.plugins.torchserve.snapshot import (
 )
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Address, Settings, describe_problems
+
+if TYPE_CHECKING:
+    from modelyard.serve.http.tls import TlsContext
 
 INTEGERS = {
     "default_workers_per_model": 0,
@@ -426,7 +428,7 @@ def _check_tls(typed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             raise StartError(f"{key}: file not found: {own[key]}")
 
 
-def read_tls(own: TorchServeSettings) -> Callable[[], ssl.SSLContext] | None:
+def read_tls(own: TorchServeSettings) -> Callable[[], TlsContext] | None:
     """Return what returns the context of the addresses with TLS; None where there are none.
 
     Raises:
