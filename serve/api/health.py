@@ -12,7 +12,7 @@ from modelyard.serve.http.application import ServerState
 OPEN_PATHS = ("/ping", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
 """Probes carry no token."""
 RETRY = {"Retry-After": "1"}
-"""Of answers that say not ready."""
+"""Seconds after which a client may ask again that was told not ready."""
 
 
 def health_routes(registry: Registry, state: ServerState) -> APIRouter:
