@@ -164,7 +164,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
 
 
 OWN_RIGHTS = {"management": "manage", "inference": "predict,explain,metrics,priority"}
-"""Of the keys that each start makes."""
+"""Rights of the keys that each start makes."""
 
 
 def known_tokens(settings: Settings, keys: Mapping[str, str]) -> Grants:

@@ -27,7 +27,7 @@ from modelyard.serve.errors import StartError, WrongUsage
 
 ENV_PREFIX = "MODELYARD_"
 MOST_WORKERS = 1024
-"""Of one model."""
+"""Workers of one model, at most."""
 Share = Annotated[int, Field(ge=1, le=1000)]
 _ORIGIN = re.compile(
     r"\*|https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?", re.ASCII | re.IGNORECASE
@@ -49,7 +49,7 @@ class Address:
     port: int = 0
     """0 lets the system choose."""
     path: Path | None = None
-    """Of a Unix socket; host and port say nothing then."""
+    """Path of a Unix socket; host and port say nothing then."""
     is_tls: bool = False
     option: str = "port"
     """What chooses the port, for messages."""
