@@ -11,7 +11,7 @@ from fastapi import APIRouter
 from modelyard.plugins.ops.console.build import build_console
 from modelyard.plugins.ops.rollout.control import Rollouts
 from modelyard.plugins.ops.rollout.routes import rollout_routes
-from modelyard.serve.api.description import DESCRIPTION, described_calls
+from modelyard.serve.api.description import DOCUMENT, described_calls
 from modelyard.serve.api.docs import DOCS_PATHS, add_docs
 from modelyard.serve.api.health import OPEN_PATHS, health_routes
 from modelyard.serve.api.inference import Calls, right_of
@@ -110,7 +110,7 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
 
     clients = Routes(
         "Modelyard",
-        DESCRIPTION,
+        DOCUMENT["description"],
         answers,
         described_calls(),
         health_routes(registry, state),
