@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from modelyard.exporter.api import export
 from modelyard.exporter.errors import (
     CheckpointError,
     ConversionError,
@@ -13,9 +12,10 @@ from modelyard.exporter.errors import (
     PartialExportError,
     UsageError,
 )
+from modelyard.exporter.request import export
 
 if TYPE_CHECKING:
-    from modelyard.exporter.parity import ExportReport
+    from modelyard.exporter.prove.parity import ExportReport
 else:
 
     def __getattr__(name: str) -> object:

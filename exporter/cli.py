@@ -182,7 +182,7 @@ def export_command(
     """Parse, call `modelyard.exporter.export` once, print."""
     os.environ |= thread_environment()
     # Here, not above: importing torch takes a second that `modelyard --help` need not wait.
-    from modelyard.exporter.api import export
+    from modelyard.exporter.request import export
 
     failures: Mapping[str, ExportError] = {}
     with exit_codes():

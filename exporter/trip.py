@@ -18,7 +18,6 @@ from torch.export import ExportedProgram
 from modelyard.archiver.signature import Signature
 from modelyard.base.extras import what_is_missing
 from modelyard.exporter.arguments import goes_elsewhere, read_inputs, take_inputs, take_submodule
-from modelyard.exporter.checker import Checker
 from modelyard.exporter.checkpoint import open_model, split_model
 from modelyard.exporter.command import (
     command_of,
@@ -48,9 +47,17 @@ from modelyard.exporter.inputs.samples import (
     sample_of,
 )
 from modelyard.exporter.inputs.settle import settle_inputs
-from modelyard.exporter.locate import first_difference
-from modelyard.exporter.parity import ExportReport, Parity, check, publish, report_path, sha256
-from modelyard.exporter.reference import Reference, observe
+from modelyard.exporter.prove.checker import Checker
+from modelyard.exporter.prove.locate import first_difference
+from modelyard.exporter.prove.parity import (
+    ExportReport,
+    Parity,
+    check,
+    publish,
+    report_path,
+    sha256,
+)
+from modelyard.exporter.prove.reference import Reference, observe
 
 SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx", "torchscript": ".pt", "aoti": ".aoti.pt2"}
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -138,7 +138,7 @@ def test_dependencies_run_downwards() -> None:
     ("module", "name"),
     [
         ("archiver.read", "handlers.base"),
-        ("handlers.base", "exporter.parity"),
+        ("handlers.base", "exporter.prove.parity"),
         ("exporter.trip", "serve.settings"),
         ("client.calls", "serve.settings"),
         ("serve.api.inference", "client.calls"),

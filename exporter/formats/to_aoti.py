@@ -9,8 +9,8 @@ import torch
 from torch.export import ExportedProgram
 
 from modelyard.archiver.signature import Signature
-from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError
+from modelyard.exporter.formats.diagnose import explain
 from modelyard.exporter.formats.to_exported_program import quiet
 
 METADATA = "modelyard"

@@ -20,8 +20,8 @@ from torch.fx import Graph, GraphModule, Node
 
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.arguments import WRAPPED, own_name
-from modelyard.exporter.diagnose import explain, find_place
 from modelyard.exporter.errors import ConversionError
+from modelyard.exporter.formats.diagnose import explain, find_place
 from modelyard.handlers.judge.grammar import operator_problem
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"

@@ -16,8 +16,8 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from modelyard.archiver.signature import Signature
-from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError, cause
+from modelyard.exporter.formats.diagnose import explain
 from modelyard.exporter.formats.to_exported_program import any_length, quiet
 from modelyard.exporter.ingest.onnx_file import MAX_BYTES
 from modelyard.exporter.inputs.samples import Sample

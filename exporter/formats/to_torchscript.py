@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
 from modelyard.archiver.signature import Signature
-from modelyard.exporter.diagnose import explain, find_place
 from modelyard.exporter.errors import cause
+from modelyard.exporter.formats.diagnose import explain, find_place
 from modelyard.exporter.formats.to_exported_program import quiet
 
 _HEADER_BYTES, _LARGE_BYTES = 30, 20  # of a zip's entry, and more of one over 2 GB

@@ -16,7 +16,7 @@ from torch import nn
 from modelyard.exporter.command import paste
 from modelyard.exporter.errors import UsageError
 from modelyard.exporter.ingest import Checkpoint
-from modelyard.exporter.inputs.propose import complete, left_out, propose_inputs
+from modelyard.exporter.inputs.described import complete, left_out, propose_inputs
 from modelyard.exporter.inputs.samples import (
     is_picture,
     names_inputs,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from modelyard.exporter.ingest import Announce
-    from modelyard.exporter.parity import ExportReport
+    from modelyard.exporter.prove.parity import ExportReport
 
 
 def export(

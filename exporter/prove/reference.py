@@ -32,9 +32,9 @@ from modelyard.exporter.inputs.sample_batches import (
     why_no_rows,
 )
 from modelyard.exporter.inputs.samples import Sample
-from modelyard.exporter.probabilities import find_probabilities
-from modelyard.exporter.sensitivity import measure_sensitivity
-from modelyard.exporter.watch import (
+from modelyard.exporter.prove.probabilities import find_probabilities
+from modelyard.exporter.prove.sensitivity import measure_sensitivity
+from modelyard.exporter.prove.watch import (
     Counted,
     Watched,
     count,

@@ -1,7 +1,7 @@
 """The fresh process that runs artifacts beside the checkpoint's outputs, and its one caller.
 
-`python -P -m modelyard.exporter.checker FOLDER` opens artifacts as a worker opens them and knows
-nothing of the model's Python. One process serves all formats of an export: it starts while the
+`python -P -m modelyard.exporter.prove.checker FOLDER` opens artifacts as a worker opens them and
+knows nothing of the model's Python. One process serves all formats of an export: it starts while the
 first is written, and only ever holds one artifact and one case. Each line on its stdin is one of
 
     {"open": {"artifact": …, "format": …, "device": …, "outputs": [[name, dtype, tolerance], …]}}

@@ -17,10 +17,10 @@ from pathlib import Path
 import torch
 
 from modelyard.archiver.signature import Signature
-from modelyard.exporter.drafts import draft_change
 from modelyard.exporter.errors import ConversionError, cause
+from modelyard.exporter.formats.drafts import draft_change
 
-_OURS = Path(__file__).parent
+_OURS = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
 _FILE_LINE = re.compile(r'File "([^"<>]+)", line (\d+)')
 _INSTALLED = {"site-packages", "dist-packages"}
