@@ -36,7 +36,7 @@ PARTS = {
     "Errors": {
         "modelyard.exporter.errors": [],
         "modelyard.archiver.errors": [],
-        "modelyard.client.errors": [],
+        "modelyard_client.errors": [],
         "modelyard.handlers.errors": [],
         "modelyard.serve.errors": ["StartError"],
     },

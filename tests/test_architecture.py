@@ -20,7 +20,7 @@ from modelyard.cli import commands as registered_commands
 from tests import neighbours
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("base", "archiver", "handlers", "exporter", "client", "serve")
+PACKAGES = ("base", "archiver", "handlers", "exporter", "serve")
 """Of core."""
 PLUGINS = ("cluster", "grpc", "ops", "tasks", "torchserve")
 
@@ -36,9 +36,8 @@ ALLOWED = {
     "archiver": {"archiver", "base"},
     "handlers": {"handlers", "archiver", "base"},
     "exporter": {"exporter", "handlers", "archiver", "base"},
-    "client": {"client", "archiver", "base", "handlers.errors", "handlers.tensors"},
     "serve": {"serve", "archiver", "base"},
-    "serve.tools": {"serve", "archiver", "base", "client"},
+    "serve.tools": {"serve", "archiver", "base"},
     "serve.errors": {"archiver"},
     "serve.settings": {"archiver", "base", "serve.errors"},
     "serve.policy": CONTROL,
@@ -140,8 +139,6 @@ def test_dependencies_run_downwards() -> None:
         ("archiver.read", "handlers.base"),
         ("handlers.base", "exporter.prove.parity"),
         ("exporter.trip", "serve.settings"),
-        ("client.calls", "serve.settings"),
-        ("serve.api.inference", "client.calls"),
         ("serve.control.store", "handlers.context"),
         ("serve.dataplane.pool", "serve.api.inference"),
         ("archiver.cli", "plugins.torchserve.inference"),
@@ -323,8 +320,7 @@ for first in ("import modelyard.exporter.trip", ""):
     [
         ("archiver", HEAVY | {"yaml", "pydantic", "typer", "rich"}),
         ("cli", HEAVY | {f"modelyard.{package}" for package in PACKAGES if package != "base"}),
-        ("client", HEAVY | {"modelyard.handlers", "modelyard.serve", "modelyard.exporter"}),
-        ("client.tensors", HEAVY - {"numpy"} | {"modelyard.serve", "modelyard.exporter"}),
+        ("client", HEAVY | {f"modelyard.{package}" for package in PACKAGES}),
         ("serve.server", HEAVY - {"fastapi", "starlette"} | {"modelyard.handlers"}),
         ("serve.app", {"torch", "numpy", "modelyard.handlers", "opentelemetry.sdk"}),
         ("serve.worker.boot", HEAVY | {"pydantic", "typer"}),

@@ -5,7 +5,7 @@ import pytest
 from modelyard.archiver.requirements import Pin
 from modelyard.archiver.source_checks import TS_MODULES, Source, source_warnings
 
-SHIM = Path(__file__).parents[2] / "serve" / "worker" / "shim"
+SHIM = Path(__file__).parents[2] / "plugins" / "torchserve" / "shim"
 
 SIX = Pin("six", "1.17.0", "a" * 64)
 

@@ -6,12 +6,14 @@ import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
-from modelyard.client.errors import BadAnswer
-from modelyard.client.retries import Answer, Attempt
+from modelyard_client.errors import BadAnswer
+from modelyard_client.retries import Answer, Attempt, Flow
+
+T = TypeVar("T")
 
 MOST_TOKEN_BYTES = 4096
 
@@ -112,3 +114,17 @@ def answer_of(response: httpx.Response, body: bytes | None) -> Answer:
     """Return an answer; without a body it is left open."""
     stream = response if body is None else None
     return Answer(response.status_code, response.headers, body or b"", stream)
+
+
+def run_apart(connection: Connection, flow: Flow[T]) -> T:
+    """Take the steps of a call by a client of its own: the one that asked may be closed by now."""
+    from modelyard_client.synchronous import Client
+
+    with Client(
+        connection.url,
+        token=connection.token,
+        ca=connection.ca,
+        max_answer_bytes=connection.most_bytes,
+        trust_env=connection.trusts_environment,
+    ) as client:
+        return client.run(flow)

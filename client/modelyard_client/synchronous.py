@@ -1,4 +1,4 @@
-"""The client for programs without asyncio."""
+"""The client for programs without asyncio; made of asynchronous.py by scripts/unasync."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import httpx
 
-from modelyard.client.calls import Body, Calls
-from modelyard.client.connection import Connection, answer_of, is_left_open
-from modelyard.client.errors import BadAnswer, NoAnswer
-from modelyard.client.explanation import Explanation
-from modelyard.client.options import ExplainOptions
-from modelyard.client.retries import Answer, Attempt, Flow, Pause, Retries
+from modelyard_client.calls import Body, Calls
+from modelyard_client.connection import Connection, answer_of, is_left_open, run_apart
+from modelyard_client.errors import BadAnswer, NoAnswer
+from modelyard_client.explanation import Explanation
+from modelyard_client.options import ExplainOptions
+from modelyard_client.retries import Answer, Attempt, Flow, Pause, Retries
 
 if TYPE_CHECKING:
-    from modelyard.client.tensors import Arrays
+    from modelyard_client.tensors import Arrays
 
 T = TypeVar("T")
 
@@ -138,7 +138,8 @@ class Client:
         flow = self.calls.send(
             "predictions", model, body, content_type, headers=headers, is_stream=True
         )
-        response = self.run(flow).stream
+        answer = self.run(flow)
+        response = answer.stream
         assert response is not None
         try:
             yield self._pieces(response)
@@ -147,7 +148,8 @@ class Client:
 
     def _pieces(self, response: httpx.Response) -> Iterator[bytes]:
         try:
-            yield from response.iter_bytes()
+            for piece in response.iter_bytes():
+                yield piece
         except httpx.HTTPError as error:
             raise NoAnswer(f"the stream broke ({error or type(error).__name__})") from error
 
@@ -192,15 +194,3 @@ class Client:
             return answer_of(response, bytes(body))
         except (httpx.HTTPError, BadAnswer, OSError, ValueError) as error:
             return error
-
-
-def run_apart(connection: Connection, flow: Flow[T]) -> T:
-    """Take the steps of a call by a client of its own: the one that asked may be closed by now."""
-    with Client(
-        connection.url,
-        token=connection.token,
-        ca=connection.ca,
-        max_answer_bytes=connection.most_bytes,
-        trust_env=connection.trusts_environment,
-    ) as client:
-        return client.run(flow)

@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
 import httpx
 
-from modelyard.client.calls import Body, Calls
-from modelyard.client.connection import Connection, answer_of, is_left_open
-from modelyard.client.errors import BadAnswer, NoAnswer
-from modelyard.client.explanation import Explanation
-from modelyard.client.options import ExplainOptions
-from modelyard.client.retries import Answer, Attempt, Flow, Pause, Retries
-from modelyard.client.synchronous import run_apart
+from modelyard_client.calls import Body, Calls
+from modelyard_client.connection import Connection, answer_of, is_left_open, run_apart
+from modelyard_client.errors import BadAnswer, NoAnswer
+from modelyard_client.explanation import Explanation
+from modelyard_client.options import ExplainOptions
+from modelyard_client.retries import Answer, Attempt, Flow, Pause, Retries
 
 if TYPE_CHECKING:
-    from modelyard.client.tensors import Arrays
+    from modelyard_client.tensors import Arrays
 
 T = TypeVar("T")
 
@@ -139,7 +138,8 @@ class AsyncClient:
         flow = self.calls.send(
             "predictions", model, body, content_type, headers=headers, is_stream=True
         )
-        response = (await self.run(flow)).stream
+        answer = await self.run(flow)
+        response = answer.stream
         assert response is not None
         try:
             yield self._pieces(response)

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import httpx
 
-from modelyard.client.errors import BadAnswer, NoAnswer, NotTrusted, RequestFailed
+from modelyard_client.errors import BadAnswer, NoAnswer, NotTrusted, RequestFailed
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 5.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,19 +10,22 @@ import numpy as np
 import orjson
 from numpy.typing import ArrayLike, NDArray
 
-from modelyard.client.errors import BadAnswer
-from modelyard.client.retries import Answer
-from modelyard.handlers.errors import BadInput
-from modelyard.handlers.tensors import (
-    BF16,
-    BYTES,
-    LENGTH_HEADER,
-    MOST_DIMS,
-    OCTETS,
-    datatype_of,
-    from_bytes,
-    to_bytes,
-)
+from modelyard_client.errors import BadAnswer
+from modelyard_client.retries import Answer
+
+LENGTH_HEADER = "inference-header-content-length"
+"""How many bytes of JSON stand before the tensors, in requests and answers with binary ones."""
+OCTETS = "application/octet-stream"
+BYTES, BF16 = "BYTES", "BF16"
+MOST_DIMS = 32
+NUMPY = {
+    "BOOL": np.dtype("bool"),
+    **{f"FP{bits}": np.dtype(f"float{bits}") for bits in (16, 32, 64)},
+    **{f"INT{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
+    **{f"UINT{bits}": np.dtype(f"uint{bits}") for bits in (8, 16, 32, 64)},
+}
+"""A datatype of the protocol → numpy's; BYTES are objects, and BF16 is unknown to numpy."""
+_DATATYPES = {dtype: name for name, dtype in NUMPY.items()} | {np.dtype(object): BYTES}
 
 Arrays = Mapping[str, ArrayLike]
 
@@ -40,7 +44,7 @@ def write_request(inputs: Arrays, outputs: Sequence[str] | None) -> tuple[bytes,
     for name, given in inputs.items():
         array = _as_bytes(np.asarray(given))
         try:
-            datatype = datatype_of(array)
+            datatype = _DATATYPES[array.dtype]
         except KeyError:
             raise TypeError(
                 f'input "{name}" is of dtype {array.dtype}; expected numbers, bool, bytes or text'
@@ -94,7 +98,7 @@ def read_outputs(answer: Answer) -> dict[str, NDArray[Any]]:
             at += size
         if at < len(tail):
             raise ValueError(f"{len(tail) - at} bytes are left")
-    except (ValueError, KeyError, TypeError, BadInput) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise BadAnswer(f"the answer does not hold tensors as bytes: {error}") from error
     return outputs
 
@@ -110,3 +114,59 @@ def _read(data: memoryview, described: Mapping[str, Any]) -> NDArray[Any]:
         return wide.view(np.float32)
     found: NDArray[Any] = from_bytes(data, datatype, shape, where)
     return found if datatype == BYTES else found.copy()  # theirs alone, and to write to
+
+
+def as_objects(values: Sequence[bytes], shape: tuple[int, ...]) -> NDArray[Any]:
+    """Return an array of BYTES."""
+    found = np.empty(len(values), dtype=object)
+    found[:] = values
+    return found.reshape(shape)
+
+
+def from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...], where: str) -> NDArray[Any]:
+    """Return an array over bytes, which are not copied: little-endian, in the order of rows.
+
+    Args:
+        datatype: any but BF16.
+
+    Raises:
+        ValueError: there are more or fewer than the shape holds; it begins with `where`.
+    """
+    if datatype == BYTES:
+        return as_objects(_split(data, math.prod(shape), where), shape)
+    expected = math.prod(shape) * NUMPY[datatype].itemsize
+    if expected != len(data):
+        raise ValueError(
+            f"{where} has {len(data)} bytes; {datatype} of shape {list(shape)} has {expected}"
+        )
+    found = np.frombuffer(data, NUMPY[datatype].newbyteorder("<")).reshape(shape)
+    if datatype == "BOOL" and np.frombuffer(data, np.uint8).max(initial=0) > 1:
+        raise ValueError(f"{where} has bytes other than 0 and 1; expected BOOL")
+    return found
+
+
+def to_bytes(value: NDArray[Any], datatype: str) -> bytes | memoryview:
+    """Return an array's bytes, little-endian, in the order of rows; its own where they lie so."""
+    if datatype == BYTES:
+        return b"".join(len(each).to_bytes(4, "little") + each for each in value.reshape(-1))
+    lined_up = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
+    return lined_up.reshape(-1).view(np.uint8).data
+
+
+def _split(data: memoryview, count: int, where: str) -> list[bytes]:
+    """Return elements of BYTES: each behind its length, of four bytes."""
+    values: list[bytes] = []
+    at = 0
+    while at < len(data):
+        if len(values) == count or at + 4 > len(data):
+            break
+        length = int.from_bytes(data[at : at + 4], "little")
+        if at + 4 + length > len(data):
+            raise ValueError(f"{where} has an element of {length} bytes, which end before it")
+        values.append(bytes(data[at + 4 : at + 4 + length]))
+        at += 4 + length
+    if at < len(data) or len(values) != count:
+        raise ValueError(
+            f"{where} has not {count} elements in {len(data)} bytes, as its shape says"
+        )
+    return values

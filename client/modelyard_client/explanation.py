@@ -9,8 +9,8 @@ from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from modelyard.client.errors import BadAnswer, ClientError
-from modelyard.client.retries import Answer
+from modelyard_client.errors import BadAnswer, ClientError, numpy
+from modelyard_client.retries import Answer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -120,8 +120,11 @@ def _read(found: dict[str, Any]) -> Explanation:
 
 
 def _arrays(found: Any) -> Attributions:
-    import numpy as np
+    np = numpy()
 
+    arrays: Attributions
     if isinstance(found, dict):
-        return {str(name): np.asarray(each, np.float32) for name, each in found.items()}
-    return np.asarray(found, np.float32)
+        arrays = {str(name): np.asarray(each, np.float32) for name, each in found.items()}
+    else:
+        arrays = np.asarray(found, np.float32)
+    return arrays

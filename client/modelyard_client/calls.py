@@ -13,15 +13,15 @@ from urllib.parse import quote
 
 import orjson
 
-from modelyard.client.errors import BadAnswer, RequestFailed
-from modelyard.client.explanation import Explanation, read_explanations
-from modelyard.client.retries import Answer, Flow, Request, Retries
+from modelyard_client.errors import BadAnswer, RequestFailed, numpy
+from modelyard_client.explanation import Explanation, read_explanations
+from modelyard_client.retries import Answer, Flow, Request, Retries
 
 if TYPE_CHECKING:
-    from modelyard.client.tensors import Arrays
+    from modelyard_client.tensors import Arrays
 
 JSON, OCTETS = "application/json", "application/octet-stream"
-AGENT = {"User-Agent": f"modelyard/{version('modelyard')}"}
+AGENT = {"User-Agent": f"modelyard-client/{version('modelyard-client')}"}
 """On every request, beside httpx's own headers."""
 
 Body = bytes | bytearray | memoryview | str | Path | Mapping[str, Any] | list[Any]
@@ -180,7 +180,8 @@ class Calls:
 
     def infer(self, model: str, inputs: Arrays, outputs: list[str] | None) -> Flow[dict[str, Any]]:
         """Return a model's outputs for its inputs, arrays by name."""
-        from modelyard.client.tensors import read_outputs, write_request
+        numpy()
+        from modelyard_client.tensors import read_outputs, write_request
 
         body, headers = write_request(inputs, outputs)
         path, sent = f"{_tensor_path(model)}/infer", {**AGENT, **headers}

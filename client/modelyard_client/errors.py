@@ -10,6 +10,7 @@ ClientError
 from __future__ import annotations
 
 import json
+from typing import Any
 
 
 class ClientError(Exception):
@@ -54,3 +55,17 @@ class RequestFailed(ClientError):
         named = f" {self.type}" if self.type else ""
         asked = f" (request {self.request_id})" if self.request_id else ""
         super().__init__(f"{status}{named}: {self.message}{asked}")
+
+
+def numpy() -> Any:
+    """Return numpy, which only calls with arrays need.
+
+    Raises:
+        ImportError: it is not installed; the message says what to install.
+    """
+    try:
+        import numpy
+    except ImportError as error:
+        advice = "explain and infer give arrays; pip install 'modelyard-client[arrays]'"
+        raise ImportError(f"numpy is not installed: {advice}", name="numpy") from error
+    return numpy
