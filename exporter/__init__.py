@@ -21,7 +21,7 @@ else:
     def __getattr__(name: str) -> object:
         """Import what needs torch, which takes seconds, when it is used."""
         if name == "ExportReport":
-            return import_module(f"{__name__}.parity").ExportReport
+            return import_module(f"{__name__}.prove.parity").ExportReport
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

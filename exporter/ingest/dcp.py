@@ -22,34 +22,10 @@ from modelyard.exporter.ingest.pickles import BadPickle, Global, UnresolvedCall,
 from modelyard.exporter.ingest.rebuild import Rebuilder, global_value
 from modelyard.exporter.ingest.source import Source, Window, inside
 from modelyard.exporter.ingest.torch_file import TorchFile, read_torch_file
+from modelyard.exporter.tables import read_table
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_ALLOWED = frozenset(
-    [
-        *(
-            f"{_METADATA}.{name}"
-            for name in (
-                "Metadata",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "TensorProperties",
-                "MetadataIndex",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "torch.Size",
-        "torch.serialization._get_layout",
-        "pathlib.PosixPath",
-        "pathlib.WindowsPath",
-        "pathlib._local.PosixPath",
-        "pathlib._local.WindowsPath",
-        "collections.OrderedDict",
-        "builtins.getattr",  # for one call only: `_rebuild`
-    ]
-)
+_ALLOWED = frozenset(read_table(__package__, "allowed")["dcp"])
 _MAX_INDEX_BYTES = 1 << 30
 _MAX_BYTES_ITEM = 1 << 28
 

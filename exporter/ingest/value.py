@@ -158,6 +158,33 @@ class Checkpoint(Description):
         lines = sorted(f"{file.sha256}  {file.name}\n" for file in self.files)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
+    def warnings(self) -> list[str]:
+        """Return what a person should know of it, whatever becomes of the model."""
+        lines = list(self.notes)
+        if self.refused:
+            lines.append(f"the checkpoint wants {', '.join(self.refused)}, which was not imported")
+        if self.alternatives:
+            others = ", ".join(f"{key} ({n:,} parameters)" for key, n in self.alternatives.items())
+            lines.append(f'the weights are those of "{self.weights_key}"; it also has {others}')
+        return lines
+
+    def named_labels(self) -> dict[str, str]:
+        """Return what it calls its classes; none where it only numbers them."""
+        names = {str(index): label for index, label in self.labels.items()}
+        are_numbers = all(label == f"LABEL_{index}" for index, label in names.items())
+        return {} if are_numbers else names
+
+    def how_read(self) -> dict[str, object]:
+        """Return how it was read, for the report."""
+        return {
+            "writer": " ".join(filter(None, (self.writer, self.writer_version))) or None,
+            "loader": self.loader,
+            "weights_key": self.weights_key,
+            "prefixes_stripped": list(self.prefixes),
+            "refused": list(self.refused),
+            "imported": list(self.imports),
+        }
+
 
 def count_parameters(tensors: Iterable[Tensor]) -> int:
     """Count numbers, those that tensors share once."""

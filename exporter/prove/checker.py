@@ -1,34 +1,30 @@
 """The fresh process that runs artifacts beside the checkpoint's outputs, and its one caller.
 
-`python -P -m modelyard.exporter.prove.checker FOLDER` opens artifacts as a worker opens them and
-knows nothing of the model's Python. One process serves all formats of an export: it starts while the
-first is written, and only ever holds one artifact and one case. Each line on its stdin is one of
+It opens artifacts as a worker opens them and knows nothing of the model's Python. One process
+serves all formats of an export: it starts while the first is written, and only ever holds one
+artifact and one case. It is asked
 
     {"open": {"artifact": …, "format": …, "device": …, "outputs": [[name, dtype, tolerance], …]}}
     {"case": text}      whose tensors lie in FOLDER/case.pt, which is read with weights_only
 
-and is answered by one line, {"measured": …} or {"error": …}.
+and answers {"measured": …} or {"error": …}.
 """
 
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from modelyard.base.exits import describe_exit
-from modelyard.base.threads import thread_environment
+from modelyard.exporter.child import Child, ChildEnded, answer_questions
 from modelyard.exporter.errors import ParityError, cause
 from modelyard.handlers.models.backends import Artifact, open_artifact, type_name
 from modelyard.handlers.proof.agree import compare, run
 
-_LAST_WORDS_BYTES = 64 * 1024
+_Specs = Sequence[tuple[str, str, float]]
+"""Name, dtype and tolerance of every output."""
 
 
 class Checker:
@@ -39,25 +35,17 @@ class Checker:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder.absolute()
-        self._process: subprocess.Popen[str] | None = None
+        self._child = Child(__name__, folder)
 
     def __enter__(self) -> Self:
-        self._start()
+        self._child.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._end()
+        self._child.close()
 
     def open(
-        self,
-        artifact: Path,
-        format: str,
-        device: str,
-        outputs: Sequence[tuple[str, str, float]],
-        trusted: Sequence[str] = (),
+        self, artifact: Path, format: str, device: str, outputs: _Specs, trusted: Sequence[str] = ()
     ) -> None:
         """Load an artifact in the place of the one before.
 
@@ -87,131 +75,74 @@ class Checker:
         Raises:
             ParityError: the artifact does not run, or gives other outputs than these.
         """
-        torch.save({"inputs": list(inputs), "outputs": list(outputs)}, self._folder / "case.pt")
+        tensors = {"inputs": list(inputs), "outputs": list(outputs)}
+        torch.save(tensors, self._child.folder / "case.pt")
         measured: list[dict[str, Any]] = self._ask({"case": case})["measured"]
         return measured
 
-    def _start(self) -> subprocess.Popen[str]:
-        """Start this module as a program; -P keeps files of the working folder from being imported.
-
-        What libraries write to stderr goes to a file: nobody empties a pipe meanwhile.
-        """
-        command = [sys.executable, "-P", "-m", __name__, str(self._folder)]
-        with (self._folder / "stderr").open("wb") as stderr:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                text=True,
-                encoding="utf-8",
-                env=os.environ | thread_environment(),
-            )
-        return self._process
-
     def _ask(self, question: Mapping[str, Any]) -> dict[str, Any]:
-        process = self._process or self._start()
-        assert process.stdin is not None
-        assert process.stdout is not None
         try:
-            process.stdin.write(json.dumps(question) + "\n")
-            process.stdin.flush()
-            answer: dict[str, Any] = json.loads(process.stdout.readline())
-        except (OSError, ValueError) as error:
-            raise ParityError(
-                f"the process that checks the artifact ended with {describe_exit(self._end())} "
-                f"and no result: {self._last_words()}"
-            ) from error
+            answer = self._child.ask(question)
+        except ChildEnded as error:
+            raise ParityError(f"the process that checks the artifact {error}") from error
         if "error" in answer:
             raise ParityError(answer["error"])
         return answer
-
-    def _end(self) -> int:
-        """Reap the process, so that the next question starts another; return its exit code."""
-        assert self._process is not None
-        process, self._process = self._process, None
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            with suppress(OSError):  # what was written for a process that is gone
-                pipe.close()
-        return process.wait()
-
-    def _last_words(self) -> str:
-        with (self._folder / "stderr").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_WORDS_BYTES))
-            lines = file.read().decode("utf-8", "replace").splitlines()
-        return next((line for line in reversed(lines) if line.strip()), "no message")
 
 
 # -- inside the process ----------------------------------------------------------------------------
 
 
-def main(folder: Path) -> None:
-    """Answer every line of stdin; end with it."""
-    with _own_stdout() as answers:
-        artifact: Artifact | None = None
-        specs: list[tuple[str, str, float]] = []
-        for line in sys.stdin:
-            question = json.loads(line)
-            try:
-                if "open" in question:
-                    artifact = None  # before the next is there: memory holds one
-                    artifact, specs = _open(question["open"]), question["open"]["outputs"]
-                    answer: dict[str, Any] = {}
-                else:
-                    assert artifact is not None
-                    answer = {"measured": _run_case(artifact, specs, folder, question["case"])}
-            except ParityError as error:
-                answer = {"error": str(error)}
-            answers.write(json.dumps(answer) + "\n")
-            answers.flush()
+class _OpenArtifact:
+    """The artifact that is open, and what its outputs have to be."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._artifact: Artifact | None = None
+        self._specs: _Specs = ()
 
-def _own_stdout() -> TextIO:
-    """Return stdout for the answers alone; what libraries print there goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    return answers
+    def answer(self, question: Mapping[str, Any]) -> dict[str, Any]:
+        try:
+            if "open" in question:
+                self._artifact = None  # before the next is there: memory holds one
+                self._open(question["open"])
+                return {}
+            return {"measured": self._run_case(question["case"])}
+        except ParityError as error:
+            return {"error": str(error)}
 
+    def _open(self, task: Mapping[str, Any]) -> None:
+        artifact, self._specs = Path(task["artifact"]), task["outputs"]
+        try:
+            self._artifact = open_artifact(
+                artifact, task["format"], task["device"], trusted=task["trusted"]
+            )
+        # Each format's library fails in its own ways; all mean that a worker could not load it.
+        except Exception as error:
+            raise ParityError(f"the artifact does not load: {cause(error)}") from error
 
-def _open(task: Mapping[str, Any]) -> Artifact:
-    try:
-        artifact = Path(task["artifact"])
-        return open_artifact(artifact, task["format"], task["device"], trusted=task["trusted"])
-    # Each format's library fails in its own ways; all mean that a worker could not load it.
-    except Exception as error:
-        raise ParityError(f"the artifact does not load: {cause(error)}") from error
-
-
-def _run_case(
-    artifact: Artifact, specs: Sequence[tuple[str, str, float]], folder: Path, case: str
-) -> list[dict[str, Any]]:
-    tensors = torch.load(folder / "case.pt", weights_only=True)
-    try:
-        outputs = run(artifact, tensors["inputs"])
-    except Exception as error:
-        raise ParityError(f"the artifact does not run at {case}: {cause(error)}") from error
-    return _measure(specs, tensors["outputs"], outputs, case)
-
-
-def _measure(
-    specs: Sequence[tuple[str, str, float]],
-    expected: Sequence[Tensor],
-    actual: Sequence[Tensor],
-    case: str,
-) -> list[dict[str, Any]]:
-    """Compare one case's outputs: their number, then dtypes and shapes, then values."""
-    if len(actual) != len(expected):
-        listed = ", ".join(name for name, _, _ in specs)
-        raise ParityError(f"the artifact gives {len(actual)} outputs, expected {listed}")
-    measured = []
-    for (name, dtype, tolerance), target, tensor in zip(specs, expected, actual, strict=True):
-        right = f"{dtype}[{','.join(map(str, target.shape))}]"
-        if (seen := type_name(tensor)) != right:
-            raise ParityError(f'output "{name}" is {seen} at {case}, expected {right}')
-        measured.append(compare(target, tensor, tolerance))
-    return measured
+    def _run_case(self, case: str) -> list[dict[str, Any]]:
+        """Compare one case's outputs: their number, then dtypes and shapes, then values."""
+        assert self._artifact is not None
+        tensors = torch.load(self._folder / "case.pt", weights_only=True)
+        expected = tensors["outputs"]
+        try:
+            actual = run(self._artifact, tensors["inputs"])
+        except Exception as error:
+            raise ParityError(f"the artifact does not run at {case}: {cause(error)}") from error
+        if len(actual) != len(expected):
+            listed = ", ".join(name for name, _, _ in self._specs)
+            raise ParityError(f"the artifact gives {len(actual)} outputs, expected {listed}")
+        measured = []
+        for (name, dtype, tolerance), target, tensor in zip(
+            self._specs, expected, actual, strict=True
+        ):
+            right = f"{dtype}[{','.join(map(str, target.shape))}]"
+            if (seen := type_name(tensor)) != right:
+                raise ParityError(f'output "{name}" is {seen} at {case}, expected {right}')
+            measured.append(compare(target, tensor, tolerance))
+        return measured
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    answer_questions(_OpenArtifact(Path(sys.argv[1])).answer)

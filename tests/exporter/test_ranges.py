@@ -9,7 +9,7 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter.errors import ModelError
-from modelyard.exporter.inputs.ranges import find_values
+from modelyard.exporter.inputs.tried import find_values
 from modelyard.exporter.prove.reference import Reference, observe
 
 X = "x:float32[nodes=10..40,8]"
