@@ -5,6 +5,7 @@ What a file or folder is, its bytes and its shape decide; its name and suffix sa
 
 import io
 import mmap
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -20,6 +21,8 @@ from modelyard.archiver.untrusted.zip import TORCH_RULES, ZipReader
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.tables import read_table
 
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+"""The name of a file or folder that cannot lead elsewhere."""
 MAX_JSON_BYTES = 256 << 20
 _MAX_DEPTH = 200  # graphs lie in the nodes of graphs
 _MAX_LINE = 64 * 1024
