@@ -29,7 +29,7 @@ EXPORT = (
 """The export of the README, which the whole test run shares."""
 
 LONGEST = (
-    *("test_docs.py", "serve", "test_architecture.py", "trips"),
+    *("cluster", "test_docs.py", "serve", "test_architecture.py", "trips"),
     *("handlers", "exporter", "archiver", "benchmarks"),
 )
 """Folders and files whose tests take longest; `trips` needs what `test_docs.py` exports."""

@@ -27,8 +27,8 @@ from modelyard.plugins.torchserve.migrate.trial import Trial, try_archives
 from modelyard.plugins.torchserve.policy import TorchServePolicy
 from modelyard.serve.control.fetch import UrlRules
 from modelyard.serve.control.model_config import ModelSpec
+from modelyard.serve.control.sizing import available_memory
 from modelyard.serve.errors import StartError
-from modelyard.serve.tools.doctor import available_memory
 
 SERVER_BYTES = 200 << 20
 """Of the server's process, and of the one that workers are forked from."""

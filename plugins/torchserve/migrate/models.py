@@ -35,10 +35,9 @@ from modelyard.serve.control.build import (
 )
 from modelyard.serve.control.fetch import UrlRules, is_url, parse_url
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
-from modelyard.serve.control.sizing import Allocation, ResourceRequest
+from modelyard.serve.control.sizing import WORKER_BYTES, Allocation, ResourceRequest
 from modelyard.serve.control.store import find_in_store, list_archives
 from modelyard.serve.errors import ServeError, UrlRefused
-from modelyard.serve.tools.doctor import WORKER_BYTES
 
 FORKED_BYTES = 50 << 20
 """What a worker adds that is forked, beside its model; others import torch, and take more."""
