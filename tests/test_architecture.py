@@ -137,7 +137,7 @@ def test_dependencies_run_downwards() -> None:
     ("module", "name"),
     [
         ("archiver.read", "handlers.base"),
-        ("handlers.base", "exporter.parity"),
+        ("handlers.base", "exporter.prove.parity"),
         ("exporter.trip", "serve.settings"),
         ("serve.control.store", "handlers.context"),
         ("serve.dataplane.pool", "serve.api.inference"),
