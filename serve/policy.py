@@ -56,10 +56,7 @@ class Policy:
         """Size of one answer, or of one chunk of it."""
         self.workers = workers or WorkerPolicy()
         self.workers.log_bytes, self.workers.log_keep = settings.log_bytes, settings.log_keep
-        self.worker_keys: dict[str, Any] = {
-            "dialect": "modelyard",
-            "max_image_pixels": settings.max_image_pixels,
-        }
+        self.worker_keys: dict[str, Any] = {"max_image_pixels": settings.max_image_pixels}
         """Keys of the message with which workers load."""
 
     def models_at_start(self, is_trial: bool = False) -> list[ModelSpec]:

@@ -87,7 +87,7 @@ class TorchServeInference:
         self.dialect = Dialect(
             check,
             answers,
-            openapi.server(inference=True, oip=self.has_oip),
+            openapi.server("inference", *(["oip"] if self.has_oip else [])),
             self._respond,
             lambda path: True,
             self.calls,

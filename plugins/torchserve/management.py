@@ -81,7 +81,7 @@ class TorchServeManagement:
         self.has_model_api = has_model_api
         self.check = tokens.check("management", ["/token"]) if tokens else open_to_all
         self._answers = answers
-        document = openapi.server(management=True)
+        document = openapi.server("models", "one_model", "management")
         self.dialect = Dialect(
             self.check, answers, document, self._respond, is_management, console=console
         )

@@ -64,7 +64,8 @@ class TorchServePolicy(Policy):
         self.unregister_timeout_s = dialect.unregister_model_timeout
         self.max_answer_bytes = dialect.max_response_size
         if not settings.pass_variables:  # else what is listed, as everywhere
-            self.passed_variables = (*PASSED, *filter(_is_not_ours, os.environ))
+            others = (name for name in os.environ if not name.startswith(ENV_PREFIX))
+            self.passed_variables = (*PASSED, *others)
         self.hidden_variables = dialect.blacklist_env_vars
         self.worker_variables = {
             "TS_DECODE_INPUT_REQUEST": str(dialect.decode_input_request).lower(),
@@ -179,9 +180,10 @@ class TorchServeWorkers(WorkerPolicy):
 
         Scripts read up to an exception's name, once for each try, and want the traceback by then.
         """
+        text = str(error)
         if isinstance(error, HandlerFailed):
-            error = Exception(f"{str(error).partition(': ')[0]}: the traceback above says why")
-        logger.error("Backend worker error: %s", error)
+            text = f"{text.partition(': ')[0]}: the traceback above says why"
+        logger.error("Backend worker error: %s", text)
 
     def loaded(self, worker: str, seconds: float) -> None:
         """Log the worker's new state, and report how long it took to load."""
@@ -207,10 +209,6 @@ class TorchServeWorkers(WorkerPolicy):
         """Return the error of a worker that died."""
         logger.info("Number or consecutive unsuccessful inference 1")
         return WorkerDied()
-
-
-def _is_not_ours(variable: str) -> bool:
-    return not variable.startswith(ENV_PREFIX)
 
 
 async def _in_daemon(fetch: Callable[[], Path]) -> Path:

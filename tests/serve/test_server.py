@@ -401,9 +401,8 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("old")
     store = folder / "store"
     build_archive(store, "clash", artifact=pickled(folder / "model.pt"))
-    build_archive(store, "torchserve_names")
     build_archive(store, "plain_function", handler="service.py:answer")
-    models = "--models=clash,torchserve_names,plain_function"
+    models = "--models=clash,plain_function"
     with running(folder / "state", store, "--workers=1", models) as server:
         yield server
 
@@ -426,12 +425,6 @@ def test_an_archive_with_our_names_a_pickled_model_and_a_late_import_predicts(
     told = json.loads(answer.text)
     names = ("archiver", "exporter", "handlers", "serve", "utils", "late")
     assert told == {"names": [f"author's {name}" for name in names], "answer": [2.0, 5.0]}
-
-
-def test_a_handler_written_for_torchserve_runs_unchanged(old: LiveServer) -> None:
-    assert old.predict("torchserve_names", b"grey").text == "GREY"
-    refused = old.predict("torchserve_names", b"teapot")
-    assert (refused.status_code, refused.json()["message"]) == (418, "short and stout")
 
 
 def test_a_function_may_be_the_handler(old: LiveServer) -> None:
