@@ -29,7 +29,8 @@ DATAPLANE = {
     "serve.walls",
 }
 CONTROL = DATAPLANE | {"serve.control"}
-FACE = CONTROL | {"serve.http", "serve.api"}
+FRONT = CONTROL | {"serve.front"}
+FACE = FRONT | {"serve.http", "serve.api"}
 
 ALLOWED = {
     "base": {"base"},
@@ -44,7 +45,10 @@ ALLOWED = {
     "serve.dataplane": DATAPLANE,
     "serve.walls": {"serve.walls"},
     "serve.control": CONTROL,
-    "serve.http": DATAPLANE | {"serve.http"},
+    "serve.front": FRONT,
+    # Under TYPE_CHECKING: what a face is handed is of HTTP's kind.
+    "serve.front.face": FRONT | {"serve.http"},
+    "serve.http": DATAPLANE | {"serve.http", "serve.front"},
     "serve.api": FACE,
     # Wire, forms and batches of like length are what a server and its workers both keep to.
     "serve.worker": {
@@ -67,7 +71,7 @@ AS_YET = {
     "exporter.cli": {"plugins.tasks"},
     "exporter.decoder": {"plugins.tasks"},
     "handlers": {"plugins.tasks"},
-    "serve": {"plugins.grpc", "plugins.ops"},
+    "serve": {"plugins.ops"},
 }
 """What core still imports of plug-ins."""
 
@@ -137,8 +141,10 @@ def test_dependencies_run_downwards() -> None:
     ("module", "name"),
     [
         ("archiver.read", "handlers.base"),
-        ("handlers.base", "exporter.parity"),
+        ("handlers.base", "exporter.prove.parity"),
         ("exporter.trip", "serve.settings"),
+        ("serve.front.begin", "serve.http.connection"),
+        ("serve.app", "plugins.grpc.face"),
         ("serve.control.store", "handlers.context"),
         ("serve.dataplane.pool", "serve.api.inference"),
         ("archiver.cli", "plugins.torchserve.inference"),

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import re
-import ssl
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import getuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from pydantic import ValidationError
@@ -30,6 +29,9 @@ from modelyard.plugins.torchserve.snapshot import (
 )
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Address, Settings, describe_problems
+
+if TYPE_CHECKING:
+    from modelyard.serve.http.tls import TlsContext
 
 _DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_bytes())
 INTEGERS: dict[str, int] = _DATA["integers"]
@@ -314,7 +316,7 @@ def _check_tls(typed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             raise StartError(f"{key}: file not found: {own[key]}")
 
 
-def read_tls(own: TorchServeSettings) -> Callable[[], ssl.SSLContext] | None:
+def read_tls(own: TorchServeSettings) -> Callable[[], TlsContext] | None:
     """Return what returns the context of the addresses with TLS; None where there are none.
 
     Raises:

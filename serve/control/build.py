@@ -45,7 +45,7 @@ from modelyard.serve.policy import Policy
 logger = logging.getLogger(__name__)
 
 MAX_SOURCE_BYTES = 1 << 20
-"""Of an author's files that are searched for what they need."""
+"""Size of an author's file that is searched for what it needs."""
 NEEDS_TORCH = re.compile(rb"torch|transformers|modelyard.*Handler")
 _SETS_VARIABLES = re.compile(rb"environ|putenv|setenv")
 STEPS = "generate"
@@ -53,7 +53,7 @@ STEPS = "generate"
 EXPLAINERS_NICENESS = 10
 """An explanation takes seconds of a core; predictions on the same core go first."""
 OUR_HANDLERS = frozenset(builtin_handlers()) - {"text_classifier"}
-"""Of the built-in ones; the other is a dialect's."""
+"""Of the built-in ones; the other is a dialect's, and knows none of our options."""
 
 
 def admit(

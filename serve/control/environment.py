@@ -29,7 +29,7 @@ from modelyard.serve.errors import BadRequest, RequirementsFailed
 logger = logging.getLogger(__name__)
 
 SHOWN_LINES = 5
-"""Of pip's last words in the error; all of them are in the log."""
+"""Characters of pip's last words in the error; all of them are in the log."""
 
 
 def interpreter_for(archive: Archive, folder: Path, environments: Path, is_allowed: bool) -> str:

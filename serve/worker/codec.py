@@ -469,7 +469,7 @@ class Rules:
     compresses: bool = True
     """Whether long explanations are sent as gzip to clients that take it."""
     max_answer_bytes: int | None = None
-    """Of one answer or chunk; a longer one is an error of its own request."""
+    """Size of one answer or chunk; a longer one is an error of its own request."""
     answer_setting: str = "max_response_bytes"
     """What sets that."""
     time_metric: str | None = None

@@ -18,8 +18,8 @@ from modelyard.exporter import ExportError, ExportReport, ModelError, UsageError
 from modelyard.exporter.arguments import read_inputs
 from modelyard.exporter.formats.from_onnx import open_onnx_file
 from modelyard.exporter.ingest import read_checkpoint
-from modelyard.exporter.inputs.propose import propose_inputs
-from modelyard.exporter.reference import observe
+from modelyard.exporter.inputs.described import propose_inputs
+from modelyard.exporter.prove.reference import observe
 from modelyard.handlers.models.backends import open_artifact
 
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -342,19 +343,19 @@ def attach(state: Path, store: Path, model: str = "echo") -> subprocess.Popen[st
     )
 
 
-def check_that_it_starts(url: str) -> None:
+def check_that_it_starts(about: dict[str, Any]) -> None:
     """Ask on every way for a model that is still to come."""
     asked = ["/health/ready", "/v2/health/ready", "/v1/models/gated"]
     asked += [f"/v2/models/gated{rest}" for rest in ("", "/ready", "/versions/1.0/ready")]
     sent = [f"/{kind}/gated{rest}" for kind in ("predictions", "explanations")
             for rest in ("", "/1.0")]  # fmt: skip
     sent += ["/v1/models/gated:predict", "/v1/models/gated:explain", "/v2/models/gated/infer"]
-    with httpx.Client(base_url=url) as client:
+    with httpx.Client(base_url=about["inference"]) as client:
         for path in (*asked, *sent):
             answer = client.request("GET" if path in asked else "POST", path)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), path
         assert client.get("/health/live").status_code == 200
-    with grpc.insecure_channel(url.removeprefix("http://")) as channel:
+    with grpc.insecure_channel(about["faces"]["grpc"].removeprefix("grpc://")) as channel:
         for method in ("ModelInfer", "ModelReady", "ModelMetadata"):
             call = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
             with pytest.raises(grpc.RpcError) as refused:
@@ -378,7 +379,7 @@ def test_while_models_load_it_asks_to_come_again_and_a_signal_ends_it_and_its_wo
     try:
         about = poll(lambda: server_file(state), "its ports are open")
         children = poll(lambda: descendants(attached.pid), "a worker is started")
-        check_that_it_starts(str(about["inference"]))
+        check_that_it_starts(about)
         attached.send_signal(signal.SIGTERM)
         _, log = attached.communicate(timeout=20)
         assert attached.returncode == 1

@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from modelyard.exporter.arguments import own_name
 
-_OURS = str(Path(__file__).parent)
+_OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 
 

@@ -10,123 +10,24 @@ import re
 import tempfile
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
 from modelyard.archiver.signature import Signature
-from modelyard.exporter.drafts import draft_change
 from modelyard.exporter.errors import ConversionError, cause
+from modelyard.exporter.formats.drafts import draft_change
+from modelyard.exporter.tables import read_table
 
-_OURS = Path(__file__).parent
+_OURS = Path(__file__).parents[1]
 _TORCH = Path(torch.__file__).parent
 _FILE_LINE = re.compile(r'File "([^"<>]+)", line (\d+)')
 _INSTALLED = {"site-packages", "dist-packages"}
 _SHOWN = 80
 
 
-@dataclass(frozen=True)
-class _Rule:
-    """What torch says, as a pattern; what it means; what to do."""
-
-    pattern: str
-    construct: str
-    advice: str
-    is_drafted: bool = False
-    """Whether the line itself can be changed without knowing what the model is for."""
-
-
 _BY_SCRIPT = "or export --format torchscript, which keeps Python's own control flow when scripted"
-# The first that fits is said. Each is something that torch.export, the ONNX converter or
-# TorchScript is known to fail at.
-_RULES = (
-    _Rule(
-        # A tensor's truth is asked as Eq(u0, 1); anything else is a number that was read.
-        r"Could not extract specialized integer|Could not guard on data-dependent expression "
-        r"(?!Eq\(u\d+, [01]\))|\.item\(\)|_local_scalar",
-        "a number is read out of a tensor (.item(), int(), float(), tolist()) and decides what "
-        "follows",
-        f"keep it a tensor, or bound it with torch._check, {_BY_SCRIPT}",
-        is_drafted=True,
-    ),
-    _Rule(
-        r"GuardOnDataDependentSymNode|Data-dependent branching|data-dependent|bool\(\) on Tensor",
-        "forward() branches on a tensor's values",
-        f"use torch.where or torch.cond, {_BY_SCRIPT}",
-        is_drafted=True,
-    ),
-    _Rule(
-        r"zeros\(\): argument 'size' .*FakeTensor|_pack_padded_sequence|PackedSequence",
-        "packed sequences take their lengths from a tensor's values",
-        "give the whole padded batch and a mask, or export --format torchscript",
-    ),
-    _Rule(
-        r"\.numpy\(\) is not supported|from_numpy|can't call numpy\(\)",
-        "a tensor goes through numpy, which no artifact can follow",
-        "use the torch function of the same name",
-    ),
-    _Rule(
-        r"__obj_flatten__|LinearPackedParams|quantized::",
-        "the model holds torch.ao's quantised layers",
-        "export the model before it is quantised; --format onnx --quantize int8-dynamic "
-        "quantises the artifact",
-    ),
-    _Rule(
-        r"always be equal|must be equal|Suggested fixes:\s+\w+ = \w+",
-        "two named dims must always have the same size",
-        "give them the same name in --input",
-    ),
-    _Rule(
-        r"0/1 speciali[sz]",
-        "a dim has the size 0 or 1 in the example, which torch takes for a constant",
-        "give the dim a range with a larger size, or write it as a number",
-    ),
-    _Rule(
-        r"is not a known type|in output, which is not",
-        "forward() gives an object of its own class",
-        "give a tensor, or a tuple or dict of tensors",
-    ),
-    _Rule(
-        r"missing \d+ required|takes \d+ positional|Trying to flatten user inputs|"
-        r"tree structure|dynamic_shapes",
-        "the inputs are not forward()'s arguments",
-        "give one --input per argument, by its name",
-    ),
-    _Rule(
-        r"same reduction dim|shapes cannot be multiplied|size mismatch",
-        "the example's shape does not fit the model",
-        "change the dims in --input",
-    ),
-    _Rule(
-        r"same dtype|expected scalar type|found dtype",
-        "an input's dtype does not fit the weights",
-        "change the dtype in --input",
-    ),
-    _Rule(
-        r"No ONNX function found|No decompositions registered|DispatchError|Unsupported.*operator",
-        "the operator has no ONNX form",
-        "export --format pt2 instead, or replace the operator in the model",
-    ),
-    _Rule(
-        r"could not get source|OSError.*source|UnsupportedNodeError|NotSupportedError|"
-        r"frontend|Unknown type|Compiled functions can't|cannot be compiled",
-        "Python that TorchScript has no form for",
-        "export --format pt2 instead",
-    ),
-    _Rule(
-        r"CppCompileError|C\+\+ compile error|InductorError|LoweringException|BackendCompiler",
-        "the compiler has no native form for part of the model",
-        "export --format onnx or pt2 instead",
-    ),
-)
-_UNKNOWN = {
-    "torch.export": f"change what forward() does there, {_BY_SCRIPT}",
-    "ONNX": "export --format pt2 instead, or replace the operator in the model",
-    "TorchScript": "export --format pt2 instead",
-    "AOTInductor": "export --format onnx or pt2 instead",
-}
 
 
 def explain(
@@ -136,7 +37,7 @@ def explain(
 
     Args:
         error: with its causes.
-        stage: who failed, a key of `_UNKNOWN`.
+        stage: who failed, as `diagnoses.yaml` has it.
         signature: the inputs, for the file.
         reason: the sentence, where the caller knows better; the line is added.
         log: what the converter logged meanwhile, for the file; the line may stand there.
@@ -145,14 +46,14 @@ def explain(
     place = find_place(error, log)
     report = _keep(error, stage, signature, log)
     if not reason:
-        rule = next((rule for rule in _RULES if re.search(rule.pattern, text, re.S)), None)
-        construct = rule.construct if rule else "it stops there"
-        advice = rule.advice if rule else _UNKNOWN[stage]
-        reason = f"{construct} ({_shortest(error)}); {advice}"
-        if rule and rule.is_drafted and (change := _draft(error, log)):
-            reason = (
-                f'{construct} ({_shortest(error)}); write "{change}" in its place, {_BY_SCRIPT}'
-            )
+        known = read_table(__package__, "diagnoses")
+        unknown = {"construct": "it stops there", "advice": known["otherwise"][stage]}
+        fitting = (rule for rule in known["rules"] if re.search(rule["pattern"], text, re.S))
+        rule = next(fitting, unknown)
+        advice = rule["advice"].replace("BY_SCRIPT", _BY_SCRIPT)
+        if "is_drafted" in rule and (change := _draft(error, log)):
+            advice = f'write "{change}" in its place, {_BY_SCRIPT}'
+        reason = f"{rule['construct']} ({_shortest(error)}); {advice}"
     return ConversionError(
         f"the model cannot be written by {stage}{place}: {reason}; full report: {report}"
     )

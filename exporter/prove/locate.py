@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from modelyard.exporter.arguments import own_name
 from modelyard.exporter.errors import cause
 from modelyard.exporter.formats.to_exported_program import quiet
-from modelyard.exporter.reference import Case, Reference
+from modelyard.exporter.prove.reference import Case, Reference
 from modelyard.handlers.proof.agree import TOLERANCES, compare
 
 _Seen = dict[str, tuple[Any, Any]]

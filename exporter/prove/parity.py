@@ -1,7 +1,7 @@
 """The same inputs through checkpoint and artifact → differences, a verdict and its report.
 
-The artifact runs in the fresh process of `modelyard.exporter.checker`, which gets one case at a
-time: nothing grows with their number. Both are judged by the rule of `handlers.proof.agree`.
+The artifact runs in the fresh process of `checker`, which gets one case at a time: nothing grows
+with their number. Both are judged by the rule of `handlers.proof.agree`.
 """
 
 import hashlib
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver.signature import Dim, Signature
-from modelyard.exporter.checker import Checker
 from modelyard.exporter.errors import ParityError
-from modelyard.exporter.reference import Case, Cases, Reference
+from modelyard.exporter.prove.checker import Checker
+from modelyard.exporter.prove.reference import Case, Cases, Reference
+from modelyard.exporter.request import report_path
 from modelyard.handlers.proof.agree import (
     ILL_CONDITIONED_RULE,
     ORDINARY_KINDS,
@@ -166,11 +167,6 @@ class ExportReport:
             },
             "command": self.command,
         }
-
-
-def report_path(artifact: Path) -> Path:
-    """Name the report of an artifact."""
-    return artifact.with_name(f"{artifact.name}.report.json")
 
 
 def sha256(path: Path) -> str:

@@ -24,17 +24,18 @@ from modelyard.archiver.values import Values
 from modelyard.exporter.arguments import choose_outputs, flatten, give_outputs, own_name, pick
 from modelyard.exporter.errors import ModelError, UsageError, cause
 from modelyard.exporter.formats.from_onnx import file_of
-from modelyard.exporter.inputs.ranges import advice, find_values
-from modelyard.exporter.inputs.sample_batches import (
+from modelyard.exporter.inputs import (
+    Sample,
+    advice,
     choose_example,
+    find_values,
     regroup,
     two_batches,
     why_no_rows,
 )
-from modelyard.exporter.inputs.samples import Sample
-from modelyard.exporter.probabilities import find_probabilities
-from modelyard.exporter.sensitivity import measure_sensitivity
-from modelyard.exporter.watch import (
+from modelyard.exporter.prove.probabilities import find_probabilities
+from modelyard.exporter.prove.sensitivity import measure_sensitivity
+from modelyard.exporter.prove.watch import (
     Counted,
     Watched,
     count,

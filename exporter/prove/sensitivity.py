@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelyard.exporter.watch import EachOperator
+from modelyard.exporter.prove.watch import EachOperator
 from modelyard.handlers.proof.agree import compare
 
 RUNS = 4
