@@ -22,8 +22,8 @@ from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNING_NAME
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import Checkpoint
-from modelyard.exporter.ingest.archive import checked_archive, read_weights, serialized_source
 from modelyard.exporter.ingest.exported_program import read_exported_program
+from modelyard.exporter.ingest.folders import checked_archive, read_weights, serialized_source
 from modelyard.exporter.ingest.onnx_file import (
     Value,
     dtype_of,
