@@ -12,7 +12,12 @@ import typer
 
 from modelyard.base.terminal import format_bytes, out, plain_table, step_bar
 from modelyard.base.threads import thread_environment
-from modelyard.exporter.errors import ExportError, PartialExportError, UsageError, reason
+from modelyard.exporter.errors import (
+    ExportError,
+    PartialExportError,
+    UsageError,
+    reason,
+)
 from modelyard.exporter.request import FLAGS, described_arguments, export
 
 if TYPE_CHECKING:
@@ -145,7 +150,8 @@ def _notes(reports: "list[ExportReport]") -> list[str]:
                 f"not compared at {len(left_out)} sizes where one case holds over "
                 f"{format_bytes(plan['budget_bytes'])}, up to {left_out[-1]}"
             )
-        notes += [str(report.details[key]) for key in ("deprecated",) if key in report.details]
+        if "deprecated" in report.details:
+            notes.append(str(report.details["deprecated"]))
         if "native_code" in report.details:
             notes.append(f"{report.artifact.name} is {report.details['native_code']}")
     return list(dict.fromkeys(notes))
@@ -161,12 +167,18 @@ def _tell(line: str) -> None:
 
 
 @contextmanager
-def exit_codes() -> Iterator[None]:
-    """Turn an error that is known into one line, and exit code 2 for wrong usage, else 1."""
+def exit_codes(where: str = "", *others: type[Exception]) -> Iterator[None]:
+    """Turn an error that is known into one line, and exit code 2 for wrong usage, else 1.
+
+    Args:
+        where: what the line begins with.
+        others: classes of errors that are known, beside those of this package and the system's.
+    """
+    known: tuple[type[Exception], ...] = (ExportError, OSError, *others)
     try:
         yield
-    except (ExportError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+    except known as error:
+        typer.echo(f"error: {where}{error}", err=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
 
 

@@ -1,24 +1,29 @@
-"""Folders that trainers write. Only files of weights and JSON are opened, by name."""
+"""Folders that trainers write, and model archives → the weights inside.
+
+Only files of weights and JSON are opened, by name. An archive is read by `archiver`, so that what
+`modelyard verify` refuses is refused here: names, sizes, digests.
+"""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.read import Archive, open_archive
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import dcp
-from modelyard.exporter.ingest.archive import read_archive
 from modelyard.exporter.ingest.kinds import tensor_map, weight_sets
 from modelyard.exporter.ingest.mlflow import read_mlflow
-from modelyard.exporter.ingest.profiles import match_profiles
 from modelyard.exporter.ingest.safetensors_file import read_shards
 from modelyard.exporter.ingest.single_file import (
     Announce,
     danger_notes,
+    match_profiles,
     may_hold_weights,
     parse_beside,
     read_file,
@@ -30,6 +35,7 @@ from modelyard.exporter.ingest.source import (
     PLAIN_NAME,
     Source,
     inside,
+    parse_object,
     read_object,
     read_object_or_nothing,
     sniff,
@@ -44,6 +50,7 @@ from modelyard.exporter.ingest.value import (
 )
 
 _MAX_PLACES = 100
+_LABELS = "index_to_name.json"
 _WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -343,6 +350,67 @@ def _ray(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
             "weights itself"
         )
     return replace(parsed, kind=f"Ray Train checkpoint ({parsed.kind})", writer="Ray Train")
+
+
+@contextmanager
+def checked_archive(path: Path) -> Iterator[Archive]:
+    """Open an archive of which every name, size and digest has been checked.
+
+    Raises:
+        CheckpointError: it is refused, in the words of `modelyard verify`.
+    """
+    try:
+        with open_archive(path) as archive:
+            yield archive
+    except ArchiveError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def serialized_source(archive: Archive) -> Source | None:
+    """Return the bytes of the file of weights that the manifest names, when it is there."""
+    name = archive.manifest.serialized_file
+    if name is None or name not in archive.names:
+        return None
+    return Source(name, archive.view(name))
+
+
+def read_archive(path: Path, announce: Announce | None = None) -> ParsedCheckpoint:
+    """Read the weights inside an archive, a file or a folder.
+
+    Raises:
+        CheckpointError: it is refused, or has no weights, or they are refused.
+    """
+    with checked_archive(path) as archive:
+        return read_weights(archive, announce)
+
+
+def read_weights(archive: Archive, announce: Announce | None = None) -> ParsedCheckpoint:
+    """Read the weights inside an open archive; errors as `read_archive`."""
+    source = serialized_source(archive)
+    if source is None:
+        raise CheckpointError(
+            f'"{archive.path.name}" names no serializedFile that is in it; its handler makes the '
+            "model itself, so there are no weights to export"
+        )
+    inner = read_file(source, announce)
+    names, path = archive.names, archive.path
+    model_file = archive.manifest.model_file
+    labels = parse_object(archive.read(_LABELS), _LABELS) if _LABELS in names else {}
+    parsed = replace(
+        inner,
+        kind=f"TorchServe archive ({inner.kind})",
+        paths=tuple(path / name for name in names) if path.is_dir() else (path,),
+        writer="TorchServe",
+        writer_version=archive.manifest.archiver_version,
+        labels=parse_labels(labels),
+    )
+    if model_file is None or model_file not in names:
+        return parsed
+    return replace(
+        parsed,
+        class_hint=ClassHint(model_file, "modelFile of its manifest"),
+        sources={model_file: archive.read(model_file).decode("utf-8", "replace")},
+    )
 
 
 _READERS: Mapping[str, Callable[[Path, Announce | None], ParsedCheckpoint]] = {

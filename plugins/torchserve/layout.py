@@ -120,21 +120,8 @@ class Said(NamedTuple):
     logger: str
 
 
-class Around:
-    """What stands before and after the messages of one source of records."""
-
-    def __init__(self, before: list[str | DateFormat], after: list[str | DateFormat]) -> None:
-        self._before = before
-        # A date behind the message is one of the start: nobody was seen to write one.
-        self._after = _join(after, int(time.time() * 1000))
-
-    def at(self, milliseconds: int) -> tuple[str, str]:
-        """Return both for messages of this time."""
-        return _join(self._before, milliseconds), self._after
-
-
-def _join(parts: list[str | DateFormat], milliseconds: int) -> str:
-    return "".join([part if isinstance(part, str) else part.at(milliseconds) for part in parts])
+Around = Callable[[int], tuple[str, str]]
+"""Returns what stands before and after the messages of one source at a time in milliseconds."""
 
 
 class _Field(NamedTuple):
@@ -187,10 +174,15 @@ class Layout:
 
     def around(self, said: Said) -> Around:
         """Return what stands around the messages of one source."""
-        before, after = (
-            [field.bind(said) for field in part] for part in (self._before, self._after)
-        )
-        return Around(before, after)
+
+        def join(fields: list[str | DateFormat], milliseconds: int) -> str:
+            parts = (each if isinstance(each, str) else each.at(milliseconds) for each in fields)
+            return "".join(parts)
+
+        before = [field.bind(said) for field in self._before]
+        # A date behind the message is one of the start: nobody was seen to write one.
+        after = join([field.bind(said) for field in self._after], int(time.time() * 1000))
+        return lambda milliseconds: (join(before, milliseconds), after)
 
 
 def _read(pattern: str, warn: Warn) -> Iterator[_Field]:

@@ -15,21 +15,8 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from xml.parsers import expat
 
+from modelyard.plugins.torchserve import log_config
 from modelyard.plugins.torchserve.layout import FINEST, BadPattern, DateFormat, Layout, Warn
-from modelyard.plugins.torchserve.log_config import (
-    ACCESS_LOG,
-    LEVELS,
-    MODEL_LOG,
-    MODEL_METRICS,
-    OWN_LOGGER,
-    THEIR_LOGGER,
-    TS_METRICS,
-    WITH_THREAD,
-    Appender,
-    LogConfig,
-    LoggerRule,
-    Rolling,
-)
 from modelyard.serve.errors import StartError
 
 MOST_BYTES = 1 << 20
@@ -43,7 +30,7 @@ _LOOKUP = re.compile(r"\$\{([^${}]*)\}")
 _DATE_IN_NAME = re.compile(r"%d(?:ate)?(?:\{([^}]*)\})?")
 _SILENT = ("io.", "org.apache.", "org.eclipse.", "TELEMETRY_METRICS.")
 """Loggers of Java's libraries, and one of TorchServe's own file: nothing here logs there."""
-_KNOWN = (ACCESS_LOG, MODEL_LOG, MODEL_METRICS, TS_METRICS, THEIR_LOGGER, "org", "org.pytorch")
+_KNOWN = (*log_config.LOGGERS, log_config.THEIR_LOGGER, "org", "org.pytorch")
 
 
 @dataclass
@@ -55,26 +42,27 @@ class Node:
     attributes: dict[str, str] = field(default_factory=dict)
     children: list[Node] = field(default_factory=list)
     text: str = ""
+    is_read: bool = False
 
     def get(self, name: str) -> str | None:
         """Return an attribute that is there and not empty."""
         return self.attributes.get(name, "").strip() or None
 
-    def all(self, kind: str) -> Iterator[Node]:
-        """Yield children of this type."""
-        return (child for child in self.children if child.type == kind)
+    def all(self, *kinds: str) -> Iterator[Node]:
+        """Yield children of these types."""
+        for child in self.children:
+            if child.type in kinds:
+                child.is_read = True
+                yield child
 
-    def below(self, section: str) -> Iterator[Node]:
-        """Yield what stands in children of this type."""
-        return (each for child in self.all(section) for each in child.children)
+    def below(self, section: str, *kinds: str) -> Iterator[Node]:
+        """Yield what stands in children of this type, and is of one of these."""
+        return (each for child in self.all(section) for each in child.all(*kinds))
 
-    def filters(self) -> Iterator[Node]:
-        """Yield the filters that stand here, by themselves or in a list."""
-        for each in self.children:
-            if each.type in ("filters", "filter"):
-                yield from each.children
-            elif each.type.endswith("filter"):
-                yield each
+    def unread(self) -> Iterator[Node]:
+        """Yield the outermost components that nobody has asked for."""
+        for child in self.children:
+            yield from child.unread() if child.is_read else (child,)
 
     @property
     def place(self) -> str:
@@ -84,7 +72,7 @@ class Node:
 
 def read_log_config(
     file: Path, environment: Mapping[str, str], directory: Path
-) -> tuple[LogConfig, list[str]]:
+) -> tuple[log_config.LogConfig, list[str]]:
     """Read a file; return also what of it is not followed.
 
     Args:
@@ -187,29 +175,23 @@ class _Reader:
         self._directory = directory
         self._warn = warn
         self._properties: dict[str, str] = {}
-        self._appenders: dict[str, Appender] = {}
+        self._appenders: dict[str, log_config.Appender] = {}
         self._passed_on: dict[str, list[tuple[str, int]]] = {}
         """Appender that writes nothing itself → those it hands records to, and from which level."""
 
-    def read(self, top: Node) -> LogConfig:
+    def read(self, top: Node) -> log_config.LogConfig:
         """Return what log4j 2's tree says.
 
         Raises:
             _Broken: it is impossible.
         """
-        for each in top.below("properties"):
-            if each.type == "property":
-                self._properties[each.get("name") or ""] = each.get("value") or each.text.strip()
+        for each in top.below("properties", "property"):
+            self._properties[each.get("name") or ""] = each.get("value") or each.text.strip()
         self._fill(top)
         if top.get("monitorinterval"):
             self._warn("monitorInterval is not followed: a change counts from the next start")
-        for each in top.children:
-            if each.type == "customlevels":
-                self._warn("levels of one's own are not followed")
-            elif each.type not in ("properties", "appenders", "loggers"):
-                self._warn(f"<{each.type}> is not followed")
-        for node in top.below("appenders"):
-            name = node.get("name")
+        for node in (each for section in top.all("appenders") for each in section.children):
+            node.is_read, name = True, node.get("name")
             if not name:
                 raise _Broken(f"{node.place}an appender has no name")
             if node.type in ("async", "failover", "rewrite"):
@@ -218,29 +200,27 @@ class _Reader:
                 self._appenders[name] = appender
             else:
                 self._passed_on[name] = []
-        loggers: dict[str, LoggerRule] = {}
-        for node in top.below("loggers"):
+        loggers: dict[str, log_config.LoggerRule] = {}
+        for node in top.below("loggers", "root", "asyncroot", "logger", "asynclogger"):
             name = node.get("name")
             if node.type in ("root", "asyncroot"):
-                loggers[""] = self._rule(node, LEVELS["ERROR"])
-            elif node.type not in ("logger", "asynclogger"):
-                self._warn(f"<{node.type}> is not followed")
+                loggers[""] = self._rule(node, log_config.LEVELS["ERROR"])
             elif not name:
                 raise _Broken(f"{node.place}a logger has no name")
             elif not f"{name}.".startswith(_SILENT):
-                if name not in _KNOWN and not f"{name}.".startswith(f"{OWN_LOGGER}."):
-                    self._warn(
-                        f"nothing logs to {name!r}; the loggers are {ACCESS_LOG}, {MODEL_LOG}, "
-                        f"{MODEL_METRICS}, {TS_METRICS}, {THEIR_LOGGER} and modelyard.*"
-                    )
+                if name not in _KNOWN and f"{name}.".partition(".")[0] != log_config.OWN_LOGGER:
+                    there = ", ".join([*log_config.LOGGERS, log_config.THEIR_LOGGER])
+                    self._warn(f"nothing logs to {name!r}; the loggers are {there} and modelyard.*")
                 loggers[name] = self._rule(node, None)
         # Without a root of the file's own log4j writes errors to the console.
         if "" not in loggers:
-            self._appenders.setdefault("STDOUT", Appender("STDOUT"))
-            loggers[""] = LoggerRule(LEVELS["ERROR"], (("STDOUT", 0),))
-        return LogConfig(self._appenders, loggers)
+            self._appenders.setdefault("STDOUT", log_config.Appender("STDOUT"))
+            loggers[""] = log_config.LoggerRule(log_config.LEVELS["ERROR"], (("STDOUT", 0),))
+        for node in top.unread():
+            self._warn(f"{node.place}<{node.type}> is not followed")
+        return log_config.LogConfig(self._appenders, loggers)
 
-    def _rule(self, node: Node, default: int | None) -> LoggerRule:
+    def _rule(self, node: Node, default: int | None) -> log_config.LoggerRule:
         references: list[tuple[str, int]] = []
         for each in node.all("appenderref"):
             name, least = self._reference(each)
@@ -252,11 +232,9 @@ class _Reader:
                 for to, of_it in self._passed_on.get(name, [(name, 0)])
                 if to in self._appenders
             ]
-        for each in node.filters():
-            self._warn(f"<{each.type}> of a logger is not followed")
         is_additive = (node.get("additivity") or "true").lower() != "false"
         level = self._level(node) if node.get("level") else default
-        return LoggerRule(level, tuple(references), is_additive)
+        return log_config.LoggerRule(level, tuple(references), is_additive)
 
     def _reference(self, node: Node) -> tuple[str, int]:
         name = node.get("ref")
@@ -267,13 +245,13 @@ class _Reader:
     def _threshold(self, node: Node) -> int:
         """Return the level from which filters let records pass."""
         least = 0
-        for each in node.filters():
+        for each in (*node.all("thresholdfilter"), *node.below("filters", "thresholdfilter")):
             passes = (each.get("onmatch") or "neutral").lower() != "deny"
             stops = (each.get("onmismatch") or "deny").lower() == "deny"
-            if each.type == "thresholdfilter" and each.get("level") and passes and stops:
+            if each.get("level") and passes and stops:
                 least = max(least, self._level(each))
             else:
-                self._warn(f"<{each.type}> is not followed")
+                self._warn(f"{each.place}this <thresholdfilter> is not followed")
         return least
 
     def _level(self, node: Node) -> int:
@@ -281,14 +259,14 @@ class _Reader:
         name = node.get("level")
         if name is None:
             return 0
-        if (level := LEVELS.get(name.upper())) is None:
-            there = ", ".join(each for each in LEVELS if each != "WARNING")
+        if (level := log_config.LEVELS.get(name.upper())) is None:
+            there = ", ".join(each for each in log_config.LEVELS if each != "WARNING")
             raise _Broken(f"{node.place}there is no level {name!r}; levels are {there}")
         return level
 
     # -- appenders -------------------------------------------------------------------------------
 
-    def _appender(self, name: str, node: Node) -> Appender | None:
+    def _appender(self, name: str, node: Node) -> log_config.Appender | None:
         """Return an appender; None for one that writes nowhere."""
         kind = node.type.removesuffix("appender")
         if kind == "null":
@@ -296,51 +274,49 @@ class _Reader:
         pattern, threshold = self._pattern(node), self._threshold(node)
         if kind == "console":
             target = (node.get("target") or "SYSTEM_OUT").upper()
-            return Appender(name, pattern, is_stderr="ERR" in target, threshold=threshold)
+            return log_config.Appender(
+                name, pattern, is_stderr="ERR" in target, threshold=threshold
+            )
         if kind not in ("file", "rollingfile", "randomaccessfile", "rollingrandomaccessfile"):
             self._warn(
                 f"the appender {name!r} of type {node.type} is not followed: it writes nothing"
             )
+            node.children.clear()
             return None
         file = node.get("filename")
         rolling = self._rolling(node) if kind.startswith("rolling") else None
         if file is None:
             raise _Broken(f"{node.place}the appender {name!r} has no fileName")
         appends = (node.get("append") or "true").lower() != "false"
-        return Appender(name, pattern, self._directory / file, False, threshold, appends, rolling)
+        return log_config.Appender(
+            name, pattern, self._directory / file, False, threshold, appends, rolling
+        )
 
     def _pattern(self, node: Node) -> str:
-        layouts = [each for each in node.children if each.type.endswith("layout")]
-        for layout in layouts:
-            if layout.type == "patternlayout":
-                inside = next((each.text.strip("\r\n\t ") for each in layout.all("pattern")), None)
-                pattern = layout.attributes.get("pattern") or inside or "%m%n"
-                Layout(pattern, warn=self._warn)
-                return pattern
-            self._warn(f"<{layout.type}> is not followed; lines have the pattern {WITH_THREAD!r}")
-        return WITH_THREAD if layouts else "%m%n"
+        for layout in node.all("patternlayout"):
+            inside = next((each.text.strip("\r\n\t ") for each in layout.all("pattern")), None)
+            pattern = layout.attributes.get("pattern") or inside or "%m%n"
+            Layout(pattern, warn=self._warn)
+            return pattern
+        has_layout = any(each.type.endswith("layout") for each in node.children)
+        return log_config.WITH_THREAD if has_layout else "%m%n"
 
-    def _rolling(self, node: Node) -> Rolling:
-        rolling = Rolling(None, None, keep=LOG4J_DEFAULT_KEPT)
+    def _rolling(self, node: Node) -> log_config.Rolling:
+        rolling = log_config.Rolling(None, None, keep=LOG4J_DEFAULT_KEPT)
         name = node.get("filepattern")
-        for each in (*node.children, *node.below("policies")):
-            kind = each.type
-            if kind == "sizebasedtriggeringpolicy":
+        for policies in (node, *node.all("policies")):
+            for each in policies.all("sizebasedtriggeringpolicy"):
                 rolling = replace(rolling, max_bytes=_size(each.get("size") or "10 MB", each))
-            elif kind == "timebasedtriggeringpolicy":
+            for each in policies.all("timebasedtriggeringpolicy"):
                 rolling = replace(rolling, period=self._period(name or ""))
                 if (each.get("interval") or "1") != "1":
                     self._warn("an interval of several periods is not followed: each ends a file")
-            elif kind == "onstartuptriggeringpolicy":
+            if any(policies.all("onstartuptriggeringpolicy")):
                 rolling = replace(rolling, at_start=True)
-            elif kind == "defaultrolloverstrategy":
-                keep = _count(each.get("max") or str(LOG4J_DEFAULT_KEPT), each)
-                is_min = (each.get("fileindex") or "max").lower() == "min"
-                rolling = replace(rolling, keep=keep, newest_first=is_min)
-                for action in each.children:
-                    self._warn(f"<{action.type}> of a rollover is not followed")
-            elif kind.endswith(("policy", "strategy")):
-                self._warn(f"<{kind}> is not followed")
+        for each in node.all("defaultrolloverstrategy"):
+            keep = _count(each.get("max") or str(LOG4J_DEFAULT_KEPT), each)
+            is_min = (each.get("fileindex") or "max").lower() == "min"
+            rolling = replace(rolling, keep=keep, newest_first=is_min)
         if name is None:
             return rolling
         if name.endswith((".zip", ".bz2", ".xz", ".zst", ".deflate")):

@@ -51,7 +51,7 @@ Add = Callable[[float], None]
 class Inferences(NamedTuple):
     """The metrics of one model and the version that its clients ask for."""
 
-    count: Callable[[], None] | None
+    requested: Callable[[], None] | None
     """Counts a request."""
     exposed: Sequence[tuple[int, Add]]
     """Place in `ANSWERS` and what takes the value."""
@@ -175,8 +175,8 @@ class TorchServeMetrics:
     def accepted(self, model: str, version: str | None) -> None:
         """Count a request for a prediction or an explanation."""
         of = self._inferences.get((model, version)) or self._of(model, version)
-        if of.count is not None:
-            of.count()
+        if of.requested is not None:
+            of.requested()
 
     def inferred(self, model: str, version: str | None, queued_s: float, total_s: float) -> None:
         """Take note of one answer: how long it waited, and how long it took altogether."""

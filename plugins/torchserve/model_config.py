@@ -7,13 +7,8 @@ import math
 
 from modelyard.archiver import Archive
 from modelyard.plugins.torchserve.settings import TorchServeSettings
-from modelyard.serve.control.model_config import (
-    ModelConfig,
-    ModelSpec,
-    Values,
-    extensions,
-    proven_batch,
-)
+from modelyard.serve.control import model_config as common
+from modelyard.serve.control.model_config import ModelConfig, ModelSpec, Values
 from modelyard.serve.control.sizing import count_gpus
 from modelyard.serve.errors import BadModelConfig
 from modelyard.serve.settings import Settings
@@ -65,7 +60,7 @@ def load_torchserve_config(
     workers, most = _workers(values)
     if spec.at_start and not workers:  # only then the setting `models` says how many
         workers, most = _workers(listed)
-    options, proven = spec.options, proven_batch(archive)
+    options, proven = spec.options, common.proven_batch(archive)
     timeout_ms = values.integer("clientTimeoutInMills", 0, least=0)
     delay = values.integer("maxBatchDelay", 0, least=0) or listed.integer("maxBatchDelay", 0, 0)
     batch_size = options.batch_size or values.at_least_1("batchSize")
@@ -99,7 +94,7 @@ def load_torchserve_config(
         retry_s=values.integer("maxRetryTimeoutInSec", RETRY_S, least=1),
         parallel_type=parallel_type,
         parallel_level=parallel_level,
-        **extensions(values, archive, settings, options),
+        **common.extensions(values, archive, settings, options),
     )
 
 

@@ -23,17 +23,11 @@ from modelyard.plugins.torchserve.archiver.archive import BUILTIN_HANDLERS
 from modelyard.plugins.torchserve.archiver.refused import REASONS, refused_imports
 from modelyard.plugins.torchserve.policy import TorchServePolicy
 from modelyard.plugins.torchserve.store import TORCHSERVE_SUFFIXES, find_as_torchserve
-from modelyard.serve.control.build import (
-    MAX_SOURCE_BYTES,
-    NEEDS_TORCH,
-    admit,
-    choose_preload,
-)
+from modelyard.serve.control import build, sizing
 from modelyard.serve.control.fetch import UrlRules, is_url, parse_url
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
-from modelyard.serve.control.sizing import WORKER_BYTES, Allocation, ResourceRequest
 from modelyard.serve.control.store import find_in_store, list_archives
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.process import Orphans
@@ -221,7 +215,7 @@ def _look_inside(
     policy: TorchServePolicy, spec: ModelSpec, archive: Archive, is_loaded: bool
 ) -> Looked:
     with warnings_of_readers() as said:
-        name, config, _ = admit(archive, spec, policy)
+        name, config, _ = build.admit(archive, spec, policy)
     label = f"{name} {archive.manifest.model_version}"
     findings = [Finding(CHANGES, label, text) for text in said]
     findings += _look_at_code(policy, archive, label)
@@ -239,10 +233,10 @@ async def _size(
 ) -> Model:
     size = await policy.size(spec, config, name, _nobody_shares)
     each = PLAIN_BYTES
-    if not config.uses_gpu and choose_preload(archive, archive.manifest.handler):
+    if not config.uses_gpu and build.choose_preload(archive, archive.manifest.handler):
         each = FORKED_BYTES
-    elif config.uses_gpu or any(NEEDS_TORCH.search(code) for _, code in _sources(archive)):
-        each = WORKER_BYTES
+    elif config.uses_gpu or any(build.NEEDS_TORCH.search(code) for _, code in _sources(archive)):
+        each = sizing.WORKER_BYTES
     manifest = archive.manifest
     weights = sum(f.size_bytes for f in archive.files if f.name == manifest.serialized_file)
     # Weights that a handler of ours loads are mapped once; an author's may copy them.
@@ -253,7 +247,7 @@ async def _size(
     )
 
 
-async def _nobody_shares(request: ResourceRequest) -> Allocation:
+async def _nobody_shares(request: sizing.ResourceRequest) -> sizing.Allocation:
     raise AssertionError("models do not share the cores in this dialect")
 
 
@@ -318,7 +312,7 @@ def _look_at_sources(
 def _sources(archive: Archive) -> Iterator[tuple[str, bytes]]:
     """Yield name and content of the author's files that are not too long to be looked at."""
     for file in archive.files:
-        if file.name.endswith(".py") and file.size_bytes <= MAX_SOURCE_BYTES:
+        if file.name.endswith(".py") and file.size_bytes <= build.MAX_SOURCE_BYTES:
             yield file.name, archive.read(file.name)
 
 
