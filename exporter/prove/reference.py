@@ -2,9 +2,9 @@
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ class _Kept:
         return outputs
 
 
-class Cases(Sequence[Case]):
+class Cases:
     """Every probe and sample with what the checkpoint gives for it, made anew whenever it is read.
 
     By its place: a loop over the cases would hold one while it makes the next.
@@ -129,16 +129,10 @@ class Cases(Sequence[Case]):
         self._names = [*map(str, probes), *range(len(samples))]
         self._moved: dict[int, list[float]] = {}
 
-    def __len__(self) -> int:
-        return len(self.probes)
+    def __iter__(self) -> Iterator[Case]:
+        return (self[place] for place in range(len(self.probes)))
 
-    @overload
-    def __getitem__(self, place: int) -> Case: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Case]: ...
-    def __getitem__(self, place: int | slice) -> Case | Sequence[Case]:
-        if isinstance(place, slice):
-            return [self[one] for one in range(len(self))[place]]
+    def __getitem__(self, place: int) -> Case:
         probe, inputs = self.probes[place], self._inputs[place]()
         return Case(probe, inputs, self._kept.outputs(self._names[place], probe, inputs))
 
@@ -261,8 +255,7 @@ def observe(
         cases = Cases(tried, chosen.probes, compared, run, kept)
         bounds = {name: Bounds() for name in named}
         seen = []
-        for place in range(len(cases)):
-            case = cases[place]
+        for case in cases:
             seen.append([_remember(tensor) for tensor in case.outputs])
             for name, given in zip(named, case.outputs, strict=True):
                 bounds[name].see(given)
