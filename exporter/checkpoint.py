@@ -162,7 +162,7 @@ def _open_without_model(
 
 @contextmanager
 def _archived_class(checkpoint: Checkpoint, model_args: Mapping[str, Any]) -> Iterator[nn.Module]:
-    """Import the model file of a trusted archive and build its one class, as TorchServe does."""
+    """Import the model file of a trusted archive and build its one class."""
     ((file, text),) = checkpoint.sources.items()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / Path(file).name

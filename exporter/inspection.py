@@ -209,7 +209,7 @@ def _archive(archive: Archive) -> dict[str, Any]:
         "what": "archive",
         "kind": f"model archive ({archive.kind})",
         "writer": "modelyard" if seal else "torch-model-archiver",
-        # A sealed archive states the archiver of TorchServe's that it is compatible with.
+        # A sealed archive states the archiver that it is compatible with.
         "writer_version": None if seal else manifest.archiver_version,
         "model": {
             "name": manifest.model_name,

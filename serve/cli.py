@@ -146,6 +146,7 @@ def start(
     port: Annotated[int | None, typer.Option(help="Inference; default 8080.")] = None,
     management_port: Annotated[int | None, typer.Option(help="Management; default 8081.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Metrics; default 8082.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC; default none.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda[:N].")] = None,
     workers: Annotated[int | None, typer.Option(help="Per model; default by cores.")] = None,
     auth: Annotated[
@@ -283,9 +284,9 @@ def run_attached(settings: Settings) -> int:
 
 
 def _print_addresses(about: dict[str, Any]) -> None:
-    docs = {"docs": f"{about['inference']}/docs", "log": about["log"]}
-    for name in ("inference", "management", "metrics", *docs):
-        out.print(f"{name:<12}{escape(docs.get(name) or about[name])}", soft_wrap=True)
+    more = {**about["faces"], "docs": f"{about['inference']}/docs", "log": about["log"]}
+    for name in ("inference", "management", "metrics", *more):
+        out.print(f"{name:<12}{escape(more.get(name) or about[name])}", soft_wrap=True)
 
 
 @serve_app.command()

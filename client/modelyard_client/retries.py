@@ -79,7 +79,7 @@ class Answer:
 
 Step = Attempt | Pause
 Outcome = Answer | Exception | None
-"""Of a step: an answer or httpx's error of an attempt, nothing of a pause."""
+"""What came of a step: an answer or httpx's error of an attempt, nothing of a pause."""
 Flow = Generator[Step, Outcome, T]
 """Yields the steps of a call, is sent their outcomes, and returns what the call is for. So that the
 same calls run with and without asyncio."""
@@ -91,7 +91,7 @@ class Retries:
 
     attempts: int = 4
     timeout_s: float = 60.0
-    """Of the call, from its begin to its answer, pauses included."""
+    """Time of the call, from its begin to its answer, pauses included."""
     draw: Callable[[float, float], float] = random.uniform
 
     def send(self, request: Request) -> Flow[Answer]:

@@ -58,7 +58,7 @@ _DECODE_ERRORS = (
 class ImageSettings:
     """How pictures become model inputs: `handler.image` of model-config.yaml.
 
-    Without any, TorchServe's defaults: RGB, shorter side 256, centre 224 × 224, ImageNet's colours.
+    Without any: RGB, shorter side 256, centre 224 × 224, ImageNet's colours.
     """
 
     mode: str = "RGB"
@@ -92,7 +92,7 @@ class ImageSettings:
         return CHANNELS[self.mode], height, width
 
 
-TORCHSERVE_SETTINGS = ImageSettings(
+DEFAULT_SETTINGS = ImageSettings(
     resize=256, crop=(224, 224), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
 )
 
@@ -104,7 +104,7 @@ def read_settings(section: Any) -> ImageSettings:
         LoadError: an unknown key or a value that cannot be meant; the message names it.
     """
     if section is None:
-        return TORCHSERVE_SETTINGS
+        return DEFAULT_SETTINGS
     known = ("mode", "resize", "longest", "crop", "size", "resample", "mean", "std", "upright")
     section = read_section({"image": section}, "image", known)
     mode = section.get("mode", "RGB")
@@ -136,7 +136,7 @@ def read_settings(section: Any) -> ImageSettings:
 
 
 def find_settings(section: Any, folder: Path) -> ImageSettings:
-    """Return `handler.image`, else what Hugging Face's file of the archive says, else TorchServe's.
+    """Return `handler.image`, else what Hugging Face's file of the archive says, else the defaults.
 
     Raises:
         LoadError: as `read_settings`, or a step of the file is not among ours.

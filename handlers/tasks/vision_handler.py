@@ -23,8 +23,8 @@ from modelyard.handlers.explain.shares import regions
 from modelyard.handlers.models.rows import read_numbers
 from modelyard.handlers.tasks.pictures import (
     CHANNELS,
+    DEFAULT_SETTINGS,
     MAX_PIXELS,
-    TORCHSERVE_SETTINGS,
     ImageSettings,
     colour_table,
     find_settings,
@@ -50,8 +50,8 @@ class VisionHandler(BaseHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.image = TORCHSERVE_SETTINGS
-        self.table = colour_table(TORCHSERVE_SETTINGS)
+        self.image = DEFAULT_SETTINGS
+        self.table = colour_table(DEFAULT_SETTINGS)
         self.max_pixels: int | None = MAX_PIXELS
         self.image_spec = TensorSpec("")
         self.pictures: list[Image.Image] = []
@@ -68,7 +68,7 @@ class VisionHandler(BaseHandler):
         self.table = colour_table(self.image)
         self.max_pixels = context.system_properties.get("max_image_pixels") or MAX_PIXELS
         if not context.system_properties.get("limit_max_image_pixels", True):
-            # Only TorchServe's explicit limit_max_image_pixels=false lifts Pillow's guard.
+            # Only an explicit limit_max_image_pixels=false lifts Pillow's guard.
             self.max_pixels = Image.MAX_IMAGE_PIXELS = None
         self.image_spec = self._find_image()
         _check_shape(self.image, self.image_spec)

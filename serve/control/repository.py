@@ -37,7 +37,7 @@ class Repository:
         self._registry = lifecycle.registry
         self._is_open = is_open
         self._unloaded: dict[str, list[_Unloaded]] = {}
-        """By name; the default version first."""
+        """Models by name; the default version first."""
 
     def index(self, only_ready: bool = False) -> list[dict[str, str]]:
         """Return every model version and its state; those that were unloaded among them."""
@@ -75,7 +75,7 @@ class Repository:
         if not self._is_served(name):
             try:
                 await self._lifecycle.register(name, name)
-            except FileNotInStore:  # as TorchServe's rules name files, whole
+            except FileNotInStore:  # as another policy names files, whole
                 await self._lifecycle.register(f"{name}.mar", name)
 
     async def unload(self, name: str) -> None:

@@ -47,7 +47,7 @@ class ResourceRequest:
     workers: int | None = None
     workers_from: str = ""
     threads: int = 0
-    """Of each worker; 0 leaves the choice open."""
+    """Threads of each worker; 0 leaves the choice open."""
     threads_from: str = ""
 
 
@@ -57,7 +57,7 @@ class Allocation:
 
     workers: int
     threads: int
-    """Of each worker."""
+    """Threads of each worker."""
     why_workers: str = ""
     why_threads: str = ""
     is_stated: bool = False

@@ -120,7 +120,7 @@ def check_packages() -> Iterator[Check]:
     try:
         lines = importlib.metadata.requires("modelyard") or []
     except importlib.metadata.PackageNotFoundError:
-        advice = "install it: `pip install .` in its folder"
+        advice = "install it: `pip install ./client .` in its folder"
         yield Check("modelyard", FAIL, "not installed as a package: bounds are unknown", advice)
         return
     yield Check("modelyard", OK, importlib.metadata.version("modelyard"))

@@ -13,10 +13,10 @@ import grpc
 import httpx
 import numpy as np
 import pytest
+from grpc import StatusCode
 
 from modelyard.archiver import write_archive
 from modelyard.plugins.grpc.protos import message
-from modelyard.plugins.grpc.rpc import Status
 from tests.serve.live import LiveServer, poll, running
 
 HEADER = "inference-header-content-length"
@@ -37,8 +37,8 @@ def handle(data, context):
     return [0.0]
 """
 CLASSES = {
-    Status.INVALID_ARGUMENT: 400, Status.NOT_FOUND: 404, Status.RESOURCE_EXHAUSTED: 413,
-    Status.INTERNAL: 500, Status.UNAVAILABLE: 503, Status.DEADLINE_EXCEEDED: 504,
+    StatusCode.INVALID_ARGUMENT: 400, StatusCode.NOT_FOUND: 404, StatusCode.RESOURCE_EXHAUSTED: 413,
+    StatusCode.INTERNAL: 500, StatusCode.UNAVAILABLE: 503, StatusCode.DEADLINE_EXCEEDED: 504,
 }  # fmt: skip
 
 
@@ -166,8 +166,7 @@ def infer_by_grpc(server: LiveServer, asked: Asked) -> Said:
     request = message("inference.ModelInferRequest")(model_name=asked.model)
     request.inputs.add(**tensor(asked))
     request.raw_input_contents.append(packed(asked.picture))
-    host, port = server.address
-    with grpc.insecure_channel(f"{host}:{port}") as channel:
+    with grpc.insecure_channel(server.grpc) as channel:
         method = channel.unary_unary(
             "/inference.GRPCInferenceService/ModelInfer", lambda m: m.SerializeToString(),
             message("inference.ModelInferResponse").FromString,
@@ -176,7 +175,7 @@ def infer_by_grpc(server: LiveServer, asked: Asked) -> Said:
         found = {**dict(call.initial_metadata()), **dict(call.trailing_metadata() or ())}
         version = found.get("x-model-version", "")
         if (error := call.exception()) is not None:
-            return Said(CLASSES[Status(error.code().value[0])], None, error.details(), version)
+            return Said(CLASSES[error.code()], None, error.details(), version)
         answer = call.result()
     return Said(200, np.frombuffer(answer.raw_output_contents[0], np.float32), "", version)
 

@@ -36,8 +36,7 @@ def server(shared_server: LiveServer, digits_store: Path) -> LiveServer:
 
 @pytest.fixture(scope="module")
 def channel(server: LiveServer) -> Iterator[grpc.Channel]:
-    host, port = server.address
-    with grpc.insecure_channel(f"{host}:{port}") as made:
+    with grpc.insecure_channel(server.grpc) as made:
         yield made
 
 
@@ -403,8 +402,7 @@ def test_a_class_is_said_as_triton_says_it_or_as_metadata(
 
 
 def test_compressed_messages_are_read(server: LiveServer) -> None:
-    host, port = server.address
-    with grpc.insecure_channel(f"{host}:{port}", compression=grpc.Compression.Gzip) as zipped:
+    with grpc.insecure_channel(server.grpc, compression=grpc.Compression.Gzip) as zipped:
         method = zipped.unary_unary(
             SERVICE + "ModelInfer",
             lambda m: m.SerializeToString(),
