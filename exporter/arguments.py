@@ -47,7 +47,7 @@ def take_submodule(model: nn.Module, path: str) -> nn.Module:
 
     Args:
         model: the whole.
-        path: as `model.named_modules()` has it, such as `encoder.layers.0`.
+        path: its name in `model.named_modules()`, such as `encoder.layers.0`.
 
     Raises:
         UsageError: there is no such part, or it is a container that cannot be called.
@@ -127,7 +127,7 @@ class NotTensor:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which tensors of what forward() gives an artifact gives, in order."""
+    """The tensors that an artifact gives, of those that forward() gives, in order."""
 
     names: tuple[str, ...]
     keys: tuple[str, ...]

@@ -104,7 +104,7 @@ class Cases:
     By its place: a loop over the cases would hold one while it makes the next.
 
     Args:
-        signature: of the inputs, with the values of integers.
+        signature: the inputs, with the values of integers.
         probes: whose inputs are made.
         samples: whose inputs are a file's.
         run: the checkpoint's model.
@@ -167,7 +167,7 @@ class Reference:
     model: nn.Module
     """The one to export: `original`, in the dtype that was asked for."""
     found: Mapping[str, Values]
-    """For each integer input without stated values, those that the model was found to take."""
+    """Integer input without stated values → those that the model was found to take."""
     samples: tuple[Sample, ...] = ()
     is_lowered: bool = False
     """Whether `model` computes in another dtype than the checkpoint's."""
@@ -203,8 +203,8 @@ def observe(
 
     Args:
         model: takes one tensor per input, by place.
-        inputs: as the checkpoint's model takes them.
-        output_names: as `choose_outputs` takes them.
+        inputs: what the checkpoint's model takes.
+        output_names: names for `choose_outputs`.
         device: where to run.
         dtype: what weights and floating-point inputs become in the artifact; None keeps them.
         samples: real inputs, compared beside the probes.
@@ -340,7 +340,7 @@ def _plan(kept: _Kept, model: nn.Module, tried: Signature, *, quick: bool) -> Pl
         kept: gets what they give: they are cases, too.
         model: whose weights are used at least once for each row; recurrent layers are not counted.
         tried: inputs, with the values of integers.
-        quick: as `observe`.
+        quick: whether to try few probes.
     """
     weights = sum(parameter.numel() for parameter in model.parameters())
     batch = tried.batch.name if isinstance(tried.batch, Dim) else None
@@ -458,7 +458,7 @@ def _unsteady(watched: Watched, sizes: Mapping[str, int]) -> str:
 
     Args:
         watched: what it did on the example.
-        sizes: of the example's dims.
+        sizes: those of the example's dims.
     """
     for operator, drawn in watched.random.items():
         if "dropout" in operator or "bernoulli" in operator:

@@ -79,7 +79,7 @@ def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
     """Run the model once and note what it does; a failure ends the watching, without an error.
 
     Args:
-        model: in eval mode.
+        model: a model in eval mode.
         inputs: not changed.
     """
     seen = Watched()
@@ -259,7 +259,7 @@ def measure_sensitivity(
 
     Args:
         run: the model.
-        inputs: of one case.
+        inputs: those of one case.
         outputs: what it gives for them undisturbed.
     """
     moved = [0.0] * len(outputs)
