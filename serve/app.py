@@ -13,14 +13,12 @@ from modelyard.plugins.ops.rollout.control import Rollouts
 from modelyard.plugins.ops.rollout.routes import rollout_routes
 from modelyard.serve.api.description import DOCUMENT, described_calls
 from modelyard.serve.api.docs import DOCS_PATHS, add_docs
-from modelyard.serve.api.health import OPEN_PATHS, health_routes
 from modelyard.serve.api.inference import Calls, right_of
-from modelyard.serve.api.kserve import kserve_routes
 from modelyard.serve.api.management import management_routes
 from modelyard.serve.api.metrics import metrics_routes
-from modelyard.serve.api.model_docs import model_docs_routes
-from modelyard.serve.api.oip import oip_routes
+from modelyard.serve.api.oip import OPEN_PATHS, health_routes, kserve_routes, oip_routes
 from modelyard.serve.api.routes import Routes
+from modelyard.serve.api.schemas import model_docs_routes
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.repository import Repository

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from modelyard.base.extras import what_is_missing
 from modelyard.serve.errors import StartError
-from modelyard.serve.front.face import Face, Inside
+from modelyard.serve.front.face import Inside
 from modelyard.serve.front.models import why_not_ready
 from modelyard.serve.http.application import Check, TokenCheck, check_changes
 from modelyard.serve.settings import Address
@@ -16,27 +15,7 @@ if TYPE_CHECKING:
     from modelyard.plugins.grpc.rpc import GrpcServer, Rpc
 
 
-class GrpcFace(Face):
-    """One address of gRPC."""
-
-    def __init__(self, server: GrpcServer) -> None:
-        self._server = server
-
-    @property
-    def urls(self) -> Mapping[str, str]:
-        """Where it listens."""
-        return {"grpc": self._server.url}
-
-    async def start(self) -> None:
-        """Open the address."""
-        await self._server.start()
-
-    async def stop(self, timeout_s: float) -> None:
-        """Take nothing new, and answer what was accepted."""
-        await self._server.stop(timeout_s)
-
-
-def make_face(inside: Inside) -> GrpcFace | None:
+def make_face(inside: Inside) -> GrpcServer | None:
     """Return the face; None where the setting `grpc_port` is not set.
 
     Raises:
@@ -78,4 +57,4 @@ def make_face(inside: Inside) -> GrpcFace | None:
     )
     is_tls = settings.tls_cert is not None
     address = Address(settings.host, settings.grpc_port, None, is_tls, "--grpc-port")
-    return GrpcFace(GrpcServer(served, address, settings, inside.tls))
+    return GrpcServer(served, address, settings, inside.tls)

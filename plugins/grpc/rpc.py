@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 from urllib.parse import unquote
 
 import grpc
@@ -27,14 +27,13 @@ from modelyard.serve.dataplane.tracing import trace_id_of
 from modelyard.serve.dataplane.wire import VERSION_HEADER
 from modelyard.serve.errors import ServeError, StartError, Unavailable, error_body, http_status
 from modelyard.serve.front.begin import Headers, Served, request_id
+from modelyard.serve.front.face import Face
 from modelyard.serve.http.application import Check
 from modelyard.serve.http.connection import LEFT, Access, Answered
 from modelyard.serve.http.listener import Tls, bind
 from modelyard.serve.settings import Address, Settings
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 STREAMS = 1000
 """Calls at once on one connection."""
@@ -178,17 +177,16 @@ class Rpc:
         data = await self.rest(self.context.read())
         return None if data is grpc.aio.EOF else self.take(data)
 
-    async def rest(self, awaited: Coroutine[Any, Any, T]) -> T:
+    async def rest(self, awaited: Coroutine[Any, Any, Any]) -> Any:
         """Wait for something that may take long, unless the server is stopped meanwhile.
 
         Raises:
             Unavailable: it is.
         """
         self.hold(0)
-        task: asyncio.Future[T] = asyncio.ensure_future(awaited)
-        either: set[asyncio.Future[Any]] = {task, self._services.stopping}
+        task: asyncio.Future[Any] = asyncio.ensure_future(awaited)
         try:
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({task, self._services.stopping}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise Unavailable("the server is being stopped", retry_after_s=1)
             return task.result()
@@ -348,7 +346,7 @@ def _client(peer: str) -> tuple[str, int] | None:
     return (host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") else None
 
 
-class GrpcServer:
+class GrpcServer(Face):
     """grpcio's server on one address, bound but not started.
 
     Args:
@@ -406,6 +404,11 @@ class GrpcServer:
         except RuntimeError as error:
             raise StartError(f"{where} cannot be bound for gRPC: {error}") from error
         self.url = f"grpc{'s' if address.is_tls else ''}://{host}:{port}"
+
+    @property
+    def urls(self) -> Mapping[str, str]:
+        """Where it listens."""
+        return {"grpc": self.url}
 
     async def start(self) -> None:
         """Begin to accept."""

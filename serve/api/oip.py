@@ -1,6 +1,7 @@
-"""The Open Inference Protocol (KServe v2): server, readiness, and a model's inputs and outputs.
+"""What the inference API says of server and models: health, and what KServe's protocols ask.
 
 https://github.com/kserve/open-inference-protocol
+https://kserve.github.io/website/docs/concepts/architecture/data-plane/v1-protocol
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from modelyard.archiver.untrusted.json import parse_json
 from modelyard.serve.api.description import ModelName, Version, error_responses
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.repository import Repository
-from modelyard.serve.errors import BadRequest
+from modelyard.serve.errors import BadRequest, MethodNotAllowed
 from modelyard.serve.front.begin import ServerState, find_model
 from modelyard.serve.front.models import (
     EXTENSIONS,
@@ -23,7 +24,11 @@ from modelyard.serve.front.models import (
     describe_signature,
     readiness,
     why_not_ready,
+    without_worker,
 )
+
+OPEN_PATHS = ("/ping", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
+"""Probes carry no token."""
 
 
 def oip_routes(registry: Registry, state: ServerState, repository: Repository) -> APIRouter:
@@ -106,6 +111,62 @@ def oip_routes(registry: Registry, state: ServerState, repository: Repository) -
     async def version_ready(model: ModelName, version: Version) -> JSONResponse:
         """Return whether a worker of this version is ready."""
         return JSONResponse(*readiness(find_model(registry, state, model, version), state))
+
+    return router
+
+
+def kserve_routes(registry: Registry, state: ServerState) -> APIRouter:
+    """Return the routes of KServe's first protocol that describe; those that infer are calls."""
+    router = APIRouter(tags=["KServe v1"])
+    of_model = {**error_responses(404), 503: {"description": "Not ready."}}
+
+    @router.get("/", summary="Alive")
+    async def alive() -> dict[str, str]:
+        """The process responds."""
+        return {"status": "alive"}
+
+    @router.get("/v1/models", summary="Models")
+    async def models() -> dict[str, list[str]]:
+        """The names of all models."""
+        return {"models": list(dict.fromkeys(model.name for model in registry))}
+
+    @router.get("/v1/models/{model}", summary="A model is ready", responses=of_model)
+    async def model_ready(model: ModelName) -> JSONResponse:
+        """Return whether a worker of the default version is ready."""
+        if ":" in model:
+            # No model has such a name.
+            raise MethodNotAllowed(f"GET is not taken by /v1/models/{model}; expected POST")
+        found, status, headers = readiness(find_model(registry, state, model), state)
+        about: dict[str, Any] = {"error": f"Model {model} is not ready"} if status != 200 else {}
+        return JSONResponse({**found, **about}, status, headers)
+
+    return router
+
+
+def health_routes(registry: Registry, state: ServerState) -> APIRouter:
+    """Return the routes that probes ask."""
+    router = APIRouter(tags=["health"])
+
+    @router.get("/ping", summary="Ping", responses={500: {"description": "Unhealthy."}})
+    async def ping() -> JSONResponse:
+        """Healthy while every model's default version has a worker; TorchServe's answer."""
+        sick = without_worker(registry)
+        status = "Unhealthy" if sick else "Healthy"
+        return JSONResponse({"status": status}, 500 if sick else 200)
+
+    @router.get("/health/live", summary="Alive")
+    async def live() -> dict[str, bool]:
+        """The process responds."""
+        return {"live": True}
+
+    @router.get(
+        "/health/ready", summary="Ready", responses={503: {"description": "Not ready, and why."}}
+    )
+    async def ready() -> JSONResponse:
+        """Predictions can be answered now; else the reason."""
+        if (reason := why_not_ready(registry, state)) is not None:
+            return JSONResponse({"ready": False, "reason": reason}, 503, RETRY)
+        return JSONResponse({"ready": True})
 
     return router
 

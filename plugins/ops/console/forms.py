@@ -1,6 +1,6 @@
 """What a reader can enter for a model: by its handler, its signature and the files beside it.
 
-A model's document (`api/model_docs.py`) says the same to programs, from the same schemas.
+A model's document (`api/schemas.py`) says the same to programs, from the same schemas.
 """
 
 from __future__ import annotations
