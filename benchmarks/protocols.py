@@ -87,6 +87,8 @@ class Server:
     url: str
     pid: int
     """Of what answers clients; its descendants are the workers."""
+    grpc: str = ""
+    """Where gRPC is, if not at `url`."""
 
 
 @dataclass(frozen=True)
@@ -202,10 +204,11 @@ def ours(folder: Path) -> Iterator[Server]:
     about = modelyard_json(
         "serve", "start", "--model-store", folder / "store", "--models", "ALL", "--workers", "1",
         "--state-dir", state, "--device", "cpu", "--port", "0", "--management-port", "0",
-        "--metrics-port", "0",
+        "--metrics-port", "0", "--grpc-port", "0",
     )  # fmt: skip
+    grpc = about["faces"]["grpc"].replace("grpc://", "http://")
     try:
-        yield Server("modelyard", about["inference"], int(about["pid"]))
+        yield Server("modelyard", about["inference"], int(about["pid"]), grpc)
     finally:
         modelyard("serve", "stop", "--state-dir", state)
 
@@ -301,7 +304,7 @@ def measure(row: Row, server: Server, seconds: int) -> Measured:
         return procfs.cpu_s(server.pid), workers, client, procfs.busy_s(), time.monotonic()
 
     before = usage()
-    count = ask(row, server.url, "-D", str(seconds))
+    count = ask(row, (row.is_grpc and server.grpc) or server.url, "-D", str(seconds))
     of_server, workers, client, busy, took = (
         after - once for after, once in zip(usage(), before, strict=True)
     )
