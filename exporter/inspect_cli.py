@@ -19,21 +19,8 @@ inspect_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _PIPE_COLUMNS = 500
 _TEXT_SHOWN = 160
 
-_HELP = """Describe a checkpoint, an artifact or an archive; none of its code runs.
 
-Checkpoints: files of torch.save, safetensors, and the folders of Lightning, Hugging Face,
-Determined, DeepSpeed, torch.distributed and others. Artifacts: pt2, ONNX, TorchScript. Archives:
-.mar.
-
-Example:
-
-    modelyard inspect runs/last.ckpt --top 5
-
-Exit codes: 0 described; 1 it cannot be read, and why; 2 wrong usage.
-"""
-
-
-@inspect_app.command("inspect", help=_HELP)
+@inspect_app.command("inspect")
 def inspect_command(
     path: Annotated[
         Path, typer.Argument(metavar="FILE|FOLDER", help="Checkpoint, artifact or archive.")
@@ -56,7 +43,18 @@ def inspect_command(
         ),
     ] = False,
 ) -> None:
-    """Parse, call `inspection.describe` once, print; show the graph where asked."""
+    """Describe a checkpoint, an artifact or an archive; none of its code runs.
+
+    Checkpoints: files of torch.save, safetensors, and the folders of Lightning, Hugging Face,
+    Determined, DeepSpeed, torch.distributed and others. Artifacts: pt2, ONNX, TorchScript.
+    Archives: .mar.
+
+    For example:
+
+        modelyard inspect runs/last.ckpt --top 5
+
+    Exit codes: 0 described; 1 it cannot be read, and why; 2 wrong usage.
+    """
     # Here, not above: importing torch takes a second that `modelyard --help` need not wait.
     from modelyard.exporter.inspection import describe
 

@@ -11,8 +11,8 @@ from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.restore import Report
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.http.application import Answers, Check, Route
-from modelyard.serve.http.auth import Grants
 from modelyard.serve.http.connection import Headers, RequestResponseCycle
+from modelyard.serve.http.tokens import Grants
 
 if TYPE_CHECKING:
     from fastapi import APIRouter

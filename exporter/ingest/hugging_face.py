@@ -45,9 +45,9 @@ def build_hugging_face(
     """Build the model that `config.json` names, or another head on it, with the weights.
 
     Args:
-        checkpoint: of a folder with `config.json`.
-        class_name: of transformers, also an `Auto…` class; None for the one of `config.json`.
-        task: of `TASKS`, instead of a class.
+        checkpoint: a folder with `config.json`.
+        class_name: a class of transformers, also an `Auto…` class; None for that of `config.json`.
+        task: one of `TASKS`, instead of a class.
         model_args: values that replace those of `config.json`.
         is_trusted: let the folder's own Python files run.
         keeps_cache: leave the cache of one that decodes as its configuration has it, for

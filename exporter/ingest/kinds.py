@@ -57,7 +57,7 @@ class Classification:
     kind: str
     rule: Rule | None
     weights: Mapping[str, Weights]
-    """By path; an empty path is all of the checkpoint."""
+    """Path → weights; an empty path is all of the checkpoint."""
     default: str | None
     """The path that the rule chooses; None when nothing tells which."""
     ema: str | None

@@ -341,7 +341,7 @@ def _read_onnx(source: Source, announce: Announce | None) -> ParsedCheckpoint:
     )
 
 
-# -- which names beside torch's own a pickle of a kind may use for values: `allowed.yaml` ----------------------------
+# -- which names beside torch's own a pickle of a kind may use for values: `allowed.yaml` ----------
 
 
 def profiles_for(kind: str) -> list[str]:

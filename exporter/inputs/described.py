@@ -30,7 +30,7 @@ class Proposal:
     """What a model takes, by its own word."""
 
     inputs: tuple[str, ...]
-    """As `--input` is written, in the order of forward()'s arguments."""
+    """Inputs as `--input` is written, in the order of forward()'s arguments."""
     needed: frozenset[str]
     """Names without which the model does not run; the others may be left out."""
     source: str

@@ -57,7 +57,7 @@ def read_sample(
         path: the file.
         signature: what it holds.
         is_split: its rows will be put into batches: it may hold more than one has.
-        folder: of the checkpoint, whose tokenizer reads a text.
+        folder: that of the checkpoint, whose tokenizer reads a text.
 
     Raises:
         UsageError: it cannot be read, or its tensors are not the signature's inputs.
@@ -459,7 +459,7 @@ class Split:
     calibration: tuple[Sample, ...]
     held_out: tuple[Sample, ...]
     rows: int
-    """How many rows the former has; a file is one where inputs are not made of rows."""
+    """The number of rows of the former; a file is one where inputs are not made of rows."""
     held_out_rows: int
 
 

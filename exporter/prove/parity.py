@@ -59,10 +59,10 @@ class IllConditioned:
     output: str
     case: str
     moved: float
-    """By how much, when its sums are rounded otherwise."""
+    """The amount by which it moves when its sums are rounded otherwise."""
     allowed: float
     found: float
-    """How far the artifact is from it."""
+    """The distance of the artifact from it."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class ExportReport:
     """The checkpoint's file name."""
     checkpoint_sha256: str
     model: str
-    """As in `--model`, without the folder."""
+    """`--model` without its folder."""
     model_args: Mapping[str, Any]
     device: str
     details: Mapping[str, object]
@@ -209,7 +209,7 @@ def check(
 
     Args:
         artifact: the file, complete and closed.
-        format: as in `modelyard.handlers.models.backends`.
+        format: its name in `modelyard.handlers.models.backends`.
         reference: the checkpoint's outputs.
         checker: the process.
         device: where the artifact is to run.

@@ -2,9 +2,9 @@
 
 import copy
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -98,13 +98,13 @@ class _Kept:
         return outputs
 
 
-class Cases(Sequence[Case]):
+class Cases:
     """Every probe and sample with what the checkpoint gives for it, made anew whenever it is read.
 
     By its place: a loop over the cases would hold one while it makes the next.
 
     Args:
-        signature: of the inputs, with the values of integers.
+        signature: the inputs, with the values of integers.
         probes: whose inputs are made.
         samples: whose inputs are a file's.
         run: the checkpoint's model.
@@ -129,16 +129,10 @@ class Cases(Sequence[Case]):
         self._names = [*map(str, probes), *range(len(samples))]
         self._moved: dict[int, list[float]] = {}
 
-    def __len__(self) -> int:
-        return len(self.probes)
+    def __iter__(self) -> Iterator[Case]:
+        return (self[place] for place in range(len(self.probes)))
 
-    @overload
-    def __getitem__(self, place: int) -> Case: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Case]: ...
-    def __getitem__(self, place: int | slice) -> Case | Sequence[Case]:
-        if isinstance(place, slice):
-            return [self[one] for one in range(len(self))[place]]
+    def __getitem__(self, place: int) -> Case:
         probe, inputs = self.probes[place], self._inputs[place]()
         return Case(probe, inputs, self._kept.outputs(self._names[place], probe, inputs))
 
@@ -173,7 +167,7 @@ class Reference:
     model: nn.Module
     """The one to export: `original`, in the dtype that was asked for."""
     found: Mapping[str, Values]
-    """For each integer input without stated values, those that the model was found to take."""
+    """Integer input without stated values → those that the model was found to take."""
     samples: tuple[Sample, ...] = ()
     is_lowered: bool = False
     """Whether `model` computes in another dtype than the checkpoint's."""
@@ -209,8 +203,8 @@ def observe(
 
     Args:
         model: takes one tensor per input, by place.
-        inputs: as the checkpoint's model takes them.
-        output_names: as `choose_outputs` takes them.
+        inputs: what the checkpoint's model takes.
+        output_names: names for `choose_outputs`.
         device: where to run.
         dtype: what weights and floating-point inputs become in the artifact; None keeps them.
         samples: real inputs, compared beside the probes.
@@ -261,8 +255,7 @@ def observe(
         cases = Cases(tried, chosen.probes, compared, run, kept)
         bounds = {name: Bounds() for name in named}
         seen = []
-        for place in range(len(cases)):
-            case = cases[place]
+        for case in cases:
             seen.append([_remember(tensor) for tensor in case.outputs])
             for name, given in zip(named, case.outputs, strict=True):
                 bounds[name].see(given)
@@ -347,7 +340,7 @@ def _plan(kept: _Kept, model: nn.Module, tried: Signature, *, quick: bool) -> Pl
         kept: gets what they give: they are cases, too.
         model: whose weights are used at least once for each row; recurrent layers are not counted.
         tried: inputs, with the values of integers.
-        quick: as `observe`.
+        quick: whether to try few probes.
     """
     weights = sum(parameter.numel() for parameter in model.parameters())
     batch = tried.batch.name if isinstance(tried.batch, Dim) else None
@@ -465,7 +458,7 @@ def _unsteady(watched: Watched, sizes: Mapping[str, int]) -> str:
 
     Args:
         watched: what it did on the example.
-        sizes: of the example's dims.
+        sizes: those of the example's dims.
     """
     for operator, drawn in watched.random.items():
         if "dropout" in operator or "bernoulli" in operator:

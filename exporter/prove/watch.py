@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +32,7 @@ _SUMS = (
 )
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """Random numbers that a model draws."""
 
     place: str
@@ -80,7 +79,7 @@ def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
     """Run the model once and note what it does; a failure ends the watching, without an error.
 
     Args:
-        model: in eval mode.
+        model: a model in eval mode.
         inputs: not changed.
     """
     seen = Watched()
@@ -90,7 +89,7 @@ def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
         for tensor in inputs
     ]
     try:
-        with torch.enable_grad(), EachOperator(_Watch(seen)):
+        with torch.enable_grad(), EachOperator(_watching(seen)):
             model(*given)
     # Gradients are not promised yet: a model may fail in any way where it now asks for them.
     except Exception:
@@ -163,38 +162,35 @@ class EachOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._run(func, args, kwargs or {})
 
 
-class _Watch:
-    """Note the operators of `Watched` as they are dispatched."""
+def _watching(seen: Watched) -> Callable[..., Any]:
+    """Return what runs an operator and notes in `seen` what it does."""
 
-    def __init__(self, seen: Watched) -> None:
-        self._seen = seen
-
-    def __call__(self, func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+    def run(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
         name = func.name().removeprefix("aten::")
         # Attention is marked as random for the dropout that it may do, and repeats without.
         is_random = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name
         if "batch_norm" in name and _argument(func, args, given, "training"):
-            self._seen.batch_norm.append(_author_place())
+            seen.batch_norm.append(_author_place())
         if not torch.is_grad_enabled() and _cuts(func, args):
-            self._note_cut()
+            # The author's torch.no_grad(), or the autograd.Function whose forward() sets it.
+            functions = _functions()
+            frame = next((each for each in _frames() if each.f_code in functions), None)
+            if frame is None:
+                seen.cut.append(_author_place())
+            else:
+                seen.custom.setdefault(functions[frame.f_code], _author_place(frame))
         result = func(*args, **given)
-        self._seen.precisions |= {
+        seen.precisions |= {
             each.dtype for each in tree_leaves(result)
             if isinstance(each, Tensor) and each.is_floating_point()
         }  # fmt: skip
         if is_random and isinstance(drawn := result, Tensor):
             dtype, shape = str(drawn.dtype).removeprefix("torch."), tuple(drawn.shape)
             place = _author_place()
-            self._seen.random.setdefault(name.partition(".")[0], Drawn(place, dtype, shape))
+            seen.random.setdefault(name.partition(".")[0], Drawn(place, dtype, shape))
         return result
 
-    def _note_cut(self) -> None:
-        """Note the author's torch.no_grad(), or the autograd.Function whose forward() sets it."""
-        for frame in _frames():
-            if (name := _functions().get(frame.f_code)) is not None:
-                self._seen.custom.setdefault(name, _author_place(frame))
-                return
-        self._seen.cut.append(_author_place())
+    return run
 
 
 def _functions() -> dict[object, str]:
@@ -263,7 +259,7 @@ def measure_sensitivity(
 
     Args:
         run: the model.
-        inputs: of one case.
+        inputs: those of one case.
         outputs: what it gives for them undisturbed.
     """
     moved = [0.0] * len(outputs)

@@ -18,8 +18,7 @@ from modelyard.archiver.untrusted.names import REFERENCE_NAME
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import Call, Reply, Stream
-from modelyard.serve.dataplane.histogram import Histograms
-from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.dataplane.metrics import Histograms, Metrics
 from modelyard.serve.dataplane.pool import Pool
 from modelyard.serve.errors import BadModelConfig, WorkerDied
 from modelyard.serve.settings import Settings
