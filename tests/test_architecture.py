@@ -71,7 +71,6 @@ AS_YET = {
     "exporter.cli": {"plugins.tasks"},
     "exporter.decoder": {"plugins.tasks"},
     "handlers": {"plugins.tasks"},
-    "serve": {"plugins.ops"},
 }
 """What core still imports of plug-ins."""
 
