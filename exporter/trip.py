@@ -17,6 +17,7 @@ from torch.export import ExportedProgram
 
 from modelyard.archiver.signature import Signature
 from modelyard.base.extras import what_is_missing
+from modelyard.base.plugins import registered
 from modelyard.exporter.arguments import goes_elsewhere, read_inputs, take_inputs, take_submodule
 from modelyard.exporter.checker import Checker
 from modelyard.exporter.checkpoint import open_model, split_model
@@ -26,7 +27,6 @@ from modelyard.exporter.command import (
     without_class,
     without_name,
 )
-from modelyard.exporter.decoder import open_decoder
 from modelyard.exporter.errors import (
     ExportError,
     NoClass,
@@ -163,6 +163,7 @@ def run(request: ExportRequest) -> list[ExportReport]:
             samples = [*samples, example]
         announce_step(_RUN)
         if request.generate:
+            open_decoder = registered("exports")["generate"].load()
             module, signature, proof = open_decoder(module, request.inputs)
             known["generation"] = proof
         reference = observe(
@@ -324,6 +325,8 @@ def _check_request(request: ExportRequest) -> None:
         json.dumps(request.model_args)
     except (TypeError, ValueError) as error:
         raise UsageError(f"model_args cannot be kept in the report: {cause(error)}") from error
+    if request.generate and "generate" not in registered("exports"):
+        raise UsageError("--generate needs the plug-in of generation, which is not installed here")
     if request.generate and request.submodule is not None:
         raise UsageError(
             "--submodule does not go with --generate, which exports the whole of a decoder"

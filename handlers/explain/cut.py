@@ -1,7 +1,7 @@
 """A model → what leads to one of its layers, and what follows from the layer's output.
 
 Token ids cannot be varied by a little, their embeddings can: so a text model is cut behind its
-embedding, and explained from there on. Any layer of an exported program can be cut at likewise.
+embedding, and explained from there on.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,13 +12,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from modelyard.handlers.errors import BadInput, NoGradients
+from modelyard.handlers.errors import NoGradients
 from modelyard.handlers.models.backends import Artifact, Output
 
 KEPT_CUTS = 8
 """Copying a large graph takes a tenth of a second, so the latest cuts are kept."""
-
-_SHOWN_LAYERS = 20
 
 
 @dataclass(frozen=True)
@@ -42,34 +40,12 @@ def cut_at_embedding(artifact: Artifact, place: int) -> Cut:
     """
     module = artifact.module
     if isinstance(module, fx.GraphModule):
-        return _cut_graph(module, _embedding_node(module, place))
+        return cut_graph(module, _embedding_node(module, place))
     if isinstance(module, torch.jit.ScriptModule):
         return _cut_script(module, place)
     if module is None:
         raise NoGradients(f"a {artifact.format} artifact has no embedding that could be cut at")
-    return _cut_module(module, _embedding_module(module))
-
-
-@lru_cache(maxsize=KEPT_CUTS)
-def cut_at_layer(artifact: Artifact, name: str) -> Cut:
-    """Cut a model behind a layer, named as in the checkpoint, "features.0".
-
-    Raises:
-        BadInput: no such layer; the message lists those there are.
-        NoGradients: the artifact does not keep its layers.
-    """
-    module = artifact.module
-    if isinstance(module, fx.GraphModule):
-        return _cut_graph(module, _layer_node(module, name))
-    if module is None or isinstance(module, torch.jit.ScriptModule):
-        raise NoGradients(
-            f"a {artifact.format} artifact cannot be cut at a layer; archive a pt2 export with "
-            "--explain-with"
-        )
-    layers = dict(module.named_modules())
-    if name not in layers or not name:
-        raise BadInput(_unknown_layer(name, [each for each in layers if each]))
-    return _cut_module(module, layers[name])
+    return cut_module(module, _embedding_module(module))
 
 
 # --- exported programs ---------------------------------------------------------------------------
@@ -95,27 +71,8 @@ def _origin(node: Any) -> Any:
     return node
 
 
-def _layer_node(module: fx.GraphModule, name: str) -> fx.Node:
-    paths = {
-        node: [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
-        for node in module.graph.nodes
-        if node.op == "call_function"
-    }
-    inside = {node for node, path in paths.items() if name in path and name}
-    if not inside:
-        raise BadInput(_unknown_layer(name, [each for path in paths.values() for each in path]))
-    last = [node for node in inside if any(user not in inside for user in node.users)]
-    if len(last) != 1 or not _is_real(last[0]):
-        raise BadInput(f'layer "{name}" gives no single real-valued tensor; name one inside it')
-    return cast(fx.Node, last[0])
-
-
-def _is_real(node: fx.Node) -> bool:
-    value = node.meta.get("val")
-    return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def _cut_graph(module: fx.GraphModule, node: fx.Node) -> Cut:
+def cut_graph(module: fx.GraphModule, node: fx.Node) -> Cut:
+    """Cut an exported program behind a node."""
     copies: dict[fx.Node, fx.Node] = {}
     front = fx.Graph()
     front.graph_copy(module.graph, copies)
@@ -199,7 +156,9 @@ def _embedding_module(module: nn.Module) -> nn.Module:
     return cast(nn.Module, _the_one(found))
 
 
-def _cut_module(module: nn.Module, layer: nn.Module) -> Cut:
+def cut_module(module: nn.Module, layer: nn.Module) -> Cut:
+    """Cut a module behind one of those inside it."""
+
     def front(*inputs: Tensor) -> Tensor:
         kept: list[Tensor] = []
         handle = layer.register_forward_hook(
@@ -228,11 +187,3 @@ def _the_one(found: Sequence[Any]) -> Any:
             "begin at: choose a method without gradients, as occlusion"
         )
     return found[0]
-
-
-def _unknown_layer(name: str, layers: Sequence[str]) -> str:
-    names = [each for each in dict.fromkeys(layers) if each and not each.startswith("_")]
-    if not names:
-        return f'layer is "{name}", and the model has none: all of it is one forward()'
-    shown = ", ".join(names[:_SHOWN_LAYERS]) + (", …" if len(names) > _SHOWN_LAYERS else "")
-    return f'layer is "{name}"; expected one of {shown}'

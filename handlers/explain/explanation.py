@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,15 +21,13 @@ from modelyard.handlers.explain.attribution import (
     sizes_of,
     sums_of,
 )
-from modelyard.handlers.explain.cut import Cut, cut_at_embedding, cut_at_layer
+from modelyard.handlers.explain.cut import Cut, cut_at_embedding
 from modelyard.handlers.explain.digits import as_lists
-from modelyard.handlers.explain.features import Groups, Shapes, features_of
-from modelyard.handlers.explain.methods import METHODS, Method
+from modelyard.handlers.explain.method import Method, Result, Windows
+from modelyard.handlers.explain.methods import MEASURES, METHODS
 from modelyard.handlers.explain.model import ExplainedModel
 from modelyard.handlers.explain.options import ExplainOptions
 from modelyard.handlers.explain.passes import FORWARD_ROWS, gradient_rows, most_rows
-from modelyard.handlers.explain.quality import Quality, measure
-from modelyard.handlers.explain.removal import Check, Curves, check_of, curves_of, scores_of
 from modelyard.handlers.explain.targets import NamedTarget, Place, find_targets, stacked
 from modelyard.handlers.models.backends import Artifact
 from modelyard.handlers.proof.agree import MIN_COSINE, Rule, compare
@@ -87,12 +85,10 @@ class Explanation:
     baseline_label: str | None = None
     """What a prediction says of the baseline."""
     baseline_probability: float | None = None
-    quality: Quality | None = None
     sides: tuple[float, float] | None = None
     """What speaks for the target and against it, each added up; None where the values say it."""
-    curves: Curves | None = None
-    """Where `quality` is asked for."""
-    check: Check | None = None
+    measures: Mapping[str, Any] = field(default_factory=dict)
+    """Measures that are asked for → what they say of it."""
     warnings: tuple[str, ...] = ()
     """What a reader has to know before believing it; a sentence each."""
 
@@ -122,10 +118,6 @@ class Explanation:
 
     def facts(self) -> dict[str, Any]:
         """Return the answer's fields but for its lists of numbers."""
-        quality = {
-            **(vars(self.quality) if self.quality else {}),
-            **(self.curves.as_json() if self.curves else {}),
-        }
         return {
             "method": self.options.method,
             "output_name": self.output_name,
@@ -152,8 +144,7 @@ class Explanation:
             "tolerance_met": self.tolerance_met,
             "warnings": list(self.warnings),
             **({"layer": self.options.layer} if self.options.layer else {}),
-            **({"check": self.check.as_json()} if self.check else {}),
-            **({"quality": quality} if quality else {}),
+            **self.measures,
         }
 
 
@@ -269,10 +260,17 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
         options = batch.options[row]
         baseline = options.baseline or version.default_baseline
         part = request.part(slice(at, at + 1))
-        own = settings | (vars(windows[at]) if method.needs_windows else {})
-        numbers = _numbers(part, attributions[at], float(asked.served[at]), options, own)
-        removal = _remove(part, windows[at], numbers["attributions"], options)
-        numbers["warnings"] += (*_about_baseline(baseline, *starts[row]), *removal.warnings)
+        numbers = _numbers(part, attributions[at], float(asked.served[at]), options)
+        numbers["warnings"] += _about_baseline(baseline, *starts[row])
+        measures = {}
+        for name in (name for name in MEASURES if getattr(options, name)):
+            own = settings | (vars(windows[at]) if method.needs_windows else {})
+            own |= _fixed(method, numbers["n_steps"])
+            result = Result(
+                part, attributions[at].attributions, method, own, windows[at], options.seed
+            )
+            measures[name], warnings = MEASURES[name](result)
+            numbers["warnings"] += warnings
         found[row].append(
             Explanation(
                 options=replace(options, output="probability")
@@ -288,25 +286,16 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
                 against=target.against,
                 baseline_label=starts[row][0],
                 baseline_probability=starts[row][1],
-                check=removal.check,
-                curves=removal.curves,
+                measures=measures,
                 **numbers,
             )
         )
     return found
 
 
-@dataclass(frozen=True)
-class _Windows:
-    """What of one explanation's inputs is replaced at once."""
-
-    shapes: Shapes
-    groups: Groups
-
-
 def _windows(
     version: ExplainedModel, row: int, inputs: Tensors, options: ExplainOptions
-) -> _Windows:
+) -> Windows:
     """Return the windows that a method asks about, or the least ones that could be.
 
     Args:
@@ -323,14 +312,14 @@ def _windows(
         )
         for each, group in zip(inputs, groups, strict=True)
     )
-    return _Windows(shapes, groups if any(group is not None for group in groups) else ())
+    return Windows(shapes, groups if any(group is not None for group in groups) else ())
 
 
 def _run(
     method: Method,
     request: AttributionRequest,
     settings: Mapping[str, Any],
-    windows: Sequence[_Windows],
+    windows: Sequence[Windows],
 ) -> list[Attribution]:
     """Return what the method finds for each of the explanations, which share passes if they can."""
     own = [{**settings, **(vars(each) if method.needs_windows else {})} for each in windows]
@@ -338,35 +327,6 @@ def _run(
         return [method.run(request.part(slice(at, at + 1)), **each) for at, each in enumerate(own)]
     found = method.run(request, **own[0])
     return [found.part(at) for at in range(len(request))]
-
-
-@dataclass(frozen=True)
-class _Removal:
-    """What becomes of the output where features are taken away."""
-
-    check: Check | None
-    curves: Curves | None
-    warnings: tuple[str, ...]
-
-
-def _remove(
-    request: AttributionRequest, windows: _Windows, attributions: Tensors, options: ExplainOptions
-) -> _Removal:
-    """Take away what an explanation ranks first, as far as the request asks for that."""
-    if not (options.check or options.quality):
-        return _Removal(None, None, ())
-    features = features_of(request.inputs, windows.shapes, windows.groups)
-    repeats = METHODS[options.method].repeats and not windows.groups
-    scores = scores_of(features, attributions, is_mean=repeats)
-    check = check_of(request, features, scores, options.seed) if options.check else None
-    curves = curves_of(request, features, scores) if options.quality else None
-    warnings: tuple[str, ...] = ()
-    if check is not None and check.is_idle:
-        warnings = (
-            "what this explanation ranks first matters no more to the output than features chosen "
-            f"at random: {check.summary}",
-        )
-    return _Removal(check, curves, warnings)
 
 
 @dataclass(frozen=True)
@@ -486,7 +446,6 @@ def _numbers(
     found: Attribution,
     f_served: float,
     options: ExplainOptions,
-    settings: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return what one explanation says of itself, for the request that it alone answers."""
     method = METHODS[options.method]
@@ -515,12 +474,6 @@ def _numbers(
         if method.is_random
         else is_met(request, found, options.tolerance)
     )
-    steps = int(found.n_steps)
-    fixed: Mapping[str, Any] = settings
-    if "n_steps" in method.options:
-        fixed = {**settings, "n_steps": steps}
-    elif method.is_random and not method.needs_windows:
-        fixed = {**settings, "n_samples": steps}
     return numbers | {
         "convergence_delta": delta,
         "relative_delta": abs(delta / float(difference))
@@ -528,16 +481,20 @@ def _numbers(
         else None,
         "net_share": net_share,
         "error": float(error) if error is not None and bool(error.isfinite()) else None,
-        "n_steps": steps,
+        "n_steps": int(found.n_steps),
         "tolerance_met": None if error is None else is_within,
         "attributions": tuple(each[0] for each in found.attributions),
         "errors": None if found.errors is None else tuple(each[0] for each in found.errors),
-        "quality": measure(request, found.attributions, method, fixed, options.seed)
-        if options.quality
-        else None,
         "warnings": warnings,
         "sides": None if found.sides is None else tuple(found.sides[0].tolist()),
     }
+
+
+def _fixed(method: Method, steps: int) -> dict[str, int]:
+    """Return the setting that makes a method take as many points again as it took."""
+    if "n_steps" in method.options:
+        return {"n_steps": steps}
+    return {"n_samples": steps} if method.is_random and not method.needs_windows else {}
 
 
 def _apart(
@@ -637,8 +594,9 @@ def _split(
 
 
 def _cut(version: ExplainedModel, artifact: Artifact, options: ExplainOptions) -> Cut | None:
-    if METHODS[options.method].is_at_layer:
-        return cut_at_layer(artifact, _layer(options))
+    method = METHODS[options.method]
+    if method.cut is not None and not method.looks_at_layer:
+        return method.cut(artifact, _layer(options))
     if version.embedded is not None:
         return cut_at_embedding(artifact, version.embedded)
     return None
@@ -656,7 +614,9 @@ def _at_layer(
     """Return what takes explanations of inputs to the output of a layer."""
     if split.is_cut:
         raise BadInput(f"{options.method} does not apply: tokens have no places as pixels have")
-    cut = cut_at_layer(split.artifact, _layer(options))
+    take_apart = METHODS[options.method].cut
+    assert take_apart is not None
+    cut = take_apart(split.artifact, _layer(options))
 
     def at_layer(request: AttributionRequest) -> AttributionRequest:
         whole = split.restore((*request.inputs, *request.forward.fixed))

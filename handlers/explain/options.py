@@ -10,7 +10,7 @@ from modelyard.handlers.accept import weights_of
 from modelyard.handlers.body import parse_strictly
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribution import DEFAULT_TOLERANCE, MAX_STEPS
-from modelyard.handlers.explain.methods import METHODS
+from modelyard.handlers.explain.methods import MEASURES, METHODS
 from modelyard.handlers.explain.region import Region, parse_region
 
 Row = Mapping[str, Any]
@@ -31,7 +31,7 @@ MEDIA_TYPES = {
 
 _EVERYWHERE = (
     *("method", "output_name", "target", "against", "region", "output", "seed"),
-    *("internal_batch_size", "aggregate", "format", "check", "quality"),
+    *("internal_batch_size", "aggregate", "format", *MEASURES),
 )
 
 
@@ -155,7 +155,8 @@ def _check_applies(options: ExplainOptions) -> None:
             f"format is {options.format}, which holds one explanation; expected one target of one "
             "output"
         )
-    is_random = method.is_random or options.baseline == "noise" or options.check or options.quality
+    is_random = method.is_random or options.baseline == "noise"
+    is_random |= any(getattr(options, name) for name in MEASURES)
     if "seed" in options.given and not is_random:
         raise BadInput(
             f"seed does not apply: nothing is random in {options.method} with this baseline"

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver.report import Report, parse_report
-from modelyard.handlers import agree
 from modelyard.handlers.models.backends import Artifact, open_artifact
+from modelyard.handlers.proof import agree
 from modelyard.handlers.proof.plan import choose_probes
 from modelyard.handlers.proof.probes import KINDS, make_case
 from modelyard.serve.worker import load

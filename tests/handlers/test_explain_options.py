@@ -11,12 +11,14 @@ from modelyard.handlers.explain.options import (
     gather_options,
     parse_options,
 )
+from tests.shared import FURTHER
 
 
 def test_no_parameters_ask_for_the_defaults() -> None:
     assert parse_options({}) == ExplainOptions()
 
 
+@FURTHER
 def test_every_parameter_is_read() -> None:
     query = {
         "method": "integrated_gradients",
@@ -41,6 +43,7 @@ def test_every_parameter_is_read() -> None:
     assert options.settings() == {"tolerance": 0.5, "max_steps": 90}
 
 
+@FURTHER
 def test_methods_take_their_own_options() -> None:
     query = {"method": "kernel_shap", "n_samples": "30", "seed": "1", "window": "2"}
     assert parse_options(query).settings() == {
@@ -101,6 +104,7 @@ def test_methods_take_their_own_options() -> None:
         "&".join("=".join(pair) for pair in value.items()) if isinstance(value, dict) else ""
     ),
 )
+@FURTHER
 def test_unusable_parameter_is_named(query: dict[str, str], message: str) -> None:
     with pytest.raises(BadInput) as error:
         parse_options(query)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import Signature, TensorSpec
 from modelyard.exporter.formats.to_aoti import write as write_aoti
 from modelyard.exporter.formats.to_torchscript import write as write_torchscript
-from modelyard.handlers import sharing
+from modelyard.handlers.models import sharing
 from modelyard.handlers.models.backends import Artifact, open_artifact
 from modelyard.handlers.models.sharing import SHARED_ONNX, make_once, map_weights
 from tests.handlers.conftest import export_all

@@ -112,7 +112,7 @@ def test_tensors_agree_as_an_exports_parity_would_have_it(dtype: str, is_binary:
     """The numbers of the rule that exports are judged by, without numpy or torch."""
     import torch
 
-    from modelyard.handlers import agree
+    from modelyard.handlers.proof import agree
 
     rng = np.random.default_rng(0)
     for nudge in (0.0, 1e-3, 1e-2, 0.2):

@@ -1,9 +1,11 @@
-"""Grad-CAM: what a layer of a network looks at, as large as its input; and guided by ReLUs."""
+"""Layers: integrated gradients of one, and Grad-CAM, what one looks at, as large as the input."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from typing import cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.nn.functional import interpolate
 
 from modelyard.handlers.errors import BadInput, NoGradients
@@ -12,9 +14,15 @@ from modelyard.handlers.explain.attribution import (
     AttributionRequest,
     chunks,
     gradients,
+    integrated_gradients,
     recording,
 )
-from modelyard.handlers.explain.rules import GuidedRelus
+from modelyard.handlers.explain.cut import KEPT_CUTS, Cut, cut_graph, cut_module
+from modelyard.handlers.explain.method import STEPS, Method
+from modelyard.handlers.models.backends import Artifact
+from modelyard.plugins.tasks.methods.rules import GuidedRelus
+
+_SHOWN_LAYERS = 20
 
 _MODES = {1: "linear", 2: "bilinear", 3: "trilinear"}
 """Dimensions of a place → how maps are enlarged."""
@@ -101,3 +109,63 @@ def _enlarged(maps: Tensor, request: AttributionRequest) -> Tensor:
     """Give maps the places of the input: (M, 1, *P)."""
     places = tuple(request.inputs[0].shape[2:])
     return interpolate(maps, places, mode=_MODES[len(places)], align_corners=False)
+
+
+@lru_cache(maxsize=KEPT_CUTS)
+def cut_at_layer(artifact: Artifact, name: str) -> Cut:
+    """Cut a model behind a layer, named as in the checkpoint, "features.0".
+
+    Raises:
+        BadInput: no such layer; the message lists those there are.
+        NoGradients: the artifact does not keep its layers.
+    """
+    module = artifact.module
+    if isinstance(module, fx.GraphModule):
+        return cut_graph(module, _layer_node(module, name))
+    if module is None or isinstance(module, torch.jit.ScriptModule):
+        raise NoGradients(
+            f"a {artifact.format} artifact cannot be cut at a layer; archive a pt2 export with "
+            "--explain-with"
+        )
+    layers = dict(module.named_modules())
+    if name not in layers or not name:
+        raise BadInput(_unknown_layer(name, [each for each in layers if each]))
+    return cut_module(module, layers[name])
+
+
+def _layer_node(module: fx.GraphModule, name: str) -> fx.Node:
+    paths = {
+        node: [path for path, _ in node.meta.get("nn_module_stack", {}).values()]
+        for node in module.graph.nodes
+        if node.op == "call_function"
+    }
+    inside = {node for node, path in paths.items() if name in path and name}
+    if not inside:
+        raise BadInput(_unknown_layer(name, [each for path in paths.values() for each in path]))
+    last = [node for node in inside if any(user not in inside for user in node.users)]
+    if len(last) != 1 or not _is_real(last[0]):
+        raise BadInput(f'layer "{name}" gives no single real-valued tensor; name one inside it')
+    return cast(fx.Node, last[0])
+
+
+def _is_real(node: fx.Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _unknown_layer(name: str, layers: Sequence[str]) -> str:
+    names = [each for each in dict.fromkeys(layers) if each and not each.startswith("_")]
+    if not names:
+        return f'layer is "{name}", and the model has none: all of it is one forward()'
+    shown = ", ".join(names[:_SHOWN_LAYERS]) + (", …" if len(names) > _SHOWN_LAYERS else "")
+    return f'layer is "{name}"; expected one of {shown}'
+
+
+LAYER_INTEGRATED_GRADIENTS = Method(
+    integrated_gradients, (*STEPS, "layer"), uses_baseline=True, adds_up=True, cut=cut_at_layer
+)
+_grad_cam = partial(
+    Method, options=("layer",), multiplies=False, cut=cut_at_layer, looks_at_layer=True
+)
+LAYER_GRAD_CAM = _grad_cam(layer_grad_cam)
+GUIDED_GRAD_CAM = _grad_cam(guided_grad_cam, watches=True)

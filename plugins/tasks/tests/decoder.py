@@ -42,9 +42,9 @@ def build_decoder(places: int) -> Any:
 
 def write_decoder(model: Any, folder: Path) -> None:
     """Write `model.pt2`, its report without parity, and `tokenizer.json`."""
-    from modelyard.exporter.decoder import open_decoder
     from modelyard.exporter.formats import to_exported_program
     from modelyard.handlers.proof.probes import Probe, example_sizes, make_inputs
+    from modelyard.plugins.tasks.export_decoder import open_decoder
 
     module, signature, proof = open_decoder(model, ["input_ids:int64[batch=1..4,length=1..16]"])
     example = make_inputs(signature, Probe("random", example_sizes(signature)))

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from modelyard.handlers.explain.attribution import AttributionRequest, Tensors
-from modelyard.handlers.explain.features import Features
+from modelyard.handlers.explain.method import Measurement, Result
+from modelyard.plugins.tasks.methods.features import Features, features_of
 
 SHARE = 0.1
 """Of the features that are removed at once."""
@@ -81,6 +82,27 @@ class Curves:
 
     def _area(self, outputs: list[float]) -> float:
         return float(np.trapezoid(outputs, self.shares))
+
+
+def check(result: Result) -> Measurement:
+    """Say whether what the explanation ranks first matters more than features drawn at random."""
+    found = check_of(result.request, *ranked(result), result.seed)
+    warnings: tuple[str, ...] = ()
+    if found.is_idle:
+        warnings = (
+            "what this explanation ranks first matters no more to the output than features chosen "
+            f"at random: {found.summary}",
+        )
+    return Measurement(found.as_json(), warnings)
+
+
+def ranked(result: Result) -> tuple[Features, Tensor]:
+    """Return the features of an explanation, and how much each speaks for the target (F,)."""
+    windows = result.windows
+    features = features_of(result.request.inputs, windows.shapes, windows.groups)
+    repeats = result.method.repeats and not windows.groups
+    attributions = tuple(each[0] for each in result.attributions)
+    return features, scores_of(features, attributions, is_mean=repeats)
 
 
 def check_of(request: AttributionRequest, features: Features, scores: Tensor, seed: int) -> Check:

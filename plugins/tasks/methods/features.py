@@ -11,12 +11,7 @@ import torch
 from torch import Tensor
 
 from modelyard.handlers.explain.attribution import AttributionRequest, Tensors, chunks
-
-Shapes = tuple[tuple[int, ...], ...]
-
-Groups = Sequence[Tensor | None]
-"""Per input the number of the group that each value is of, (*S) int64 from 0 in their order: words,
-categories. None where values have places in dimensions instead; empty where all have."""
+from modelyard.handlers.explain.method import Groups, Shapes, group_of
 
 
 @dataclass(frozen=True)
@@ -88,11 +83,6 @@ def features_of(inputs: Tensors, shapes: Shapes, groups: Groups = ()) -> Feature
         masks.append((mask + count).to(each.device))
         count += int(mask.max()) + 1 if mask.numel() else 0
     return Features(tuple(masks), count)
-
-
-def group_of(groups: Groups, which: int) -> Tensor | None:
-    """Return the groups of one of the inputs, None where its values stand alone."""
-    return groups[which] if groups else None
 
 
 def _windows(sizes: Sequence[int], shape: Sequence[int]) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
 from modelyard.handlers.explain.options import parse_options
-from modelyard.handlers.explain.removal import Check
+from modelyard.plugins.tasks.methods.removal import Check
 from tests.handlers.test_explanation import SPEC, artifact, subject
 
 COUNT = 40
@@ -40,8 +40,8 @@ def test_removing_the_top_tenth_is_compared_with_a_random_tenth() -> None:
         f"removing the top 10 % (4 of 40 features) lowers the output by {answer['top']:.4g}, random"
     )
     assert found.warnings == ()
-    assert explain({"check": "true", "n_steps": "3"}).check == found.check
-    assert explain({"check": "true", "n_steps": "3", "seed": "1"}).check != found.check
+    assert explain({"check": "true", "n_steps": "3"}).measures == found.measures
+    assert explain({"check": "true", "n_steps": "3", "seed": "1"}).measures != found.measures
 
 
 @pytest.mark.parametrize(
@@ -60,12 +60,10 @@ def test_a_check_says_in_words_where_the_output_went(top: float, random: float, 
 def test_only_what_differs_from_the_baseline_is_removed() -> None:
     x = X.clone()
     x[0, 10:] = 0
-    check = explain({"check": "true", "n_steps": "3"}, x).check
-    assert check is not None
-    assert (check.removed, check.features) == (1, 10)
-    nothing = explain({"check": "true", "n_steps": "3"}, 0 * X).check
-    assert nothing is not None
-    assert (nothing.removed, nothing.top, nothing.random) == (0, 0.0, 0.0)
+    check = explain({"check": "true", "n_steps": "3"}, x).measures["check"]
+    assert (check["removed"], check["features"]) == (1, 10)
+    nothing = explain({"check": "true", "n_steps": "3"}, 0 * X).measures["check"]
+    assert (nothing["removed"], nothing["top"], nothing["random"]) == (0, 0.0, 0.0)
 
 
 def test_an_explanation_that_ranks_idly_is_warned_of() -> None:
@@ -77,8 +75,7 @@ def test_an_explanation_that_ranks_idly_is_warned_of() -> None:
         return torch.cat(((8 * x[:, :20]).sin() / 8, (4 * x[:, 20:]).tanh()), 1).sum(1)
 
     bad = explain({"check": "true", "method": "saliency"}, x, f)
-    assert bad.check is not None
-    assert bad.check.top < bad.check.random
+    assert bad.measures["check"]["top"] < bad.measures["check"]["random"]
     (warning,) = bad.warnings
     assert warning.startswith("what this explanation ranks first matters no more")
     good = explain({"check": "true", "n_steps": "100"}, x, f)
@@ -101,8 +98,8 @@ def test_curves_of_a_linear_function_are_sums_of_its_shares() -> None:
 @pytest.mark.parametrize("method", ["kernel_shap", "occlusion", "feature_ablation"])
 def test_windows_of_a_method_are_what_is_removed(method: str) -> None:
     found = explain({"method": method, "window": "8", "check": "true"})
-    assert found.check is not None
-    assert (found.check.removed, found.check.features) == (1, 5)
+    check = found.measures["check"]
+    assert (check["removed"], check["features"]) == (1, 5)
     shares = (X[0] * WEIGHTS).view(5, 8).sum(1)
     if method != "occlusion":  # whose windows overlap
-        assert found.check.top == pytest.approx(float(shares.max()))
+        assert check["top"] == pytest.approx(float(shares.max()))

@@ -12,10 +12,10 @@ import transformers
 from torch import nn
 
 from modelyard.exporter import ExportReport, export
-from modelyard.exporter.decoder import WithCache, open_decoder
 from modelyard.exporter.errors import ModelError, UsageError
 from modelyard.handlers.models.backends import open_artifact
 from modelyard.plugins.tasks.decoder import Decoder, is_decoder
+from modelyard.plugins.tasks.export_decoder import WithCache, open_decoder
 
 SIZES = {
     "vocab_size": 96,

@@ -5,6 +5,7 @@ the nodes of an exported program. A compiled module (TorchScript) cannot be watc
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from modelyard.handlers.explain.attribution import (
     recording,
     sums_of,
 )
+from modelyard.handlers.explain.method import Method
 
 NEARLY_EQUAL = 1e-10
 """Inputs of a step that are no further apart have no ratio; the derivative takes its place."""
@@ -27,46 +29,17 @@ NEARLY_EQUAL = 1e-10
 LARGEST_MISS = 1e-3
 """What the sum may be off by, as a share of the outputs. With a rule for each step it is exact."""
 
-ELEMENTWISE = frozenset(
-    (
-        *("relu", "relu_", "leaky_relu", "leaky_relu_", "elu", "elu_", "selu", "celu"),
-        *("gelu", "silu", "silu_", "mish", "softplus", "softsign", "tanh", "tanh_", "sigmoid"),
-        *("sigmoid_", "logsigmoid", "hardtanh", "hardtanh_", "hardswish", "hardswish_"),
-        *("hardsigmoid", "exp", "abs", "square", "sin", "cos", "atan", "erf"),
-        *("pow", "pow_", "__pow__", "sqrt", "log", "log1p", "expm1", "clamp", "clamp_min", "relu6"),
-    )
+_NAMES = dict(
+    line.split(": ")
+    for line in Path(__file__).with_name("rules.txt").read_text("ascii").splitlines()
 )
-"""Functions of each value by itself, the first argument: the ratio is their rule."""
-
-MAX_POOLS = frozenset(f"max_pool{dims}d" for dims in (1, 2, 3))
-
-LINEAR_IN_ALL = frozenset(
-    (
-        *("add", "add_", "__add__", "__radd__", "__iadd__", "sub", "sub_", "__sub__", "__rsub__"),
-        *("__isub__", "rsub", "neg", "__neg__", "cat", "concat", "concatenate", "stack", "sum"),
-        *("mean", "cumsum", "view", "view_as", "reshape", "flatten", "unflatten", "squeeze"),
-        *("unsqueeze", "permute", "transpose", "t", "movedim", "swapaxes", "expand", "expand_as"),
-        *("repeat", "repeat_interleave", "tile", "chunk", "split", "split_with_sizes", "unbind"),
-        *("select", "slice", "narrow", "index_select", "gather", "index", "__getitem__", "roll"),
-        *("flip", "pad", "constant_pad_nd", "avg_pool1d", "avg_pool2d", "avg_pool3d"),
-        *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d", "interpolate"),
-        *("upsample_nearest2d", "upsample_bilinear2d", "dropout", "dropout_", "dropout2d"),
-        *("alpha_dropout", "feature_dropout", "batch_norm", "clone", "contiguous", "to"),
-        *("_to_copy", "type_as", "float", "double", "alias", "detach", "identity", "__get__"),
-        *("requires_grad_", "pixel_shuffle", "unfold", "diagonal", "lift_fresh_copy"),
-    )
+"""Kind of function → the names of those of that kind, which differ by how torch is called."""
+ELEMENTWISE, MAX_POOLS, LINEAR_IN_ALL, LINEAR_IN_ONE = (
+    frozenset(_NAMES[kind].split())
+    for kind in ("elementwise", "max_pools", "linear_in_all", "linear_in_one")
 )
-"""Linear in all tensors together, up to a constant."""
-
-LINEAR_IN_ONE = frozenset(
-    (
-        *("linear", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
-        *("conv_transpose3d", "convolution", "mul", "mul_", "__mul__", "__rmul__", "__imul__"),
-        *("matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "einsum", "embedding_bag"),
-        *("div", "div_", "__truediv__", "true_divide"),
-    )
-)
-"""Linear in one tensor while the others do not depend on the input."""
+"""Functions of each value by itself, the first argument: the ratio is their rule; poolings; linear
+in all tensors together, up to a constant; in one tensor while others do not depend on the input."""
 
 
 class GuidedRelus(TorchFunctionMode):
@@ -271,3 +244,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _tensors(each)
+
+
+DEEP_LIFT = Method(deep_lift, uses_baseline=True, adds_up=True, watches=True)

@@ -1,16 +1,19 @@
 """How good an explanation is, measured at one input: captum's infidelity and sensitivity."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from modelyard.base.extras import how_to_install
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribution import AttributionRequest, Tensors
-from modelyard.handlers.explain.methods import Method, seeded
+from modelyard.handlers.explain.method import Measurement, Method, Result
+from modelyard.plugins.tasks.methods.removal import curves_of, ranked
 
 SAMPLES = 10
 NOISE = 0.1
@@ -29,6 +32,15 @@ class Quality:
     places, or where each value has what belongs to a whole window."""
     sensitivity: float
     """Largest change of the attributions in the neighbourhood, as a share of their norm."""
+
+
+def quality(result: Result) -> Measurement:
+    """Measure infidelity, sensitivity, and the curves of removal."""
+    numbers = measure(
+        result.request, result.attributions, result.method, result.settings, result.seed
+    )
+    curves = curves_of(result.request, *ranked(result))
+    return Measurement({**vars(numbers), **curves.as_json()})
 
 
 def measure(
@@ -109,3 +121,16 @@ def measure(
 def _as_tuple(inputs: Tensor | Tensors) -> Tensors:
     """Undo captum's habit of handing a tuple of one over as its tensor."""
     return (inputs,) if isinstance(inputs, Tensor) else inputs
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let the random numbers of torch and numpy follow from `seed` inside a `with`."""
+    state = np.random.get_state()  # captum draws from both
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        try:
+            yield
+        finally:
+            np.random.set_state(state)

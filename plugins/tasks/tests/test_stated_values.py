@@ -23,7 +23,7 @@ from modelyard.handlers import (
     TabularHandler,
     TextHandler,
 )
-from modelyard.handlers.tasks.image_text import ImageText
+from modelyard.plugins.tasks.image_text import ImageText
 from tests.handlers.folders import ask, load, save_program
 from tests.handlers.test_text_handler import tokenizer_json
 

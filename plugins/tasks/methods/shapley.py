@@ -8,6 +8,23 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
+
+from modelyard.handlers.errors import BadInput
+from modelyard.handlers.explain.attribution import (
+    DEFAULT_TOLERANCE,
+    Attribution,
+    AttributionRequest,
+    Tensors,
+    chunks,
+)
+from modelyard.handlers.explain.method import Groups, Method, Shapes
+from modelyard.handlers.explain.windows import check_evaluations, real_dtype
+from modelyard.plugins.tasks.methods.features import Features, features_of
+from modelyard.plugins.tasks.methods.gradients import DRAWS, enough
+
+LEAST_BUDGET = 1024
+"""Of kernel_shap, where nobody said one: all sets of ten features."""
 
 Bools = npt.NDArray[np.bool_]
 Floats = npt.NDArray[np.float64]
@@ -189,3 +206,114 @@ _combinations = cache(math.comb)
 
 def _shares(masses: list[float]) -> Floats:
     return np.array(masses) / (sum(masses) or 1.0)
+
+
+def kernel_shap(
+    request: AttributionRequest,
+    *,
+    shapes: Shapes,
+    groups: Groups = (),
+    n_samples: int | None = None,
+    seed: int = 0,
+    tolerance: float = DEFAULT_TOLERANCE,
+    max_samples: int | None = None,
+) -> Attribution:
+    """Return the Shapley values of features, each shared evenly among the values of its feature.
+
+    Features that equal the baseline take no part and get 0. All sets of the others are asked about
+    where they fit into the budget; else sets are drawn, each with its complement.
+
+    Args:
+        request: of one explanation.
+        shapes: as in `feature_ablation`.
+        groups: as in `occlusion`.
+        n_samples: sets, or all there are; without it as many as `tolerance` needs.
+        seed: of the draws.
+        tolerance: the largest error.
+        max_samples: where drawing ends without `n_samples`; 4 for each feature and 200 more, or
+            1024, without it.
+
+    Source: Lundberg and Lee 2017, theorem 2, https://arxiv.org/abs/1705.07874
+    """
+    coalitions = _Coalitions(request, features_of(request.inputs, shapes, groups))
+    players = coalitions.players
+    first = 4 * players + 200
+    budget = n_samples or max_samples or max(first, LEAST_BUDGET)
+    if players < 2:
+        return coalitions.attribution(np.full(players, coalitions.total), np.zeros(players), 0)
+    game = Game(players, coalitions.worth, coalitions.total, seed)
+    if budget < 2 * game.fewest:
+        raise BadInput(
+            f"{'max' if n_samples is None else 'n'}_samples is {budget}; expected at least "
+            f"{2 * game.fewest} for {players} features that are not as in the baseline"
+        )
+    budget = min(budget, 2 * game.pairs)
+    check_evaluations(budget)
+    is_open = n_samples is None and budget < 2 * game.pairs
+    sets = min(first, budget) if is_open else budget
+    while True:
+        found = coalitions.attribution(*game.solve(sets // 2), 2 * len(game.known))
+        error = None if found.error is None else float(found.error)
+        if sets >= budget or (error is not None and error <= tolerance):
+            return found
+        sets = enough(sets, error, tolerance, budget)
+
+
+class _Coalitions:
+    """What the model gives where some features are as in the input, the others as in the baseline.
+
+    Of one explanation.
+    """
+
+    def __init__(self, request: AttributionRequest, features: Features) -> None:
+        check_evaluations(features.count)
+        self.request = request
+        self.features = features
+        self.playing = features.differing(request)
+        """Which features are not as in the baseline, the players."""
+        ends = np.array([[True], [False]]).repeat(self.players, 1)
+        whole, none = self.worth(ends).tolist()
+        self.total = whole - none
+
+    @property
+    def players(self) -> int:
+        """How many there are."""
+        return len(self.playing)
+
+    def worth(self, sets: Bools) -> Floats:
+        """Return the output for each set of players (R, M), true for who is in."""
+        found = []
+        for chunk in chunks(len(sets), self.request.chunk_rows):
+            inside = torch.from_numpy(sets[chunk]).to(self.request.device)
+            kept = inside.new_zeros(len(inside), self.features.count)
+            kept[:, self.playing] = inside
+            found.append(self.features.outputs(self.request, kept))
+        return torch.cat(found).cpu().numpy()
+
+    def attribution(self, values: Floats, errors: Floats | None, sets: int) -> Attribution:
+        """Give each value its even share of what its feature has."""
+        return Attribution(
+            self._spread(values),
+            torch.tensor([sets], device=self.request.device),
+            None if errors is None else self._spread(errors),
+        )
+
+    def _spread(self, values: Floats) -> Tensors:
+        each = torch.zeros_like(self.features.sizes)
+        each[self.playing] = torch.from_numpy(values).to(each)
+        shares = self.features.spread(each / self.features.sizes)
+        return tuple(
+            share[None].to(real_dtype(own))
+            for share, own in zip(shares, self.request.inputs, strict=True)
+        )
+
+
+KERNEL_SHAP = Method(
+    kernel_shap,
+    ("window", *DRAWS),
+    needs_gradients=False,
+    uses_baseline=True,
+    adds_up=True,
+    needs_windows=True,
+    is_random=True,
+)
