@@ -5,12 +5,11 @@ worker two seconds and 150 MB, and a handler of an author's may do without. Thos
 among them, as `from modelyard.handlers import ObjectDetector`.
 """
 
-import contextlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from modelyard.base.plugins import registered
 from modelyard.handlers.context import Context
-from modelyard.handlers.entry_point import import_class
 from modelyard.handlers.errors import (
     BadInput,
     HandlerError,
@@ -44,12 +43,10 @@ _PLACES = [*BUILT_IN.values(), "modelyard.handlers.tasks.vision_handler:VisionHa
 
 def __getattr__(name: str) -> Any:
     """Return a handler's class, or one that a module of a plug-in's handlers has beside it."""
-    places = [place for place in _PLACES if place.endswith(f":{name}")]
-    if not places and name[:1].isupper():
-        modules = dict.fromkeys(entry.module for entry in registered("tasks").values())
-        places = [f"{module}:{name}" for module in modules]
-    for place in places:
-        with contextlib.suppress(AttributeError):
-            if (found := import_class(place)).__module__ == place.partition(":")[0]:
-                return found
+    modules = [place.partition(":")[0] for place in _PLACES if place.endswith(f":{name}")]
+    if not modules and name[:1].isupper():
+        modules = [entry.module for entry in registered("tasks").values()]
+    for module in map(import_module, dict.fromkeys(modules)):
+        if (found := vars(module).get(name)) and found.__module__ == module.__name__:
+            return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,8 +26,8 @@ from typer.core import TyperGroup
 from modelyard.archiver.untrusted.names import builtin_handlers
 from modelyard.base.explain_options import EXPLAIN_OPTIONS
 from modelyard.cli import commands as subcommands
-from modelyard.handlers.explain.methods import METHODS
-from modelyard.handlers.explain.options import ExplainOptions
+from modelyard.handlers.explain.attribute.methods import METHODS
+from modelyard.handlers.explain.request.options import ExplainOptions
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.errors import STATUS
 from modelyard.serve.settings import Settings

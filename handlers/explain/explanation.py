@@ -10,7 +10,7 @@ from torch import Tensor
 
 from modelyard.archiver.handler_files import MASKS, TYPES
 from modelyard.handlers.errors import BadInput, NoGradients, TwinDiffers
-from modelyard.handlers.explain.attribution import (
+from modelyard.handlers.explain.attribute.attribution import (
     Attribution,
     AttributionRequest,
     ForwardFunction,
@@ -21,14 +21,14 @@ from modelyard.handlers.explain.attribution import (
     sizes_of,
     sums_of,
 )
-from modelyard.handlers.explain.cut import Cut, cut_at_embedding
+from modelyard.handlers.explain.attribute.cut import Cut, cut_at_embedding
+from modelyard.handlers.explain.attribute.method import Method, Result, Windows
+from modelyard.handlers.explain.attribute.methods import MEASURES, METHODS
+from modelyard.handlers.explain.attribute.passes import FORWARD_ROWS, gradient_rows, most_rows
 from modelyard.handlers.explain.digits import as_lists
-from modelyard.handlers.explain.method import Method, Result, Windows
-from modelyard.handlers.explain.methods import MEASURES, METHODS
-from modelyard.handlers.explain.model import ExplainedModel
-from modelyard.handlers.explain.options import ExplainOptions
-from modelyard.handlers.explain.passes import FORWARD_ROWS, gradient_rows, most_rows
-from modelyard.handlers.explain.targets import NamedTarget, Place, find_targets, stacked
+from modelyard.handlers.explain.request.model import ExplainedModel
+from modelyard.handlers.explain.request.options import ExplainOptions
+from modelyard.handlers.explain.request.targets import NamedTarget, Place, find_targets, stacked
 from modelyard.handlers.models.backends import Artifact
 from modelyard.handlers.proof.agree import MIN_COSINE, Rule, compare
 
@@ -183,7 +183,7 @@ def explain_batch(
 
     Raises:
         BadInput: an output, target, baseline or layer that this model does not have.
-        NoGradients: see `modelyard.handlers.explain.attribution`.
+        NoGradients: see `modelyard.handlers.explain.attribute.attribution`.
         TwinDiffers: artifact and twin give different outputs for these inputs.
     """
     found: dict[tuple[str, int], list[Explanation]] = {}

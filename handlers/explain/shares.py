@@ -5,8 +5,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from modelyard.handlers.explain.model import ExplainedModel
-from modelyard.handlers.explain.options import ExplainOptions
+from modelyard.handlers.explain.request.model import ExplainedModel
+from modelyard.handlers.explain.request.options import ExplainOptions
 
 STEPS = 30
 """Of integrated gradients: shares are averaged over many explanations, so each may be coarse."""

@@ -178,8 +178,10 @@ def wrong_kind(kind: str, is_stated: bool, outputs: Tensor) -> str | None:
     Args:
         kind: one of `OUTPUT_KINDS`, which the handler takes them for.
         is_stated: whether the archive says so itself.
-        outputs: of a model, real numbers.
+        outputs: of a model; of others than real numbers nothing is said.
     """
+    if not (outputs.is_floating_point() and outputs.numel()):
+        return None
     values = outputs.double()
     low, high = float(values.min()), float(values.max())
     if kind == "probabilities" and not -SUM_SLACK <= low <= high <= 1 + SUM_SLACK:

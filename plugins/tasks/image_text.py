@@ -14,7 +14,7 @@ from modelyard.archiver.signature import Dim, Size, TensorSpec, fits
 from modelyard.handlers.body import decode_base64, parse_json
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
-from modelyard.handlers.explain.attribution import Tensors
+from modelyard.handlers.explain.attribute.attribution import Tensors
 from modelyard.handlers.explain.explanation import explain_batch
 from modelyard.handlers.models.backends import Output
 from modelyard.handlers.models.rows import check_stated, first_output, sigmoid, softmax, whole
@@ -106,7 +106,7 @@ class ImageText(VisionHandler):
         model = replace(self.explained_model(), label=lambda _: texts[at])
         inputs = self._tensors(image, [texts[at]])
         (found,) = explain_batch(model, inputs, [replace(options, target="0")])
-        return self._present(index, (inputs[self.roles.index("image")][0],), found)
+        return self._explaining.present(index, (inputs[self.roles.index("image")][0],), found)
 
     def _check_batch_size(self, batch_size: int) -> None:
         """Take any: the requests of a batch run one after the other."""

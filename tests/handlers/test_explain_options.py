@@ -4,8 +4,8 @@ import pytest
 
 from modelyard.base.explain_options import EXPLAIN_OPTIONS
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.methods import METHODS
-from modelyard.handlers.explain.options import (
+from modelyard.handlers.explain.attribute.methods import METHODS
+from modelyard.handlers.explain.request.options import (
     MEDIA_TYPES,
     ExplainOptions,
     gather_options,

@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from modelyard.handlers.explain.attribution import (
+from modelyard.handlers.explain.attribute.attribution import (
     Attribution,
     AttributionRequest,
     ForwardFunction,
     sums_of,
 )
-from modelyard.handlers.explain.methods import METHODS
+from modelyard.handlers.explain.attribute.methods import METHODS
 from tests.shared import FURTHER
 
 GROUP = torch.tensor([0, 1, 1, 1, 2, 3, 3, 4, 5, 6, 6, 7, 8, 9, 9, 9])

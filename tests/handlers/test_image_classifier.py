@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor, nn
 
 from modelyard.handlers import BadInput, Context, HandlerError, ImageClassifier, LoadError
-from modelyard.handlers.explain.attribution import DEFAULT_TOLERANCE
+from modelyard.handlers.explain.attribute.attribution import DEFAULT_TOLERANCE
 from tests.shared import FURTHER
 
 MakeContext = Callable[..., Context]

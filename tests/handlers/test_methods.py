@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.attribution import (
+from modelyard.handlers.explain.attribute.attribution import (
     Attribution,
     AttributionRequest,
     ForwardFunction,
     sums_of,
 )
-from modelyard.handlers.explain.methods import METHODS
+from modelyard.handlers.explain.attribute.methods import METHODS
 
 WITHOUT_LAYER = [name for name, method in METHODS.items() if not method.looks_at_layer]
 WEIGHTS = torch.tensor([2.0, -3.0, 0.5], dtype=torch.float64)

@@ -32,7 +32,7 @@ from PIL import Image
 from examples.digits.net import DigitsNet
 from modelyard.archiver import write_archive
 from modelyard.client import Client
-from modelyard.handlers.explain.methods import METHODS
+from modelyard.handlers.explain.attribute.methods import METHODS
 from tests.serve.live import LiveServer, modelyard
 from tests.shared import DIGITS, FURTHER
 

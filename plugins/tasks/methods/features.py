@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from modelyard.handlers.explain.attribution import AttributionRequest, Tensors, chunks
-from modelyard.handlers.explain.method import Groups, Shapes, group_of
+from modelyard.handlers.explain.attribute.attribution import AttributionRequest, Tensors, chunks
+from modelyard.handlers.explain.attribute.method import Groups, Shapes, group_of
 
 
 @dataclass(frozen=True)

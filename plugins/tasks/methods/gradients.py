@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from modelyard.handlers.explain.attribution import (
+from modelyard.handlers.explain.attribute.attribution import (
     DEFAULT_TOLERANCE,
     Attribution,
     AttributionRequest,
@@ -15,7 +15,7 @@ from modelyard.handlers.explain.attribution import (
     gradients,
     recording,
 )
-from modelyard.handlers.explain.method import Method
+from modelyard.handlers.explain.attribute.method import Method
 
 DEFAULT_NOISE = 0.15
 """Share of a picture's range, as in the paper on SmoothGrad."""

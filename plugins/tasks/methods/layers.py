@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch.nn.functional import interpolate
 
 from modelyard.handlers.errors import BadInput, NoGradients
-from modelyard.handlers.explain.attribution import (
+from modelyard.handlers.explain.attribute.attribution import (
     Attribution,
     AttributionRequest,
     chunks,
@@ -17,8 +17,8 @@ from modelyard.handlers.explain.attribution import (
     integrated_gradients,
     recording,
 )
-from modelyard.handlers.explain.cut import KEPT_CUTS, Cut, cut_graph, cut_module
-from modelyard.handlers.explain.method import STEPS, Method
+from modelyard.handlers.explain.attribute.cut import KEPT_CUTS, Cut, cut_graph, cut_module
+from modelyard.handlers.explain.attribute.method import STEPS, Method
 from modelyard.handlers.models.backends import Artifact
 from modelyard.plugins.tasks.methods.rules import GuidedRelus
 

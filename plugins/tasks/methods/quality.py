@@ -11,8 +11,8 @@ from torch import Tensor
 
 from modelyard.base.extras import how_to_install
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.attribution import AttributionRequest, Tensors
-from modelyard.handlers.explain.method import Measurement, Method, Result
+from modelyard.handlers.explain.attribute.attribution import AttributionRequest, Tensors
+from modelyard.handlers.explain.attribute.method import Measurement, Method, Result
 from modelyard.plugins.tasks.methods.removal import curves_of, ranked
 
 SAMPLES = 10

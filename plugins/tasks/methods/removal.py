@@ -7,8 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from modelyard.handlers.explain.attribution import AttributionRequest, Tensors
-from modelyard.handlers.explain.method import Measurement, Result
+from modelyard.handlers.explain.attribute.attribution import AttributionRequest, Tensors
+from modelyard.handlers.explain.attribute.method import Measurement, Result
 from modelyard.plugins.tasks.methods.features import Features, features_of
 
 SHARE = 0.1

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from modelyard.handlers.errors import InputMismatch, NoGradients
-from modelyard.handlers.explain.attribution import (
+from modelyard.handlers.explain.attribute.attribution import (
     Attribution,
     AttributionRequest,
     Tensors,
@@ -21,7 +21,7 @@ from modelyard.handlers.explain.attribution import (
     recording,
     sums_of,
 )
-from modelyard.handlers.explain.method import Method
+from modelyard.handlers.explain.attribute.method import Method
 
 NEARLY_EQUAL = 1e-10
 """Inputs of a step that are no further apart have no ratio; the derivative takes its place."""

@@ -11,15 +11,15 @@ import numpy.typing as npt
 import torch
 
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.attribution import (
+from modelyard.handlers.explain.attribute.attribution import (
     DEFAULT_TOLERANCE,
     Attribution,
     AttributionRequest,
     Tensors,
     chunks,
 )
-from modelyard.handlers.explain.method import Groups, Method, Shapes
-from modelyard.handlers.explain.windows import check_evaluations, real_dtype
+from modelyard.handlers.explain.attribute.method import Groups, Method, Shapes
+from modelyard.handlers.explain.attribute.windows import check_evaluations, real_dtype
 from modelyard.plugins.tasks.methods.features import Features, features_of
 from modelyard.plugins.tasks.methods.gradients import DRAWS, enough
 

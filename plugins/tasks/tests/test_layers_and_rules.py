@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import Dim, TensorSpec
 from modelyard.handlers import BadInput, NoGradients
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
-from modelyard.handlers.explain.options import parse_options
+from modelyard.handlers.explain.request.options import parse_options
 from modelyard.handlers.models.backends import Artifact
 from tests.handlers.test_explanation import subject
 

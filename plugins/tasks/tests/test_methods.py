@@ -13,8 +13,8 @@ from torch import Tensor
 from modelyard.archiver.untrusted.names import builtin_handlers
 from modelyard.client.options import Method
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.attribution import Attribution, sums_of
-from modelyard.handlers.explain.methods import METHODS
+from modelyard.handlers.explain.attribute.attribution import Attribution, sums_of
+from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.plugins.tasks.methods.quality import measure
 from tests.handlers.test_methods import BASELINE, WEIGHTS, WITHOUT_LAYER, X, ask, linear, run
 from tests.test_docs import rows

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from modelyard.handlers.explain.explanation import Explanation, explain_batch
-from modelyard.handlers.explain.options import parse_options
+from modelyard.handlers.explain.request.options import parse_options
 from modelyard.plugins.tasks.methods.removal import Check
 from tests.handlers.test_explanation import SPEC, artifact, subject
 

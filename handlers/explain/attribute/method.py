@@ -6,8 +6,12 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
-from modelyard.handlers.explain.attribution import Attribution, AttributionRequest, Tensors
-from modelyard.handlers.explain.cut import Cut
+from modelyard.handlers.explain.attribute.attribution import (
+    Attribution,
+    AttributionRequest,
+    Tensors,
+)
+from modelyard.handlers.explain.attribute.cut import Cut
 from modelyard.handlers.models.backends import Artifact
 
 Shapes = tuple[tuple[int, ...], ...]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from modelyard.archiver.signature import UNLIMITED, Dim
-from modelyard.handlers.explain.attribution import ForwardFunction, Tensors, recording
+from modelyard.handlers.explain.attribute.attribution import ForwardFunction, Tensors, recording
 from modelyard.handlers.models.backends import Artifact
 
 FORWARD_ROWS = 32

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.attribution import (
+from modelyard.handlers.explain.attribute.attribution import (
     Attribution,
     AttributionRequest,
     Tensors,
     chunks,
 )
-from modelyard.handlers.explain.method import Groups, Shapes, group_of
+from modelyard.handlers.explain.attribute.method import Groups, Shapes, group_of
 
 MAX_EVALUATIONS = 20_000
 """Points at which a method without gradients may ask the model, per explanation."""

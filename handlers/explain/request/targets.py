@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.model import ExplainedModel, Target, at_place, sum_over
-from modelyard.handlers.explain.options import MOST_TARGETS, ExplainOptions
-from modelyard.handlers.explain.region import Region
+from modelyard.handlers.explain.request.model import ExplainedModel, Target, at_place, sum_over
+from modelyard.handlers.explain.request.options import MOST_TARGETS, ExplainOptions
+from modelyard.handlers.explain.request.region import Region
 
 SHOWN_LABELS = 10
 SUM = "sum:"

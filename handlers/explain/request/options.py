@@ -9,9 +9,9 @@ from modelyard.base.explain_options import WrongOption, read_option
 from modelyard.handlers.accept import weights_of
 from modelyard.handlers.body import parse_strictly
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.attribution import DEFAULT_TOLERANCE, MAX_STEPS
-from modelyard.handlers.explain.methods import MEASURES, METHODS
-from modelyard.handlers.explain.region import Region, parse_region
+from modelyard.handlers.explain.attribute.attribution import DEFAULT_TOLERANCE, MAX_STEPS
+from modelyard.handlers.explain.attribute.methods import MEASURES, METHODS
+from modelyard.handlers.explain.request.region import Region, parse_region
 
 Row = Mapping[str, Any]
 

@@ -8,8 +8,13 @@ import torch
 from torch import Tensor
 
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.attribution import Tensors, outputs_of, ranges_of, softmax_of
-from modelyard.handlers.explain.region import Region
+from modelyard.handlers.explain.attribute.attribution import (
+    Tensors,
+    outputs_of,
+    ranges_of,
+    softmax_of,
+)
+from modelyard.handlers.explain.request.region import Region
 from modelyard.handlers.models.backends import Artifact, Output
 from modelyard.handlers.proof.agree import Rule
 

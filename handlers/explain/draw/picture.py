@@ -5,6 +5,7 @@ import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -40,26 +41,25 @@ _LINE = _TEXT + 7
 _FRAME, _TRACE = (214, 217, 221), (96, 102, 110)
 
 # Blue – white – red, evenly spaced in lightness on both sides (ColorBrewer's RdBu, reversed).
-_COLOURS = np.array(
-    [
-        (5, 48, 97),
-        (33, 102, 172),
-        (67, 147, 195),
-        (146, 197, 222),
-        (209, 229, 240),
-        (247, 247, 247),
-        (253, 219, 199),
-        (244, 165, 130),
-        (214, 96, 77),
-        (178, 24, 43),
-        (103, 0, 31),
-    ],
-    dtype=np.float64,
-)
+_COLOURS = np.frombuffer(
+    bytes.fromhex("053061 2166ac 4393c3 92c5de d1e5f0 f7f7f7 fddbc7 f4a582 d6604d b2182b 67001f"),
+    np.uint8,
+).reshape(-1, 3)
 
 _ASCII_SIGNS = str.maketrans("–—−‘’“”", "---''\"\"")
 
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
+
+
+class Drawn(NamedTuple):
+    """What a picture or a figure shows, in numbers."""
+
+    sums: tuple[float, float]
+    """What speaks for the target and what speaks against it, each added up."""
+    unsure: float
+    """Share of all sizes that is below its own error."""
+    thing: str
+    """What has an attribution: a pixel, a feature."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,12 @@ class Heat:
         return float(values.clip(0).sum()), float(values.clip(None, 0).sum())
 
     @property
-    def unsure(self) -> float:
-        """Share of all sizes that is below its own error."""
+    def drawn(self) -> Drawn:
+        """What it shows."""
         sizes = np.abs(self.values).astype(np.float64)
         whole = float(sizes.sum())
-        return float(sizes[self.is_unsure].sum()) / whole if whole else 0.0
+        unsure = float(sizes[self.is_unsure].sum()) / whole if whole else 0.0
+        return Drawn(self.sums, unsure, "pixel")
 
     @property
     def bar_labels(self) -> tuple[str, str, str]:
@@ -142,18 +143,22 @@ class Texts:
     """Below the panels, each in as many lines as it needs."""
 
 
-def render(image: Image.Image, heat: Heat, texts: Texts, legend: str) -> bytes:
+def render(image: Image.Image, heat: Heat, texts: Texts) -> bytes:
     """Draw the input beside its attributions, with a colour bar that gives their shares.
 
     Args:
         image: mode L or RGB, the picture that was explained.
         heat: of its size.
         texts: around it.
-        legend: what the colours mean.
 
     Returns:
         A PNG file.
     """
+    legend = (
+        "red raises the output, blue lowers it"
+        if heat.has_signs
+        else "the redder, the more the output depends on it"
+    )
     left, right = panels(image, heat)
     bar = _BAR + 8 + max(int(font_of(_TEXT).getlength(label)) for label in heat.bar_labels)
     width = 2 * (left.width + _GAP) + bar
@@ -195,9 +200,7 @@ def transparent(heat: Heat, box: tuple[float, float, float, float], size: tuple[
     layer = layer.resize((max(1, right - left), max(1, bottom - top)), smooth).convert("RGBA")
     sheet = Image.new("RGBA", (width, height))
     sheet.paste(layer, (left, top))
-    file = io.BytesIO()
-    sheet.save(file, "PNG")
-    return file.getvalue()
+    return png(sheet)
 
 
 def stack(pictures: Sequence[bytes]) -> bytes:
@@ -212,8 +215,13 @@ def stack(pictures: Sequence[bytes]) -> bytes:
     for sheet in sheets:
         whole.paste(sheet, (0, top))
         top += sheet.height
+    return png(whole)
+
+
+def png(image: Image.Image) -> bytes:
+    """Return a picture as a PNG file."""
     file = io.BytesIO()
-    whole.save(file, "PNG")
+    image.save(file, "PNG")
     return file.getvalue()
 
 
@@ -257,9 +265,7 @@ class Sheet:
 
     def png(self) -> bytes:
         """Return the sheet as a PNG file."""
-        file = io.BytesIO()
-        self.image.save(file, "PNG")
-        return file.getvalue()
+        return png(self.image)
 
 
 def _colour_bar(sheet: Sheet, left: int, height: int, heat: Heat) -> None:

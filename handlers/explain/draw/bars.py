@@ -1,6 +1,5 @@
 """Named values and their attributions → steps from f(baseline) to f(input), as HTML or as PNG."""
 
-import html
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -8,11 +7,13 @@ import numpy as np
 from torch import Tensor
 
 from modelyard.base import explain_words as words
-from modelyard.handlers.explain.draw import (
+from modelyard.handlers.explain.draw.page import FIGURES
+from modelyard.handlers.explain.draw.picture import (
     INK,
     MARGIN,
     PALE,
     SOFT,
+    Drawn,
     Sheet,
     Texts,
     colours_of,
@@ -82,8 +83,13 @@ class Chart:
     steps: Sequence[Step]
     zero: float
     """Where the first bar begins: at f(baseline), or at 0."""
-    is_way: bool
-    """Whether each bar begins where the last one ended."""
+    ends: tuple[tuple[str, float], tuple[str, float]] | None = None
+    """Names and outputs of baseline and input, where each bar begins where the last one ended."""
+
+    @property
+    def is_way(self) -> bool:
+        """Whether it leads from the one to the other."""
+        return self.ends is not None
 
     @property
     def last(self) -> float:
@@ -150,7 +156,7 @@ def chart(bars: Sequence[Bar], answer: words.Answer | None) -> Chart:
     values = [bar.value for bar in bars]
     if answer is None or answer["convergence_delta"] is None:
         place = _scale(min([0.0, *values]), max([0.0, *values]))
-        return Chart([Step(bar, place(0.0), place(bar.value)) for bar in bars], place(0.0), False)
+        return Chart([Step(bar, place(0.0), place(bar.value)) for bar in bars], place(0.0))
     way = answer["f_input"] - answer["f_baseline"]
     rest = way - sum(values)
     if abs(rest) > LEAST_REST * max(map(abs, [way, *values])):
@@ -158,7 +164,8 @@ def chart(bars: Sequence[Bar], answer: words.Answer | None) -> Chart:
     ends = np.cumsum([answer["f_baseline"], *(bar.value for bar in bars)]).tolist()
     place = _scale(min(ends), max(ends))
     steps = [Step(bar, place(ends[at]), place(ends[at + 1])) for at, bar in enumerate(bars)]
-    return Chart(steps, place(ends[0]), True)
+    begin = (f"baseline {answer['baseline']}", answer["f_baseline"])
+    return Chart(steps, place(ends[0]), (begin, ("this input", answer["f_input"])))
 
 
 def sums(bars: Sequence[Bar]) -> tuple[float, float]:
@@ -169,27 +176,29 @@ def sums(bars: Sequence[Bar]) -> tuple[float, float]:
 
 def figure(bars: Sequence[Bar], answer: words.Answer | None, strength: float = 1.0) -> str:
     """Return the chart as HTML, to which `page` has the style."""
-    drawn = chart(bars, answer)
-    rows = [_row(step, strength) for step in drawn.steps]
-    if drawn.is_way and answer is not None:
-        first, last = _ends(answer)
-        rows = [_end(*first, drawn.zero), *rows, _end(*last, drawn.last)]
-    return f'<div class="bars">{"".join(rows)}</div>'
+    return str(FIGURES.bars(chart(bars, answer), strength))
+
+
+def drawn_of(bars: Sequence[Bar], thing: str, sides: tuple[float, float] | None = None) -> Drawn:
+    """Return what bars show; `sides` as in `Explanation`."""
+    sizes = sum(abs(bar.value) for bar in bars)
+    unsure = sum(abs(bar.value) for bar in bars if bar.is_unsure)
+    return Drawn(sides or sums(bars), unsure / sizes if sizes else 0.0, thing)
 
 
 def render(bars: Sequence[Bar], answer: words.Answer, texts: Texts, strength: float = 1.0) -> bytes:
     """Draw the chart as a PNG file."""
     drawn = chart(bars, answer)
-    sheet = Sheet(_NAMES + _PLOT + _NUMBERS, _ROW * (len(drawn.steps) + 2 * drawn.is_way), texts)
-    left = MARGIN + _NAMES
-    at = left + _PLOT * drawn.zero
-    top = sheet.top
-    if drawn.is_way:
-        first, last = _ends(answer)
-        _write(sheet, top, *first, SOFT)
+    first, last = ([end] for end in drawn.ends) if drawn.ends else ([], [])
+    rows = len(drawn.steps) + len(first) + len(last)
+    sheet = Sheet(_NAMES + _PLOT + _NUMBERS, _ROW * rows, texts)
+    left, top = MARGIN + _NAMES, sheet.top
+    for name, value in first:
+        _write(sheet, top, name, value, SOFT)
         top += _ROW
-    else:
-        sheet.draw.line((at, top, at, top + _ROW * len(drawn.steps)), fill=_LINE)
+    if not drawn.is_way:
+        at = left + _PLOT * drawn.zero
+        sheet.draw.line((at, top, at, top + _ROW * rows), fill=_LINE)
     for step in drawn.steps:
         if step.bar.value:
             begin, size = left + _PLOT * step.left, max(_PLOT * step.width, 1)
@@ -200,16 +209,11 @@ def render(bars: Sequence[Bar], answer: words.Answer, texts: Texts, strength: fl
             sheet.draw.line((way, top - 6, way, top + 5), fill=_LINE)
         _write(sheet, top, step.bar.name, step.bar.value, INK, step.bar.shown, words.signed)
         top += _ROW
-    if drawn.is_way:
+    for name, value in last:
         way = left + _PLOT * drawn.last
         sheet.draw.line((way, top - 6, way, top + _ROW - 8), fill=_LINE)
-        _write(sheet, top, *last, SOFT)
+        _write(sheet, top, name, value, SOFT)
     return sheet.png()
-
-
-def _ends(answer: words.Answer) -> tuple[tuple[str, float], tuple[str, float]]:
-    first = (f"baseline {answer['baseline']}", answer["f_baseline"])
-    return first, ("this input", answer["f_input"])
 
 
 def _write(
@@ -232,37 +236,6 @@ def _colour(bar: Bar, strength: float) -> tuple[int, int, int]:
         return _GREY
     share = _STRONG * strength * (PALE if bar.is_unsure else 1)
     return colours_of(share if bar.value > 0 else -share)
-
-
-def _row(step: Step, strength: float) -> str:
-    bar = step.bar
-    side = "rest" if bar.kind == "rest" else "for" if bar.value > 0 else "against"
-    pale = " pale" if strength < 1 or bar.is_unsure else ""
-    width = max(100 * step.width, 0.4) if bar.value else 0.0
-    left = min(100 * step.left, 100 - width)
-    off = "" if bar.error is None else f" ± {words.number(bar.error)}"
-    return (
-        f'<div class="row" title="{html.escape(bar.title)}: {bar.value:+.6g}{off}">'
-        f'<span class="name">{_named(bar)}</span>'
-        f'<svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
-        f'<rect class="{side}{pale}" x="{left:.2f}" y="0" width="{width:.2f}" height="10"/>'
-        f'</svg><span class="number">{words.signed(bar.value)}</span></div>'
-    )
-
-
-def _named(bar: Bar) -> str:
-    name = html.escape(bar.name)
-    return f"{name} <b>{html.escape(bar.shown)}</b>" if bar.shown else name
-
-
-def _end(name: str, value: float, place: float) -> str:
-    at = min(max(100 * place, 0.3), 99.7) - 0.3
-    return (
-        f'<div class="row end"><span class="name">{html.escape(name)}</span>'
-        f'<svg viewBox="0 0 100 10" preserveAspectRatio="none" aria-hidden="true">'
-        f'<rect class="mark" x="{at:.2f}" y="0" width="0.6" height="10"/></svg>'
-        f'<span class="number">{words.number(value)}</span></div>'
-    )
 
 
 def _scale(low: float, high: float) -> Callable[[float], float]:

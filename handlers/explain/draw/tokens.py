@@ -1,14 +1,16 @@
 """Tokens and their attributions → the text with its words coloured, and the strongest words."""
 
-import html
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from modelyard.base import explain_words as words
-from modelyard.handlers.explain.bars import Bar
-from modelyard.handlers.explain.draw import PALE
-from modelyard.handlers.explain.page import SHADES
+from modelyard.handlers.explain.draw.bars import Bar
+from modelyard.handlers.explain.draw.page import FIGURES
+from modelyard.handlers.explain.draw.picture import PALE
+
+SHADES = 10
+"""Classes of colour to each side; the tenth is full."""
 
 NUMBERED = 0.2
 """Share of the largest from which on a word's number stands below it."""
@@ -64,17 +66,20 @@ def words_of(text: str, tokens: Sequence[Mapping[str, Any]]) -> list[Word]:
 def figure(text: str, found: Sequence[Word], strength: float = 1.0) -> str:
     """Return the text as HTML, to which `page` has the style; what no token stands for is grey."""
     limit = max((abs(word.value) for word in found), default=0.0)
-    parts = []
+    pieces: list[dict[str, Any]] = []
     at = 0
     for word in found:
+        shown = word.text
         if not word.is_special:
-            parts.append(_between(text[at : word.start]))
+            pieces.append(_between(text[at : word.start]))
             shown = text[max(at, word.start) : word.end]
             at = max(at, word.end)
-        else:
-            shown = word.text
-        parts.append(_word(word, shown, word.value / limit if limit else 0.0, strength))
-    return f'<div class="text">{"".join(parts)}{_between(text[at:])}</div>'
+        share = word.value / limit if limit else 0.0
+        shade = round(SHADES * abs(share) * strength * (PALE if word.as_bar.is_unsure else 1))
+        number = words.signed(float(f"{word.value:.2g}")) if abs(share) >= NUMBERED else ""
+        colour = f" {'p' if share > 0 else 'n'}{shade}" if shade else ""
+        pieces.append({"word": word, "text": shown, "shade": colour, "number": number})
+    return str(FIGURES.text([*pieces, _between(text[at:])]))
 
 
 def strongest(found: Sequence[Word]) -> list[Bar]:
@@ -83,23 +88,5 @@ def strongest(found: Sequence[Word]) -> list[Bar]:
     return sorted(bars, key=lambda bar: -abs(bar.value))[:MOST_WORDS]
 
 
-def _word(word: Word, shown: str, share: float, strength: float) -> str:
-    is_unsure = word.as_bar.is_unsure
-    shade = round(SHADES * abs(share) * strength * (PALE if is_unsure else 1))
-    colour = f" {'p' if share > 0 else 'n'}{shade}" if shade else ""
-    kind = "special" if word.is_special else "word"
-    number = words.signed(word.value)
-    below = (
-        f"<sub>{words.signed(float(f'{word.value:.2g}'))}</sub>" if abs(share) >= NUMBERED else ""
-    )
-    pale = " pale" if is_unsure else ""
-    return (
-        f'<span class="token{pale}" title="{html.escape(shown.strip())}: {number}">'
-        f'<span class="{kind}{colour}">{html.escape(shown)}</span>{below}</span>'
-    )
-
-
-def _between(text: str) -> str:
-    if any(character.isalnum() for character in text):
-        return f'<span class="unread">{html.escape(text)}</span>'
-    return html.escape(text)
+def _between(text: str) -> dict[str, Any]:
+    return {"text": text, "is_unread": any(character.isalnum() for character in text)}
