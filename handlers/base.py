@@ -33,9 +33,8 @@ from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.draw.bars import Bar
 from modelyard.handlers.explain.explainer import Explainer, as_tuple
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.explain.request.model import ExplainedModel, Target
-from modelyard.handlers.explain.request.options import ExplainOptions, Row
-from modelyard.handlers.explain.request.region import Region
+from modelyard.handlers.explain.request.options import ExplainOptions, Region, Row
+from modelyard.handlers.explain.request.targets import ExplainedModel, Target
 from modelyard.handlers.infer import run_tensors
 from modelyard.handlers.models.backends import Artifact, Output
 from modelyard.handlers.models.folder import load_label_mapping, read_config, read_reference

@@ -17,12 +17,10 @@ from modelyard.archiver.signature import TensorSpec
 from modelyard.handlers.body import parse_json
 from modelyard.handlers.errors import BadInput, NoGradients
 from modelyard.handlers.explain.attribute.attribution import Tensors
-from modelyard.handlers.explain.digits import as_npy
 from modelyard.handlers.explain.draw import bars, page, picture
 from modelyard.handlers.explain.draw.bars import Bar, Values
 from modelyard.handlers.explain.draw.page import Part
-from modelyard.handlers.explain.explanation import Explanation, explain_batch
-from modelyard.handlers.explain.request.model import ExplainedModel
+from modelyard.handlers.explain.explanation import Explanation, as_npy, explain_batch
 from modelyard.handlers.explain.request.options import (
     MEDIA_TYPES,
     ExplainOptions,
@@ -30,12 +28,46 @@ from modelyard.handlers.explain.request.options import (
     gather_options,
     parse_options,
 )
-from modelyard.handlers.explain.shares import options_of_shares, shares_of
+from modelyard.handlers.explain.request.targets import ExplainedModel
 from modelyard.handlers.limits import refused_values
 from modelyard.handlers.models.backends import Artifact
 
 if TYPE_CHECKING:
     from modelyard.handlers.base import BaseHandler
+
+
+STEPS = 30
+"""Of integrated gradients: shares are averaged over many explanations, so each may be coarse."""
+ROWS = 8
+"""That share a pass: whoever waits for the worker waits for the end of one."""
+
+_ROWS_OF_REGIONS = ("top", "middle", "bottom")
+_COLUMNS_OF_REGIONS = ("left", "centre", "right")
+
+
+def options_of_shares(version: ExplainedModel) -> ExplainOptions:
+    """Return how shares are explained: with gradients, where the archive has what gives them."""
+    options = ExplainOptions(internal_batch_size=ROWS)
+    if version.twin is None or not version.twin.is_differentiable:
+        return replace(options, method="feature_ablation")
+    return replace(options, n_steps=STEPS)
+
+
+def shares_of(parts: Mapping[str, float]) -> dict[str, float]:
+    """Return each part's share of the sum of |attributions|; nothing where that is 0."""
+    total = sum(map(abs, parts.values()))
+    return {name: abs(value) / total for name, value in parts.items()} if total else {}
+
+
+def regions(attributions: Tensor) -> dict[str, float]:
+    """Return the sum of |attributions| (C, H, W) in each ninth of a picture."""
+    sizes = attributions.abs().double().sum(0)
+    return {
+        f"{row} {column}": float(cell.sum())
+        for row, band in zip(_ROWS_OF_REGIONS, sizes.tensor_split(3), strict=True)
+        for column, cell in zip(_COLUMNS_OF_REGIONS, band.tensor_split(3, 1), strict=True)
+    }
+
 
 MOST_NUMBERED = 256
 """Values of a row whose places may mean something; the samples of a sound do not."""

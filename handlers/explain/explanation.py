@@ -1,36 +1,68 @@
 """A batch and what each of its requests asks for → the explanations of each."""
 
+import io
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+import orjson
 import torch
 from torch import Tensor
 
 from modelyard.archiver.handler_files import MASKS, TYPES
 from modelyard.handlers.errors import BadInput, NoGradients, TwinDiffers
 from modelyard.handlers.explain.attribute.attribution import (
+    FORWARD_ROWS,
     Attribution,
     AttributionRequest,
     ForwardFunction,
     Model,
     Tensors,
     evaluate,
+    gradient_rows,
     is_met,
+    most_rows,
     sizes_of,
     sums_of,
 )
 from modelyard.handlers.explain.attribute.cut import Cut, cut_at_embedding
 from modelyard.handlers.explain.attribute.method import Method, Result, Windows
 from modelyard.handlers.explain.attribute.methods import MEASURES, METHODS
-from modelyard.handlers.explain.attribute.passes import FORWARD_ROWS, gradient_rows, most_rows
-from modelyard.handlers.explain.digits import as_lists
-from modelyard.handlers.explain.request.model import ExplainedModel
 from modelyard.handlers.explain.request.options import ExplainOptions
-from modelyard.handlers.explain.request.targets import NamedTarget, Place, find_targets, stacked
+from modelyard.handlers.explain.request.targets import (
+    ExplainedModel,
+    NamedTarget,
+    Place,
+    find_targets,
+    stacked,
+)
 from modelyard.handlers.models.backends import Artifact
 from modelyard.handlers.proof.agree import MIN_COSINE, Rule, compare
+
+
+def as_lists(tensor: Tensor) -> Any:
+    """Return nested lists; of float32 and less, the fewest digits that are read as the same number.
+
+    As float64, which Python's floats are, 0.1 would be 0.10000000149011612.
+    """
+    if tensor.dtype == torch.float64 or tensor.dim() == 0:
+        return tensor.tolist()
+    return orjson.loads(orjson.dumps(_as_array(tensor), option=orjson.OPT_SERIALIZE_NUMPY))
+
+
+def as_npy(tensor: Tensor) -> bytes:
+    """Return a file as `numpy.save` writes it: float64 as it is, all else as float32."""
+    file = io.BytesIO()
+    np.save(file, _as_array(tensor), allow_pickle=False)
+    return file.getvalue()
+
+
+def _as_array(tensor: Tensor) -> np.ndarray:
+    values = tensor.detach() if tensor.dtype == torch.float64 else tensor.detach().float()
+    return np.ascontiguousarray(values.cpu().numpy())
+
 
 NEARLY_NOTHING = 0.01
 """The share of the attributions below which what is left after they cancel is not worth colour."""
@@ -118,34 +150,31 @@ class Explanation:
 
     def facts(self) -> dict[str, Any]:
         """Return the answer's fields but for its lists of numbers."""
-        return {
+        facts = {
             "method": self.options.method,
-            "output_name": self.output_name,
             "target": _listed(self.target),
-            "label": self.label,
-            **({} if self.against is None else {"against": _listed(self.against)}),
+            "against": _listed(self.against),
             "output": self.options.output,
-            "probability": self.probability,
-            "baseline": self.baseline,
-            "baseline_label": self.baseline_label,
-            "baseline_probability": self.baseline_probability,
-            "explained_with": self.explained_with,
-            "f_input": self.f_input,
-            "f_baseline": self.f_baseline,
-            "f_served": self.f_served,
             "served_delta": self.f_input - self.f_served,
-            "sum_attributions": self.sum_attributions,
-            "convergence_delta": self.convergence_delta,
-            "relative_delta": self.relative_delta,
-            "net_share": self.net_share,
-            "error": self.error,
-            "n_steps": self.n_steps,
             "tolerance": self.options.tolerance,
-            "tolerance_met": self.tolerance_met,
             "warnings": list(self.warnings),
-            **({"layer": self.options.layer} if self.options.layer else {}),
+            "layer": self.options.layer,
+        }
+        optional = {name for name in ("against", "layer") if facts[name] is None}
+        shown = [name for name in _FACTS if name not in optional]
+        return {
+            **{name: facts[name] if name in facts else getattr(self, name) for name in shown},
             **self.measures,
         }
+
+
+_FACTS = (
+    *("method", "output_name", "target", "label", "against", "output", "probability", "baseline"),
+    *("baseline_label", "baseline_probability", "explained_with", "f_input", "f_baseline"),
+    *("f_served", "served_delta", "sum_attributions", "convergence_delta", "relative_delta"),
+    *("net_share", "error", "n_steps", "tolerance", "tolerance_met", "warnings", "layer"),
+)
+"""Fields of an answer in their order."""
 
 
 @dataclass(frozen=True)
@@ -245,22 +274,20 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
         _baselines(version, split, tuple(tensor[row : row + 1] for tensor in inputs), option)
         for row, option in enumerate(batch.options)
     ]
-    asked = _request(version, batch, split, inputs, sets)
-    request = asked.request
-    starts = [_class_of(version, each) for each in asked.starts]
-    windows = [
-        _windows(version, batch.rows[row], request.inputs, options) for row, _ in asked.owners
-    ]
+    request, owners, served, outputs = _request(version, batch, split, inputs, sets)
+    starts = [_class_of(version, each) for each in outputs]
+    windows = [_windows(version, batch.rows[row], request.inputs, options) for row, _ in owners]
     settings: dict[str, Any] = options.settings()
     if method.looks_at_layer:
         settings["at_layer"] = _at_layer(version, split, options)
     attributions = _run(method, request, settings, windows)
     found: list[list[Explanation]] = [[] for _ in batch.options]
-    for at, (row, target) in enumerate(asked.owners):
+    known = {"output": "probability"} if version.is_of_probabilities else {}
+    for at, (row, target) in enumerate(owners):
         options = batch.options[row]
         baseline = options.baseline or version.default_baseline
         part = request.part(slice(at, at + 1))
-        numbers = _numbers(part, attributions[at], float(asked.served[at]), options)
+        numbers = _numbers(part, attributions[at], float(served[at]), options)
         numbers["warnings"] += _about_baseline(baseline, *starts[row])
         measures = {}
         for name in (name for name in MEASURES if getattr(options, name)):
@@ -273,9 +300,7 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
             numbers["warnings"] += warnings
         found[row].append(
             Explanation(
-                options=replace(options, output="probability")
-                if version.is_of_probabilities
-                else options,
+                options=replace(options, **known),
                 baseline=baseline,
                 names=split.names,
                 explained_with=artifact.file,
@@ -306,13 +331,11 @@ def _windows(
     """
     groups = [version.groups(row, each.shape[1:]) for each in inputs]
     side = options.window if METHODS[options.method].needs_windows else 1
-    shapes = tuple(
-        _window(
-            version, each.shape[1:] if group is None else torch.Size((int(group.max()) + 1,)), side
-        )
-        for each, group in zip(inputs, groups, strict=True)
-    )
-    return Windows(shapes, groups if any(group is not None for group in groups) else ())
+    shapes = []
+    for each, group in zip(inputs, groups, strict=True):
+        sizes = each.shape[1:] if group is None else torch.Size((int(group.max()) + 1,))
+        shapes.append(tuple(map(min, zip(version.window(sizes, side), sizes, strict=True))))
+    return Windows(tuple(shapes), groups if any(group is not None for group in groups) else ())
 
 
 def _run(
@@ -329,27 +352,19 @@ def _run(
     return [found.part(at) for at in range(len(request))]
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """What a method is called with, of M explanations, and what it need not know."""
-
-    request: AttributionRequest
-    owners: Sequence[tuple[int, NamedTarget]]
-    """Whose request and target each of the M is."""
-    served: Tensor
-    """(M,) the output at the input of the artifact that predicts."""
-    starts: Sequence[Tensor]
-    """(B, …) of each request: the outputs at its baselines."""
-
-
 def _request(
     version: ExplainedModel,
     batch: _Batch,
     split: _Split,
     inputs: Tensors,
     sets: Sequence[Tensors],
-) -> _Asked:
-    """Ask the model about inputs and baselines, and prepare what a method is called with."""
+) -> tuple[AttributionRequest, Sequence[tuple[int, NamedTarget]], Tensor, Sequence[Tensor]]:
+    """Ask the model about inputs and baselines, and prepare what a method is called with.
+
+    Returns:
+        The request of M explanations; whose request and target each of them is; (M,) the output at
+        the input of the artifact that predicts; (B, …) the outputs at each request's baselines.
+    """
     options = batch.options[0]
     outputs = batch.outputs.to(split.artifact.device)
     if split.artifact is not version.artifact:
@@ -363,13 +378,13 @@ def _request(
             *(torch.cat(column) for column in zip(*sets, strict=True)),
             *(tensor[repeated.to(tensor.device)] for tensor in split.fixed),
         ),
-        _forward_rows(options, split.artifact),
+        _rows(options, split.artifact, None, ()),
         version.between_chunks,
     )
     function = _probabilities(version) if options.output == "probability" else None
     at_inputs, at_baselines, at_served = (
-        each if function is None else function(each)
-        for each in (outputs.double(), baseline_outputs.double(), batch.outputs.double())
+        function(each.double()) if function else each.double()
+        for each in (outputs, baseline_outputs, batch.outputs)
     )
     start_rows = torch.split(at_baselines, counts)
     owners = [(row, target) for row, each in enumerate(batch.targets) for target in each]
@@ -390,12 +405,17 @@ def _request(
         tuple(sets[row] for row, _ in owners),
         torch.cat([target.of(at_inputs[row : row + 1]) for row, target in owners]),
         torch.stack([target.of(start_rows[row]).mean() for row, target in owners]),
-        _chunk_rows(options, split.artifact, forward, explained),
+        _rows(
+            options,
+            split.artifact,
+            forward if METHODS[options.method].needs_gradients else None,
+            explained,
+        ),
         version.between_chunks,
         None if split.is_cut or not is_real else tuple(map(version.scales, explained)),
     )
     served = torch.cat([target.of(at_served[row : row + 1]) for row, target in owners])
-    return _Asked(request, owners, served, torch.split(baseline_outputs, counts))
+    return request, owners, served, torch.split(baseline_outputs, counts)
 
 
 def _class_of(version: ExplainedModel, outputs: Tensor) -> tuple[str | None, float | None]:
@@ -465,7 +485,9 @@ def _numbers(
         )
     delta = float(total - difference) if method.adds_up else None
     rounding = 0.0 if found.rounding is None else float(found.rounding)
-    is_apart = delta is not None and abs(float(difference)) > rounding
+    relative = None
+    if delta is not None and abs(float(difference)) > rounding:
+        relative = abs(delta / float(difference))
     found, net_share, warnings = _apart(found, method, numbers, rounding)
     error = found.error
     # Draws do not have to meet the sum: they are scattered around it, or forced to it.
@@ -476,9 +498,7 @@ def _numbers(
     )
     return numbers | {
         "convergence_delta": delta,
-        "relative_delta": abs(delta / float(difference))
-        if delta is not None and is_apart
-        else None,
+        "relative_delta": relative,
         "net_share": net_share,
         "error": float(error) if error is not None and bool(error.isfinite()) else None,
         "n_steps": int(found.n_steps),
@@ -657,34 +677,32 @@ def _baselines(
     return split.select(tuple(each.to(own) for each, own in zip(found, inputs, strict=True)))
 
 
-def _window(version: ExplainedModel, sizes: torch.Size, side: int | None) -> tuple[int, ...]:
-    shape = version.window(sizes, side)
-    return tuple(min(pair) for pair in zip(shape, sizes, strict=True))
-
-
-def _chunk_rows(
-    options: ExplainOptions, artifact: Artifact, forward: ForwardFunction, explained: Tensors
+def _rows(
+    options: ExplainOptions, artifact: Artifact, forward: ForwardFunction | None, inputs: Tensors
 ) -> int:
-    if options.internal_batch_size is None and METHODS[options.method].needs_gradients:
-        rows = gradient_rows(artifact, forward, explained)
-        return min(rows, most_rows(artifact))
-    return _forward_rows(options, artifact)
+    """Return how many points share a pass: what is asked for, as far as the artifact takes it.
 
-
-def _forward_rows(options: ExplainOptions, artifact: Artifact) -> int:
-    """Return how many points share a pass: what is asked for, as far as the artifact takes it."""
+    Args:
+        options: of the request.
+        artifact: that computes.
+        forward: of a pass with gradients, whose memory counts; None for others.
+        inputs: of `forward`.
+    """
     rows = options.internal_batch_size or FORWARD_ROWS
+    if forward and options.internal_batch_size is None:
+        rows = gradient_rows(artifact, forward, inputs)
     return min(rows, most_rows(artifact))
 
 
 def _evaluate(version: ExplainedModel, artifact: Artifact, inputs: Tensors) -> Tensor:
     """Return the outputs (N, …) of the requests' inputs, which came as one batch and so fit one."""
     inputs = tuple(tensor.to(artifact.device) for tensor in inputs)
-
-    def scored(*tensors: Tensor) -> Tensor:
-        return version.score(artifact(*tensors))
-
-    return evaluate(scored, inputs, len(inputs[0]), version.between_chunks)
+    return evaluate(
+        lambda *tensors: version.score(artifact(*tensors)),
+        inputs,
+        len(inputs[0]),
+        version.between_chunks,
+    )
 
 
 def _check_agreement(rule: Rule | None, outputs: Tensor, twin: Tensor) -> None:
@@ -695,8 +713,9 @@ def _check_agreement(rule: Rule | None, outputs: Tensor, twin: Tensor) -> None:
         outputs: (N, …) of the artifact that predicts.
         twin: (N, …) of its twin.
     """
-    for row in range(len(outputs) if rule else 0):
-        assert rule is not None
+    if rule is None:
+        return
+    for row in range(len(outputs)):
         expected, found = twin[row : row + 1], outputs[row : row + 1]
         difference = rule.merge([compare(expected, found, rule.tolerance)])
         if rule.agrees(difference):

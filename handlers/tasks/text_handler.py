@@ -15,10 +15,9 @@ from modelyard.handlers.base import Classifier, Inputs
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.attribute.attribution import Tensors
-from modelyard.handlers.explain.digits import as_lists
 from modelyard.handlers.explain.draw import bars, page, tokens
-from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.explain.request.region import Region
+from modelyard.handlers.explain.explanation import Explanation, as_lists
+from modelyard.handlers.explain.request.options import Region
 from modelyard.handlers.models.rows import read_section
 from modelyard.handlers.tasks.lists import Lists
 from modelyard.handlers.tasks.text_request import read_body

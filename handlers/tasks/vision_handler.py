@@ -18,9 +18,9 @@ from modelyard.handlers.explain.attribute.attribution import Tensors
 from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.draw import page
 from modelyard.handlers.explain.draw.picture import Heat, png, render, stack, transparent
+from modelyard.handlers.explain.explainer import regions
 from modelyard.handlers.explain.explanation import Explanation
 from modelyard.handlers.explain.request.options import preferred_format
-from modelyard.handlers.explain.shares import regions
 from modelyard.handlers.models.rows import read_numbers
 from modelyard.handlers.tasks.pictures import (
     CHANNELS,

@@ -21,7 +21,7 @@ from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.attribute.attribution import Tensors, ranges_of
 from modelyard.handlers.explain.draw.bars import Bar, Values, largest
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.explain.request.model import Target, at_place
+from modelyard.handlers.explain.request.targets import Target, at_place
 from modelyard.handlers.models.backends import Output
 from modelyard.handlers.models.folder import read_json_file, read_processor
 from modelyard.handlers.models.rows import (

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, LoadError
-from modelyard.handlers.explain.request.model import Target, at_place
+from modelyard.handlers.explain.request.targets import Target, at_place
 from modelyard.handlers.models.backends import Output
 from modelyard.handlers.models.rows import DEFAULT_TOP_K, first_output
 from modelyard.handlers.tasks.text_handler import TextHandler

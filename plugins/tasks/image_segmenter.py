@@ -12,9 +12,14 @@ from torch.nn.functional import interpolate
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.draw.picture import colour_of_class
-from modelyard.handlers.explain.request.model import Target, sum_over
-from modelyard.handlers.explain.request.region import Region
-from modelyard.handlers.explain.request.targets import class_index, first_of, known_classes
+from modelyard.handlers.explain.request.options import Region
+from modelyard.handlers.explain.request.targets import (
+    Target,
+    class_index,
+    first_of,
+    known_classes,
+    sum_over,
+)
 from modelyard.handlers.models.backends import Output
 from modelyard.handlers.models.rows import first_output
 from modelyard.handlers.tasks.vision_handler import VisionHandler

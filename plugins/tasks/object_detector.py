@@ -12,7 +12,7 @@ from modelyard.handlers.base import Inputs
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, HandlerError, LoadError, NoGradients
 from modelyard.handlers.explain.draw.picture import colour_of_class, font_of
-from modelyard.handlers.explain.request.model import Target, at_place
+from modelyard.handlers.explain.request.targets import Target, at_place
 from modelyard.handlers.models.backends import Output
 from modelyard.handlers.models.rows import read_section, read_share
 from modelyard.handlers.tasks.vision_handler import VisionHandler

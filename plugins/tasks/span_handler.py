@@ -12,10 +12,9 @@ from torch import Tensor
 from modelyard.handlers.base import Inputs
 from modelyard.handlers.context import Context
 from modelyard.handlers.errors import BadInput, HandlerError, LoadError
-from modelyard.handlers.explain.attribute.attribution import chunks
-from modelyard.handlers.explain.attribute.passes import most_rows
-from modelyard.handlers.explain.request.model import Target, at_place, sum_over
+from modelyard.handlers.explain.attribute.attribution import chunks, most_rows
 from modelyard.handlers.explain.request.options import ExplainOptions, Row
+from modelyard.handlers.explain.request.targets import Target, at_place, sum_over
 from modelyard.handlers.models.backends import Artifact, Output
 from modelyard.handlers.models.rows import first_output, read_whole, softmax
 from modelyard.handlers.tasks.text_handler import TextHandler

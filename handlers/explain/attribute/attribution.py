@@ -1,15 +1,20 @@
 """Integrated gradients: one output as a function of the inputs → each value's share in it."""
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
+from weakref import WeakKeyDictionary
 
+import psutil
 import torch
 from torch import Tensor
 
+from modelyard.archiver.signature import UNLIMITED, Dim
 from modelyard.handlers.errors import NoGradients
-from modelyard.handlers.models.backends import Output
+from modelyard.handlers.models.backends import Artifact, Output
 
 FIRST_STEPS = 30
 """Fewer can agree by chance with a third of them."""
@@ -97,9 +102,7 @@ class AttributionRequest:
 
         Where nothing is known of them, all values of an input count together.
         """
-        return (
-            tuple(map(ranges_of, self.inputs)) if self.known_scales is None else (self.known_scales)
-        )
+        return self.known_scales or tuple(map(ranges_of, self.inputs))
 
     @property
     def device(self) -> torch.device:
@@ -108,10 +111,11 @@ class AttributionRequest:
 
     def part(self, chunk: slice) -> "AttributionRequest":
         """Return some of the explanations, as a request of their own."""
+        weights = self.forward.weights
         forward = replace(
             self.forward,
             targets=self.forward.targets[chunk],
-            weights=None if self.forward.weights is None else self.forward.weights[chunk],
+            weights=None if weights is None else weights[chunk],
             fixed=tuple(tensor[chunk] for tensor in self.forward.fixed),
         )
         return replace(
@@ -121,9 +125,7 @@ class AttributionRequest:
             baseline_sets=self.baseline_sets[chunk],
             f_input=self.f_input[chunk],
             f_baseline=self.f_baseline[chunk],
-            known_scales=None
-            if self.known_scales is None
-            else tuple(each[chunk] for each in self.known_scales),
+            known_scales=_rows(self.known_scales, chunk),
         )
 
 
@@ -167,10 +169,14 @@ class Attribution:
         return Attribution(
             tuple(each[row] for each in self.attributions),
             self.n_steps[row],
-            None if self.errors is None else tuple(each[row] for each in self.errors),
+            _rows(self.errors, row),
             None if self.rounding is None else self.rounding[row],
             None if self.sides is None else self.sides[row],
         )
+
+
+def _rows(each: Tensors | None, rows: slice) -> Tensors | None:
+    return None if each is None else tuple(tensor[rows] for tensor in each)
 
 
 def integrated_gradients(
@@ -252,11 +258,11 @@ class _Path:
             self.request.between_chunks()
             row = which[chunk]
             points = tuple(
-                (
-                    baseline[row] + _column(where[chunk].to(delta), delta) * delta[row]
-                ).requires_grad_()
+                baseline[row] + _column(where[chunk].to(delta), delta) * delta[row]
                 for baseline, delta in zip(self.baselines, self.deltas, strict=True)
             )
+            for point in points:
+                point.requires_grad_()
             found = gradients(self.request.forward, points, row)
             for total, coarse, gradient, delta in zip(
                 self.sums, self.coarse, found, self.deltas, strict=True
@@ -355,18 +361,15 @@ def softmax_of(outputs: Tensor) -> Tensor | None:
 def ranges_of(inputs: Tensor) -> Tensor:
     """Return the largest less the smallest value of each row (N, *S): (N, 1, …)."""
     dims = tuple(range(1, inputs.dim()))
-    return (
-        inputs.amax(dims, keepdim=True) - inputs.amin(dims, keepdim=True)
-        if dims
-        else (torch.zeros_like(inputs))
-    )
+    if not dims:
+        return torch.zeros_like(inputs)
+    return inputs.amax(dims, keepdim=True) - inputs.amin(dims, keepdim=True)
 
 
 def sums_of(attributions: Tensors) -> Tensor:
     """Add the attributions of each row up, over all inputs: (M,) float64."""
-    return torch.stack([each.flatten(1).sum(1, dtype=torch.float64) for each in attributions]).sum(
-        0
-    )
+    sums = [each.flatten(1).sum(1, dtype=torch.float64) for each in attributions]
+    return torch.stack(sums).sum(0)
 
 
 def sizes_of(attributions: Tensors) -> Tensor:
@@ -421,3 +424,76 @@ def _coarse_weights(n: int) -> Tensor:
 def _new_midpoints(n: int) -> Tensor:
     """Return the midpoints of n steps that are not midpoints of n/3: every third one is."""
     return _midpoints(n)[torch.arange(n) % 3 != 1]
+
+
+FORWARD_ROWS = 32
+"""Without gradients nothing is kept, so memory decides little."""
+
+MOST_ROWS = 64
+
+PASS_BYTES = 1 << 30
+"""Kept for one backward pass at most: more rows are not faster, as they miss the caches more."""
+
+MEMORY_SHARE = 4
+"""A pass may keep one part in so many of the memory that is free."""
+
+Shapes = tuple[torch.Size, ...]
+
+_row_bytes: WeakKeyDictionary[Artifact, dict[Shapes, int]] = WeakKeyDictionary()
+
+
+def most_rows(artifact: Artifact) -> int:
+    """Return how many rows an artifact takes at once, as far as it says."""
+    sizes = (
+        rows.max if isinstance(rows, Dim) else rows
+        for spec in artifact.inputs
+        for rows in spec.shape[:1]
+    )
+    return min(sizes, default=UNLIMITED)
+
+
+def gradient_rows(artifact: Artifact, forward: ForwardFunction, inputs: Tensors) -> int:
+    """Choose how many points share a pass with gradients.
+
+    The tensors that autograd keeps for one more row are counted once per shape of the inputs.
+
+    Args:
+        artifact: what `forward` computes with.
+        forward: of at least one row.
+        inputs: (M, *S) each.
+    """
+    shapes = tuple(each.shape[1:] for each in inputs)
+    known = _row_bytes.setdefault(artifact, {})
+    if shapes not in known:
+        first = _kept_bytes(forward, inputs, 1)
+        more = _kept_bytes(forward, inputs, 2) - first if most_rows(artifact) > 1 else first
+        known[shapes] = max(1, more)
+    budget = min(PASS_BYTES, free_bytes(inputs[0].device) // MEMORY_SHARE)
+    return max(1, min(MOST_ROWS, budget // known[shapes]))
+
+
+def free_bytes(device: torch.device) -> int:
+    """Return the memory that a computation on `device` can still get."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    available: int = psutil.virtual_memory().available
+    with contextlib.suppress(OSError, ValueError):  # no cgroup v2, or its limit is "max"
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text("ascii"))
+                       for name in ("max", "current"))  # fmt: skip
+        return min(available, max(0, limit - used))
+    return available
+
+
+def _kept_bytes(forward: ForwardFunction, inputs: Tensors, count: int) -> int:
+    """Return the size of the storages that autograd keeps of so many rows."""
+    rows = torch.zeros(count, dtype=torch.int64, device=inputs[0].device)
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with recording(), torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        forward(tuple(each.detach()[rows].clone().requires_grad_() for each in inputs), rows)
+    return sum(kept.values())

@@ -1,17 +1,163 @@
-"""What of a model's outputs is explained: one number of a row, a sum of some, or a difference."""
+"""A model version as explanations know it, and what of its outputs is explained."""
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.explain.request.model import ExplainedModel, Target, at_place, sum_over
-from modelyard.handlers.explain.request.options import MOST_TARGETS, ExplainOptions
-from modelyard.handlers.explain.request.region import Region
+from modelyard.handlers.explain.attribute.attribution import (
+    Tensors,
+    outputs_of,
+    ranges_of,
+    softmax_of,
+)
+from modelyard.handlers.explain.request.options import MOST_TARGETS, ExplainOptions, Region
+from modelyard.handlers.models.backends import Artifact, Output
+from modelyard.handlers.proof.agree import Rule
+
+
+@dataclass(frozen=True)
+class Target:
+    """A weighted sum of the numbers (…) that one request's outputs are."""
+
+    places: Tensor
+    """(K,) int64, in the flattened numbers."""
+    weights: Tensor
+    """(K,) float64"""
+    name: int | str | None = None
+    """As an answer has it; None where it is a place alone."""
+    label: str | None = None
+    """What people read; None leaves it to the common rule."""
+    output: str | None = None
+    """Where the numbers are of several outputs, the name of that which holds it."""
+
+
+def at_place(place: int, output: str | None = None) -> Target:
+    """Return the target that is one number."""
+    return Target(torch.tensor([place]), torch.ones(1, dtype=torch.float64), output=output)
+
+
+def sum_over(
+    numbers: Tensor,
+    name: int | str,
+    label: str,
+    output: str | None = None,
+    *,
+    is_mean: bool = False,
+) -> Target:
+    """Return the target that is a sum of numbers, or their mean.
+
+    Args:
+        numbers: (…) true for those that count.
+        name: as an answer has it.
+        label: what people read.
+        output: as of `Target`.
+        is_mean: divide by how many they are.
+    """
+    places = numbers.flatten().nonzero().flatten().cpu()
+    weights = torch.ones(places.shape, dtype=torch.float64)
+    return Target(
+        places, weights / max(1, len(places)) if is_mean else weights, name, label, output
+    )
+
+
+def common_region(index: int, region: Region, sizes: tuple[int, ...]) -> Tensor:
+    """Return which places of an output are inside a region that is measured in its places."""
+    return region.inside(sizes)
+
+
+@dataclass(frozen=True)
+class ExplainedModel:
+    """A model version as its handler knows it."""
+
+    artifact: Artifact
+    """What predictions come from."""
+    twin: Artifact | None
+    """What gradients come from: the artifact itself, another one, or nothing."""
+    agreement: Rule | None
+    """How far the two may be apart; None where they are one, or the reports state nothing."""
+    label: Callable[[int], str]
+    """Output index → its name."""
+    baselines: Callable[[str, Tensors, int], Tensors]
+    """Name, one request's inputs (1, …) and seed → as many tensors (B, …)."""
+    window: Callable[[torch.Size, int | None], tuple[int, ...]]
+    """Shape of a row and side → shape of a window."""
+    score: Callable[[Any], Tensor] = outputs_of
+    """Outputs of a call → the numbers (N, …) of which one per row is explained."""
+    probabilities: Callable[[Tensor], Tensor | None] = softmax_of
+    """These numbers → the probabilities that predictions give for them; None where they do not."""
+    find_target: Callable[[int, str, Tensor, Tensor | None], Sequence[Target] | None] = (
+        lambda row, target, scores, inside: None
+    )
+    """Row, `target`, scores (…) and which places of all dimensions but that of the classes are in
+    the region → what is explained; None leaves it to the common rule."""
+    name_place: Callable[[int, tuple[int, ...]], str] | None = None
+    """Row and place among scores of more than one dimension → its name."""
+    scales: Callable[[Tensor], Tensor] = ranges_of
+    """Values of an input (N, *S) → by how much they vary (N, …), which noise is a share of."""
+    default_baseline: str = "zero"
+    embedded: int | None = None
+    """Place of the token ids, which are explained where they have become embeddings."""
+    between_chunks: Callable[[], None] = field(default=lambda: None)
+    find_region: Callable[[int, Region, tuple[int, ...]], Tensor] = common_region
+    """Row, region and sizes of an output without its classes → which places are inside."""
+    class_dim: int = 0
+    """Which dimension of scores (…) of more than one is that of the classes."""
+    groups: Callable[[int, torch.Size], Tensor | None] = lambda row, sizes: None
+    """Row and shape (*S) of what is explained → the number of the group of each value, from 0 in
+    their order: words, categories; None where values have places in dimensions instead."""
+    output_names: tuple[str, ...] = ()
+    """In the order of a call's outputs; empty where nobody knows."""
+    output_name: str | None = None
+    """Of the output that `score` takes its numbers from; None where that is of several."""
+    is_of_probabilities: bool = False
+    """Whether the model's own numbers are probabilities, so that no logit is explained."""
+
+    def at_output(self, name: str) -> "ExplainedModel":
+        """Return the model as what leads to the output of this name.
+
+        What the handler knows is of the output that its predictions are made of; of any other,
+        numbers are explained as numbers.
+
+        Raises:
+            BadInput: there is none.
+        """
+        if name == self.output_name:
+            return self
+        if name not in self.output_names:
+            known = ", ".join(self.output_names) or "none: the archive does not name its outputs"
+            raise BadInput(f'output_name is "{name}"; expected some of {known}')
+        place = self.output_names.index(name)
+        return replace(
+            self,
+            label=str,
+            score=lambda outputs: _output_at(outputs, place, name),
+            probabilities=lambda _: None,
+            is_of_probabilities=False,
+            find_target=lambda _row, _target, _scores, _inside: None,
+            name_place=None,
+            find_region=common_region,
+            class_dim=0,
+            output_name=name,
+        )
+
+
+def _output_at(outputs: Output, place: int, name: str) -> Tensor:
+    tensors = (outputs,) if isinstance(outputs, Tensor) else outputs
+    found = tensors[place]
+    if not found.is_floating_point() or found.dim() == 0:
+        kind = str(found.dtype).removeprefix("torch.")
+        raise BadInput(
+            f'output "{name}" is {kind}{list(found.shape)}; only real numbers of each row can be '
+            "explained"
+        )
+    return outputs_of(found)
+
 
 SHOWN_LABELS = 10
 SUM = "sum:"
@@ -129,14 +275,9 @@ def first_of(target: str, count: int, what: str = "target") -> int | None:
 
 
 def _find(
-    model: ExplainedModel,
-    row: int,
-    what: str,
-    text: str,
-    scores: Tensor,
-    region: Region | None,
-    inside: Tensor | None,
-) -> Sequence[Target]:
+    model: ExplainedModel, row: int, what: str, text: str, scores: Tensor,
+    region: Region | None, inside: Tensor | None,
+) -> Sequence[Target]:  # fmt: skip
     if text.startswith(SUM):
         return [_sum(model, what, text.removeprefix(SUM), scores, region, inside)]
     if region is not None and region.is_predicted:
@@ -147,19 +288,13 @@ def _find(
             f'region does not apply to the {what} "{text}"; expected sum:CLASS, or one that this '
             "model looks for in a region"
         )
-    return (
-        [at_place(each) for each in _places(what, text, scores, model)] if found is None else found
-    )
+    return found or [at_place(each) for each in _places(what, text, scores, model)]
 
 
 def _sum(
-    model: ExplainedModel,
-    what: str,
-    name: str,
-    scores: Tensor,
-    region: Region | None,
-    inside: Tensor | None,
-) -> Target:
+    model: ExplainedModel, what: str, name: str, scores: Tensor,
+    region: Region | None, inside: Tensor | None,
+) -> Target:  # fmt: skip
     if scores.dim() < 2:
         raise BadInput(
             f'{what} is "{SUM}{name}"; expected an index or a label: this output has one number '
@@ -173,19 +308,18 @@ def _sum(
         )
     label = model.label(index)
     if region is not None and region.is_predicted:
-        inside = _wins(scores, index, model.class_dim)
+        # A class alone is there where its logit is above 0.
+        is_alone = scores.shape[model.class_dim] == 1
+        inside = (
+            scores.select(model.class_dim, 0) > 0
+            if is_alone
+            else (scores.argmax(model.class_dim) == index)
+        )
         if not inside.any():
             raise BadInput(f'region is predicted; "{label}" is predicted nowhere in this input')
     numbers = torch.zeros_like(scores, dtype=torch.bool)
     numbers.select(model.class_dim, index)[...] = True if inside is None else inside
     return sum_over(numbers, f"{SUM}{index}", f"sum of {label} over {int(numbers.sum())} places")
-
-
-def _wins(scores: Tensor, index: int, class_dim: int) -> Tensor:
-    """Return where a class has the largest number; a class alone where its logit is above 0."""
-    if scores.shape[class_dim] == 1:
-        return scores.select(class_dim, 0) > 0
-    return scores.argmax(class_dim) == index
 
 
 def _named(model: ExplainedModel, row: int, target: Target, scores: Tensor) -> NamedTarget:
