@@ -22,13 +22,15 @@ RUN mkdir /torch /own \
         -exec mv -t /torch {} +
 COPY pyproject.toml README.md LICENSE ./
 COPY archiver archiver
+COPY base base
 COPY client client
 COPY exporter exporter
 COPY handlers handlers
+COPY plugins plugins
 COPY serve serve
 COPY modelyard modelyard
 RUN pip --python /opt/modelyard/bin/python wheel --no-deps --no-build-isolation \
-        --wheel-dir /wheels . \
+        --wheel-dir /wheels ./client . \
     && pip install --no-deps --target /own /wheels/*.whl \
     && rm -rf /own/bin
 

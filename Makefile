@@ -1,5 +1,5 @@
 # The developer's commands; each is a script that says what it does.
-.PHONY: help install demo test nightly coverage matrix bench soak sbom check lint lock
+.PHONY: help install demo test nightly mutants coverage matrix bench soak sbom site check lint lock
 
 help: ## list these commands
 	@sed -n 's/^\([a-z]*\):[^#]*## /make \1	/p' Makefile | expand -t 16
@@ -16,6 +16,9 @@ test: install ## run the tests
 nightly: install ## run the tests that take long: every pair of a matrix, large networks, long loads
 	@scripts/nightly
 
+mutants: install ## break single lines of the files that carry promises; list what no test notices
+	@scripts/mutants
+
 coverage: install ## run the tests and list which lines none of them entered
 	@scripts/coverage
 
@@ -30,6 +33,9 @@ soak: install ## load a server with everything at once for 20 minutes
 
 sbom: install ## write build/modelyard.cdx.json, the bill of materials of what is installed
 	@mkdir -p build && .venv/bin/python -m modelyard.archiver.sbom >build/modelyard.cdx.json
+
+site: install ## write build/site, the pages as a site that opens from the disk
+	@scripts/site
 
 check: install ## format, lint, types, changelog
 	@scripts/check

@@ -3,7 +3,7 @@
 A module and not a package, so that no file of `torch-model-archiver` has its path: where that is
 installed too, Python takes its folder `model_archiver/` first, and removing either leaves the other
 whole. The modules below this name lie in `plugins/torchserve/archiver/shim/model_archiver`; see
-`docs/decisions/0107-import-model-archiver.md`.
+`docs/decisions/README.md`.
 """
 
 from pathlib import Path

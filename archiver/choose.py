@@ -45,11 +45,11 @@ class Rule:
 
     handler: str
     takes: str
-    """Of `_inputs_of`."""
+    """What the model takes, a word of `_inputs_of`."""
     gives: Sequence[str]
-    """Of `_output_of`: what the first output may be, or the first two."""
+    """What the first output may be, or the first two: words of `_outputs_of`."""
     endings: Sequence[str]
-    """Of transformers' classes that are made for it."""
+    """Ends of the names of transformers' classes that are made for it."""
     needs: Sequence[str] = ()
     """Files without which the handler does not start, one of them."""
     brings: Sequence[str] = LABELS
@@ -92,7 +92,7 @@ class Choice:
     handler: str
     reason: str
     files: tuple[Path, ...]
-    """Of the checkpoint's folder."""
+    """Files of the checkpoint's folder."""
 
     def __str__(self) -> str:
         names = ", ".join(map(_described, self.files))

@@ -153,27 +153,18 @@ def archive(
     A handler of your own needs no artifact: modelyard archive NAME --handler FILE.py.
     """
     # Here, as in every command: `--help` does not wait for what it does not use.
-    from modelyard.archiver.collect import plan_archive
+    from modelyard.archiver.collect import ArchiveRequest, plan_archive
     from modelyard.archiver.signing import read_expiry, read_signing_key
     from modelyard.archiver.write import write_plan
 
     with _exit_codes():
         key = read_signing_key(sign)
         end = read_expiry(expires, key)
-        plan = plan_archive(
-            name,
-            version=version,
-            artifact=artifact,
-            handler=handler,
-            explain_artifact=explain_with,
-            extra_files=_paths(extra_files or []),
-            config_file=config_file,
-            examples=example or [],
-            requirements_file=requirements,
-            wheels_dir=wheels,
-            source_folder=source_folder,
-            reference=reference,
-        )
+        request = ArchiveRequest(
+            name, version, artifact, handler, explain_with, _paths(extra_files or []), config_file,
+            example or [], requirements, wheels, source_folder, reference,
+        )  # fmt: skip
+        plan = plan_archive(request)
         for warning in plan.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         with _progress("packing") as progress:

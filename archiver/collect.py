@@ -144,62 +144,85 @@ class Plan:
         return replace(self, parts=_sorted(parts), unanswered=(), reference=None)
 
 
-def plan_archive(
-    name: str,
-    *,
-    version: str,
-    artifact: Path | None = None,
-    handler: str = AUTO,
-    explain_artifact: Path | None = None,
-    extra_files: Sequence[Path] = (),
-    config_file: Path | None = None,
-    examples: Sequence[str] = (),
-    requirements_file: Path | None = None,
-    wheels_dir: Path | None = None,
-    source_folder: Path | None = None,
-    reference: Path | None = None,
-) -> Plan:
-    """Find, name and check the files; see `write_archive` for the arguments.
+@dataclass(frozen=True)
+class ArchiveRequest:
+    """What somebody wants to have in an archive."""
+
+    name: str
+    """The model's name, by the rule of `check_name`."""
+    version: str = "1.0"
+    """The model's version, by the rule of `check_version`."""
+    artifact: Path | None = None
+    """An exported file; `<artifact>.report.json` beside it is packed too."""
+    handler: str = AUTO
+    """A built-in handler's name, `FILE.py` or `FILE.py:Class`; `auto` chooses a built-in one by the
+    artifact's report."""
+    explain_artifact: Path | None = None
+    """A differentiable twin; by default the artifact, or for formats without gradients the `.pt2`
+    of the same stem beside it."""
+    extra_files: Sequence[Path] = ()
+    """Files that are packed under their base names."""
+    config_file: Path | None = None
+    """The model's YAML configuration."""
+    examples: Sequence[str] = ()
+    """`FILE=EXPECTED`, as `7.png=7`; `FILE` alone records what the handler answers, which needs the
+    dry run."""
+    requirements_file: Path | None = None
+    """What the handler imports, as pip reads it; pinned now, with pip."""
+    wheels_dir: Path | None = None
+    """Where its wheels are, to travel inside; nothing is downloaded then."""
+    source_folder: Path | None = None
+    """The checkpoint's folder, from which a built-in handler's files are packed (tokenizer,
+    processor, labels); `auto` finds it where the report names it."""
+    reference: Path | None = None
+    """Requests whose explanations are what live ones are compared with: a JSON list of bodies, or a
+    folder of files; needs the dry run."""
+
+
+def plan_archive(request: ArchiveRequest) -> Plan:
+    """Find, name and check the files.
 
     Raises:
         BadName: the name or version breaks the rule.
         CannotArchive: something is missing or does not fit; holds all problems.
     """
-    check_name(name)
-    check_version(version)
+    check_name(request.name)
+    check_version(request.version)
     collector = _Collector()
     report = explain = choice = None
+    artifact, handler = request.artifact, request.handler
     if artifact is not None:
         report = collector.add_artifact(artifact)
-        explain = collector.add_twin(artifact, report, explain_artifact)
+        explain = collector.add_twin(artifact, report, request.explain_artifact)
     else:
-        _check_alone(name, handler, explain_artifact, source_folder)
-    if handler == AUTO or source_folder is not None:
-        packed = {file.name for file in extra_files}
-        choice = collector.attempt(lambda: choose(handler, report, source_folder, packed, artifact))
+        _check_alone(request)
+    if handler == AUTO or request.source_folder is not None:
+        packed = {file.name for file in request.extra_files}
+        folder = request.source_folder
+        choice = collector.attempt(lambda: choose(handler, report, folder, packed, artifact))
         for file in choice.files if choice else ():
             collector.add_file(file, "file of the checkpoint's folder")
     known = choice.handler if choice else handler
     entry_point = None if known == AUTO else collector.add_handler(known)
-    for file in extra_files:
+    for file in request.extra_files:
         collector.add_file(file, "extra file")
-    collector.add_config(config_file)
+    collector.add_config(request.config_file)
     collector.add_labels(report)
     collector.check_labels(is_own=entry_point is None or entry_point.file is not None)
-    golden = collector.add_examples(examples)
-    collector.set_reference(reference)
-    resolved = collector.add_requirements(requirements_file, wheels_dir)
+    golden = collector.add_examples(request.examples)
+    collector.set_reference(request.reference)
+    resolved = collector.add_requirements(request.requirements_file, request.wheels_dir)
     created = collector.attempt(created_on)
     parts = collector.checked_parts()
     if collector.problems or entry_point is None:
-        raise CannotArchive(f"cannot archive {name}", collector.problems)
+        raise CannotArchive(f"cannot archive {request.name}", collector.problems)
     manifest = Manifest(
-        model_name=name,
-        model_version=version,
+        model_name=request.name,
+        model_version=request.version,
         handler=entry_point.recorded,
-        serialized_file=artifact.name if artifact else None,
-        requirements_file=requirements_file.name if requirements_file else None,
-        config_file=config_file.name if config_file else None,
+        serialized_file=_name(artifact),
+        requirements_file=_name(request.requirements_file),
+        config_file=_name(request.config_file),
         created_on=created,
         archiver_version=ARCHIVER_VERSION,
         modelyard=Seal(
@@ -214,17 +237,21 @@ def plan_archive(
     names = [part.name for part in parts]
     sources = source_warnings(names, _python_sources(parts), resolved.pins)
     warnings = (*collector.warnings, *sources)
-    return Plan(manifest, parts, warnings, choice, tuple(collector.unanswered), reference)
+    unanswered = tuple(collector.unanswered)
+    return Plan(manifest, parts, warnings, choice, unanswered, request.reference)
 
 
-def _check_alone(
-    name: str, handler: str, explain_artifact: Path | None, source_folder: Path | None
-) -> None:
+def _name(file: Path | None) -> str | None:
+    return file.name if file else None
+
+
+def _check_alone(request: ArchiveRequest) -> None:
     """Refuse what needs an artifact, where there is none: a handler of the author's may do without.
 
     Raises:
         WrongUsage: what is missing, and what to give.
     """
+    name, handler = request.name, request.handler
     place = handler.rpartition(":")[0] or handler
     if not place.endswith(".py"):
         if handler != AUTO:
@@ -234,7 +261,8 @@ def _check_alone(
             f"cannot archive {name}: no --artifact is given{built_in}; give the file that "
             "`modelyard export` wrote, or --handler FILE.py alone for code that needs none"
         )
-    for option, value in (("--explain-with", explain_artifact), ("--from", source_folder)):
+    twin, folder = request.explain_artifact, request.source_folder
+    for option, value in (("--explain-with", twin), ("--from", folder)):
         if value is not None:
             raise WrongUsage(
                 f"cannot archive {name}: {option} {value} goes with an --artifact, and none is "

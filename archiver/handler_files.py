@@ -12,7 +12,7 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 VOCABULARY_FILE = "vocab.json"
 
 MAX_JSON_BYTES = 16 * 1024 * 1024
-"""Of one such file."""
+"""Size of one such file, at most."""
 
 TOKEN_IDS = ("input_ids", "ids", "tokens", "token_ids")
 """Names that a model's input of token ids has."""

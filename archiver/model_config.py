@@ -18,13 +18,13 @@ SERVERS_KEYS = (
 )
 OPERATORS_KEYS = ("network", "files", "cacheAnswers", "cacheIgnores")
 """What the setting `model_settings` may say, and an archive may not."""
-TORCHSERVES_KEYS = (
+OTHERS_KEYS = (
     *("deviceIds", "parallelType", "parallelLevel", "torchrun", "batchDelay"),
     *("useJobTicket", "useVenv", "maxRetryTimeoutInSec"),
     *("sequenceBatching", "continuousBatching", "asyncCommunication"),
 )
-"""What the server reads in TorchServe's dialect only."""
-_KNOWN = (*HANDLERS_KEYS, *SERVERS_KEYS, *TORCHSERVES_KEYS)
+"""What a server reads that speaks TorchServe's dialect, and no other."""
+_KNOWN = (*HANDLERS_KEYS, *SERVERS_KEYS, *OTHERS_KEYS)
 
 
 def parse_model_config(data: bytes, file: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ def unknown_keys(config: Mapping[str, Any], file: str) -> list[str]:
 def keys_without_effect(config: Mapping[str, Any], file: str) -> list[str]:
     """Return a sentence for each key that means something, but not to `modelyard serve`."""
     only = {key: "the setting model_settings may say it" for key in OPERATORS_KEYS}
-    only |= {key: "the command torchserve reads it" for key in TORCHSERVES_KEYS}
+    only |= {key: "the command torchserve reads it" for key in OTHERS_KEYS}
     return [
         f"{file}: {key} has no effect with modelyard serve: only {only[key]}"
         for key in config

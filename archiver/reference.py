@@ -22,7 +22,7 @@ MAX_NAME = 128
 """Characters of a part's name that are kept."""
 MAX_BYTES = 64 * 1024
 _ROUNDING = 1e-3
-"""By which the means may miss a sum of 1."""
+"""How far from 1 the means may add up to."""
 
 
 @dataclass(frozen=True)

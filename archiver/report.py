@@ -19,7 +19,7 @@ _MAX_REPORT_BYTES = 16 * 1024 * 1024
 
 @dataclass(frozen=True)
 class Parity:
-    """By which rule an artifact agreed with its checkpoint, and on which inputs.
+    """The rule by which an artifact agreed with its checkpoint, and the inputs on which it did.
 
     What the numbers mean is written in `agree` and `probes` of `modelyard.handlers.proof`.
     """
@@ -30,7 +30,7 @@ class Parity:
     integers: Mapping[str, Values] = field(default_factory=dict)
     """Integer input → the values that were tried, where its signature states none."""
     kinds: tuple[str, ...] = ()
-    """Of the values that were tried; empty for all."""
+    """Kinds of values that were tried; empty for all."""
     extent: Extent = "few"
     """How much was tried; reports of older versions do not all say."""
     left_out: tuple[str, ...] = ()
@@ -71,13 +71,13 @@ class Report:
     command: str = ""
     """The command line that made the artifact, with relative paths."""
     end_tokens: tuple[int, ...] = ()
-    """Of a decoder: what ends a text."""
+    """Tokens that end a decoder's text."""
     checkpoint: str = ""
     """The name of its file or folder."""
     checkpoint_kind: str = ""
     """What it was recognised as, such as `state dict`."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Of Python and of the packages that made the artifact."""
+    """Versions of Python and of the packages that made the artifact."""
     probabilities: Mapping[str, bool] = field(default_factory=dict)
     """Output → whether its numbers are probabilities already, where the export found it out."""
     labels: Mapping[str, str] = field(default_factory=dict)

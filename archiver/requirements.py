@@ -41,7 +41,7 @@ class Pin:
     name: str
     version: str
     sha256: str
-    """Of its wheel."""
+    """Digest of its wheel."""
 
     @property
     def release(self) -> tuple[str, str]:

@@ -68,7 +68,7 @@ class Trust:
     """What a file of trusted keys says."""
 
     keys: Mapping[str, TrustedKey]
-    """By their ids."""
+    """Id → key."""
     lowest: Mapping[str, str] = field(default_factory=dict)
     """Model → the lowest version that is accepted."""
 

@@ -12,39 +12,22 @@ from packaging.utils import canonicalize_name
 
 from modelyard.archiver.requirements import Pin, own_distributions
 from modelyard.archiver.untrusted.names import quoted
-
-# Names on a worker's path before the archive's own folder; `ts` is what old handlers import.
-OUR_MODULES = ("modelyard", "ts")
-
-# The modules of TorchServe that a worker has: those of plugins/torchserve/shim.
-TS_MODULES = frozenset(
-    """
-    ts ts.context ts.handler_utils ts.handler_utils.distributed
-    ts.handler_utils.distributed.deepspeed ts.handler_utils.distributed.pt_pippy
-    ts.handler_utils.hf_batch_streamer ts.handler_utils.micro_batching ts.handler_utils.preprocess
-    ts.handler_utils.preprocess.dali ts.handler_utils.text_utils ts.handler_utils.timer
-    ts.handler_utils.utils ts.metrics ts.metrics.caching_metric ts.metrics.dimension
-    ts.metrics.metric ts.metrics.metric_cache_abstract ts.metrics.metric_cache_errors
-    ts.metrics.metric_cache_yaml_impl ts.metrics.metric_type_enum ts.metrics.metrics_store
-    ts.metrics.unit ts.metrics.worker_metrics ts.model_loader ts.protocol
-    ts.protocol.otf_message_handler ts.service ts.torch_handler ts.torch_handler.base_handler
-    ts.torch_handler.dali_handler ts.torch_handler.dali_image_classifier
-    ts.torch_handler.distributed ts.torch_handler.distributed.base_deepspeed_handler
-    ts.torch_handler.distributed.base_pippy_handler ts.torch_handler.image_classifier
-    ts.torch_handler.image_processing ts.torch_handler.image_segmenter
-    ts.torch_handler.object_detector ts.torch_handler.request_envelope
-    ts.torch_handler.request_envelope.base ts.torch_handler.request_envelope.body
-    ts.torch_handler.request_envelope.json ts.torch_handler.request_envelope.kserve
-    ts.torch_handler.request_envelope.kservev2 ts.torch_handler.text_classifier
-    ts.torch_handler.text_handler ts.torch_handler.trt_llm_handler ts.torch_handler.unit_tests
-    ts.torch_handler.unit_tests.test_utils ts.torch_handler.unit_tests.test_utils.mock_context
-    ts.torch_handler.vision_handler ts.torch_handler.vllm_handler ts.torch_handler.vocabulary
-    ts.utils ts.utils.util ts.version
-    """.split()  # noqa: SIM905
-)
+from modelyard.base.plugins import registered
 
 # At least two parts, as /home/me; a route or a separator has fewer, most of the time.
 _ABSOLUTE = re.compile(r"(/(?!dev/|proc/|sys/)[\w.@+-]+(/[\w.@+ -]+)+/?|[A-Za-z]:[\\/][\w. -]+.*)")
+
+
+@functools.cache
+def brought_modules() -> frozenset[str]:
+    """Return the full names of the modules that plug-ins bring to workers, for handlers of old."""
+    brought = (entry.load().modules for entry in registered("policies").values())
+    return frozenset[str]().union(*brought)
+
+
+def our_modules() -> set[str]:
+    """Return the names that a worker has before the archive's own folder is on its path."""
+    return {"modelyard", *(name.partition(".")[0] for name in brought_modules())}
 
 
 @dataclass(frozen=True)
@@ -89,7 +72,7 @@ class Unmet:
     file: str
     line: int
     module: str
-    """Its first part; in full where it is one of TorchServe's."""
+    """Its first part; in full where a plug-in brings others of that."""
 
 
 def known_modules(names: Iterable[str], packages: Iterable[str]) -> set[str]:
@@ -103,7 +86,7 @@ def known_modules(names: Iterable[str], packages: Iterable[str]) -> set[str]:
 
 
 def _known(names: Iterable[str], packages: Iterable[str]) -> set[str]:
-    return {*_modules(names), *OUR_MODULES, *sys.stdlib_module_names, *packages}
+    return {*_modules(names), *our_modules(), *sys.stdlib_module_names, *packages}
 
 
 def _modules(names: Iterable[str]) -> set[str]:
@@ -117,11 +100,12 @@ def _modules(names: Iterable[str]) -> set[str]:
 
 def _shadows(names: Iterable[str], packages: Mapping[str, str]) -> Iterator[str]:
     """Warn of modules that other code would find instead of the one it asks for."""
+    ours = our_modules()
     for name in names:
         module, dot, suffix = name.partition(".")
         if not dot or suffix != "py":
             continue
-        if module in OUR_MODULES:
+        if module in ours:
             yield (
                 f"{name} has the name of a module of modelyard; in the worker, your own "
                 f"`import {module}` finds your file"
@@ -161,11 +145,12 @@ def unmet_imports(name: str, tree: ast.Module, known: Collection[str]) -> Iterat
         known: modules that are there, of `known_modules`.
     """
     unknown: dict[str, int] = {}
+    brought = brought_modules()
     for imported, line in _imports(tree.body):
         module = imported.partition(".")[0]
         if module not in known:
             unknown.setdefault(module, line)
-        elif module == "ts" and imported not in TS_MODULES:
+        elif module in brought and imported not in brought:
             yield Unmet(name, line, imported)
     if not unknown:
         return
@@ -175,9 +160,10 @@ def unmet_imports(name: str, tree: ast.Module, known: Collection[str]) -> Iterat
 
 def _describe(unmet: Unmet) -> str:
     where = f"{unmet.file}:{unmet.line} imports {unmet.module}"
-    if unmet.module.partition(".")[0] == "ts":
+    package = unmet.module.partition(".")[0]
+    if package in brought_modules():
         return (
-            f"{where}, a module of TorchServe that workers do not have; do without it, or pack a "
+            f"{where}, a module of {package} that workers do not have; do without it, or pack a "
             "copy under a name of your own"
         )
     return (

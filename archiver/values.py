@@ -60,7 +60,7 @@ class Values:
     among: tuple[Number, ...] = ()
     """The only values, ascending, if the range has gaps; its ends are the range's."""
     order: str = ""
-    """Of `ORDERS`, along the last dim; empty for none."""
+    """Order along the last dim, one of `ORDERS`; empty for none."""
 
     def __str__(self) -> str:
         if self.among:

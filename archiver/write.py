@@ -11,8 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from modelyard.archiver.choose import AUTO
-from modelyard.archiver.collect import Part, Plan, plan_archive
+from modelyard.archiver.collect import ArchiveRequest, Part, Plan, plan_archive
 from modelyard.archiver.digest import Digest
 from modelyard.archiver.dry_run import rehearse
 from modelyard.archiver.errors import ArchiveExists, CannotArchive
@@ -59,51 +58,27 @@ class Packed:
 def write_archive(
     name: str,
     *,
-    version: str,
     output_dir: Path,
-    artifact: Path | None = None,
-    handler: str = AUTO,
-    explain_artifact: Path | None = None,
-    extra_files: Sequence[Path] = (),
-    config_file: Path | None = None,
-    examples: Sequence[str] = (),
-    requirements_file: Path | None = None,
-    wheels_dir: Path | None = None,
-    source_folder: Path | None = None,
-    reference: Path | None = None,
     archive_format: str = "zip-store",
     dry_run: bool = False,
     key: "PrivateKey | None" = None,
     expires: datetime | None = None,
     force: bool = False,
+    **files: Any,
 ) -> Path:
     """Write `<output_dir>/<name>.mar`, whole or not at all; same inputs give the same bytes.
 
+    Warnings go to this module's log.
+
     Args:
-        name: the model's name, by the rule of `check_name`.
-        version: the model's version, by the rule of `check_version`.
-        artifact: exported file; `<artifact>.report.json` beside it is packed too.
-        handler: a built-in handler's name, `FILE.py` or `FILE.py:Class`; `auto` chooses a built-in
-            one by the artifact's report.
         output_dir: created when missing.
-        explain_artifact: differentiable twin; default: the artifact, or for formats without
-            gradients the `.pt2` of the same stem beside it.
-        extra_files: packed under their base names.
-        config_file: the model's YAML configuration.
-        examples: `FILE=EXPECTED`, as `7.png=7`; `FILE` alone records what the handler answers,
-            which needs the dry run.
-        requirements_file: what the handler imports, as pip reads it; pinned now, with pip.
-        wheels_dir: where its wheels are, to travel inside; nothing is downloaded then.
-        source_folder: the checkpoint's folder, from which a built-in handler's files are packed
-            (tokenizer, processor, labels); `auto` finds it where the report names it.
-        reference: requests whose explanations are what live ones are compared with: a JSON list of
-            bodies, or a folder of files; needs the dry run.
         archive_format: `zip-store`, `tgz` (`<name>.tar.gz`) or `no-archive` (a folder `<name>`).
         dry_run: load the archive in a worker's process and replay the examples before it is
             written; this runs the handler's code and needs the other packages.
         key: signs the archive; see `modelyard.archiver.signing`.
         expires: when the signature ends to stand for anything; by default never.
         force: replace an archive that exists.
+        files: the other fields of `ArchiveRequest`.
 
     Raises:
         BadName: the name or version breaks the rule.
@@ -111,20 +86,7 @@ def write_archive(
             problems.
         ArchiveExists: the archive exists and `force` is false.
     """
-    plan = plan_archive(
-        name,
-        version=version,
-        artifact=artifact,
-        handler=handler,
-        explain_artifact=explain_artifact,
-        extra_files=extra_files,
-        config_file=config_file,
-        examples=examples,
-        requirements_file=requirements_file,
-        wheels_dir=wheels_dir,
-        source_folder=source_folder,
-        reference=reference,
-    )
+    plan = plan_archive(ArchiveRequest(name, **files))
     for warning in plan.warnings:
         logger.warning("archive %s: %s", name, warning)
     packed = write_plan(

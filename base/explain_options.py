@@ -18,7 +18,7 @@ class Option(NamedTuple):
     choices: tuple[str, ...] = ()
     """All that it may be; empty where that is not a list."""
     limits: tuple[int, int] | None = None
-    """Of a whole number: the lowest and the highest."""
+    """Lowest and highest value of a whole number."""
     examples: tuple[str, ...] = ()
     """Some of what it may be, where that is not a list."""
 

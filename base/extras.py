@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 EXTRAS: Mapping[str, str] = {
     "captum": "explain",
+    "grpc": "grpc",
     "matplotlib": "explain",
     "onnx_ir": "export",
     "onnxscript": "export",

@@ -42,7 +42,7 @@ PACKAGES = (
 )
 """Debian's, with what they depend on; no shell and no package manager."""
 SUITE = "bookworm"
-SOURCES = ("archiver", "client", "exporter", "handlers", "serve")
+SOURCES = ("archiver", "base", "client", "exporter", "handlers", "plugins", "serve")
 HOME = PurePosixPath("opt/modelyard")
 SITE = HOME / "lib/python3.11/site-packages"
 FOLDERS = {"models": 0o755, "state": 0o775, "tmp": 0o1777}
@@ -232,7 +232,15 @@ def install(scratch: Path) -> dict[str, Path]:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name, follow_symlinks=False)
     wheels = scratch / "wheels"
-    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", wheels, source)
+    _pip(
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        wheels,
+        source / "client",
+        source,
+    )
     exact = ("--only-binary", ":all:", "--require-hashes")
     chosen: dict[str, tuple[str | Path, ...]] = {
         "torch": ("-r", ROOT / "requirements-torch.lock"),

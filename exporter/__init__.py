@@ -3,7 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from modelyard.exporter.api import export
 from modelyard.exporter.errors import (
     CheckpointError,
     ConversionError,
@@ -13,15 +12,16 @@ from modelyard.exporter.errors import (
     PartialExportError,
     UsageError,
 )
+from modelyard.exporter.request import export
 
 if TYPE_CHECKING:
-    from modelyard.exporter.parity import ExportReport
+    from modelyard.exporter.prove.parity import ExportReport
 else:
 
     def __getattr__(name: str) -> object:
         """Import what needs torch, which takes seconds, when it is used."""
         if name == "ExportReport":
-            return import_module(f"{__name__}.parity").ExportReport
+            return import_module(f"{__name__}.prove.parity").ExportReport
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

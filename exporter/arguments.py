@@ -23,6 +23,8 @@ WRAPPED = "wrapped_model"
 """The attribute under which the author's model stands inside the call; no author's own name."""
 
 _PARTS_SHOWN = 12
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_BY_NAME = inspect.Parameter.KEYWORD_ONLY
 
 _Tree = dict[str, Any]
 """One argument: a spec, or a tree of them by key."""
@@ -107,9 +109,7 @@ def take_inputs(model: nn.Module, signature: Signature) -> nn.Module:
 def goes_elsewhere(model: nn.Module, signature: Signature) -> list[str]:
     """Return a line for each input that goes by its place to an argument of another name."""
     roots = list(_trees(signature.inputs))
-    takes = _names(
-        model, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    )
+    takes = _names(model, *_BY_PLACE)
     by_place, _ = _places(model, roots)
     return [
         f'input "{root}" goes to the argument "{name}" of forward(), by its place; the artifact '
@@ -365,13 +365,11 @@ def _places(model: nn.Module, roots: Sequence[str]) -> tuple[list[str], list[str
     """Split the arguments into those given by place and those given by name."""
     parameters = inspect.signature(model.forward).parameters
     kinds = {parameter.kind for parameter in parameters.values()}
-    by_name_only = _names(model, inspect.Parameter.KEYWORD_ONLY)
+    by_name_only = _names(model, _BY_NAME)
     if inspect.Parameter.VAR_POSITIONAL in kinds:
         named = [root for root in roots if root in by_name_only]
         return [root for root in roots if root not in named], named
-    takes = _names(
-        model, inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    )
+    takes = _names(model, *_BY_PLACE)
     fits = [
         place < len(takes) and root not in [*takes[:place], *takes[place + 1 :], *by_name_only]
         for place, root in enumerate(roots)
@@ -381,7 +379,7 @@ def _places(model: nn.Module, roots: Sequence[str]) -> tuple[list[str], list[str
     known = {*takes[first_named:], *by_name_only}
     misplaced = inspect.Parameter.VAR_KEYWORD not in kinds and set(by_name) - known
     filled = {*takes[:first_named], *by_name}
-    if misplaced or set(by_name) & set(takes[:first_named]) or _required(model) - filled:
+    if misplaced or set(by_name) & set(takes[:first_named]) or set(_required(model)) - filled:
         raise UsageError(
             f"--input gives {', '.join(roots)}, and forward() takes {', '.join(parameters)}; "
             "expected one input for each of its arguments that has no default, by its name or in "
@@ -395,13 +393,17 @@ def _names(model: nn.Module, *kinds: Any) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in kinds]
 
 
-def _required(model: nn.Module) -> set[str]:
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {
+def _required(model: nn.Module) -> list[str]:
+    return [
         parameter.name
         for parameter in inspect.signature(model.forward).parameters.values()
-        if parameter.default is parameter.empty and parameter.kind not in variable
-    }
+        if parameter.default is parameter.empty and parameter.kind in (*_BY_PLACE, _BY_NAME)
+    ]
+
+
+def needed_arguments(model: nn.Module) -> list[str]:
+    """Return the names of the arguments that forward() cannot do without; its first, of none."""
+    return _required(model) or _names(model, *_BY_PLACE, _BY_NAME)[:1] or ["x"]
 
 
 def _hints(model: nn.Module, by_place: Sequence[str], by_name: Sequence[str]) -> dict[str, Any]:

@@ -1,12 +1,21 @@
-"""Classes of networks in Python files, found by reading the files: nothing of them is run."""
+"""Classes of networks in Python files, found by reading the files: nothing of them is run.
+
+Where nothing says which class the weights are of, the error ends with a command that names one.
+"""
 
 import ast
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from modelyard.exporter.checkpoint import MODEL_FORM
+from modelyard.exporter.errors import UsageError
+from modelyard.exporter.ingest import Checkpoint
+from modelyard.exporter.request import ExportRequest, paste
 
 MAX_SOURCE_BYTES = 1 << 20
 MAX_FILES = 200
+_SHOWN = 5
 _NETWORKS = ("Module", "LightningModule", "Sequential", "PreTrainedModel")
 """What the name of a network's base ends with."""
 
@@ -110,3 +119,53 @@ def _takes(node: ast.ClassDef) -> tuple[str, ...]:
         if isinstance(each, ast.FunctionDef) and each.name == "forward":
             return tuple(argument.arg for argument in each.args.args[1:])
     return ()
+
+
+def _with_class(request: ExportRequest, found: FoundClass) -> str:
+    file = found.file
+    if file.is_absolute() and file.is_relative_to(Path.cwd()):
+        file = file.relative_to(Path.cwd())
+    return paste(replace(request, model=f"{file}:{found.name}"))
+
+
+def without_class(request: ExportRequest, checkpoint: Checkpoint, problem: str) -> UsageError:
+    """Return the error of weights whose class nobody named, with those of the files beside them.
+
+    Args:
+        request: without a model.
+        checkpoint: the weights.
+        problem: what is missing.
+    """
+    beside = checkpoint.path.absolute().parent
+    near = classes_near([beside, Path.cwd(), beside.parent])
+    fitting = [found for found in near if found.fits(checkpoint.tensors)]
+    if not fitting:
+        seen = f"beside it are {_listed(near)}" if near else "no Python file beside it has one"
+        return UsageError(f"{problem}; {seen}")
+    first, *others = fitting
+    takes = f", whose forward() takes {', '.join(first.takes)}" if first.takes else ""
+    also = f" (so do {_listed(others)})" if others else ""
+    return UsageError(
+        f"{problem}. {_place(first)} has their names{takes}{also}{_with_class(request, first)}"
+    )
+
+
+def without_name(request: ExportRequest, file: Path) -> UsageError:
+    """Return the error of `--model net.py`, with the classes of the file."""
+    found = classes_in(file)
+    problem = f'--model "{file}" names no class in the file'
+    if not found:
+        return UsageError(f"{problem}, which defines none; expected {MODEL_FORM}")
+    return UsageError(
+        f"{problem}; it has {', '.join(each.name for each in found)}"
+        f"{_with_class(request, found[0])}"
+    )
+
+
+def _listed(found: Sequence[FoundClass]) -> str:
+    more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+    return ", ".join(map(_place, found[:_SHOWN])) + more
+
+
+def _place(found: FoundClass) -> str:
+    return f"{found.name} in {found.file.name}"

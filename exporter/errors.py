@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from modelyard.exporter.parity import ExportReport
+    from modelyard.exporter.prove.parity import ExportReport
 
 
 _OTHER_FORMAT = re.compile(

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
+from modelyard_client.tensors import BF16, BYTES, LENGTH_HEADER
 
 from modelyard.archiver.signature import OIP_DATATYPES, Dim, TensorSpec, fits
 from modelyard.handlers.context import Context
@@ -30,9 +31,6 @@ from modelyard.handlers.entry_point import Entry, FoundHandler
 from modelyard.handlers.errors import BadInput, HandlerError
 from modelyard.handlers.instances import join_chunks
 from modelyard.handlers.tensors import (
-    BF16,
-    BYTES,
-    LENGTH_HEADER,
     Array,
     TensorRequest,
     as_document,

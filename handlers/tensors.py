@@ -19,23 +19,28 @@ from typing import Any
 
 import numpy as np
 import orjson
+from modelyard_client.tensors import (
+    BF16,
+    BYTES,
+    LENGTH_HEADER,
+    MOST_DIMS,
+    NUMPY,
+    OCTETS,
+    as_objects,
+)
+from modelyard_client.tensors import from_bytes as bytes_to_array
+from modelyard_client.tensors import to_bytes as array_to_bytes
 
 from modelyard.archiver.signature import OIP_DATATYPES
 from modelyard.handlers.body import parse_strictly
 from modelyard.handlers.errors import BadInput, HandlerError
 
-LENGTH_HEADER = "inference-header-content-length"
-"""Bytes of JSON before the tensors, in requests and answers that hold binary ones."""
-OCTETS = "application/octet-stream"
 DTYPES = {oip: name for name, oip in OIP_DATATYPES.items()}
 """A datatype → torch's name of it; BYTES has none."""
-BYTES, BF16 = "BYTES", "BF16"
 BASE64 = "base64"
 """`content_type` among the parameters of BYTES whose texts are base64; MLServer's."""
-MOST_DIMS = 32
 MOST_VALUES = 1 << 31
 """Of an empty tensor, were it not empty: its other sizes say what a model may make of it."""
-NUMPY = {oip: np.dtype(name) for oip, name in DTYPES.items() if oip != BF16}
 Array = Any
 """numpy's array, of objects for BYTES; torch's tensor for BF16, which numpy does not know."""
 
@@ -316,13 +321,7 @@ def _texts(
             raise BadInput(f"{where} has text that is not base64: {error}") from error
     else:
         values = [value.encode("utf-8", "surrogatepass") for value in flat]
-    return _objects(values, shape)
-
-
-def _objects(values: Sequence[bytes], shape: tuple[int, ...]) -> np.ndarray:
-    found = np.empty(len(values), dtype=object)
-    found[:] = values
-    return found.reshape(shape)
+    return as_objects(values, shape)
 
 
 def from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...], where: str) -> Array:
@@ -331,41 +330,15 @@ def from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...], where: s
     Raises:
         BadInput: there are more or fewer than the shape holds; it begins with `where`.
     """
-    if datatype == BYTES:
-        return _objects(_split(data, math.prod(shape), where), shape)
-    width = 2 if datatype == BF16 else NUMPY[datatype].itemsize
-    if math.prod(shape) * width != len(data):
-        raise BadInput(
-            f"{where} has {len(data)} bytes; {datatype} of shape {list(shape)} has "
-            f"{math.prod(shape) * width}"
-        )
+    try:
+        found = bytes_to_array(data, "UINT16" if datatype == BF16 else datatype, shape, where)
+    except ValueError as error:
+        raise BadInput(str(error).replace("UINT16", datatype)) from error
     if datatype == BF16:
         import torch
 
-        if not data:
-            return torch.empty(shape, dtype=torch.bfloat16)
-        return torch.frombuffer(bytearray(data), dtype=torch.bfloat16).reshape(shape)
-    found = np.frombuffer(data, NUMPY[datatype].newbyteorder("<")).reshape(shape)
-    if datatype == "BOOL" and np.frombuffer(data, np.uint8).max(initial=0) > 1:
-        raise BadInput(f"{where} has bytes other than 0 and 1; expected BOOL")
+        return torch.from_numpy(found.view(np.int16).copy()).view(torch.bfloat16)
     return found
-
-
-def _split(data: memoryview, count: int, where: str) -> list[bytes]:
-    """Return elements of BYTES: each behind its length, of four bytes."""
-    values: list[bytes] = []
-    at = 0
-    while at < len(data):
-        if len(values) == count or at + 4 > len(data):
-            break
-        length = int.from_bytes(data[at : at + 4], "little")
-        if at + 4 + length > len(data):
-            raise BadInput(f"{where} has an element of {length} bytes, which end before it")
-        values.append(bytes(data[at + 4 : at + 4 + length]))
-        at += 4 + length
-    if at < len(data) or len(values) != count:
-        raise BadInput(f"{where} has not {count} elements in {len(data)} bytes, as its shape says")
-    return values
 
 
 def _kind(value: Any) -> str:
@@ -415,6 +388,15 @@ class NotSayable(HandlerError):
     """An output that the asked form has no way to say."""
 
 
+def _as_numpy(value: Array, datatype: str) -> np.ndarray:
+    array: np.ndarray = value
+    if datatype == BF16:
+        import torch
+
+        array = value.contiguous().view(torch.int16).numpy()
+    return array
+
+
 def datatype_of(value: Array) -> str:
     """Return the datatype of an array, or of torch's tensor."""
     name = str(value.dtype).removeprefix("torch.")
@@ -448,7 +430,7 @@ def write_answer(
         }  # fmt: skip
         is_binary = request.is_binary if each.is_binary is None else each.is_binary
         if is_binary:
-            data = to_bytes(value, datatype)
+            data = array_to_bytes(_as_numpy(value, datatype), datatype)
             tensor["parameters"] = {"binary_data_size": len(data)}
             tail.append(data)
             has_tail = True
@@ -465,18 +447,6 @@ def write_answer(
     if not has_tail:
         return head, {"content-type": "application/json"}
     return b"".join((head, *tail)), {"content-type": OCTETS, LENGTH_HEADER: str(len(head))}
-
-
-def to_bytes(value: Array, datatype: str) -> bytes | memoryview:
-    """Return an array's bytes, little-endian, in the order of rows; its own where they lie so."""
-    if datatype == BYTES:
-        return b"".join(len(each).to_bytes(4, "little") + each for each in value.reshape(-1))
-    if datatype == BF16:
-        import torch
-
-        value = value.contiguous().view(torch.int16).numpy()
-    lined_up = np.ascontiguousarray(value, value.dtype.newbyteorder("<"))
-    return lined_up.reshape(-1).view(np.uint8).data
 
 
 def _texts_to_json(value: Array) -> dict[str, Any]:
@@ -519,4 +489,4 @@ def _classes(value: Array, count: int, labels: Mapping[str, str]) -> np.ndarray:
         for at in places
     ]
     shape = order.shape if numbers.ndim > 1 else order.shape[1:]
-    return _objects([text.encode() for text in texts], shape)
+    return as_objects([text.encode() for text in texts], shape)

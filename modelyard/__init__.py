@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from modelyard.archiver.api import archive, verify
     from modelyard.client import AsyncClient, Client, Explanation
-    from modelyard.exporter.api import export
+    from modelyard.exporter.request import export
     from modelyard.serve.tools.handle import serve
 
     __version__: str
@@ -28,7 +28,7 @@ else:
         "Client": "client",
         "Explanation": "client",
         "archive": "archiver.api",
-        "export": "exporter.api",
+        "export": "exporter.request",
         "verify": "archiver.api",
     }
 

@@ -40,14 +40,6 @@ COMMANDS = {
     "token": Command(
         "modelyard.serve.tools.token_cli", "token_app", "Make tokens that outlive a restart."
     ),
-    "doctor": Command(
-        "modelyard.serve.tools.doctor_cli", "doctor_app", "Report what works here, and what to do."
-    ),
-    "dockerize": Command(
-        "modelyard.serve.tools.dockerize_cli",
-        "dockerize_app",
-        "Write a folder that builds a container image with archives inside.",
-    ),
     "predict": Command(
         "modelyard.serve.tools.client_cli",
         "predict_app",

@@ -25,7 +25,7 @@ stale. How they go together: [in a notebook](notebooks.md), [the client](client.
 
 PARTS = {
     "From `modelyard`": {
-        "modelyard.exporter.api": ["export"],
+        "modelyard.exporter.request": ["export"],
         "modelyard.archiver.api": ["archive", "verify", "Verification"],
         "modelyard.serve.tools.handle": ["serve", "Server"],
         "modelyard.client": ["Client", "AsyncClient", "Explanation"],
@@ -36,7 +36,7 @@ PARTS = {
     "Errors": {
         "modelyard.exporter.errors": [],
         "modelyard.archiver.errors": [],
-        "modelyard.client.errors": [],
+        "modelyard_client.errors": [],
         "modelyard.handlers.errors": [],
         "modelyard.serve.errors": ["StartError"],
     },

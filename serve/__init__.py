@@ -11,7 +11,7 @@ from typing import Any
 
 
 class _Callable(ModuleType):
-    """A package that is a function too (docs/decisions/0103-serve-is-called.md)."""
+    """A package that is a function too (docs/decisions/README.md)."""
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         from modelyard.serve.tools.handle import serve

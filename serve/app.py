@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from modelyard.plugins.grpc import OPEN_METHODS, LazyServices, services
+from fastapi import APIRouter
+
 from modelyard.plugins.ops.console.build import build_console
 from modelyard.plugins.ops.rollout.control import Rollouts
 from modelyard.plugins.ops.rollout.routes import rollout_routes
-from modelyard.serve.api.description import DESCRIPTION, described_calls
+from modelyard.serve.api.description import DOCUMENT, described_calls
 from modelyard.serve.api.docs import DOCS_PATHS, add_docs
 from modelyard.serve.api.health import OPEN_PATHS, health_routes
 from modelyard.serve.api.inference import Calls, right_of
@@ -29,8 +30,10 @@ from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.tracing import Tracing, open_tracing
 from modelyard.serve.dataplane.worker import frame_bytes
 from modelyard.serve.errors import StartError
+from modelyard.serve.front.begin import Front, ServerState
+from modelyard.serve.front.face import Face, Inside, make_faces
 from modelyard.serve.http.access import AccessLog
-from modelyard.serve.http.application import Answers, Application, Check, ServerState
+from modelyard.serve.http.application import Answers, Application, Check, Route
 from modelyard.serve.http.auth import Grants, TokenCheck, check_changes
 from modelyard.serve.http.connection import Accepts, Access, Limits
 from modelyard.serve.http.cors import Cors
@@ -57,13 +60,13 @@ class Server:
     tracing: Tracing | None = None
     access_log: AccessLog | None = None
     """None where no request is traced."""
-    more: Sequence[Listener] = ()
-    """Further addresses of the same APIs."""
+    faces: Sequence[Face] = ()
+    """Further ways in."""
 
     @property
     def listeners(self) -> list[Listener]:
         """Each of them once, the inference API's first; APIs may share one."""
-        every = (self.inference, self.management, self.metrics, *self.more)
+        every = (self.inference, self.management, self.metrics)
         return list(dict.fromkeys(listener for listener in every if listener))
 
 
@@ -86,15 +89,35 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
     of_operators = None if settings.auth == "never" else grants
     cors = Cors(settings.allowed_origins) if settings.allowed_origins else None
     answers = Answers(state, cors=cors)
+    tracing = open_tracing(os.environ) if settings.tracing else None
+    client = TokenCheck(of_clients, right_of, (*OPEN_PATHS, *DOCS_PATHS))
+    front = Front(registry, metrics, state, tracing=tracing, check_right=client.check_right)
+    calls = Calls(front, answers, hides_tokens=of_clients is not None)
+    operator = TokenCheck(of_operators, lambda _: "manage", DOCS_PATHS)
+    check: Check = client
+    if settings.allow_load:
+        check = check_changes(check, operator)
+    tls = None
+    if (certificate := settings.tls_cert) is not None:
+        tls = watched_tls((), certificate, settings.tls_key)
+    known = {"inference": of_clients, "management": of_operators}
+    faces = make_faces(
+        Inside(settings, lifecycle, front, repository, answers, known, budget, tls, access)
+    )
+
+    def more(api: str) -> list[APIRouter]:
+        return [router for face in faces for router in face.routes.get(api, ())]
+
     clients = Routes(
         "Modelyard",
-        DESCRIPTION,
+        DOCUMENT["description"],
         answers,
         described_calls(),
         health_routes(registry, state),
         oip_routes(registry, state, repository),
         kserve_routes(registry, state),
         model_docs_routes(registry),
+        *more("inference"),
     )
     operators = Routes(
         "Modelyard management",
@@ -102,39 +125,30 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
         answers,
         rollout_routes(rollouts),  # first: no version is called so
         management_routes(registry, lifecycle),
+        *more("management"),
     )
-    scraper = Routes("Modelyard metrics", "Prometheus metrics.", answers, metrics_routes(metrics))
-    tracing = open_tracing(os.environ) if settings.tracing else None
-    hides_tokens = of_clients is not None
-    client = TokenCheck(of_clients, right_of, (*OPEN_PATHS, *OPEN_METHODS, *DOCS_PATHS))
-    calls = Calls(
-        registry,
-        metrics,
-        state,
+    scraper = Routes(
+        "Modelyard metrics",
+        "Prometheus metrics.",
         answers,
-        hides_tokens=hides_tokens,
-        tracing=tracing,
-        check_right=client.check_right,
+        metrics_routes(metrics),
+        *more("metrics"),
     )
-    operator = TokenCheck(of_operators, lambda _: "manage", DOCS_PATHS)
-    check: Check = client
-    if settings.allow_load:
-        check = check_changes(check, operator)
-    streams = LazyServices(
-        lambda: services(
-            calls, registry, state, repository, check, settings.max_request_bytes, access
-        )
-    )
-    console = build_console(lifecycle, rollouts, calls, of_operators, answers, settings)
+    console = build_console(lifecycle, rollouts, calls.front, of_operators, answers, settings)
+
+    def application(name: str, check: Check, route: Route, calls: Calls | None = None
+                    ) -> Application:  # fmt: skip
+        for face in faces:
+            check, route = face.guard(name, check), face.route(name, route)
+        return Application(check, answers, route, calls)
+
+    scrapers = TokenCheck(of_clients, lambda _: "metrics", DOCS_PATHS)
     apis = (
-        Application(check, answers, clients, calls, streams),
-        Application(console.check(operator), answers, console.route(operators)),
-        Application(TokenCheck(of_clients, lambda _: "metrics", DOCS_PATHS), answers, scraper),
+        application("inference", check, clients, calls),
+        application("management", console.check(operator), console.route(operators)),
+        application("metrics", scrapers, scraper),
     )
     served = zip(apis, settings.addresses, strict=True)
-    cert, tls = settings.tls_cert, None
-    if cert is not None:
-        tls = watched_tls((), cert, settings.tls_key)
     inference, management, scraped = listen(
         served, settings, budget, tls, access, settings.allowed_origins
     )
@@ -144,11 +158,13 @@ def create_server(settings: Settings, access: AccessLog | None = None) -> Server
     for name, api in routes.items():
         add_docs(api.fastapi, name, ports)
         api.elsewhere = {other: (routes[other], ports[other]) for other in routes if other != name}
-    return Server(lifecycle, rollouts, state, inference, management, scraped, tracing, access)
+    return Server(
+        lifecycle, rollouts, state, inference, management, scraped, tracing, access, faces
+    )
 
 
 OWN_RIGHTS = {"management": "manage", "inference": "predict,explain,metrics,priority"}
-"""Of the keys that each start makes."""
+"""Rights of the keys that each start makes."""
 
 
 def known_tokens(settings: Settings, keys: Mapping[str, str]) -> Grants:
@@ -182,7 +198,6 @@ def listen(
     tls: Tls | None = None,
     access: Access | None = None,
     allowed_origins: Iterable[str] = (),
-    ages: Mapping[Address, tuple[float, float]] | None = None,
 ) -> list[Listener]:
     """Bind every address, or none.
 
@@ -193,7 +208,6 @@ def listen(
         tls: returns certificate and key, for addresses that ask for them.
         access: called with each answer, for an access log.
         allowed_origins: web pages of elsewhere that may call, as CORS writes them.
-        ages: `age_s` and `age_grace_s` of `Limits`, where an address has its own.
 
     Raises:
         StartError: an address cannot be bound.
@@ -211,9 +225,7 @@ def listen(
         for api, address in apis:
             is_first = not listeners
             site = SiteCheck(address, settings.allowed_hosts, tuple(allowed_origins))
-            age_s, grace_s = (ages or {}).get(address, (limits.age_s, limits.age_grace_s))
-            own = replace(limits, age_s=age_s, age_grace_s=grace_s)
-            listeners.append(Listener(api, address, own, tls, access, site, budget, is_first))
+            listeners.append(Listener(api, address, limits, tls, access, site, budget, is_first))
     except BaseException:
         for listener in listeners:
             listener.abandon()

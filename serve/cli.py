@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.markup import escape
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     from modelyard.serve.control.state import StateDir
     from modelyard.serve.settings import Settings
     from modelyard.serve.tools.client import Endpoint
+
+_F = TypeVar("_F", bound=Callable[..., None])
 
 serve_app = typer.Typer(
     help="Start, stop and look at the server.", no_args_is_help=True, add_completion=False
@@ -72,6 +75,16 @@ def state_folder(state_dir: Path | None) -> StateDir:
     return StateDir(load_settings({"state_dir": state_dir}).state_dir)
 
 
+_SERVER_OPTIONS: Mapping[str, Any] = {
+    "url": UrlOption,
+    "token": TokenOption,
+    "ca": CaOption,
+    "state_dir": StateDirOption,
+    "json_output": JsonOption,
+}
+"""The options of every command that asks a running server."""
+
+
 def endpoint(
     api: str, url: str | None, token: str | None, ca: Path | None, state_dir: Path | None
 ) -> Endpoint:
@@ -79,6 +92,42 @@ def endpoint(
     from modelyard.serve.tools.client import find_endpoint
 
     return find_endpoint(api, state_folder(state_dir), url, token, ca)
+
+
+def asks(app: typer.Typer, api: str = "management", name: str | None = None) -> Callable[[_F], _F]:
+    """Return a decorator that makes a function a command which asks a running server.
+
+    The function is called with the `Endpoint` that the options of every such command mean, the one
+    of a URL, else that of the state folder's server, with whether JSON is to be printed, and with
+    what it declares besides; an error that is known ends the command with one line.
+
+    Args:
+        app: where the command is registered.
+        api: which API it asks: management or inference.
+        name: the command's; by default the function's.
+    """
+
+    def register(function: _F) -> _F:
+        def command(
+            *, url: str | None, token: str | None, ca: Path | None, state_dir: Path | None,
+            json_output: bool, **given: Any,
+        ) -> None:  # fmt: skip
+            with known_errors():
+                function(endpoint(api, url, token, ca, state_dir), json_output, **given)
+
+        own = list(inspect.signature(function).parameters.values())[2:]
+        by_name = inspect.Parameter.KEYWORD_ONLY
+        parameters = [each.replace(kind=by_name) for each in own]
+        for option, kind in _SERVER_OPTIONS.items():
+            absent = False if option == "json_output" else None
+            parameters.append(inspect.Parameter(option, by_name, default=absent, annotation=kind))
+        command.__name__, command.__doc__ = function.__name__, function.__doc__
+        command.__annotations__ = {each.name: each.annotation for each in parameters}
+        setattr(command, "__signature__", inspect.Signature(parameters))  # noqa: B010 - for typer
+        app.command(name)(command)
+        return function
+
+    return register
 
 
 @serve_app.command()
@@ -97,6 +146,7 @@ def start(
     port: Annotated[int | None, typer.Option(help="Inference; default 8080.")] = None,
     management_port: Annotated[int | None, typer.Option(help="Management; default 8081.")] = None,
     metrics_port: Annotated[int | None, typer.Option(help="Metrics; default 8082.")] = None,
+    grpc_port: Annotated[int | None, typer.Option(help="gRPC; default none.")] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu or cuda[:N].")] = None,
     workers: Annotated[int | None, typer.Option(help="Per model; default by cores.")] = None,
     auth: Annotated[
@@ -169,43 +219,18 @@ def start(
 
     Example: modelyard serve start --model-store model_store --models digits
     """
+    given = locals()
+    for name in ("more_models", "config", "foreground", "explain_plan", "json_output"):
+        del given[name]  # what is no setting
     from modelyard.serve.control.state import StateDir, describe_running
     from modelyard.serve.settings import load_settings, unknown_variables
     from modelyard.serve.start import start_detached
 
     named = [name for option in models or [] for name in option.split(",") if name]
-    named += more_models or []
+    given["models"] = (*named, *(more_models or ())) or None
+    given["reload"] = tuple(reload) if reload else None
     with known_errors():
-        settings = load_settings(
-            {
-                "models": tuple(named) or None,
-                "model_store": model_store,
-                "host": host,
-                "port": port,
-                "management_port": management_port,
-                "metrics_port": metrics_port,
-                "device": device,
-                "workers": workers,
-                "auth": auth,
-                "tls_cert": tls_cert,
-                "tls_key": tls_key,
-                "token_file": token_file,
-                "insecure": insecure,
-                "access_log": access_log,
-                "log_format": log_format,
-                "log_level": log_level,
-                "explain_share": explain_share,
-                "trusted_keys": trusted_keys,
-                "require_signature": require_signature,
-                "require_proven": require_proven,
-                "accept_changed": accept_changed,
-                "install_requirements": install_requirements,
-                "require_sandbox": require_sandbox,
-                "reload": tuple(reload) if reload else None,
-                "state_dir": state_dir,
-            },
-            config,
-        )
+        settings = load_settings(given, config)
         for notice in unknown_variables():
             err.print(f"[yellow]warning:[/yellow] {escape(notice)}")
         if explain_plan:
@@ -259,9 +284,9 @@ def run_attached(settings: Settings) -> int:
 
 
 def _print_addresses(about: dict[str, Any]) -> None:
-    docs = {"docs": f"{about['inference']}/docs", "log": about["log"]}
-    for name in ("inference", "management", "metrics", *docs):
-        out.print(f"{name:<12}{escape(docs.get(name) or about[name])}", soft_wrap=True)
+    more = {**about["faces"], "docs": f"{about['inference']}/docs", "log": about["log"]}
+    for name in ("inference", "management", "metrics", *more):
+        out.print(f"{name:<12}{escape(more.get(name) or about[name])}", soft_wrap=True)
 
 
 @serve_app.command()

@@ -222,7 +222,7 @@ class Unauthorized(ServeError):
 
 
 class Forbidden(ServeError):
-    """By a name that is not this server's, from a web page of elsewhere, or off by a setting."""
+    """The name is not this server's, a web page of elsewhere asks, or a setting is off."""
 
 
 class TooManyAttempts(ServeError):

@@ -39,7 +39,7 @@ class Policy:
     needs_manifest = True
     """Whether an archive without a manifest is refused."""
     default_handler: str | None = None
-    """Of archives that name none."""
+    """Handler of archives that name none."""
     unregister_timeout_s: float | None = None
     """In which the workers of a version that is removed must have ended."""
     passed_variables: tuple[str, ...] = PASSED
@@ -47,20 +47,17 @@ class Policy:
     hidden_variables: str | None = None
     """Regular expression; variables whose whole name it matches are kept from workers."""
     worker_variables: Mapping[str, str] = {}
-    """Of the workers' environment, beside the server's."""
+    """Variables of the workers' environment, beside the server's."""
 
     def __init__(self, settings: Settings, workers: WorkerPolicy | None = None) -> None:
         self.settings = settings
         self.state = StateDir(settings.state_dir)
         self.max_answer_bytes = settings.max_response_bytes
-        """Of one answer, or one chunk of it."""
+        """Size of one answer, or of one chunk of it."""
         self.workers = workers or WorkerPolicy()
         self.workers.log_bytes, self.workers.log_keep = settings.log_bytes, settings.log_keep
-        self.worker_keys: dict[str, Any] = {
-            "dialect": "modelyard",
-            "max_image_pixels": settings.max_image_pixels,
-        }
-        """Of the message with which workers load."""
+        self.worker_keys: dict[str, Any] = {"max_image_pixels": settings.max_image_pixels}
+        """Keys of the message with which workers load."""
 
     def models_at_start(self, is_trial: bool = False) -> list[ModelSpec]:
         """Return what the settings name, or what was served last when they name nothing.

@@ -88,7 +88,7 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
     state.unpacked.mkdir(mode=0o700)
     measures = check_machine(settings)
     server = create(settings)
-    orphans = Orphans()
+    orphans, closing = Orphans(), list[asyncio.Task[None]]()
     stop = _watch_signals()
     about = _describe(server, state, settings)
     walls = {each.name: {"status": each.status, "found": each.found} for each in measures}
@@ -96,6 +96,8 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
     async def open_ports() -> None:
         for listener in server.listeners:
             await listener.start()
+        for face in server.faces:
+            await face.start()
         write_json(state.server_file, {**about, "sandbox": walls})
         report({"event": "started", **about})
 
@@ -129,9 +131,9 @@ async def _serve(settings: Settings, state: StateDir, report: Report, create: Cr
         if edits is not None:
             edits.cancel()
         memory.stop()
-        await _drain(server, settings, stop.second)
+        await _drain(server, settings, stop.second, closing)
     finally:
-        await _end(server, state)
+        await _end(server, state, closing)
         await orphans.stop()
 
 
@@ -175,7 +177,7 @@ def _describe(server: Server, state: StateDir, settings: Settings) -> Event:
         "inference": server.inference.url,
         "management": server.management.url,
         "metrics": server.metrics.url if server.metrics else None,
-        **({"more": [listener.url for listener in server.more]} if server.more else {}),
+        "faces": {name: url for face in server.faces for name, url in face.urls.items()},
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "certificate": str(settings.tls_cert) if settings.tls_cert else None,
         "key_file": str(state.key_file),
@@ -204,13 +206,19 @@ def _watch_signals() -> StopSignals:
     return stop
 
 
-async def _drain(server: Server, settings: Settings, now: asyncio.Event) -> None:
+async def _drain(
+    server: Server, settings: Settings, now: asyncio.Event, closing: list[asyncio.Task[None]]
+) -> None:
     """Answer what was accepted, close connections only after an answer, take nothing new.
 
     First the server is not ready, so that balancers send no more, and every answer says
     `Connection: close`, so that clients which keep connections open leave by themselves; then the
     listening sockets close; then idle connections. A second signal, or the end of the time, skips
     the waiting.
+
+    Args:
+        closing: gets what stops each face, which has a moment longer than the listeners: the calls
+            that are still unanswered then are refused before it ends them.
     """
     loop = asyncio.get_running_loop()
     delay_s, timeout_s = settings.drain_delay_s, settings.drain_timeout_s
@@ -223,19 +231,25 @@ async def _drain(server: Server, settings: Settings, now: asyncio.Event) -> None
         await asyncio.wait_for(now.wait(), announce_s)
     for listener in server.listeners:
         await listener.stop_accepting()
+    rest_s = max(0.0, deadline - loop.time()) + FLUSH_S
+    closing += [asyncio.create_task(face.stop(rest_s)) for face in server.faces]
     while not now.is_set() and loop.time() < deadline:
-        if not sum([listener.close_idle() for listener in server.listeners]):
+        remain = sum([listener.close_idle() for listener in server.listeners])
+        if not remain and all(task.done() for task in closing):
             return
         await asyncio.sleep(0.02)
     logger.warning("the time for requests in progress is over")
 
 
-async def _end(server: Server, state: StateDir) -> None:
+async def _end(server: Server, state: StateDir, closing: list[asyncio.Task[None]]) -> None:
     """End workers and connections; what is still unanswered gets its 503."""
     loop = asyncio.get_running_loop()
     await server.rollouts.stop()
     await server.lifecycle.stop(0)
     deadline = loop.time() + FLUSH_S
+    closing = closing or [asyncio.create_task(face.stop(0)) for face in server.faces]
+    if closing:
+        await asyncio.wait(closing, timeout=FLUSH_S)
     while any(listener.busy_count for listener in server.listeners) and loop.time() < deadline:
         await asyncio.sleep(0.01)
     for listener in server.listeners:

@@ -27,7 +27,7 @@ from modelyard.serve.errors import StartError, WrongUsage
 
 ENV_PREFIX = "MODELYARD_"
 MOST_WORKERS = 1024
-"""Of one model."""
+"""Workers of one model, at most."""
 Share = Annotated[int, Field(ge=1, le=1000)]
 _ORIGIN = re.compile(
     r"\*|https?://([\w.-]+|\[[0-9A-Fa-f:.]+\])(:\d{1,5})?", re.ASCII | re.IGNORECASE
@@ -49,7 +49,7 @@ class Address:
     port: int = 0
     """0 lets the system choose."""
     path: Path | None = None
-    """Of a Unix socket; host and port say nothing then."""
+    """Path of a Unix socket; host and port say nothing then."""
     is_tls: bool = False
     option: str = "port"
     """What chooses the port, for messages."""
@@ -96,6 +96,8 @@ class Settings(BaseModel):
     """Port of the inference API; 0 lets the system choose, for the other two as well."""
     management_port: int = Field(default=8081, ge=0, le=65535)
     metrics_port: int = Field(default=8082, ge=0, le=65535)
+    grpc_port: int | None = Field(default=None, ge=0, le=65535)
+    """Port of gRPC, which needs the extra grpc; not set, there is none. Triton's is 8001."""
     tls_cert: Path | None = None
     """Certificate of all three APIs, and those that lead to its root (PEM); read again when it
     changes."""
@@ -233,10 +235,10 @@ class Settings(BaseModel):
             raise ValueError("tls_cert and tls_key go together; one is missing")
         return value
 
-    @field_validator("management_port", "metrics_port")
+    @field_validator("management_port", "metrics_port", "grpc_port")
     @classmethod
-    def _is_no_others(cls, value: int, info: ValidationInfo) -> int:
-        for other in ("port", "management_port"):
+    def _is_no_others(cls, value: int | None, info: ValidationInfo) -> int | None:
+        for other in ("port", "management_port", "metrics_port"):
             if value and info.data.get(other) == value:
                 raise ValueError(
                     f"{value} is {other}, too; each API needs a port of its own, and 0 lets the "

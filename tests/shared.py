@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from modelyard_client.options import Method
 
 from modelyard.archiver import write_archive
 from modelyard.base.explain_options import EXPLAIN_OPTIONS
-from modelyard.client.options import Method
 from tests.serve.live import LiveServer, running
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +32,7 @@ EXPORT = (
 """The export of the README, which the whole test run shares."""
 
 LONGEST = (
-    *("test_docs.py", "serve", "test_architecture.py", "trips"),
+    *("cluster", "test_docs.py", "serve", "test_architecture.py", "trips"),
     *("handlers", "exporter", "archiver", "benchmarks"),
 )
 """Folders and files whose tests take longest; `trips` needs what `test_docs.py` exports."""

@@ -20,7 +20,7 @@ from modelyard.archiver import ArchiveError
 from modelyard.archiver.cli import archive_app, verify_app
 from modelyard.client import RequestFailed
 from modelyard.exporter.errors import UsageError
-from modelyard.exporter.trip import ExportRequest
+from modelyard.exporter.request import ExportRequest
 from modelyard.serve.cli import serve_app
 from modelyard.serve.errors import StartError
 from modelyard.serve.tools.handle import serve as start

@@ -369,7 +369,7 @@ def test_each_sentence_about_what_reaches_what_has_its_tests() -> None:
     sentences = re.findall(r"^- (?:.*\n?(?:  )?)+?(?=^- |^$|\Z)", text, re.M)
     assert len(sentences) > 15
     for sentence in sentences:
-        named = re.findall(r"`(tests/\S+\.py)::(test_\w+)`", sentence)
+        named = re.findall(r"`((?:tests|plugins)/\S+\.py)::(test_\w+)`", sentence)
         assert named, f"no test stands beside: {sentence}"
         for file, test in named:
             assert f"\ndef {test}(" in (REPO / file).read_text(encoding="utf-8"), f"{file}::{test}"

@@ -19,6 +19,14 @@ LOCK = (REPO / "requirements.lock").read_text()
 TORCH = (REPO / "requirements-torch.lock").read_text()
 FILE = tomllib.loads((REPO / "pyproject.toml").read_text())
 PROJECT = FILE["project"]
+CLIENT = tomllib.loads((REPO / "client" / "pyproject.toml").read_text())["project"]
+OWN = ("modelyard", "modelyard-client")
+"""What is installed from here."""
+DEPENDENCIES = [
+    line
+    for line in [*PROJECT["dependencies"], *CLIENT["dependencies"]]
+    if Requirement(line).name not in OWN
+]
 EXTRAS = PROJECT["optional-dependencies"]
 UNLOCKED = ("ray",)
 """Extras that only those install who know why (docs/decisions/0090-cells-of-ray.md)."""
@@ -36,9 +44,9 @@ _spec.loader.exec_module(matrix_results)
 
 def test_every_dependency_of_the_project_is_pinned_at_a_version_that_it_allows() -> None:
     optional = [line for name in EXTRAS.keys() - {*UNLOCKED} for line in EXTRAS[name]]
-    for requirement in [*PROJECT["dependencies"], *optional, *FILE["build-system"]["requires"]]:
+    for requirement in [*DEPENDENCIES, *optional, *FILE["build-system"]["requires"]]:
         parsed = Requirement(requirement)
-        if parsed.name != "modelyard":
+        if parsed.name not in OWN:
             assert parsed.specifier.contains(PINNED[parsed.name.lower()]), requirement
 
 
@@ -50,16 +58,16 @@ def test_the_lock_of_images_is_a_part_of_the_developers() -> None:
     server = entries((REPO / "requirements-server.lock").read_text())
     assert server.items() <= entries(LOCK).items()
     names = {pin.partition("==")[0] for pin in server} | {"torch"}
-    assert names >= {Requirement(line).name for line in PROJECT["dependencies"]}
+    assert names >= {Requirement(line).name for line in DEPENDENCIES}
     assert names.isdisjoint({"captum", "matplotlib", "onnxscript", "pytest"})
 
 
 def test_no_major_version_is_allowed_that_was_not_tested() -> None:
     """Of what users install; developers have the lock."""
     for_users = [line for name in USERS_EXTRAS for line in EXTRAS[name]]
-    for requirement in [*PROJECT["dependencies"], *for_users]:
+    for requirement in [*DEPENDENCIES, *for_users]:
         parsed = Requirement(requirement)
-        if parsed.name not in ("modelyard", "torch"):
+        if parsed.name not in (*OWN, "torch"):
             beyond = int(PINNED[parsed.name].partition(".")[0]) + 1
             assert f"<{beyond}" in str(parsed.specifier).split(","), requirement
 
@@ -112,8 +120,8 @@ def test_every_lower_bound_has_its_reason_on_the_decisions_page() -> None:
     optional = [line for name in USERS_EXTRAS for line in EXTRAS[name]]
     lowest = {
         parsed.name: next(one.version for one in parsed.specifier if one.operator == ">=")
-        for parsed in map(Requirement, [*PROJECT["dependencies"], *optional])
-        if parsed.name not in ("modelyard", "torch")
+        for parsed in map(Requirement, [*DEPENDENCIES, *optional])
+        if parsed.name not in (*OWN, "torch")
     }
     assert reasons == lowest
 
@@ -141,3 +149,10 @@ def test_the_locks_name_no_index_host_or_folder() -> None:
 
 def test_no_package_is_for_one_kind_of_graphics_card() -> None:
     assert [name for name in PINNED if name.startswith(("nvidia", "cuda", "triton"))] == []
+
+
+def test_the_client_and_the_server_are_of_one_version() -> None:
+    assert CLIENT["version"] == PROJECT["version"]
+    assert f"modelyard-client=={CLIENT['version']}" in PROJECT["dependencies"]
+    ours = set(map(str, map(Requirement, DEPENDENCIES)))
+    assert set(map(str, map(Requirement, CLIENT["dependencies"]))) <= ours

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.archiver.collect import plan_archive
+from modelyard.archiver.collect import ArchiveRequest, plan_archive
 from modelyard.archiver.errors import CannotArchive
 from modelyard.serve.control.model_config import Values
 from modelyard.serve.errors import BadModelConfig
@@ -59,7 +59,7 @@ def test_a_key_that_nothing_reads_is_refused_with_the_nearest(
     (config := tmp_path / "c.yaml").write_text(line)
     (handler := tmp_path / "h.py").write_text("def handle(data, context):\n    return data\n")
     with pytest.raises(CannotArchive) as refused:
-        plan_archive("m", version="1", handler=str(handler), config_file=config)
+        plan_archive(ArchiveRequest("m", version="1", handler=str(handler), config_file=config))
     key = line.partition(":")[0]
     said = f"{key} is not a key that the server reads; did you mean {near}?"
     assert said in str(refused.value)

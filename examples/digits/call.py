@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from modelyard_client import Client
 from PIL import Image
-
-from modelyard.client import Client
 
 url, scan = sys.argv[1], Path(sys.argv[2])
 with Client(url) as client:

@@ -1,30 +1,29 @@
-"""The process that one subject of a bench runs in: `python -P -m modelyard.exporter.bench.child`.
+"""The process that one subject of a bench runs in, and how it counts and measures.
 
-It writes `{}` once torch is imported. Then it reads one order per line, `["open", {arguments}]` or
-a method of `Session` with its arguments, and answers each with one JSON object, which holds "error"
-where the order failed. Whatever else is printed goes to the standard error.
+It answers `{"method": …, …}`, a method of `Session` with its arguments, by what that returns, which
+holds "error" where it failed; "ready" once torch is imported, and "open" before any other.
 """
 
-import json
-import os
+import math
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from modelyard.archiver.signature import Dim, parse_signature
 from modelyard.exporter.arguments import choose_outputs, flatten, give_outputs, take_inputs
-from modelyard.exporter.bench.flops import count_flops
-from modelyard.exporter.bench.machine import read_joules
 from modelyard.exporter.checkpoint import open_model
+from modelyard.exporter.child import answer_questions
 from modelyard.exporter.errors import cause
+from modelyard.exporter.prove.watch import EachOperator
 from modelyard.handlers.models.backends import open_artifact
 from modelyard.handlers.proof.agree import full_precision
 from modelyard.handlers.proof.probes import Probe, make_inputs
@@ -34,14 +33,32 @@ Tensors = tuple[Tensor, ...]
 _MOVES = 20
 _WARM_CALLS = 3
 _SEED = 1
+_RAPL = Path("/sys/class/powercap")
+"""A folder for each package of a CPU, `intel-rapl:0`; AMD's have the same name."""
 
 
 class Session:
-    """One subject, open: measures its calls."""
+    """One subject: opens it, and measures its calls.
 
-    def __init__(
+    Args:
+        stack: closes what is open when the process ends.
+        folder: where it leaves its outputs.
+    """
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self._stack = stack
+        self._folder = folder
+        self._compile_s = 0.0
+        self._inputs: dict[int, Tensors] = {}
+        self._run: Callable[..., Any]
+        self._module: nn.Module | None
+
+    def ready(self) -> dict[str, Any]:
+        """Return nothing, now that torch is imported."""
+        return {}
+
+    def open(
         self,
-        stack: ExitStack,
         *,
         kind: str,
         path: str,
@@ -49,86 +66,77 @@ class Session:
         model_args: Mapping[str, Any],
         signature: Mapping[str, Any],
         device: str,
-        folder: str,
-    ) -> None:
-        self.before = _memory()
-        self.signature = parse_signature(signature)
-        self.kind = kind
-        self.device = torch.device(device)
-        self.folder = Path(folder)
-        self.compile_s = 0.0
-        self._inputs: dict[int, Tensors] = {}
+    ) -> dict[str, Any]:
+        """Load the subject."""
+        self._before = _memory()
+        self._signature = parse_signature(signature)
+        self._kind, self._device = kind, torch.device(device)
         started = time.perf_counter()
-        self.run: Callable[..., Any]
-        self.module: nn.Module | None
         if kind in ("eager", "compile"):
-            built = stack.enter_context(open_model(Path(path), model, model_args))
-            module = take_inputs(built.to(self.device), self.signature)
-            self.module = self._with_outputs(module)
-            compiled = kind == "compile"
-            self.run = torch.compile(self.module, dynamic=False) if compiled else self.module
+            built = self._stack.enter_context(open_model(Path(path), model, model_args))
+            module = take_inputs(built.to(self._device), self._signature)
+            self._run = self._module = self._with_outputs(module)
+            if kind == "compile":
+                self._run = torch.compile(self._run, dynamic=False)
         else:
-            artifact = open_artifact(Path(path), kind, self.device)
-            self.device = artifact.device
-            self.run, self.module = artifact, artifact.module
-        self.load_s = time.perf_counter() - started
+            artifact = open_artifact(Path(path), kind, self._device)
+            self._device = artifact.device
+            self._run, self._module = artifact, artifact.module
+        self._load_s = time.perf_counter() - started
+        return {}
 
     def _with_outputs(self, module: nn.Module) -> nn.Module:
         """Keep what the artifacts give of what the checkpoint's model gives; all where unknown."""
-        if not self.signature.outputs:
+        if not self._signature.outputs:
             return module
-        batch = self.signature.batch
+        batch = self._signature.batch
         with torch.inference_mode():
             given = module(*self._made(batch.min if isinstance(batch, Dim) else 1))
-        wanted = [spec.name for spec in self.signature.outputs]
-        outputs = choose_outputs(given, wanted, [spec.name for spec in self.signature.inputs])
-        return give_outputs(module, self.signature, outputs, given)
-
-    def inputs(self, batch: int) -> Tensors:
-        """Make the inputs of a batch size once; every process makes the same."""
-        if batch not in self._inputs:
-            self._inputs[batch] = self._made(batch)
-            self._warm_up(batch)
-        return self._inputs[batch]
+        wanted = [spec.name for spec in self._signature.outputs]
+        outputs = choose_outputs(given, wanted, [spec.name for spec in self._signature.inputs])
+        return give_outputs(module, self._signature, outputs, given)
 
     def _made(self, batch: int) -> Tensors:
-        sizes = {name: dim.max for name, dim in self.signature.dims.items()}
-        if isinstance(self.signature.batch, Dim):
-            sizes[self.signature.batch.name] = batch
-        made = make_inputs(self.signature, Probe("random", sizes), seed=_SEED)
-        return tuple(tensor.to(self.device) for tensor in made)
+        """Make the inputs of a batch size; every process makes the same."""
+        sizes = {name: dim.max for name, dim in self._signature.dims.items()}
+        if isinstance(self._signature.batch, Dim):
+            sizes[self._signature.batch.name] = batch
+        made = make_inputs(self._signature, Probe("random", sizes), seed=_SEED)
+        return tuple(tensor.to(self._device) for tensor in made)
 
     def _warm_up(self, batch: int) -> None:
         """Run the first calls, which compile and allocate, and keep what they give."""
+        if batch in self._inputs:
+            return
+        self._inputs[batch] = self._made(batch)
         with self._range("warm-up"):
             started = time.perf_counter()
             outputs = flatten(self._call(batch))
-            if self.kind == "compile":
-                self.compile_s += time.perf_counter() - started
+            self._compile_s += time.perf_counter() - started
             for _ in range(_WARM_CALLS - 1):
                 self._call(batch)
         kept = [value.detach().cpu().clone() for value in outputs.values()]
-        torch.save(kept, self.folder / f"{batch}.pt")
+        torch.save(kept, self._folder / f"{batch}.pt")
 
     def _call(self, batch: int) -> Any:
-        with torch.inference_mode(), full_precision(self.device):
-            output = self.run(*self._inputs[batch])
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        with torch.inference_mode(), full_precision(self._device):
+            output = self._run(*self._inputs[batch])
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         return output
 
     def time(self, batch: int, seconds: float) -> dict[str, Any]:
         """Call for `seconds`, once at least; return each call's milliseconds."""
-        self.inputs(batch)
+        self._warm_up(batch)
         latencies: list[float] = []
-        before, joules = self._held(), read_joules(self.device)
+        before, joules = self._held(), read_joules(self._device)
         with self._range(f"run batch {batch}"):
             ends = time.perf_counter() + seconds
             while not latencies or time.perf_counter() < ends:
                 started = time.perf_counter_ns()
                 self._call(batch)
                 latencies.append((time.perf_counter_ns() - started) / 1e6)
-        used = None if joules is None else (read_joules(self.device) or 0.0) - joules
+        used = None if joules is None else (read_joules(self._device) or 0.0) - joules
         return {
             "latencies_ms": latencies,
             "before_bytes": before,
@@ -138,10 +146,11 @@ class Session:
 
     def moves(self, batch: int) -> dict[str, Any]:
         """Return the milliseconds that inputs take to the device, and outputs back."""
-        inputs = [tensor.cpu() for tensor in self.inputs(batch)]
+        self._warm_up(batch)
+        inputs = [tensor.cpu() for tensor in self._inputs[batch]]
         outputs = [*flatten(self._call(batch)).values()]
         return {
-            "to_device_ms": self._moved("inputs to device", inputs, self.device),
+            "to_device_ms": self._moved("inputs to device", inputs, self._device),
             "from_device_ms": self._moved("outputs from device", outputs, torch.device("cpu")),
         }
 
@@ -152,22 +161,21 @@ class Session:
                 started = time.perf_counter_ns()
                 for tensor in tensors:
                     tensor.to(place)
-                if self.device.type == "cuda":
-                    torch.cuda.synchronize(self.device)
+                torch.cuda.synchronize(self._device)
                 taken.append((time.perf_counter_ns() - started) / 1e6)
         return statistics.median(taken)
 
     def _held(self) -> int:
-        """Return the memory that is in use now: of the device, else of the process."""
-        if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
+        """Return the memory that is in use now: that of the device, else of the process."""
+        if self._device.type == "cuda":
+            return torch.cuda.memory_allocated(self._device)
         return _memory("VmRSS:")
 
     def profile(self, batch: int, path: str) -> dict[str, Any]:
         """Write a trace of a few calls, for Perfetto, and return its operators by their time."""
-        self.inputs(batch)
+        self._warm_up(batch)
         activities = [torch.profiler.ProfilerActivity.CPU]
-        if self.device.type == "cuda":
+        if self._device.type == "cuda":
             activities.append(torch.profiler.ProfilerActivity.CUDA)
         with torch.profiler.profile(
             activities=activities, record_shapes=True, profile_memory=True
@@ -192,69 +200,28 @@ class Session:
         """Return the subject's cost beside its calls; memory first, since counting takes some."""
         peak = _memory()
         facts: dict[str, Any] = {
-            "load_s": self.load_s,
+            "load_s": self._load_s,
             "peak_bytes": peak,
-            "own_bytes": max(peak - self.before, 0),
-            "compile_s": self.compile_s if self.kind == "compile" else None,
+            "own_bytes": max(peak - self._before, 0),
+            "compile_s": self._compile_s if self._kind == "compile" else None,
         }
-        if self.device.type == "cuda":
-            facts["cuda_peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
-        if self.module is not None:
-            facts["parameters"] = sum(value.numel() for value in self.module.parameters())
-        return {**facts, **self._flops()}
+        if self._device.type == "cuda":
+            facts["cuda_peak_bytes"] = torch.cuda.max_memory_allocated(self._device)
+        if self._module is not None:
+            facts["parameters"] = sum(value.numel() for value in self._module.parameters())
+        if self._module is None or self._kind == "torchscript" or not self._inputs:
+            return {**facts, "flops_note": "unknown: this format cannot be counted"}
+        batch, module = min(self._inputs), self._module
+        total, unknown = count_flops(lambda: module(*self._inputs[batch]))
+        if total is None:
+            return {**facts, "flops_note": f"unknown: no formula for {', '.join(unknown)}"}
+        return {**facts, "flops_per_item": round(total / max(batch, 1))}
 
-    def _flops(self) -> dict[str, Any]:
-        if self.module is None or self.kind == "torchscript" or not self._inputs:
-            return {"flops_note": "unknown: this format cannot be counted"}
-        batch = min(self._inputs)
-        module, inputs = self.module, self._inputs[batch]
-        counted = count_flops(lambda: module(*inputs))
-        if counted.total is None:
-            return {"flops_note": f"unknown: no formula for {', '.join(counted.unknown)}"}
-        return {"flops_per_item": round(counted.total / max(batch, 1))}
-
-    @contextmanager
-    def _range(self, name: str) -> Iterator[None]:
+    def _range(self, name: str) -> Any:
         """Mark a stage for Nsight Systems, on CUDA only."""
-        if self.device.type != "cuda":
-            yield
-            return
-        title = f"modelyard {self.kind}: {name}"
-        torch.cuda.nvtx.range_push(title)  # type: ignore[no-untyped-call]
-        try:
-            yield
-        finally:
-            torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
-
-
-def main() -> None:
-    """Answer orders until the input ends."""
-    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what an author's code prints
-    warnings.simplefilter("ignore")
-    with ExitStack() as stack:
-        methods: dict[str, Callable[..., dict[str, Any]]] = {}
-
-        def open_session(**arguments: Any) -> dict[str, Any]:
-            session = Session(stack, **arguments)
-            methods.update(
-                time=session.time,
-                moves=session.moves,
-                profile=session.profile,
-                facts=session.facts,
-            )
-            return {}
-
-        methods["open"] = open_session
-        print("{}", file=answers, flush=True)
-        for line in sys.stdin:
-            method, arguments = json.loads(line)
-            try:
-                answer = methods[method](**arguments)
-            # Every backend fails in its own ways, and the author's code in any.
-            except Exception as error:
-                answer = {"error": cause(error)}
-            print(json.dumps(answer), file=answers, flush=True)
+        if self._device.type != "cuda":
+            return nullcontext()
+        return torch.cuda.nvtx.range(f"modelyard {self._kind}: {name}")
 
 
 def _memory(line_of: str = "VmHWM:") -> int:
@@ -267,5 +234,104 @@ def _memory(line_of: str = "VmHWM:") -> int:
     return int(line.split()[1]) * 1024
 
 
+def read_joules(device: torch.device) -> float | None:
+    """Return a counter of energy: of the CPUs' packages by RAPL, of a GPU by NVML.
+
+    Returns:
+        None where there is none, or it cannot be read; RAPL's are for root on most machines.
+    """
+    if device.type == "cuda":
+        try:
+            import pynvml  # type: ignore[import-not-found]
+
+            pynvml.nvmlInit()
+            uuid = torch.cuda.get_device_properties(device).uuid
+            handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+            return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3
+        except Exception:  # not installed, an older GPU, or an error of the driver's
+            return None
+    try:
+        counters = [(each / "energy_uj").read_text() for each in _RAPL.glob("intel-rapl:?")]
+    except OSError:
+        return None
+    return sum(map(int, counters)) / 1e6 if counters else None
+
+
+# -- floating-point operations: torch's own formulas, and what they leave out ----------------------
+
+_Shape = Sequence[int]
+_WITHOUT_FORMULA = frozenset(
+    (
+        *("_transformer_encoder_layer_fwd", "_native_multi_head_attention", "_cudnn_rnn"),
+        *("_fft_r2c", "_fft_c2c", "_fft_c2r", "linalg_lu", "linalg_qr", "_linalg_svd", "cdist"),
+        *("_embedding_bag_dense_backward", "_cdist_forward", "quantize_per_tensor"),
+    )
+)
+"""Arithmetic that no formula covers: a count without it would be wrong, not low."""
+
+
+def count_flops(call: Callable[[], object]) -> tuple[int | None, list[str]]:
+    """Count the operations of one call, which is made; a multiplication and an addition are two.
+
+    Only matrix products, convolutions, attention and recurrent layers count; element-wise operators
+    do not, as everywhere in the literature.
+
+    Returns:
+        The count, or None where operators without a formula were met; and these.
+    """
+    seen = set()
+
+    def run(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+        seen.add(str(func.name()).partition("::")[2].partition(".")[0])
+        return func(*args, **given)
+
+    counter = FlopCounterMode(display=False, custom_mapping=_FORMULAS)
+    with torch.no_grad(), counter, EachOperator(run):
+        call()
+    unknown = sorted(seen & _WITHOUT_FORMULA)
+    return None if unknown else counter.get_total_flops(), unknown
+
+
+def _recurrent(steps: _Shape, inner: _Shape, outer: _Shape, *_: object, **__: object) -> int:
+    """Count one layer in one direction: two products per step, the gates stacked in the weights.
+
+    Args:
+        steps: (length, N, inputs).
+        inner: (gates * hidden, inputs).
+        outer: (gates * hidden, hidden).
+    """
+    return 2 * steps[0] * steps[1] * (math.prod(inner) + math.prod(outer))
+
+
+def _attention(query: _Shape, key: _Shape, value: _Shape, *_: object, **__: object) -> int:
+    """Count two products of (N, heads, length, width): with the keys and with the values."""
+    *batch, length, width = query
+    return 2 * math.prod(batch) * length * key[-2] * (width + value[-1])
+
+
+# torch gives a formula the shapes of the tensors.
+_FORMULAS: dict[Any, Callable[..., int]] = {
+    torch.ops.aten.mkldnn_rnn_layer: _recurrent,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
+}
+
+
+def main(folder: Path) -> None:
+    """Answer questions until the input ends."""
+    warnings.simplefilter("ignore")
+    with ExitStack() as stack:
+        session = Session(stack, folder)
+
+        def answer(question: dict[str, Any]) -> dict[str, Any]:
+            try:
+                found: dict[str, Any] = getattr(session, question.pop("method"))(**question)
+                return found
+            # Every backend fails in its own ways, and the author's code in any.
+            except Exception as error:
+                return {"error": cause(error)}
+
+        answer_questions(answer)
+
+
 if __name__ == "__main__":
-    main()
+    main(Path(sys.argv[1]))

@@ -27,6 +27,10 @@ Exit codes: 0 measured; 1 nothing could be measured; 2 wrong usage.
 """
 
 
+_Texts = list[str] | None
+_SIZE = "Size of another dim, as length=128. Default: its largest proven."
+
+
 @app.command("bench", help=_HELP)
 def bench_command(
     artifacts: Annotated[
@@ -44,20 +48,14 @@ def bench_command(
         str, typer.Option(help="Keyword arguments of the class, a JSON object.")
     ] = "{}",
     inputs: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--input",
-            help=r"name:dtype\[dims], as for export. Default: what the first report says.",
-        ),
+        _Texts,
+        typer.Option("--input", help="As for export. Default: what the first report says."),
     ] = None,
     batch: Annotated[
         str | None, typer.Option(help="Batch sizes, as 1,8. Default: 1 and the largest proven.")
     ] = None,
     threads: Annotated[str, typer.Option(help="Thread counts, as 1,2.")] = "1",
-    size: Annotated[
-        list[str] | None,
-        typer.Option(help="Size of another dim, as length=128. Default: its largest proven."),
-    ] = None,
+    size: Annotated[_Texts, typer.Option(help=_SIZE)] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Turns that each subject takes.")] = 5,
     seconds: Annotated[
         float, typer.Option(min=0.0, help="Time per subject, thread count and batch size.")
@@ -78,29 +76,25 @@ def bench_command(
     """Parse, call `modelyard.exporter.bench.measure.bench` once, print."""
     # Here, not above: importing torch takes a second that `--help` need not wait.
     from modelyard.exporter.arguments import read_inputs
+    from modelyard.exporter.bench import plan as plans
     from modelyard.exporter.bench.measure import bench
-    from modelyard.exporter.bench.page import write_bench_page
-    from modelyard.exporter.bench.plan import (
-        Plan,
-        choose_batches,
-        choose_subjects,
-        fix_sizes,
-        read_signature,
-    )
+    from modelyard.exporter.bench.report import write_bench_page
     from modelyard.exporter.bench.table import bench_table
     from modelyard.exporter.trip import read_device
 
     with exit_codes():
         arguments = read_model_args(model_args)
         read_device(device)
-        subjects = choose_subjects(artifacts or [], checkpoint, model, arguments, compiled=compiled)
+        subjects = plans.choose_subjects(
+            artifacts or [], checkpoint, model, arguments, compiled=compiled
+        )
         if not inputs and not artifacts:
             raise UsageError("--checkpoint alone does not state its inputs; give --input")
-        signature = read_inputs(inputs) if inputs else read_signature(subjects[-1].path)
-        plan = Plan(
+        signature = read_inputs(inputs) if inputs else plans.read_signature(subjects[-1].path)
+        plan = plans.Plan(
             subjects=subjects,
-            signature=fix_sizes(signature, dict(map(_dim_size, size or []))),
-            batches=choose_batches(signature, _numbers("--batch", batch)),
+            signature=plans.fix_sizes(signature, dict(map(_dim_size, size or []))),
+            batches=plans.choose_batches(signature, _numbers("--batch", batch)),
             threads=tuple(dict.fromkeys(_numbers("--threads", threads))),
             rounds=rounds,
             cell_s=seconds,

@@ -9,7 +9,7 @@ from modelyard.archiver.errors import CannotArchive
 from modelyard.archiver.report import parse_report
 from modelyard.archiver.signature import Dim, Signature, with_dims
 from modelyard.exporter.errors import UsageError
-from modelyard.exporter.parity import report_path
+from modelyard.exporter.request import report_path
 from modelyard.handlers.errors import LoadError
 from modelyard.handlers.models.backends import detect_format
 

@@ -1,12 +1,60 @@
-"""What a bench found, as values and as JSON."""
+"""What a bench found, as values, as JSON and as one HTML page; and the machine that it ran on."""
 
+import json
 import math
+import os
+import platform
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+import torch
+
 from modelyard.archiver.signature import Signature
-from modelyard.exporter.bench.machine import Machine
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hardware and versions that a measurement depends on."""
+
+    cpu: str
+    cores: int
+    """Cores that this process may use."""
+    memory_bytes: int
+    instructions: str
+    """The vector instructions that torch uses here, such as AVX2."""
+    devices: tuple[str, ...]
+    """CUDA devices, by name."""
+    system: str
+    versions: dict[str, str]
+    load: float
+    """Mean number of busy processes over the last minute, before the measurement."""
+
+
+def describe_machine() -> Machine:
+    """Describe the machine that this process runs on."""
+    info, count = Path("/proc/cpuinfo"), torch.cuda.device_count()
+    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    versions = {"python": platform.python_version()}
+    for name in ("torch", "onnxruntime", "modelyard"):
+        try:
+            versions[name] = version(name)
+        except PackageNotFoundError:  # the server's image may have one of the two backends only
+            continue
+    return Machine(
+        cpu=next(named, platform.processor() or platform.machine()),
+        cores=len(os.sched_getaffinity(0)),
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        instructions=torch.backends.cpu.get_cpu_capability(),
+        devices=tuple(torch.cuda.get_device_name(index) for index in range(count)),
+        system=f"{platform.system()} {platform.release()}",
+        versions=versions,
+        load=round(os.getloadavg()[0], 2),
+    )
 
 
 @dataclass(frozen=True)
@@ -30,7 +78,7 @@ class Cell:
     """Time to move the inputs there; None on the CPU, where nothing is moved."""
     from_device_ms: float | None = None
     before_bytes: int | None = None
-    """Memory in use before the first timed call: of the device, else of the process."""
+    """Memory in use before the first timed call: that of the device, else of the process."""
     after_bytes: int | None = None
     """The same after the last."""
     joules_per_item: float | None = None
@@ -51,7 +99,7 @@ class Footprint:
     peak_bytes: int | None = None
     """Most memory of its process, with Python and torch."""
     own_bytes: int | None = None
-    """Of these, what came after torch was imported: the model and its work space."""
+    """The part that came after torch was imported: the model and its work space."""
     cuda_peak_bytes: int | None = None
     parameters: int | None = None
     flops_per_item: int | None = None
@@ -89,3 +137,24 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def write_bench_page(report: BenchReport, html: Path) -> None:
+    """Write a page that needs nothing else: sortable table, bars, plot, the machine.
+
+    In one step: a reader finds the old page or the new one.
+    """
+    template = files(__package__).joinpath("page.html").read_text(encoding="utf-8")
+    html.parent.mkdir(parents=True, exist_ok=True)
+    draft = html.with_name(f".{html.name}.{os.getpid()}")
+    try:
+        draft.write_text(template.replace("/*DATA*/", script_data(report)), encoding="utf-8")
+        draft.replace(html)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def script_data(report: BenchReport) -> str:
+    """Return the report as JSON that cannot end the script element around it."""
+    text = json.dumps(report.to_json(), allow_nan=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")

@@ -1,6 +1,7 @@
 """A bench's figures → tables for the terminal, and how each figure is written."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -11,6 +12,7 @@ from modelyard.base.terminal import format_bytes
 from modelyard.exporter.bench.report import BenchReport, Cell, Footprint
 
 _BUSY = 0.5
+_FAILED: Any = Text("failed", style="red")
 _OPERATORS = 15
 """Shown of a profile; JSON has all."""
 
@@ -23,86 +25,54 @@ def bench_table(report: BenchReport) -> RenderableType:
         f"{machine.cpu}, {machine.cores} cores, {format_bytes(machine.memory_bytes)}, "
         f"{machine.instructions}{''.join(f', {device}' for device in machine.devices)}; {versions}"
     )
-    parts: list[RenderableType] = [Text(head, style="dim"), Text(), _cells(report.cells)]
-    parts += [_footprints(report.footprints), *map(_operators, report.footprints), *_notes(report)]
-    return Group(*parts)
+    profiles = [_operators(one) for one in report.footprints if one.operators]
+    tables = [_cells(report), _footprints(report), *profiles]
+    return Group(Text(head, style="dim"), Text(), *tables, *_notes(report))
 
 
-def _operators(one: Footprint) -> RenderableType:
-    """Return what a profile saw; nothing where none was asked for."""
-    if not one.operators:
-        return Group()
+def _operators(one: Footprint) -> Table:
+    """Return what a profile saw."""
     table = _table(f"operator of {one.subject}", "calls", "self ms", "total ms", "net memory")
     for each in one.operators[:_OPERATORS]:
-        table.add_row(
-            each["operator"],
-            str(each["calls"]),
-            milliseconds(each["self_ms"]),
-            milliseconds(each["total_ms"]),
-            "-" * (each["own_bytes"] < 0) + format_bytes(abs(each["own_bytes"])),
-        )
+        times = [_milliseconds(each[name]) for name in ("self_ms", "total_ms")]
+        sign = "-" * (each["own_bytes"] < 0)
+        memory = f"{sign}{format_bytes(abs(each['own_bytes']))}"
+        table.add_row(each["operator"], str(each["calls"]), *times, memory)
     return table
 
 
-def _cells(cells: Sequence[Cell]) -> Table:
-    table = _table("subject", "threads", "batch", "p50 ms", "p99 ms", "items/s", "spread")
-    for name in ("max_abs", "before", "after", "in/out ms", "J/item"):
-        table.add_column(name, justify="right")
-    for threads in dict.fromkeys(cell.threads for cell in cells):
-        for batch in dict.fromkeys(cell.batch for cell in cells):
-            group = [cell for cell in cells if (cell.threads, cell.batch) == (threads, batch)]
-            fastest = max((cell.items_per_s or 0.0 for cell in group), default=0.0)
-            for cell in group:
-                table.add_row(*_row(cell, fastest))
-            table.add_section()
+def _cells(report: BenchReport) -> Table:
+    table = _table("subject", "threads", "batch", *_CELL)
+    groups: dict[tuple[int, int], list[Cell]] = {}
+    for cell in report.cells:
+        groups.setdefault((cell.threads, cell.batch), []).append(cell)
+    for group in groups.values():
+        fastest = max(cell.items_per_s or 0.0 for cell in group)
+        for cell in group:
+            best = "bold green" if cell.items_per_s == fastest else ""
+            figures = [
+                Text(write(cell), style=best if name == "items/s" else "")
+                for name, write in _CELL.items()
+                if cell.error is None
+            ]
+            head = (cell.subject, str(cell.threads), str(cell.batch))
+            table.add_row(*head, *(figures or [_FAILED]))
+        table.add_section()
     return table
 
 
-def _row(cell: Cell, fastest: float) -> list[str | Text]:
-    head: list[str | Text] = [cell.subject, str(cell.threads), str(cell.batch)]
-    if cell.error is not None:
-        return [*head, Text("failed", style="red")]
-    best = cell.items_per_s == fastest
-    return [
-        *head,
-        milliseconds(cell.p50_ms),
-        milliseconds(cell.p99_ms),
-        Text(rate(cell.items_per_s), style="bold green" if best else ""),
-        spread(cell),
-        "reference" if cell.max_abs is None else f"{cell.max_abs:.1e}",
-        format_bytes(cell.before_bytes),
-        format_bytes(cell.after_bytes),
-        "none"
-        if cell.to_device_ms is None
-        else f"{milliseconds(cell.to_device_ms)}/{milliseconds(cell.from_device_ms)}",
-        "" if cell.joules_per_item is None else f"{cell.joules_per_item:.3g}",
-    ]
-
-
-def _footprints(footprints: Sequence[Footprint]) -> Table:
-    table = _table("subject", "threads", "load", "memory", "own", "file", "parameters")
-    table.add_column("FLOPs/item", justify="right")
-    for one in footprints:
-        if one.error is not None:
-            table.add_row(one.subject, str(one.threads), Text("failed", style="red"))
-            continue
-        table.add_row(
-            one.subject,
-            str(one.threads),
-            seconds(one.load_s),
-            format_bytes(one.peak_bytes),
-            format_bytes(one.own_bytes),
-            format_bytes(one.file_bytes),
-            count(one.parameters),
-            count(one.flops_per_item) or "unknown",
-        )
+def _footprints(report: BenchReport) -> Table:
+    table = _table("subject", "threads", *_FOOTPRINT)
+    for one in report.footprints:
+        figures = [write(one) for write in _FOOTPRINT.values() if one.error is None]
+        table.add_row(one.subject, str(one.threads), *(figures or [_FAILED]))
     return table
 
 
 def _notes(report: BenchReport) -> list[RenderableType]:
     failures = {f"{cell.subject}: {cell.error}": None for cell in report.cells if cell.error}
     notes = [
-        f"{one.subject} took {seconds(one.compile_s)} for its first calls with "
+        f"{one.subject} took {_seconds(one.compile_s)} for its first calls with "
         f"{one.threads} threads"
         for one in report.footprints
         if one.compile_s
@@ -132,28 +102,32 @@ def _table(first: str, *rest: str) -> Table:
     return table
 
 
-def milliseconds(value: float | None) -> str:
+def _milliseconds(value: float | None) -> str:
     """Write a latency with three significant digits."""
     return "" if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
 
 
-def seconds(value: float | None) -> str:
-    """Write a time that a person waits."""
+def _seconds(value: float | None) -> str:
     return "" if value is None else f"{value:.2f} s"
 
 
-def rate(value: float | None) -> str:
-    """Write items per second."""
+def _rate(value: float | None) -> str:
     return "" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def spread(cell: Cell) -> str:
+def _spread(cell: Cell) -> str:
     """Write how far the rounds' medians lie apart, in per cent of their middle."""
     low, high = min(cell.round_p50_ms), max(cell.round_p50_ms)
     return f"±{(high - low) / (high + low):.0%}"
 
 
-def count(value: int | None) -> str:
+def _moves(cell: Cell) -> str:
+    if cell.to_device_ms is None:
+        return "none"
+    return f"{_milliseconds(cell.to_device_ms)}/{_milliseconds(cell.from_device_ms)}"
+
+
+def _count(value: int | None) -> str:
     """Write a large count with its unit."""
     if value is None:
         return ""
@@ -161,3 +135,25 @@ def count(value: int | None) -> str:
         if value >= one:
             return f"{value / one:.3g} {unit}"
     return str(value)
+
+
+_CELL: Mapping[str, Callable[[Any], str]] = {
+    "p50 ms": lambda cell: _milliseconds(cell.p50_ms),
+    "p99 ms": lambda cell: _milliseconds(cell.p99_ms),
+    "items/s": lambda cell: _rate(cell.items_per_s),
+    "spread": _spread,
+    "max_abs": lambda cell: "reference" if cell.max_abs is None else f"{cell.max_abs:.1e}",
+    "before": lambda cell: format_bytes(cell.before_bytes),
+    "after": lambda cell: format_bytes(cell.after_bytes),
+    "in/out ms": _moves,
+    "J/item": lambda cell: "" if cell.joules_per_item is None else f"{cell.joules_per_item:.3g}",
+}
+_FOOTPRINT: Mapping[str, Callable[[Footprint], str]] = {
+    "load": lambda one: _seconds(one.load_s),
+    "memory": lambda one: format_bytes(one.peak_bytes),
+    "own": lambda one: format_bytes(one.own_bytes),
+    "file": lambda one: format_bytes(one.file_bytes),
+    "parameters": lambda one: _count(one.parameters),
+    "FLOPs/item": lambda one: _count(one.flops_per_item) or "unknown",
+}
+"""Heading → how the figure is written."""

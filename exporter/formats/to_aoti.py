@@ -3,15 +3,16 @@
 import json
 import shutil
 from pathlib import Path
-from zipfile import ZipFile, ZipInfo
+from zipfile import ZipFile
 
 import torch
 from torch.export import ExportedProgram
 
 from modelyard.archiver.signature import Signature
-from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError
+from modelyard.exporter.formats.diagnose import explain
 from modelyard.exporter.formats.to_exported_program import quiet
+from modelyard.exporter.formats.to_torchscript import copy_without
 
 METADATA = "modelyard"
 """The package's metadata key that holds the signature: the code itself checks no input."""
@@ -45,27 +46,13 @@ def write(program: ExportedProgram, signature: Signature, path: Path) -> dict[st
     # The compiler lowers every operator by a function of its own, and then runs g++.
     except Exception as error:
         raise explain(error, "AOTInductor", signature) from error
-    tied = _write_without_sources(raw, path)
-    raw.unlink()
+    copy_without(".cpp", raw, path)
+    with ZipFile(path) as package:
+        names = [name for name in package.namelist() if name.endswith("metadata.json")]
+        tied = {key: text for n in names for key, text in json.loads(package.read(n)).items()}
     return {
         "native_code": _TIED,
         "torch": torch.__version__,
         "platform": f"{tied.get('AOTI_PLATFORM', '?')} {tied.get('AOTI_MACHINE', '?')}",
         "cpu_isa": tied.get("AOTI_CPU_ISA", "?"),
     }
-
-
-def _write_without_sources(raw: Path, path: Path) -> dict[str, str]:
-    """Keep what runs; leave out the C++, which names the folders of this machine."""
-    tied: dict[str, str] = {}
-    with ZipFile(raw) as source, ZipFile(path, "w") as target:
-        for entry in source.infolist():
-            if entry.filename.endswith(".cpp"):
-                continue
-            if entry.filename.endswith("metadata.json"):
-                tied.update(json.loads(source.read(entry)))
-            kept = ZipInfo(entry.filename)
-            kept.file_size = entry.file_size  # decides whether it needs the large form
-            with source.open(entry) as content, target.open(kept, "w") as copy:
-                shutil.copyfileobj(content, copy)
-    return tied

@@ -6,7 +6,7 @@ import logging
 import re
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,11 @@ from torch._ops import OpOverload
 from torch.export import Dim, ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 
+from modelyard.archiver.signature import Dim as DynamicDim
 from modelyard.archiver.signature import Signature
 from modelyard.exporter.arguments import WRAPPED, own_name
-from modelyard.exporter.diagnose import explain, find_place
 from modelyard.exporter.errors import ConversionError
+from modelyard.exporter.formats.diagnose import explain, find_place
 from modelyard.handlers.judge.grammar import operator_problem
 
 _SHAPES_LOG = "torch.fx.experimental.symbolic_shapes"
@@ -69,7 +70,11 @@ def capture(model: nn.Module, signature: Signature, example: tuple[Tensor, ...])
     if fixed := _fixed_dims(program, signature):
         raise ConversionError(_fixed_message(fixed))
     if narrowed := _narrowed_dims(program, signature):
-        raise ConversionError(_narrowed_message(narrowed))
+        raise ConversionError(
+            f"forward() chooses by a size, and what the example took holds for {narrowed} only; "
+            "expected one way for every size: use torch.cond, give --input that range, or export "
+            "--format torchscript"
+        )
     _take_own_names(program, model)
     free_names(program)
     _shorten_paths(program)
@@ -115,17 +120,14 @@ def _trace(
 @contextmanager
 def quiet(*loggers: str) -> Iterator[None]:
     """Silence the warnings that are known, and these loggers: the error that is raised says it."""
-    levels = {logger: logger.level for logger in map(logging.getLogger, loggers)}
-    try:
-        for logger in levels:
+    with ExitStack() as stack:
+        for logger in map(logging.getLogger, loggers):
+            stack.callback(logger.setLevel, logger.level)
             logger.setLevel(logging.CRITICAL)
-        with warnings.catch_warnings():
-            for message, category in _KNOWN:
-                warnings.filterwarnings("ignore", message, category)
-            yield
-    finally:
-        for logger, level in levels.items():
-            logger.setLevel(level)
+        stack.enter_context(warnings.catch_warnings())
+        for message, category in _KNOWN:
+            warnings.filterwarnings("ignore", message, category)
+        yield
 
 
 @contextmanager
@@ -201,32 +203,32 @@ def _guard_place(model: nn.Module, log: str) -> str:
     return ""
 
 
-def _fixed_dims(program: ExportedProgram, signature: Signature) -> list[tuple[str, str, int]]:
-    """Find the named dims that the program holds as one size: (dim, input, size)."""
-    return [
-        (dim.name, spec.name, size)
-        for spec, shape in zip(signature.inputs, _traced_shapes(program), strict=True)
-        for dim, size in zip(spec.shape, shape, strict=True)
-        if not isinstance(dim, int) and _is_one_size(size)
-    ]
-
-
-def _traced_shapes(program: ExportedProgram) -> list[torch.Size]:
+def _dynamic_sizes(
+    program: ExportedProgram, signature: Signature
+) -> Iterator[tuple[DynamicDim, str, Any]]:
+    """Yield every named dim, the input that has it, and the size that was traced."""
     user_inputs = set(program.graph_signature.user_inputs)
-    return [
+    shapes = [
         node.meta["val"].shape
         for node in program.graph.nodes
         if node.op == "placeholder" and node.name in user_inputs
     ]
+    for spec, shape in zip(signature.inputs, shapes, strict=True):
+        for dim, size in zip(spec.shape, shape, strict=True):
+            if not isinstance(dim, int):
+                yield dim, spec.name, size
 
 
-def _is_one_size(size: int | torch.SymInt) -> bool:
-    """Return whether a traced size is a number, if only after all that the trace found out."""
-    return isinstance(size, int) or bool(size.node.expr.is_number)
+def _fixed_dims(program: ExportedProgram, signature: Signature) -> list[str]:
+    """Describe the named dims that the program holds as one size, if only after all of a trace."""
+    return [
+        f'dim "{dim.name}" of input "{name}" to {size}'
+        for dim, name, size in _dynamic_sizes(program, signature)
+        if isinstance(size, int) or bool(size.node.expr.is_number)
+    ]
 
 
-def _fixed_message(fixed: list[tuple[str, str, int]], where: str = "") -> str:
-    dims = ", ".join(f'dim "{dim}" of input "{name}" to {size}' for dim, name, size in fixed)
+def _fixed_message(fixed: list[str], where: str = "") -> str:
     is_loop = re.search(r"\bfor\b", where)
     advice = (
         "compute over the whole dim at once, since a loop over it is unrolled"
@@ -234,35 +236,22 @@ def _fixed_message(fixed: list[tuple[str, str, int]], where: str = "") -> str:
         else "use x.shape[…] or -1 instead of a number in forward()"
     )
     return (
-        f"the model fixes {dims}{where}; expected it to take every size: {advice}, or write the "
-        "dim as a number in --input"
+        f"the model fixes {', '.join(fixed)}{where}; expected it to take every size: {advice}, or "
+        "write the dim as a number in --input"
     )
 
 
-def _narrowed_dims(program: ExportedProgram, signature: Signature) -> list[tuple[str, int, str]]:
-    """Find the named dims for which the trace holds in a part of their range: (dim, from, to)."""
-    found: dict[str, tuple[str, int, str]] = {}
-    for spec, shape in zip(signature.inputs, _traced_shapes(program), strict=True):
-        for dim, size in zip(spec.shape, shape, strict=True):
-            if isinstance(dim, int) or isinstance(size, int):
-                continue
-            limits = program.range_constraints.get(size.node.expr)
-            if limits is None:
-                continue
+def _narrowed_dims(program: ExportedProgram, signature: Signature) -> str:
+    """Describe the named dims for which the trace holds in a part of their range."""
+    found: dict[str, str] = {}
+    for dim, _, size in _dynamic_sizes(program, signature):
+        limits = program.range_constraints.get(size.node.expr)
+        if limits is not None:
             low, high = int(limits.lower), limits.upper
             # A lower limit of 2 is the tracer's own assumption, not the model's.
             if low > max(2, dim.min) or bool(high < dim.max):
-                found[dim.name] = (dim.name, low, str(high) if high.is_Integer else "…")
-    return list(found.values())
-
-
-def _narrowed_message(narrowed: list[tuple[str, int, str]]) -> str:
-    dims = ", ".join(f"{name}={low}..{high}" for name, low, high in narrowed)
-    return (
-        f"forward() chooses by a size, and what the example took holds for {dims} only; expected "
-        "one way for every size: use torch.cond, give --input that range, or export --format "
-        "torchscript"
-    )
+                found[dim.name] = f"{dim.name}={low}..{high if high.is_Integer else '…'}"
+    return ", ".join(found.values())
 
 
 def free_names(program: ExportedProgram) -> None:

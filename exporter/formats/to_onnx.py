@@ -16,8 +16,8 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from modelyard.archiver.signature import Signature
-from modelyard.exporter.diagnose import explain
 from modelyard.exporter.errors import ConversionError, cause
+from modelyard.exporter.formats.diagnose import explain
 from modelyard.exporter.formats.to_exported_program import any_length, quiet
 from modelyard.exporter.ingest.onnx_file import MAX_BYTES
 from modelyard.exporter.inputs.samples import Sample
@@ -168,6 +168,25 @@ def _where(program: ExportedProgram, message: str) -> str:
     return next(traces, "")
 
 
+@contextmanager
+def _without_shapes(path: Path) -> Iterator[Path]:
+    """Yield a copy without shapes of inner values, while the quantiser's advice is not heard.
+
+    It infers shapes anew, and takes those of transposed weights for a contradiction.
+    """
+    import onnx
+
+    model, copy, root = onnx.load(path), path.with_name("plain.onnx"), logging.getLogger()
+    del model.graph.value_info[:]
+    onnx.save(model, copy)
+    root.addFilter(_is_not_advice)
+    try:
+        yield copy
+    finally:
+        root.removeFilter(_is_not_advice)
+        copy.unlink(missing_ok=True)
+
+
 def quantize(path: Path) -> dict[str, object]:
     """Replace the weights of a saved model by 8-bit ones; activations are quantised as it runs.
 
@@ -179,18 +198,8 @@ def quantize(path: Path) -> dict[str, object]:
     import onnx
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    model = onnx.load(path)
-    # The quantiser infers shapes anew, and takes those of transposed weights for a contradiction.
-    del model.graph.value_info[:]
-    plain = path.with_name("plain.onnx")
-    onnx.save(model, plain)
-    root = logging.getLogger()
-    root.addFilter(_is_not_advice)
-    try:
+    with _without_shapes(path) as plain:
         quantize_dynamic(plain, path, weight_type=QuantType.QUInt8)
-    finally:
-        root.removeFilter(_is_not_advice)
-    plain.unlink()
     kinds = [node.op_type for node in onnx.load(path).graph.node]
     quantized = sum(kinds.count(kind) for kind in _QUANTIZED)
     if not quantized:
@@ -225,34 +234,26 @@ def quantize_static(
     from onnxruntime import quantization
     from onnxruntime.quantization.shape_inference import quant_pre_process
 
-    prepared = path.with_name("prepared.onnx")
-    root = logging.getLogger()
-    root.addFilter(_is_not_advice)
     try:
-        model = onnx.load(path)
-        del model.graph.value_info[:]
-        onnx.save(model, prepared)
-        # It folds batch-norm into convolutions, which are then quantised as one.
-        quant_pre_process(prepared, prepared, skip_symbolic_shape=True)
-        quantization.quantize_static(
-            prepared,
-            path,
-            _Calibration(signature, samples),
-            per_channel=True,
-            reduce_range=True,
-            activation_type=quantization.QuantType.QUInt8,
-            weight_type=quantization.QuantType.QInt8,
-            calibrate_method=quantization.CalibrationMethod.MinMax,
-        )
+        with _without_shapes(path) as prepared:
+            # It folds batch-norm into convolutions, which are then quantised as one.
+            quant_pre_process(prepared, prepared, skip_symbolic_shape=True)
+            quantization.quantize_static(
+                prepared,
+                path,
+                _Calibration(signature, samples),
+                per_channel=True,
+                reduce_range=True,
+                activation_type=quantization.QuantType.QUInt8,
+                weight_type=quantization.QuantType.QInt8,
+                calibrate_method=quantization.CalibrationMethod.MinMax,
+            )
     # Calibration runs the model; onnxruntime has an error of its own for each way to fail.
     except Exception as error:
         raise ConversionError(
             f"--quantize int8-static: onnxruntime cannot quantise the model: {cause(error)}; "
             "use int8-dynamic, or export without it"
         ) from error
-    finally:
-        root.removeFilter(_is_not_advice)
-        prepared.unlink(missing_ok=True)
     model = onnx.load(path)
     nodes = model.graph.node
     # onnxruntime names every set of operators that it knows.

@@ -3,7 +3,7 @@
 import shutil
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from struct import Struct
 from zipfile import ZIP64_LIMIT, ZipFile, ZipInfo
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
 from modelyard.archiver.signature import Signature
-from modelyard.exporter.diagnose import explain, find_place
 from modelyard.exporter.errors import cause
+from modelyard.exporter.formats.diagnose import explain, find_place
 from modelyard.exporter.formats.to_exported_program import quiet
 
 _HEADER_BYTES, _LARGE_BYTES = 30, 20  # of a zip's entry, and more of one over 2 GB
@@ -56,8 +56,7 @@ def write(
             details = {"torchscript": "trace", "not_scripted": cause(error), "warnings": found}
         raw = path.with_suffix(".raw")
         torch.jit.save(program, raw)
-    _write_without_paths(raw, path)
-    raw.unlink()
+    copy_without(".debug_pkl", raw, path)
     return {**details, "deprecated": DEPRECATION}
 
 
@@ -69,45 +68,38 @@ def _without_trainer(model: nn.Module) -> Iterator[None]:
     unless the class says that this goes on.
     """
     bases = {base for part in model.modules() for base in type(part).__mro__}
-    lightning = [base for base in bases if _LIGHTNINGS_MARK in vars(base)]
-    try:
-        for base in lightning:
-            setattr(base, _LIGHTNINGS_MARK, True)
+    with ExitStack() as stack:
+        for base in bases:
+            if _LIGHTNINGS_MARK in vars(base):
+                setattr(base, _LIGHTNINGS_MARK, True)
+                stack.callback(setattr, base, _LIGHTNINGS_MARK, False)
         yield
-    finally:
-        for base in lightning:
-            setattr(base, _LIGHTNINGS_MARK, False)
 
 
 @contextmanager
 def _not_compiled(model: nn.Module) -> Iterator[nn.Module]:
     """Yield the model with the modules that torch.compile was given, in place of what it made."""
-    held = [
-        (parent, name, part)
-        for parent in model.modules()
-        for name, part in parent.named_children()
-        if isinstance(part, OptimizedModule)
-    ]
-    try:
-        for parent, name, part in held:
-            parent._modules[name] = part._orig_mod
+    with ExitStack() as stack:
+        for parent in list(model.modules()):
+            for name, part in list(parent.named_children()):
+                if isinstance(part, OptimizedModule):
+                    parent._modules[name] = part._orig_mod
+                    stack.callback(parent._modules.__setitem__, name, part)
         yield model._orig_mod if isinstance(model, OptimizedModule) else model
-    finally:
-        for parent, name, part in held:
-            parent._modules[name] = part
 
 
-def _write_without_paths(raw: Path, path: Path) -> None:
-    """Keep what runs; leave out the debug entries, which name the folders of this machine."""
+def copy_without(suffix: str, raw: Path, path: Path) -> None:
+    """Move a zip but for entries of a suffix, which name the folders of this machine."""
     with ZipFile(raw) as source, ZipFile(path, "w") as target:
         for entry in source.infolist():
-            if entry.filename.endswith(".debug_pkl"):
+            if entry.filename.endswith(suffix):
                 continue
             kept = ZipInfo(entry.filename)
             kept.file_size = entry.file_size  # decides whether it needs the large form
             kept.extra = _padding(target.fp.tell(), kept)  # type: ignore[union-attr]
             with source.open(entry) as content, target.open(kept, "w") as copy:
                 shutil.copyfileobj(content, copy)
+    raw.unlink()
 
 
 def _padding(offset: int, entry: ZipInfo) -> bytes:

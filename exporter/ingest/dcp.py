@@ -22,34 +22,11 @@ from modelyard.exporter.ingest.pickles import BadPickle, Global, UnresolvedCall,
 from modelyard.exporter.ingest.rebuild import Rebuilder, global_value
 from modelyard.exporter.ingest.source import Source, Window, inside
 from modelyard.exporter.ingest.torch_file import TorchFile, read_torch_file
+from modelyard.exporter.ingest.value import as_dict, as_text
+from modelyard.exporter.tables import read_table
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_ALLOWED = frozenset(
-    [
-        *(
-            f"{_METADATA}.{name}"
-            for name in (
-                "Metadata",
-                "TensorStorageMetadata",
-                "BytesStorageMetadata",
-                "ChunkStorageMetadata",
-                "TensorProperties",
-                "MetadataIndex",
-                "StorageMeta",
-                "_MEM_FORMAT_ENCODING",
-            )
-        ),
-        "torch.distributed.checkpoint.filesystem._StorageInfo",
-        "torch.Size",
-        "torch.serialization._get_layout",
-        "pathlib.PosixPath",
-        "pathlib.WindowsPath",
-        "pathlib._local.PosixPath",
-        "pathlib._local.WindowsPath",
-        "collections.OrderedDict",
-        "builtins.getattr",  # for one call only: `_rebuild`
-    ]
-)
+_ALLOWED = frozenset(read_table(__package__, "allowed")["dcp"])
 _MAX_INDEX_BYTES = 1 << 30
 _MAX_BYTES_ITEM = 1 << 28
 
@@ -131,9 +108,9 @@ def read_index(folder: Path) -> Index:
     paths = fields.get("planner_data")
     items = {}
     for name, entry in _mapping(fields.get("state_dict_metadata")).items():
-        items[name] = _item(name, entry, slices, paths if isinstance(paths, Mapping) else {})
+        items[name] = _item(name, entry, slices, as_dict(paths))
     version = fields.get("version")
-    return Index(Files(folder), items, version if isinstance(version, str) else None)
+    return Index(Files(folder), items, as_text(version))
 
 
 def read_tensor(files: Files, item: Item) -> Tensor:
@@ -182,12 +159,8 @@ def _read_chunk(files: Files, item: Item, part: Slice) -> Tensor:
 
 
 def _is_allowed(name: str) -> bool:
-    return name in _ALLOWED or isinstance(global_value(_as_global(name)), torch.dtype)
-
-
-def _as_global(name: str) -> Global:
     module, _, last = name.rpartition(".")
-    return Global(module, last)
+    return name in _ALLOWED or isinstance(global_value(Global(module, last)), torch.dtype)
 
 
 def _rebuild(rebuild: Rebuilder, function: Global, args: tuple[Any, ...]) -> Any:
@@ -207,36 +180,31 @@ def _no_storage(identifier: Any) -> Any:
 
 
 def _slices(folder: Path, storage_data: Any) -> dict[tuple[str, tuple[int, ...] | None], Slice]:
-    sizes: dict[str, int] = {}
     found: dict[tuple[str, tuple[int, ...] | None], Slice] = {}
     if not isinstance(storage_data, Mapping):
         raise CheckpointError(f'"{folder.name}/.metadata" names no files; copy it again')
     for index, info in storage_data.items():
         where = _fields(index, "MetadataIndex")
-        name = where.get("fqn")
-        offset = where.get("offset")
-        place = tuple(offset) if isinstance(offset, tuple) else None
-        part = _slice(folder, str(name), _fields(info, "_StorageInfo"), sizes)
+        name, offset = where.get("fqn"), where.get("offset")
         if not isinstance(name, str):
             raise _wrong(folder, str(name), "is not a name")
-        found[(name, place)] = part
+        place = tuple(offset) if isinstance(offset, tuple) else None
+        found[(name, place)] = _slice(folder, name, _fields(info, "_StorageInfo"))
     return found
 
 
-def _slice(folder: Path, name: str, info: Mapping[str, Any], sizes: dict[str, int]) -> Slice:
+def _slice(folder: Path, name: str, info: Mapping[str, Any]) -> Slice:
     file = info.get("relative_path")
     if not isinstance(file, str) or not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", file):
         raise _wrong(folder, name, f"lies in {file!r}, which is not a plain file name")
-    if file not in sizes:
-        path = folder / file
-        if not path.is_file() or path.is_symlink():
-            raise _wrong(folder, name, f"lies in {file!r}, which is missing; copy it too")
-        sizes[file] = path.stat().st_size
+    path = folder / file
+    if not path.is_file() or path.is_symlink():
+        raise _wrong(folder, name, f"lies in {file!r}, which is missing; copy it too")
     offset, size = info.get("offset"), info.get("length")
     if type(offset) is not int or type(size) is not int or offset < 0 or size < 0:
         raise _wrong(folder, name, "has no offset or length")
-    if offset + size > sizes[file]:
-        raise _wrong(folder, name, f"ends at {offset + size} in {file}, of {sizes[file]} bytes")
+    if offset + size > (size_bytes := path.stat().st_size):
+        raise _wrong(folder, name, f"ends at {offset + size} in {file}, of {size_bytes} bytes")
     if info.get("transform_descriptors"):
         raise _wrong(folder, name, "is compressed, which is not read here")
     return Slice(file, offset, size)

@@ -16,35 +16,23 @@ from torch import Tensor
 
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest.pickles import BadPickle
-from modelyard.exporter.ingest.rebuild import is_known
+from modelyard.exporter.ingest.rebuild import Storage, is_known, tensor_on
 from modelyard.exporter.ingest.source import MAX_JSON_BYTES, Source, parse_object
 from modelyard.exporter.ingest.torch_file import TorchZip, read_torch_file
+from modelyard.exporter.ingest.value import as_dict, as_text
 from modelyard.handlers.judge.check import check
 
 _DTYPES: Mapping[int, torch.dtype] = {
-    1: torch.uint8,
-    2: torch.int8,
-    3: torch.int16,
-    4: torch.int32,
-    5: torch.int64,
-    6: torch.float16,
-    7: torch.float32,
-    8: torch.float64,
-    9: torch.complex32,
-    10: torch.complex64,
-    11: torch.complex128,
-    12: torch.bool,
-    13: torch.bfloat16,
-    28: torch.uint16,
-    29: torch.float8_e4m3fn,
-    30: torch.float8_e5m2,
-    31: torch.float8_e4m3fnuz,
-    32: torch.float8_e5m2fnuz,
-    33: torch.float8_e8m0fnu,
-    34: torch.uint32,
-    35: torch.uint64,
+    number: getattr(torch, name)
+    for first, names in (
+        (1, "uint8 int8 int16 int32 int64 float16 float32 float64"),
+        (9, "complex32 complex64 complex128 bool bfloat16"),
+        (28, "uint16 float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"),
+        (34, "uint32 uint64"),
+    )
+    for number, name in enumerate(names.split(), first)
 }
-
+"""The numbers of torch's `ScalarType` in a program."""
 
 _MOST = 8  # the end of a range that the program leaves open
 _MOST_STATED = 64  # of one that it states, which may be longer: each size costs time to prove
@@ -134,8 +122,8 @@ def _read_weights(container: TorchZip, config: str) -> dict[str, Tensor]:
     folder = config.rpartition("/")[0]
     tensors: dict[str, Tensor] = {}
     storages: dict[str, torch.UntypedStorage] = {}
-    for name, value in _dict(_read_json(container, config).get("config")).items():
-        meta = _dict(value).get("tensor_meta")
+    for name, value in as_dict(_read_json(container, config).get("config")).items():
+        meta = as_dict(value).get("tensor_meta")
         if not isinstance(meta, dict) or value.get("use_pickle"):
             continue  # a pickle, which is among the findings
         payload = f"{folder}/{value.get('path_name')}"
@@ -153,26 +141,22 @@ def _tensor(
     dtype = _DTYPES.get(meta.get("dtype") or 0)
     sizes, strides = _ints(meta.get("sizes")), _ints(meta.get("strides"))
     offset = _ints([meta.get("storage_offset")])
-    if dtype is None or sizes is None or strides is None or offset is None:
+    if dtype is None or None in (*sizes, *strides, *offset):
         raise CheckpointError(f'"{source.name}": the weight "{name}" has no fixed shape')
-    if len(sizes) != len(strides) or len(sizes) > 64:
-        raise CheckpointError(f'"{source.name}": the weight "{name}" has no fixed shape')
-    last = offset[0] + sum((n - 1) * step for n, step in zip(sizes, strides, strict=True))
-    if all(sizes) and (last + 1) * dtype.itemsize > storage.nbytes():
+    try:
+        return tensor_on(Storage(storage, dtype), offset[0], sizes, strides)
+    except BadPickle as error:
         raise CheckpointError(
             f'"{source.name}" is refused: the weight "{name}" of shape {sizes} leaves its '
-            f"{storage.nbytes()} bytes"
-        )
-    return torch.empty(0, dtype=dtype).set_(storage, offset[0], sizes, strides)
+            f"{storage.nbytes()} bytes: {error}"
+        ) from error
 
 
-def _ints(values: Any) -> list[int] | None:
+def _ints(values: Any) -> list[int | None]:
     if not isinstance(values, list):
-        return None
-    numbers = [value.get("as_int") if isinstance(value, dict) else None for value in values]
-    if not all(type(number) is int and 0 <= number < 1 << 48 for number in numbers):
-        return None
-    return [number for number in numbers if number is not None]
+        return [None]
+    numbers = [as_dict(value).get("as_int") for value in values]
+    return [number if type(number) is int and number >= 0 else None for number in numbers]
 
 
 def _describe(
@@ -181,17 +165,17 @@ def _describe(
     findings: tuple[str, ...],
     refused: tuple[str, ...],
 ) -> ExportedProgram:
-    module = _dict(program.get("graph_module"))
-    graph = _dict(module.get("graph"))
-    values = _dict(graph.get("tensor_values"))
-    signature = _dict(module.get("signature"))
-    schema = _dict(program.get("schema_version"))
+    module = as_dict(program.get("graph_module"))
+    graph = as_dict(module.get("graph"))
+    values = as_dict(graph.get("tensor_values"))
+    signature = as_dict(module.get("signature"))
+    schema = as_dict(program.get("schema_version"))
     return ExportedProgram(
         tensors=tensors,
         inputs=_arguments(signature.get("input_specs"), "user_input", values),
         outputs=_arguments(signature.get("output_specs"), "user_output", values),
         dims=_dims(program.get("range_constraints")),
-        torch_version=_text(program.get("torch_version")),
+        torch_version=as_text(program.get("torch_version")),
         schema_version=f"{schema['major']}.{schema.get('minor')}" if "major" in schema else None,
         operators=len(_list(graph.get("nodes"))),
         findings=findings,
@@ -204,44 +188,35 @@ def _arguments(specs: Any, kind: str, values: Mapping[str, Any]) -> tuple[Mappin
     for spec in _list(specs):
         if not isinstance(spec, dict) or kind not in spec:
             continue
-        name = _text(_dict(_dict(_dict(spec[kind]).get("arg")).get("as_tensor")).get("name"))
-        meta = _dict(values.get(name or ""))
+        tensor = as_dict(as_dict(as_dict(spec[kind]).get("arg")).get("as_tensor"))
+        name = as_text(tensor.get("name"))
+        meta = as_dict(values.get(name or ""))
         dtype = _DTYPES.get(meta.get("dtype") or 0)
         shape = [_size(size) for size in _list(meta.get("sizes"))]
-        arguments.append(
-            {"name": name, "dtype": str(dtype).removeprefix("torch.") if dtype else None}
-            | {"shape": shape}
-        )
+        element = str(dtype).removeprefix("torch.") if dtype else None
+        arguments.append({"name": name, "dtype": element, "shape": shape})
     return tuple(arguments)
 
 
 def _size(size: Any) -> int | str:
-    value = _dict(size)
+    value = as_dict(size)
     if type(value.get("as_int")) is int:
         return int(value["as_int"])
-    text = _text(_dict(value.get("as_expr")).get("expr_str")) or "?"
+    return _symbol(as_text(as_dict(value.get("as_expr")).get("expr_str")) or "?")
+
+
+def _dims(constraints: Any) -> dict[str, dict[str, int | None]]:
+    return {
+        _symbol(name): {end: as_dict(span).get(f"{end}_val") for end in ("min", "max")}
+        for name, span in as_dict(constraints).items()
+    }
+
+
+def _symbol(text: str) -> str:
+    """Return the name of a size that varies; of an expression, its text."""
     symbol = re.match(r"Symbol\('(\w+)'", text)
     return symbol.group(1) if symbol else text[:80]
 
 
-def _dims(constraints: Any) -> dict[str, dict[str, int | None]]:
-    dims = {}
-    for name, span in _dict(constraints).items():
-        symbol = re.match(r"Symbol\('(\w+)'", name)
-        dims[symbol.group(1) if symbol else name[:80]] = {
-            "min": _dict(span).get("min_val"),
-            "max": _dict(span).get("max_val"),
-        }
-    return dims
-
-
-def _dict(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
 def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,7 @@ from modelyard.exporter.ingest.archive import read_archive
 from modelyard.exporter.ingest.kinds import tensor_map, weight_sets
 from modelyard.exporter.ingest.mlflow import read_mlflow
 from modelyard.exporter.ingest.profiles import match_profiles
-from modelyard.exporter.ingest.safetensors_file import (
-    SafeTensors,
-    parsed_from,
-    read_index,
-    read_safetensors,
-    shard_names,
-)
+from modelyard.exporter.ingest.safetensors_file import read_shards
 from modelyard.exporter.ingest.single_file import (
     Announce,
     danger_notes,
@@ -32,6 +27,7 @@ from modelyard.exporter.ingest.single_file import (
 )
 from modelyard.exporter.ingest.source import (
     DETERMINED_WEIGHTS,
+    PLAIN_NAME,
     Source,
     inside,
     read_object,
@@ -42,6 +38,7 @@ from modelyard.exporter.ingest.value import (
     ClassHint,
     ParsedCheckpoint,
     Weights,
+    as_text,
     code_names,
     parse_labels,
 )
@@ -55,7 +52,6 @@ _WEIGHT_FILES = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
-_EXPORTED = ("TorchScript", "exported program")
 
 
 def read_folder(folder: Path, announce: Announce | None = None) -> ParsedCheckpoint:
@@ -71,6 +67,10 @@ def read_folder(folder: Path, announce: Announce | None = None) -> ParsedCheckpo
     return reader(folder, announce)
 
 
+def _first_file(folder: Path, names: Sequence[str]) -> Path | None:
+    return next((inside(folder, name) for name in names if (folder / name).is_file()), None)
+
+
 def _weights_inside(folder: Path) -> list[str]:
     """List files and folders of weights in a folder that is none itself, two levels down."""
     ranks = [path.name for path in folder.glob("consolidated.*.pth")]
@@ -83,8 +83,10 @@ def _weights_inside(folder: Path) -> list[str]:
     found = []
     below = [path for path in folder.iterdir() if path.is_dir() and not path.is_symlink()]
     for place in (folder, *sorted(below)[:_MAX_PLACES]):
+        kind = None
         if place != folder and any((place / name).is_file() for name in _WEIGHT_FILES):
-            kind = _class_of(place)
+            with suppress(CheckpointError):
+                kind = _config_class(read_object_or_nothing(inside(place, "config.json")))
             found.append(f"{place.name}{f' ({kind})' if kind else ''}")
             continue
         found += [
@@ -95,33 +97,24 @@ def _weights_inside(folder: Path) -> list[str]:
     return found
 
 
-def _class_of(folder: Path) -> str | None:
-    try:
-        config = read_object_or_nothing(inside(folder, "config.json"))
-    except CheckpointError:
-        return None
-    return _config_class(config)
-
-
 def _config_class(config: Mapping[str, Any]) -> str | None:
     """Return the class that a `config.json` of transformers, timm or diffusers names."""
     architectures = config.get("architectures")
     name = architectures[0] if isinstance(architectures, list) and architectures else None
     names = (name, config.get("architecture"), config.get("_class_name"))
-    return next((text for each in names if (text := _text(each))), None)
+    return next((text for each in names if (text := as_text(each))), None)
 
 
 def _determined(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     load_data = read_object_or_nothing(inside(folder, "load_data.json"))
     metadata = read_object_or_nothing(inside(folder, "metadata.json"))
-    trial = _text(load_data.get("trial_type")) or ""
+    trial = as_text(load_data.get("trial_type")) or ""
     if "Keras" in trial:
         raise refusal("Keras checkpoint", folder.name)
     if trial == "DeepSpeedTrial":
         parsed = _deepspeed(folder, announce)
     else:
-        names = (*DETERMINED_WEIGHTS, "checkpoint.pt")
-        path = next((inside(folder, name) for name in names if (folder / name).is_file()), None)
+        path = _first_file(folder, (*DETERMINED_WEIGHTS, "checkpoint.pt"))
         if path is None:
             raise CheckpointError(
                 f'"{folder.name}" is a Determined checkpoint without state_dict.pth; download it '
@@ -130,7 +123,7 @@ def _determined(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         parsed = read_file(Source.of_file(path), announce)
     known = {**metadata, **{key: value for key, value in load_data.items() if value is not None}}
     hyper = known.get("hparams")
-    spec = _text(load_data.get("trial_cls_spec"))
+    spec = as_text(load_data.get("trial_cls_spec"))
     notes = parsed.notes
     if spec:
         notes = (*notes, f'its trial class is "{spec}" under code/, which was not imported')
@@ -141,7 +134,7 @@ def _determined(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         kind=parsed.kind if parsed.kind.startswith("Determined") else f"Determined ({parsed.kind})",
         paths=(*parsed.paths, *(path for path in found if path.is_file())),
         writer="Determined",
-        writer_version=_text(metadata.get("determined_version")),
+        writer_version=as_text(metadata.get("determined_version")),
         hyper_parameters=hyper if isinstance(hyper, dict) else {},
         hyper_parameters_name="kwargs" if isinstance(hyper, dict) and hyper else None,
         class_hint=ClassHint(spec, "load_data.json") if spec else parsed.class_hint,
@@ -173,7 +166,7 @@ def _hugging_face(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         kind=kind if config else parsed.kind,
         paths=(*parsed.paths, *(path for path in extra if path.is_file())),
         writer="transformers" if "transformers_version" in config else parsed.writer,
-        writer_version=_text(config.get("transformers_version")),
+        writer_version=as_text(config.get("transformers_version")),
         hyper_parameters=config,
         class_hint=ClassHint(name, "config.json") if name else None,
         labels=parse_labels(config.get("id2label")),
@@ -197,12 +190,22 @@ def _weights_folder(folder: Path, announce: Announce | None) -> ParsedCheckpoint
         (name,) = indexes or own
     path = inside(folder, name)
     if name.endswith(".safetensors.index.json"):
-        return _of_safetensors("safetensors (sharded)", read_index(path), folder)
-    if name.endswith(".safetensors"):
-        return _of_safetensors("safetensors", read_safetensors(path), folder)
-    if name.endswith(".index.json"):
-        return _sharded_bin(path, announce)
-    return read_file(Source.of_file(path), announce)
+        kind = "safetensors (sharded)"
+    elif name.endswith(".index.json"):
+        kind = "state dict (sharded)"
+    else:
+        return read_file(Source.of_file(path), announce)
+    tensors, shards = read_shards(path, lambda shard: read_file(Source.of_file(shard), announce))
+    refused = tuple(sorted({name for shard in shards for name in shard.refused}))
+    return ParsedCheckpoint(
+        kind=kind,
+        loader=", ".join(sorted({shard.loader for shard in shards})),
+        weights={"": Weights(tensors)},
+        training={key: value for shard in shards for key, value in shard.training.items()},
+        paths=(path, *(file for shard in shards for file in shard.paths)),
+        refused=refused,
+        notes=danger_notes(refused),
+    )
 
 
 def _distributed_inside(
@@ -217,42 +220,6 @@ def _distributed_inside(
     raise CheckpointError(
         f'"{folder.name}" has {seen}; expected one of {", ".join(_WEIGHT_FILES)}: give the file '
         "itself"
-    )
-
-
-def _of_safetensors(kind: str, content: SafeTensors, folder: Path) -> ParsedCheckpoint:
-    if "DCP_SHARDING_INFO" in content.metadata:
-        raise CheckpointError(
-            f'"{folder.name}" holds slices of tensors in safetensors, written by several ranks; '
-            "consolidate them first (HuggingFaceStorageWriter(enable_consolidation=True))"
-        )
-    return parsed_from(kind, content)
-
-
-def _sharded_bin(index: Path, announce: Announce | None) -> ParsedCheckpoint:
-    weight_map = shard_names(index)
-    names = sorted(set(weight_map.values()))
-    shards = {
-        name: read_file(Source.of_file(inside(index.parent, name)), announce) for name in names
-    }
-    tensors: dict[str, Tensor] = {}
-    for name, shard in weight_map.items():
-        found = shards[shard].weights.get("")
-        if found is None or name not in found.tensors:
-            raise CheckpointError(
-                f'"{index.name}" says that "{name}" is in "{shard}", which has it not; copy the '
-                "folder again"
-            )
-        tensors[name] = found.tensors[name]
-    loaders = sorted({parsed.loader for parsed in shards.values()})
-    refused = sorted({name for parsed in shards.values() for name in parsed.refused})
-    return ParsedCheckpoint(
-        kind="state dict (sharded)",
-        loader=", ".join(loaders),
-        weights={"": Weights(tensors)},
-        paths=(index, *(index.parent / name for name in names)),
-        refused=tuple(refused),
-        notes=danger_notes(refused),
     )
 
 
@@ -341,7 +308,7 @@ def _deepspeed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     place = folder
     if latest.is_file():
         tag = inside(folder, "latest").read_text("utf-8", "replace")[:200].strip()
-        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", tag):
+        if not PLAIN_NAME.fullmatch(tag):
             raise CheckpointError(
                 f'"{folder.name}/latest" names {tag!r}, which is not a folder name'
             )
@@ -366,22 +333,16 @@ def _deepspeed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
 
 def _ray(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     read_object(inside(folder, ".metadata.json"))
-    for name in ("model.pt", "checkpoint.ckpt", "checkpoint.pt"):
-        if (folder / name).is_file():
-            parsed = read_file(Source.of_file(inside(folder, name)), announce)
-            break
-    else:
-        if not (folder / "checkpoint").is_dir():
-            raise CheckpointError(
-                f'"{folder.name}" is a Ray Train checkpoint with files of your own; give the file '
-                "of weights itself"
-            )
+    if path := _first_file(folder, ("model.pt", "checkpoint.ckpt", "checkpoint.pt")):
+        parsed = read_file(Source.of_file(path), announce)
+    elif (folder / "checkpoint").is_dir():
         parsed = read_folder(inside(folder, "checkpoint"), announce)
+    else:
+        raise CheckpointError(
+            f'"{folder.name}" is a Ray Train checkpoint with files of your own; give the file of '
+            "weights itself"
+        )
     return replace(parsed, kind=f"Ray Train checkpoint ({parsed.kind})", writer="Ray Train")
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
 
 
 _READERS: Mapping[str, Callable[[Path, Announce | None], ParsedCheckpoint]] = {

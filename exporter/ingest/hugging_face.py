@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,28 +17,9 @@ from modelyard.exporter.ingest.value import (
     code_names,
     list_shown,
 )
+from modelyard.exporter.tables import read_table
 
-TASKS: Mapping[str, tuple[str, ...]] = {
-    "audio-classification": ("AudioClassification",),
-    "automatic-speech-recognition": ("CTC", "SpeechSeq2Seq"),
-    "depth-estimation": ("DepthEstimation",),
-    "feature-extraction": ("",),
-    "fill-mask": ("MaskedLM",),
-    "image-classification": ("ImageClassification",),
-    "image-feature-extraction": ("",),
-    "image-segmentation": ("ImageSegmentation", "SemanticSegmentation", "UniversalSegmentation"),
-    "multiple-choice": ("MultipleChoice",),
-    "object-detection": ("ObjectDetection",),
-    "question-answering": ("QuestionAnswering",),
-    "text-classification": ("SequenceClassification",),
-    "text-generation": ("CausalLM",),
-    "text2text-generation": ("Seq2SeqLM",),
-    "time-series-forecasting": ("TimeSeriesPrediction",),
-    "token-classification": ("TokenClassification",),
-    "video-classification": ("VideoClassification",),
-    "zero-shot-image-classification": ("ZeroShotImageClassification",),
-    "zero-shot-object-detection": ("ZeroShotObjectDetection",),
-}
+TASKS: Mapping[str, Sequence[str]] = read_table(__package__, "kinds")["tasks"]
 """Task, as transformers' pipelines and the hub name it → endings of `AutoModelFor…`."""
 
 # What config.json may say of how it is computed: transformers fetches and loads native code for a

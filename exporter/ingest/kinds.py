@@ -1,10 +1,10 @@
 """The object that a training run saved → what it is, and where in it the weights are.
 
-Decided by keys, in the order of `RULES`; the first that applies wins.
+Decided by keys, in the order of `kinds.yaml`; the first rule that applies wins.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,52 +15,39 @@ from modelyard.exporter.ingest import module_tree
 from modelyard.exporter.ingest.pickles import UnresolvedCall, is_module
 from modelyard.exporter.ingest.plain import to_plain
 from modelyard.exporter.ingest.value import Weights, list_shown
+from modelyard.exporter.tables import read_table
 
 _MAX_DEPTH = 4
 _MAX_VISITS = 2_000_000
 
-_COUNTERS = (
-    "epoch",
-    "epochs",
-    "global_step",
-    "global_steps",
-    "step",
-    "steps",
-    "iteration",
-    "iter",
-    "num_updates",
-    "best_acc",
-    "best_acc1",
-    "best_score",
-    "best_metric",
-    "best_fitness",
-    "best_loss",
-    "loss",
-    "metric",
-    "skipped_steps",
-    "dp_world_size",
-    "mp_world_size",
-    "lr",
-)
 _MAX_DICTS = 10_000
-_PLACES = ("", "meta", "extra_state", "state", "rng_state", "train_iterator")
+_TABLES = read_table(__package__, "kinds")
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One kind of checkpoint: the keys that tell it, and those of its weights."""
+    """One kind of checkpoint: the keys that tell it, and those of its weights; see `kinds.yaml`."""
 
     kind: str
-    applies: Callable[[Mapping[str, Any]], bool]
     weights: tuple[str, ...]
-    """Paths of the weights; the first that is there is chosen."""
+    all: tuple[str, ...] = ()
+    any: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
     writer: str | None = None
     version: str | None = None
-    """Path of the writer's version."""
     hyper_parameters: tuple[str, ...] = ()
-    """Paths of the hyper-parameters."""
     builds: bool = False
-    """Whether the hyper-parameters are the arguments of the model's class."""
+
+    def applies(self, root: Mapping[str, Any]) -> bool:
+        """Return whether the keys of a saved object are those of this kind."""
+        return (
+            all(key in root for key in self.all)
+            and (not self.any or any(key in root for key in self.any))
+            and (not self.modules or any(is_module(root.get(key)) for key in self.modules))
+        )
+
+
+RULES = tuple(Rule(**each) for each in _TABLES["rules"])
 
 
 @dataclass(frozen=True)
@@ -77,134 +64,6 @@ class Classification:
     left_out: tuple[str, ...] = ()
     """Entries beside the tensors of a state dict."""
 
-
-def _has(*keys: str) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda root: all(key in root for key in keys)
-
-
-def _has_and_any(*keys: str, any_of: tuple[str, ...]) -> Callable[[Mapping[str, Any]], bool]:
-    return lambda root: all(key in root for key in keys) and any(key in root for key in any_of)
-
-
-# Names that every second loop gives its weights; the first is the commonest.
-_LOOP_KEYS = (
-    "model_state_dict",
-    "model_state",
-    "state_dict",
-    "model",
-    "net",
-    "network",
-    "weights",
-    "params",
-    "ema",
-    "generator",
-    "encoder",
-)
-
-RULES = (
-    Rule(
-        "Determined checkpoint",
-        _has("models_state_dict"),
-        ("models_state_dict.0",),
-        writer="Determined",
-    ),
-    Rule(
-        "Determined checkpoint (before 0.12.13)",
-        _has("model_state_dict", "rng_state", "callbacks"),
-        ("model_state_dict",),
-        writer="Determined",
-    ),
-    Rule(
-        "Lightning checkpoint",
-        _has("pytorch-lightning_version", "state_dict"),
-        ("state_dict",),
-        writer="Lightning",
-        version="pytorch-lightning_version",
-        hyper_parameters=("hyper_parameters", "hparams", "module_arguments"),
-        builds=True,
-    ),
-    Rule(
-        "DeepSpeed rank file",
-        _has_and_any("module", any_of=("ds_version", "dp_world_size", "ds_config")),
-        ("module",),
-        writer="DeepSpeed",
-        version="ds_version",
-        hyper_parameters=("hyper_parameters",),
-        builds=True,
-    ),
-    Rule(
-        "Flyte PyTorchCheckpoint",
-        _has("module_state_dict"),
-        ("module_state_dict",),
-        writer="Flyte",
-        hyper_parameters=("",),
-        builds=True,
-    ),
-    Rule(
-        "timm checkpoint",
-        _has_and_any("state_dict", any_of=("arch", "state_dict_ema", "amp_scaler", "metric")),
-        ("state_dict",),
-        writer="timm",
-        hyper_parameters=("args",),
-    ),
-    Rule(
-        "OpenMMLab checkpoint",
-        _has("meta", "state_dict"),
-        ("state_dict",),
-        writer="OpenMMLab",
-        version="meta.mmengine_version",
-        hyper_parameters=("meta",),
-    ),
-    Rule(
-        "fairseq checkpoint",
-        lambda root: "model" in root and ("extra_state" in root or "optimizer_history" in root),
-        ("model",),
-        writer="fairseq",
-        hyper_parameters=("cfg", "args"),
-    ),
-    Rule(
-        "Ultralytics checkpoint",
-        lambda root: (
-            "model" in root
-            and any(key in root for key in ("train_args", "ema", "date"))
-            and any(is_module(root.get(key)) for key in ("model", "ema"))
-        ),
-        ("model", "ema"),
-        writer="Ultralytics",
-        version="version",
-        hyper_parameters=("train_args",),
-    ),
-    Rule(
-        "torchvision checkpoint",
-        _has("model", "optimizer", "lr_scheduler", "epoch", "args"),
-        ("model",),
-        writer="torchvision references",
-        hyper_parameters=("args",),
-    ),
-    Rule(
-        "detectron2 checkpoint",
-        _has("model", "__author__"),
-        ("model",),
-        writer="detectron2",
-    ),
-    Rule("Composer checkpoint", _has("state", "rng"), ("state.model",), writer="Composer"),
-    Rule(
-        "training checkpoint",
-        lambda root: any(key in root for key in _LOOP_KEYS),
-        _LOOP_KEYS,
-        hyper_parameters=(
-            "hyper_parameters",
-            "hyperparameters",
-            "hparams",
-            "model_args",
-            "model_kwargs",
-            "config",
-            "cfg",
-            "args",
-        ),
-        builds=True,
-    ),
-)
 
 _EMA = re.compile(r"(^|[._-])(ema|averaged?|averaging|shadow)([._-]|$)")
 
@@ -404,32 +263,23 @@ def find_training(root: Any, allowed: frozenset[str]) -> dict[str, Any]:
     """List counters, optimizers, schedulers, random states and callbacks; JSON types only."""
     content = as_mapping(root) or {}
     found: dict[str, Any] = {}
-    for place in _PLACES:
+    for place in _TABLES["places"]:
         inner = as_mapping(at(content, place)) if place else content
-        for name in _COUNTERS:
+        for name in _TABLES["counters"]:
             value = to_plain((inner or {}).get(name), allowed)
             if isinstance(value, Tensor) and value.numel() == 1:
                 value = value.item()
             if isinstance(value, int | float) and not isinstance(value, bool):
                 found.setdefault(name, value)
-    if optimizers := _optimizers(content):
-        found["optimizers"] = optimizers
-    schedulers = [path for path in _state_like(content, ("last_epoch", "_step_count"))]
-    if schedulers:
-        found["schedulers"] = schedulers
-    if scalers := _state_like(content, ("scale", "growth_factor")):
-        found["grad scalers"] = scalers
-    random = [key for key in content if "rng" in key or key.startswith("random_state")]
-    if random:
-        found["random states"] = random
-    callbacks = as_mapping(content.get("callbacks"))
-    if callbacks:
-        found["callbacks"] = [_callback_name(key) for key in callbacks]
-    return found
-
-
-def _callback_name(key: Any) -> str:
-    return str(getattr(key, "dotted", key))
+    callbacks = as_mapping(content.get("callbacks")) or {}
+    states = {
+        "optimizers": _optimizers(content),
+        "schedulers": _state_like(content, ("last_epoch", "_step_count")),
+        "grad scalers": _state_like(content, ("scale", "growth_factor")),
+        "random states": [key for key in content if "rng" in key or key.startswith("random_state")],
+        "callbacks": [str(getattr(key, "dotted", key)) for key in callbacks],
+    }
+    return found | {name: state for name, state in states.items() if state}
 
 
 def _optimizers(content: Mapping[str, Any]) -> list[str]:
@@ -437,13 +287,16 @@ def _optimizers(content: Mapping[str, Any]) -> list[str]:
     for path, value in _dicts(content):
         if is_optimizer(value):
             groups, state = value["param_groups"], value["state"]
-            count = len(groups) if isinstance(groups, list) else 0
-            steps = len(state) if isinstance(state, Mapping) else 0
+            groups = _counted(groups if isinstance(groups, list) else (), "parameter group")
             found.append(
-                f"{path}: {count} parameter group{'s' if count != 1 else ''}, state of {steps} "
-                f"tensor{'s' if steps != 1 else ''}"
+                f"{path}: {groups}, state of "
+                f"{_counted(state if isinstance(state, Mapping) else (), 'tensor')}"
             )
     return found
+
+
+def _counted(values: Sized, noun: str) -> str:
+    return f"{len(values)} {noun}{'' if len(values) == 1 else 's'}"
 
 
 def _state_like(content: Mapping[str, Any], keys: tuple[str, ...]) -> list[str]:

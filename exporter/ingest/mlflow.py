@@ -15,12 +15,11 @@ import yaml
 from modelyard.archiver.signature import DTYPES
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest.single_file import ONNX, PROGRAM, Announce, read_file
-from modelyard.exporter.ingest.source import Source, inside
-from modelyard.exporter.ingest.value import ParsedCheckpoint
+from modelyard.exporter.ingest.source import PLAIN_NAME, Source, inside
+from modelyard.exporter.ingest.value import ParsedCheckpoint, as_dict, as_text
 
 _MAX_BYTES = 2**20
 _NAMES = ("model.pth", "model.pt2", "state_dict.pth", "model.pt")
-_PATH = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 def read_mlflow(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
@@ -30,21 +29,19 @@ def read_mlflow(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
         CheckpointError: it names none, or one of another flavor.
     """
     described = inside(folder, "MLmodel")
-    content = _parsed(described, yaml.safe_load, "YAML")
-    flavors = _mapping(_mapping(content).get("flavors"))
-    path = _file(folder, flavors)
+    content = as_dict(_parsed(described, yaml.safe_load, "YAML"))
+    path = _file(folder, as_dict(content.get("flavors")))
     parsed = read_file(Source.of_file(path), announce)
     is_program = parsed.kind in (PROGRAM, ONNX)
-    version = _mapping(content).get("mlflow_version")
     return replace(
         parsed,
         kind=parsed.kind if is_program else f"MLflow model ({parsed.kind})",
         paths=(*parsed.paths, described),
         writer="MLflow",
-        writer_version=version if isinstance(version, str) else None,
+        writer_version=as_text(content.get("mlflow_version")),
         program=path if is_program else None,
-        inputs=parsed.inputs or _inputs(_mapping(_mapping(content).get("signature"))),
-        example=_example(folder, _mapping(_mapping(content).get("saved_input_example_info"))),
+        inputs=parsed.inputs or _inputs(as_dict(content.get("signature"))),
+        example=_example(folder, as_dict(content.get("saved_input_example_info"))),
     )
 
 
@@ -61,7 +58,7 @@ def _file(folder: Path, flavors: Mapping[str, Any]) -> Path:
             "expected the flavor pytorch or onnx"
         )
     for name in filter(None, (data, *names)):
-        if not isinstance(name, str) or not _PATH.fullmatch(name):
+        if not isinstance(name, str) or not PLAIN_NAME.fullmatch(name):
             raise CheckpointError(
                 f'"{folder.name}/MLmodel" names {name!r}, which is not the name of a file or folder'
             )
@@ -101,7 +98,7 @@ def _inputs(signature: Mapping[str, Any]) -> tuple[str, ...]:
 def _example(folder: Path, info: Mapping[str, Any]) -> Any:
     """Return the request that was saved with the model: numbers, or numbers by name."""
     name = info.get("artifact_path")
-    if not isinstance(name, str) or not _PATH.fullmatch(name) or not (folder / name).is_file():
+    if not isinstance(name, str) or not PLAIN_NAME.fullmatch(name) or not (folder / name).is_file():
         return None
     content = _parsed(inside(folder, name), json.loads, "JSON")
     if isinstance(content, Mapping) and set(content) == {"columns", "data"}:
@@ -117,7 +114,3 @@ def _parsed(path: Path, parse: Callable[[bytes], Any], form: str) -> Any:
         return parse(path.read_bytes())
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise CheckpointError(f'"{place}" is not valid {form} ({error})') from error
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}

@@ -6,6 +6,7 @@ the list stays a `Placeholder`.
 """
 
 import datetime
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -142,13 +143,9 @@ def _sequence(value: UnresolvedCall) -> Any:
     return [*items, *value.items]
 
 
-def _range(value: UnresolvedCall) -> Any:
+def _written(value: UnresolvedCall) -> Any:
     # Not a range object: a list would be made of it, as long as the file likes.
-    return f"range({', '.join(map(str, value.args))})"
-
-
-def _slice(value: UnresolvedCall) -> Any:
-    return f"slice({', '.join(map(str, value.args))})"
+    return f"{value.dotted.removeprefix('builtins.')}({', '.join(map(str, value.args))})"
 
 
 def _moment(kind: Callable[..., Any]) -> Callable[[UnresolvedCall], Any]:
@@ -169,12 +166,9 @@ def _duration(value: UnresolvedCall) -> Any:
         return _UNMADE
 
 
-def _omega_container(value: UnresolvedCall) -> Any:
-    return value.attributes.get("_content")
-
-
-def _omega_node(value: UnresolvedCall) -> Any:
-    return value.attributes.get("_val")
+def _omega(value: UnresolvedCall) -> Any:
+    """Return what a container or a node of OmegaConf holds."""
+    return value.attributes.get("_content", value.attributes.get("_val"))
 
 
 def _scalar(value: UnresolvedCall) -> Any:
@@ -203,10 +197,7 @@ def _array(shape: Any, dtype: Any, order: Any, content: Any) -> "np.ndarray[Any,
         return None
     if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
         return None
-    count = 1
-    for size in shape:
-        count *= size
-    if count * found.itemsize != len(content):
+    if math.prod(shape) * found.itemsize != len(content):
         return None
     return np.frombuffer(content, found).reshape(shape, order=order)
 
@@ -229,16 +220,11 @@ def _numpy_dtype(value: Any) -> "np.dtype[Any] | None":
 _DTYPE_CODES = frozenset(
     ["b1", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "c8", "c16"]
 )
-_DTYPE_NAMES = frozenset(
-    (
-        *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
-        *("float16", "float32", "float64"),
-    )
-)
-OMEGACONF_NODES = tuple(
+_DTYPE_NAMES = frozenset(np.dtype(code).name for code in _DTYPE_CODES if "c" not in code)
+_OMEGACONF_NODES = [
     f"omegaconf.nodes.{kind}Node"
     for kind in ("Any", "Boolean", "Bytes", "Enum", "Float", "Integer", "Path", "String")
-)
+]
 
 
 def _both(module: str, name: str) -> Sequence[str]:
@@ -251,31 +237,26 @@ FROMBUFFER = frozenset(_both("numeric", "_frombuffer"))
 SCALARS = frozenset(_both("multiarray", "scalar"))
 
 _MAKERS: Mapping[str, Callable[[UnresolvedCall], Any]] = {
-    **dict.fromkeys(RECONSTRUCT | FROMBUFFER, _to_tensor),
-    **dict.fromkeys(SCALARS, _scalar),
-    "numpy.dtype": _dtype_name,
-    "argparse.Namespace": _namespace,
-    "types.SimpleNamespace": _namespace,
-    "pathlib.PosixPath": _path,
-    "pathlib.PurePosixPath": _path,
-    "pathlib.WindowsPath": _path,
-    "pathlib.PureWindowsPath": _path,
-    "pathlib._local.PosixPath": _path,
-    "collections.defaultdict": _dict_items,
-    "builtins.dict": _dict_items,
-    "builtins.list": _sequence,
-    "builtins.frozenset": _sequence,
-    "collections.deque": _sequence,
-    "builtins.range": _range,
-    "builtins.slice": _slice,
-    "datetime.datetime": _moment(datetime.datetime),
-    "datetime.date": _moment(datetime.date),
-    "datetime.time": _moment(datetime.time),
-    "datetime.timedelta": _duration,
-    "omegaconf.dictconfig.DictConfig": _omega_container,
-    "omegaconf.listconfig.ListConfig": _omega_container,
-    "lightning.fabric.utilities.data.AttributeDict": _dict_items,
-    "lightning_fabric.utilities.data.AttributeDict": _dict_items,
-    "pytorch_lightning.utilities.parsing.AttributeDict": _dict_items,
-    **dict.fromkeys(OMEGACONF_NODES, _omega_node),
+    name: maker
+    for maker, names in (
+        (_to_tensor, " ".join(RECONSTRUCT | FROMBUFFER)),
+        (_scalar, " ".join(SCALARS)),
+        (_dtype_name, "numpy.dtype"),
+        (_namespace, "argparse.Namespace types.SimpleNamespace"),
+        (_path, "pathlib.PosixPath pathlib.PurePosixPath pathlib._local.PosixPath"),
+        (_path, "pathlib.WindowsPath pathlib.PureWindowsPath"),
+        (_dict_items, "collections.defaultdict builtins.dict"),
+        (_dict_items, "lightning.fabric.utilities.data.AttributeDict"),
+        (_dict_items, "lightning_fabric.utilities.data.AttributeDict"),
+        (_dict_items, "pytorch_lightning.utilities.parsing.AttributeDict"),
+        (_sequence, "builtins.list builtins.frozenset collections.deque"),
+        (_written, "builtins.range builtins.slice"),
+        (_moment(datetime.datetime), "datetime.datetime"),
+        (_moment(datetime.date), "datetime.date"),
+        (_moment(datetime.time), "datetime.time"),
+        (_duration, "datetime.timedelta"),
+        (_omega, "omegaconf.dictconfig.DictConfig omegaconf.listconfig.ListConfig"),
+        (_omega, " ".join(_OMEGACONF_NODES)),
+    )
+    for name in names.split()
 }

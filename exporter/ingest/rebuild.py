@@ -116,9 +116,14 @@ def is_known(dotted: str) -> bool:
     return dotted in KNOWN or (module in _STORAGE_MODULES and name in _STORAGES)
 
 
-def _tensor(
+def tensor_on(
     storage: Any, offset: Any, size: Any, stride: Any, dtype: torch.dtype | None = None
 ) -> Tensor:
+    """Return a tensor on a storage that holds all of it.
+
+    Raises:
+        BadPickle: it would leave its storage, or sizes and strides are not such.
+    """
     if not isinstance(storage, Storage):
         raise BadPickle(f"a tensor on a {type(storage).__name__}")
     dtype = dtype or storage.dtype
@@ -161,36 +166,18 @@ def _dtype(value: Any) -> torch.dtype:
     return value
 
 
-def _rebuild_v1(storage: Any, offset: Any, size: Any, stride: Any) -> Tensor:
-    return _tensor(storage, offset, size, stride)
+def _rebuild_v2(*args: Any) -> Tensor:
+    """Rebuild from storage, offset, size, stride and, of later versions, gradient, hooks, bits."""
+    return _rebuild_v3(*args[:6], None, *args[6:])
 
 
-def _rebuild_v2(
-    storage: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    _requires_grad: Any = False,
-    _hooks: Any = None,
-    metadata: Any = None,
-) -> Tensor:
-    return _with_bits(_tensor(storage, offset, size, stride), metadata)
-
-
-def _rebuild_v3(
-    storage: Any,
-    offset: Any,
-    size: Any,
-    stride: Any,
-    _requires_grad: Any,
-    _hooks: Any,
-    dtype: Any,
-    metadata: Any = None,
-) -> Tensor:
-    return _with_bits(_tensor(storage, offset, size, stride, _dtype(dtype)), metadata)
-
-
-def _with_bits(tensor: Tensor, metadata: Any) -> Tensor:
+def _rebuild_v3(*args: Any) -> Tensor:
+    """Rebuild as before, of a dtype that stands behind the hooks and is not the storage's."""
+    if not 4 <= len(args) <= 8:
+        raise BadPickle(f"a tensor of {len(args)} parts")
+    storage, offset, size, stride, _, _, dtype, metadata = (*args, *[None] * 4)[:8]
+    dtype = None if dtype is None else _dtype(dtype)
+    tensor = tensor_on(storage, offset, size, stride, dtype)
     if not isinstance(metadata, Mapping):
         return tensor
     if metadata.get("conj") is True and tensor.is_complex():
@@ -394,7 +381,7 @@ _TENSOR_CLASSES = frozenset(
 )
 
 _CALLS: Mapping[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor": _rebuild_v1,
+    "torch._utils._rebuild_tensor": _rebuild_v2,
     "torch._utils._rebuild_tensor_v2": _rebuild_v2,
     "torch._utils._rebuild_tensor_v3": _rebuild_v3,
     "torch._utils._rebuild_parameter": _rebuild_parameter,

@@ -23,7 +23,7 @@ from modelyard.exporter.ingest.pickles import UnresolvedCall, is_module
 from modelyard.exporter.ingest.plain import to_plain
 from modelyard.exporter.ingest.profiles import allowed_names, match_profiles
 from modelyard.exporter.ingest.rebuild import is_known
-from modelyard.exporter.ingest.safetensors_file import SafeTensors, parsed_from, read_source
+from modelyard.exporter.ingest.safetensors_file import read_safetensors
 from modelyard.exporter.ingest.source import ADVICE, Source, packed_names, sniff_source
 from modelyard.exporter.ingest.torch_file import TorchFile, load_as_torch, read_torch_file
 from modelyard.exporter.ingest.torchscript import read_script
@@ -116,16 +116,24 @@ def danger_notes(refused: Sequence[str]) -> tuple[str, ...]:
     )
 
 
-def parse_torch_file(
-    file: TorchFile, source: Source, announce: Announce | None = None
-) -> ParsedCheckpoint:
+def _read_torch_file(source: Source, announce: Announce | None) -> ParsedCheckpoint:
     """Decide how a file of torch.save is taken, what kind it is and what is in it."""
+    file = read_torch_file(source)
     used: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     if not all(map(is_known, file.wanted)):
         used, refused = match_profiles(_first_kind(file, source.name), file.wanted)
     if refused and announce is not None:
-        return _trusted(source, refused, announce)
+        announce(source.name, refused)
+        try:
+            root = unpickle(source)
+        # The file's own code runs, and may fail in any way.
+        except Exception as error:
+            raise CheckpointError(
+                f'"{source.name}" was trusted and cannot be unpickled: {cause(error)}; install '
+                "what defines its classes, or give --model and leave --trust out"
+            ) from error
+        return replace(_parse_object(root, source.name, "trusted", ()), imports=refused)
     root, loader = file.value, "inert"
     if used and not refused:
         loader = f"profile {'+'.join(used)}"
@@ -133,9 +141,7 @@ def parse_torch_file(
         # The floor: torch's own loader agrees that nothing else is in it.
         by_torch = load_as_torch(source, file)
         root, loader = (root, "inert") if by_torch is None else (by_torch, "weights_only")
-    parsed = _parse_object(root, source.name, loader, refused)
-    notes = (*parsed.notes, *danger_notes(parsed.refused))
-    return replace(parsed, sources=file.sources, notes=notes)
+    return replace(_parse_object(root, source.name, loader, refused), sources=file.sources)
 
 
 def parse_beside(source: Source, weights: Mapping[str, Any]) -> ParsedCheckpoint:
@@ -152,8 +158,7 @@ def parse_beside(source: Source, weights: Mapping[str, Any]) -> ParsedCheckpoint
     except CheckpointError:
         kind = "Lightning checkpoint"
     _, refused = match_profiles(kind, file.wanted)
-    parsed = _parse_object(content, source.name, "inert", refused)
-    return replace(parsed, notes=(*parsed.notes, *danger_notes(parsed.refused)))
+    return _parse_object(content, source.name, "inert", refused)
 
 
 def _first_kind(file: TorchFile, name: str) -> str:
@@ -165,14 +170,11 @@ def _first_kind(file: TorchFile, name: str) -> str:
 
 def _parse_object(root: Any, name: str, loader: str, refused: tuple[str, ...]) -> ParsedCheckpoint:
     classified = find_weights(root, name, refused)
+    _check_whole(root, classified)
     hyper, how, training = _beside_weights(root, classified)
-    tree = root if isinstance(root, UnresolvedCall) else None
-    chosen = classified.weights.get(classified.default or "")
-    tree = chosen.module if chosen is not None and chosen.module is not None else tree
-    module = root if isinstance(root, nn.Module) else None
-    if tree is not None and is_module(tree):
-        module = module_tree.build_stock(tree)
-    rule = classified.rule
+    chosen, rule = classified.weights.get(classified.default or ""), classified.rule
+    tree = (chosen and chosen.module) or (root if is_module(root) else None)
+    module = root if isinstance(root, nn.Module) else tree and module_tree.build_stock(tree)
     version = None if rule is None or rule.version is None else at(root, rule.version)
     return ParsedCheckpoint(
         kind=classified.kind,
@@ -189,7 +191,7 @@ def _parse_object(root: Any, name: str, loader: str, refused: tuple[str, ...]) -
         class_hint=_class_hint(root, tree),
         labels=_labels(as_mapping(root) or {}),
         module=module,
-        notes=(*_deepspeed_notes(root, classified), *_beside_notes(root, classified.left_out)),
+        notes=(*_beside_notes(root, classified.left_out), *danger_notes(refused)),
     )
 
 
@@ -235,7 +237,7 @@ def _flattened(root: Any, rule: Rule, allowed: frozenset[str]) -> dict[str, Any]
 
 
 def _class_hint(root: Any, tree: UnresolvedCall | None) -> ClassHint | None:
-    if tree is not None and is_module(tree):
+    if tree is not None:
         return ClassHint(tree.dotted, "the pickled module")
     arch = (as_mapping(root) or {}).get("arch")
     return ClassHint(arch, '"arch" of the checkpoint') if isinstance(arch, str) else None
@@ -247,22 +249,20 @@ def _beside_notes(root: Any, names: Sequence[str]) -> tuple[str, ...]:
     return (f"beside its tensors it holds {shown}, which were left out",) if names else ()
 
 
-def _deepspeed_notes(root: Any, classified: Classification) -> tuple[str, ...]:
+def _check_whole(root: Any, classified: Classification) -> None:
     """Refuse a rank's share of the weights.
 
     Raises:
         CheckpointError: the weights are spread over several files.
     """
-    content = as_mapping(root) or {}
     if classified.kind != "DeepSpeed rank file":
-        return ()
-    ranks = content.get("mp_world_size")
+        return
+    ranks = (as_mapping(root) or {}).get("mp_world_size")
     tensors = next(iter(classified.weights.values())).tensors
     if isinstance(ranks, int) and ranks > 1:
         raise spread_over_ranks(f"it is one of {ranks} model-parallel ranks")
     if tensors and all(tensor.numel() == 0 for tensor in tensors.values()):
         raise spread_over_ranks("it is of ZeRO stage 3, whose weights are in the optimizers' files")
-    return ()
 
 
 def spread_over_ranks(seen: str) -> CheckpointError:
@@ -272,28 +272,6 @@ def spread_over_ranks(seen: str) -> CheckpointError:
         "run `python zero_to_fp32.py . pytorch_model.bin` or "
         "convert_zero_checkpoint_to_fp32_state_dict, and give what that writes"
     )
-
-
-def _trusted(source: Source, imports: tuple[str, ...], announce: Announce) -> ParsedCheckpoint:
-    """Unpickle without limits: the file's code runs in this process."""
-    announce(source.name, imports)
-    try:
-        root = unpickle(source)
-    # The file's own code runs, and may fail in any way.
-    except Exception as error:
-        raise CheckpointError(
-            f'"{source.name}" was trusted and cannot be unpickled: {cause(error)}; install what '
-            "defines its classes, or give --model and leave --trust out"
-        ) from error
-    return replace(_parse_object(root, source.name, "trusted", ()), imports=imports)
-
-
-def _read_torch(source: Source, announce: Announce | None) -> ParsedCheckpoint:
-    return parse_torch_file(read_torch_file(source), source, announce)
-
-
-def _read_safetensors(source: Source, _: Announce | None) -> ParsedCheckpoint:
-    return parsed_from("safetensors", SafeTensors(*read_source(source), ()))
 
 
 def _read_script(source: Source, announce: Announce | None) -> ParsedCheckpoint:
@@ -342,9 +320,9 @@ def _read_onnx(source: Source, announce: Announce | None) -> ParsedCheckpoint:
 
 
 _READERS: Mapping[str, Callable[[Source, Announce | None], ParsedCheckpoint]] = {
-    "torch zip": _read_torch,
-    "torch legacy": _read_torch,
-    "safetensors": _read_safetensors,
+    "torch zip": _read_torch_file,
+    "torch legacy": _read_torch_file,
+    "safetensors": lambda source, _: read_safetensors(source),
     "TorchScript": _read_script,
     PROGRAM: _read_program,
     ONNX: _read_onnx,

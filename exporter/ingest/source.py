@@ -5,6 +5,7 @@ What a file or folder is, its bytes and its shape decide; its name and suffix sa
 
 import io
 import mmap
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -18,7 +19,10 @@ from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.untrusted.tar import BLOCK_BYTES, GZIP_MAGIC, Inflated, read_entries
 from modelyard.archiver.untrusted.zip import TORCH_RULES, ZipReader
 from modelyard.exporter.errors import CheckpointError
+from modelyard.exporter.tables import read_table
 
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+"""The name of a file or folder that cannot lead elsewhere."""
 MAX_JSON_BYTES = 256 << 20
 _MAX_DEPTH = 200  # graphs lie in the nodes of graphs
 _MAX_LINE = 64 * 1024
@@ -32,29 +36,7 @@ _MAX_HEADER = 100_000_000
 _ONNX_FIELDS = frozenset([1, 2, 3, 4, 5, 6, 7, 8, 14, 20, 25, 26])
 _MAX_PEEK = 1 << 20
 
-ADVICE: Mapping[str, str] = {
-    "GGUF": "it is a file of llama.cpp; expected the PyTorch checkpoint that it was made from",
-    "HDF5": "it is a file of Keras; expected a PyTorch checkpoint",
-    "pickle": "it is a bare pickle (pickle, joblib, cloudpickle), which runs code when it is "
-    "loaded; write it again with torch.save(model.state_dict(), …)",
-    "ExecuTorch program": "it is already exported for ExecuTorch; expected the checkpoint that it "
-    "was made from",
-    "OpenVINO IR": "it is already exported for OpenVINO; expected the checkpoint that it was made "
-    "from",
-    "ONNX": "it is an artifact already: package it with `modelyard archive`",
-    "torch tar": "it was written by torch 0.1.10 or older, whose format runs code when it is "
-    "loaded; load it in a sandbox with that torch and save model.state_dict() anew",
-    "exported program 1": "it is an exported program of torch 2.6 or older; load it with that "
-    "torch and save it anew, or export the checkpoint",
-    "NeMo archive": "it is a NeMo archive; unpack it (it is a tar) and give the .ckpt inside",
-    "PEFT adapter": "it holds only a change to another model: load the base model with it, call "
-    "merge_and_unload(), and save that",
-    "Keras checkpoint": "it was written by a Keras trial; expected a PyTorch checkpoint",
-    "Megatron checkpoint": "its weights are spread over ranks; convert it with Megatron's "
-    "checkpoint tools to one file first",
-    "gzip": "it is packed with gzip; unpack it (gunzip) and give the file inside",
-    "unpacked zip": "it is an unpacked file of torch.save; give the file itself",
-}
+ADVICE: Mapping[str, str] = read_table(__package__, "kinds")["advice"]
 """Formats without weights that are read here, and what to do instead."""
 
 

@@ -1,7 +1,7 @@
 """The weights of a checkpoint, the names of its tensors, and all that is known beside them."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -148,7 +148,9 @@ class Checkpoint(Description):
     @property
     def size_bytes(self) -> int:
         """Add up the bytes of the chosen weights; tied ones once."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in _distinct(self.tensors))
+        return sum(
+            tensor.numel() * tensor.element_size() for tensor in _distinct(self.tensors.values())
+        )
 
     @property
     def sha256(self) -> str:
@@ -158,10 +160,37 @@ class Checkpoint(Description):
         lines = sorted(f"{file.sha256}  {file.name}\n" for file in self.files)
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
+    def warnings(self) -> list[str]:
+        """Return what a person should know of it, whatever becomes of the model."""
+        lines = list(self.notes)
+        if self.refused:
+            lines.append(f"the checkpoint wants {', '.join(self.refused)}, which was not imported")
+        if self.alternatives:
+            others = ", ".join(f"{key} ({n:,} parameters)" for key, n in self.alternatives.items())
+            lines.append(f'the weights are those of "{self.weights_key}"; it also has {others}')
+        return lines
+
+    def named_labels(self) -> dict[str, str]:
+        """Return what it calls its classes; none where it only numbers them."""
+        names = {str(index): label for index, label in self.labels.items()}
+        are_numbers = all(label == f"LABEL_{index}" for index, label in names.items())
+        return {} if are_numbers else names
+
+    def how_read(self) -> dict[str, object]:
+        """Return how it was read, for the report."""
+        return {
+            "writer": " ".join(filter(None, (self.writer, self.writer_version))) or None,
+            "loader": self.loader,
+            "weights_key": self.weights_key,
+            "prefixes_stripped": list(self.prefixes),
+            "refused": list(self.refused),
+            "imported": list(self.imports),
+        }
+
 
 def count_parameters(tensors: Iterable[Tensor]) -> int:
     """Count numbers, those that tensors share once."""
-    return sum(tensor.numel() for tensor in _distinct({str(i): t for i, t in enumerate(tensors)}))
+    return sum(tensor.numel() for tensor in _distinct(tensors))
 
 
 def find_tied(tensors: Mapping[str, Tensor]) -> tuple[tuple[str, ...], ...]:
@@ -179,8 +208,8 @@ def place_of(tensor: Tensor) -> object:
     return (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
 
 
-def _distinct(tensors: Mapping[str, Tensor]) -> list[Tensor]:
-    return list({place_of(tensor): tensor for tensor in tensors.values()}.values())
+def _distinct(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return list({place_of(tensor): tensor for tensor in tensors}.values())
 
 
 def digest_files(root: Path, paths: Iterable[Path]) -> tuple[CheckpointFile, ...]:
@@ -197,12 +226,20 @@ def digest_files(root: Path, paths: Iterable[Path]) -> tuple[CheckpointFile, ...
     return tuple(found)
 
 
+def as_dict(value: Any) -> dict[str, Any]:
+    """Return a value that may be a dict; an empty one for any other."""
+    return dict(value) if isinstance(value, Mapping) else {}
+
+
+def as_text(value: Any) -> str | None:
+    """Return a value that may be text; None for any other."""
+    return value if isinstance(value, str) else None
+
+
 def parse_labels(value: Any) -> dict[int, str]:
     """Read labels by class index, as `id2label` or `index_to_name.json` hold them."""
-    if not isinstance(value, Mapping):
-        return {}
     labels = {}
-    for key, label in value.items():
+    for key, label in as_dict(value).items():
         if isinstance(label, list) and label:
             label = label[-1]
         if str(key).isdecimal() and isinstance(label, str):
@@ -212,7 +249,7 @@ def parse_labels(value: Any) -> dict[int, str]:
 
 def code_names(auto_map: Any) -> str:
     """Return what `auto_map` of a `config.json` names, of whatever type it is."""
-    values = auto_map.values() if isinstance(auto_map, Mapping) else [auto_map]
+    values = as_dict(auto_map).values() or [auto_map]
     return ", ".join(sorted(str(value)[:100] for value in values))
 
 
@@ -227,33 +264,32 @@ def strip_wrappers(names: Iterable[str]) -> tuple[dict[str, str], tuple[str, ...
     stripped: list[str] = []
     if _AVERAGED in renamed and len(renamed) > 1:
         # torch's AveragedModel: its own counter, and the model below `module.`.
-        rest = [name for name in renamed if name != _AVERAGED]
-        if all(name.startswith("module.") for name in rest):
-            renamed = {name: name for name in rest}
+        rest = {name: name for name in renamed if name != _AVERAGED}
+        if _common(rest, ["module."]):
+            renamed = rest
     while prefix := _common(renamed.values(), WRAPPERS):
         renamed = {old: new.removeprefix(prefix) for old, new in renamed.items()}
         stripped.append(prefix)
     for inner in _INNER:
         if any(f".{inner}" in f".{name}" for name in renamed.values()):
-            candidate = {old: _without(new, inner) for old, new in renamed.items()}
+            candidate = {
+                old: f".{new}".replace(f".{inner}", ".").removeprefix(".")
+                for old, new in renamed.items()
+            }
             if len(set(candidate.values())) == len(candidate):
                 renamed = candidate
                 stripped.append(f"….{inner}")
     return renamed, tuple(stripped)
 
 
-def _without(name: str, inner: str) -> str:
-    return f".{name}".replace(f".{inner}", ".").removeprefix(".")
-
-
-def _common(names: Iterable[str], prefixes: Sequence[str]) -> str | None:
-    names = list(names)
-    if not names:
-        return None
-    for prefix in prefixes:
-        if all(name.startswith(prefix) and len(name) > len(prefix) for name in names):
-            return prefix
-    return None
+def _common(names: Collection[str], prefixes: Sequence[str]) -> str | None:
+    """Return the first prefix that every name has, and something behind it."""
+    common = (
+        prefix
+        for prefix in prefixes
+        if names and all(name.startswith(prefix) and name != prefix for name in names)
+    )
+    return next(common, None)
 
 
 def fit_names(

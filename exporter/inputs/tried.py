@@ -2,21 +2,28 @@
 
 The layers say channels, features and tokens. The sizes of pictures and the like are tried, on
 tensors without values, which costs next to nothing, and what is found once on values.
+
+Integers are tried on what `probes` makes of a range: its ends, and random values between, since
+what fills a tensor with one number may mean nothing (a graph's edges that all are loops). Ranges
+end at the sizes of the model's embedding tables, at usual numbers, and at the sizes of the dims.
 """
 
 import copy
-import inspect
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice, product
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
-from modelyard.exporter.arguments import flatten, read_inputs, take_inputs
-from modelyard.handlers.proof.probes import Probe, make_inputs
+from modelyard.archiver.signature import Dim, Signature, TensorSpec, ends_of
+from modelyard.archiver.values import End, Values
+from modelyard.exporter.arguments import flatten, needed_arguments, read_inputs, take_inputs
+from modelyard.exporter.errors import ModelError, cause
+from modelyard.handlers.proof.agree import split
+from modelyard.handlers.proof.probes import Probe, example_sizes, is_mask, make_inputs
 
 SIZES = (224, 32, 28, 64, 8, 16, 96, 128, 256, 299, 384, 512)
 """Usual sizes of a picture, the likeliest first."""
@@ -33,14 +40,19 @@ _NORMS: Mapping[type[Any], Sequence[str]] = {
     nn.BatchNorm3d: _PLACES,
 }
 _RESHAPES = frozenset(("flatten", "view", "reshape"))
+# The first integers above a range: a vocabulary, bytes; and what nearly every model takes.
+_USUAL = (1000, 256, 100)
+_SMALL = (10, 2)
+_KINDS = ("zeros", "large", "random")
+_RANGES_SHOWN = 8
 
 
 @dataclass(frozen=True)
-class Found:
+class TriedInputs:
     """Inputs that a model runs with."""
 
-    inputs: tuple[str, ...]
-    """As `--input` is written."""
+    texts: tuple[str, ...]
+    """Every input as `--input` is written."""
     is_only: bool
     """Whether its layers leave no other choice, and no other usual size runs."""
 
@@ -60,22 +72,13 @@ class Taken:
         return None if varies else len(_dims(self.layer))
 
 
-def needed_arguments(model: nn.Module) -> list[str]:
-    """Return the names of the arguments that forward() cannot do without; its first, of none."""
-    parameters = inspect.signature(model.forward).parameters.values()
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    named = [p for p in parameters if p.kind not in variable]
-    needed = [p.name for p in named if p.default is p.empty]
-    return needed or [p.name for p in named][:1] or ["x"]
-
-
 def guess_inputs(model: nn.Module) -> tuple[str, ...]:
     """Return an input for each argument that forward() needs; SIZES where nothing tells them."""
     taken = first_layers(model)
     return tuple(f"{name}:{_shown(taken.get(name))}" for name in needed_arguments(model))
 
 
-def find_inputs(model: nn.Module) -> Found | None:
+def find_inputs(model: nn.Module) -> TriedInputs | None:
     """Return inputs that a model in eval mode on the CPU runs with; None where none was found."""
     taken = first_layers(model)
     names = needed_arguments(model)
@@ -92,7 +95,7 @@ def find_inputs(model: nn.Module) -> Found | None:
     is_told = not any(each.is_reshaped for each in taken.values())
     # Another reading of a layer is not another size: a Linear takes rows of rows, too.
     others = [each for each in usual if each != first and _sizeless(each) == _sizeless(first)]
-    return Found(first, is_told and not any(runs(empty, each) for each in others))
+    return TriedInputs(first, is_told and not any(runs(empty, each) for each in others))
 
 
 def picture_input(model: nn.Module, size: tuple[int, int]) -> str | None:
@@ -209,3 +212,154 @@ def runs(model: nn.Module, texts: Sequence[str]) -> bool:
     except Exception:
         return False
     return True
+
+
+# -- integers: which a model takes ----------------------------------------------------------------
+
+
+def find_values(model: nn.Module, signature: Signature) -> dict[str, Values]:
+    """Find for each integer input without stated values the widest range that the model takes.
+
+    An output that is not finite where zeros give a finite one counts as refused.
+
+    Args:
+        model: on the CPU.
+        signature: the inputs as this model takes them.
+
+    Raises:
+        ModelError: every range fails for one input; says which were tried, and what to write.
+    """
+    found = {spec.name: _below(2) for spec in signature.inputs if _is_open(spec) and is_mask(spec)}
+    unknown = [spec for spec in signature.inputs if _is_open(spec) and not is_mask(spec)]
+    if not unknown:
+        return found
+    for number in (0, 1):
+        found |= {spec.name: Values(End(number), End(number)) for spec in unknown}
+        trial = _Trial(model, signature.with_values(found))
+        if trial.probes:
+            break
+    else:  # whatever stops the model, it is not one input's range: the first probe will say
+        return found | {spec.name: _below(2) for spec in unknown}
+    tables = _table_sizes(model)
+    for spec in unknown:
+        tried: list[Values] = []
+        for values in _ranges(spec, signature, tables):
+            tried.append(values)
+            if trial.takes(signature.with_values({**found, spec.name: values})):
+                found[spec.name] = values
+                break
+        else:
+            raise ModelError(_refusal(spec, signature, tried, trial.error))
+    return found
+
+
+def advice(signature: Signature) -> str:
+    """Return what to write about integers of which nobody said which they are; empty for none."""
+    for spec in signature.inputs:
+        if _is_open(spec) and not is_mask(spec):
+            return f", or the integers it takes, as in {_example(spec, signature)}"
+    return ""
+
+
+class _Trial:
+    """The sizes at which the model takes a first signature, and whether it takes others there."""
+
+    def __init__(self, model: nn.Module, signature: Signature) -> None:
+        self.model = model
+        self.error: Exception | None = None
+        """What the model raised last."""
+        self.probes: list[tuple[Probe, bool]] = []
+        """Sizes to try, and whether outputs must be finite."""
+        # Its own sizes say whether a size is too large for the model, whatever the integers.
+        for sizes in _trial_sizes(signature):
+            outputs = self._run(signature, Probe("zeros", sizes))
+            if outputs is not None:
+                must = _is_finite(outputs)
+                kinds = _KINDS if not self.probes else ("random",)
+                self.probes += [(Probe(kind, sizes), must) for kind in kinds]
+            del outputs  # they may be large
+
+    def takes(self, signature: Signature) -> bool:
+        for probe, must_be_finite in self.probes:
+            outputs = self._run(signature, probe)
+            if outputs is None or (must_be_finite and not _is_finite(outputs)):
+                return False
+        return True
+
+    def _run(self, signature: Signature, probe: Probe) -> list[Tensor] | None:
+        try:
+            with torch.no_grad():
+                return list(flatten(self.model(*make_inputs(signature, probe, seed=1))).values())
+        # The model is the author's code and may refuse a value in any way.
+        except Exception as error:
+            self.error = error
+            return None
+
+
+def _trial_sizes(signature: Signature) -> list[dict[str, int]]:
+    """Return the sizes to try integers at, the cheapest first: the ends of ranges among them."""
+    batch, dims = signature.batch, signature.dims
+    largest = {name: dim.at_least(2) if dim == batch else dim.max for name, dim in dims.items()}
+    smallest = {name: dim.min for name, dim in dims.items()}
+    each = [smallest, example_sizes(signature), largest]
+    return [sizes for place, sizes in enumerate(each) if sizes not in each[:place]]
+
+
+def _ranges(spec: TensorSpec, signature: Signature, tables: Sequence[int]) -> Iterator[Values]:
+    """Yield ranges for an input: those with more numbers first, from 0 and then from 1."""
+    dims = ends_of(signature.dims)
+    names = _dims_by_likelihood(spec, signature)
+    values = [_below(bound) for bound in (*tables, *_USUAL)]
+    values += [Values(End(0), End(-1, name)) for name in names]
+    values += [_below(bound) for bound in _SMALL]
+    values += [Values(End(1), End(bound)) for bound in _USUAL]
+    values += [Values(End(1), End(0, name)) for name in names]
+    values += [Values(End(1), End(bound)) for bound in _SMALL]
+    return (each for each in dict.fromkeys(values) if each.problem(spec.dtype, dims) is None)
+
+
+def _dims_by_likelihood(spec: TensorSpec, signature: Signature) -> list[str]:
+    """Return the dims that an input's integers may point into: its own last, the batch behind."""
+    own = {size.name for size in spec.shape if isinstance(size, Dim)}
+    dims = signature.dims
+    return sorted(dims, key=lambda name: (name in own, dims[name] == signature.batch))
+
+
+def _refusal(
+    spec: TensorSpec, signature: Signature, tried: Sequence[Values], error: Exception | None
+) -> str:
+    shown = ", ".join(str(values).lstrip("=") for values in tried[:_RANGES_SHOWN])
+    more = f" and {len(tried) - _RANGES_SHOWN} more" if len(tried) > _RANGES_SHOWN else ""
+    said = f": {cause(error)}" if error else ""
+    return (
+        f'the model takes no range of integers that was tried as input "{spec.name}" ({shown}'
+        f"{more}){said}; say which it takes, as in {_example(spec, signature)}"
+    )
+
+
+def _example(spec: TensorSpec, signature: Signature) -> str:
+    """Write an input with values that it might take, and how to do without any that is made up."""
+    names = (name for name, dim in signature.dims.items() if dim not in spec.shape)
+    high = next((End(-1, name) for name in names), End(_USUAL[0] - 1))
+    stated = replace(spec, values=Values(End(0), high))
+    return f"--input '{stated}', or compare on real inputs alone: --sample FILE --sample-only"
+
+
+def _below(bound: int) -> Values:
+    return Values(End(0), End(bound - 1))
+
+
+def _is_open(spec: TensorSpec) -> bool:
+    """Return whether an input is of integers, and nobody said of which."""
+    return "int" in spec.dtype and spec.values is None
+
+
+def _table_sizes(model: nn.Module) -> list[int]:
+    """Return how many rows the model's embedding tables have, the largest number first."""
+    kinds = nn.Embedding | nn.EmbeddingBag
+    tables = {one.num_embeddings for one in model.modules() if isinstance(one, kinds)}
+    return sorted(tables, reverse=True)
+
+
+def _is_finite(outputs: Sequence[Tensor]) -> bool:
+    return all(bool(part.isfinite().all()) for value in outputs for part in split(value))

@@ -282,9 +282,10 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
         settings["at_layer"] = _at_layer(version, split, options)
     attributions = _run(method, request, settings, windows)
     found: list[list[Explanation]] = [[] for _ in batch.options]
-    known = {"output": "probability"} if version.is_of_probabilities else {}
     for at, (row, target) in enumerate(owners):
         options = batch.options[row]
+        if version.is_of_probabilities:
+            options = replace(options, output="probability")
         baseline = options.baseline or version.default_baseline
         part = request.part(slice(at, at + 1))
         numbers = _numbers(part, attributions[at], float(served[at]), options)
@@ -300,7 +301,7 @@ def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanat
             numbers["warnings"] += warnings
         found[row].append(
             Explanation(
-                options=replace(options, **known),
+                options=options,
                 baseline=baseline,
                 names=split.names,
                 explained_with=artifact.file,

@@ -92,7 +92,7 @@ class ImageSettings:
         return CHANNELS[self.mode], height, width
 
 
-TORCHSERVE_SETTINGS = ImageSettings(
+DEFAULT_SETTINGS = ImageSettings(
     resize=256, crop=(224, 224), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225)
 )
 
@@ -104,7 +104,7 @@ def read_settings(section: Any) -> ImageSettings:
         LoadError: an unknown key or a value that cannot be meant; the message names it.
     """
     if section is None:
-        return TORCHSERVE_SETTINGS
+        return DEFAULT_SETTINGS
     known = ("mode", "resize", "longest", "crop", "size", "resample", "mean", "std", "upright")
     section = read_section({"image": section}, "image", known)
     mode = section.get("mode", "RGB")

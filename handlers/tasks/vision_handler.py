@@ -24,8 +24,8 @@ from modelyard.handlers.explain.request.options import preferred_format
 from modelyard.handlers.models.rows import read_numbers
 from modelyard.handlers.tasks.pictures import (
     CHANNELS,
+    DEFAULT_SETTINGS,
     MAX_PIXELS,
-    TORCHSERVE_SETTINGS,
     ImageSettings,
     colour_table,
     find_settings,
@@ -51,8 +51,8 @@ class VisionHandler(BaseHandler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.image = TORCHSERVE_SETTINGS
-        self.table = colour_table(TORCHSERVE_SETTINGS)
+        self.image = DEFAULT_SETTINGS
+        self.table = colour_table(DEFAULT_SETTINGS)
         self.max_pixels: int | None = MAX_PIXELS
         self.image_spec = TensorSpec("")
         self.pictures: list[Image.Image] = []

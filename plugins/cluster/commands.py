@@ -7,3 +7,8 @@ KSERVE = Command(
     "kserve_app",
     "Serve a folder as a container of KServe's.",
 )
+DOCKERIZE = Command(
+    "modelyard.plugins.cluster.dockerize_cli",
+    "dockerize_app",
+    "Write a folder that builds a container image with archives inside.",
+)

@@ -1,4 +1,8 @@
-"""grpc.health.v1 and server reflection: what probes and tools ask of a gRPC server."""
+"""grpc.health.v1 and server reflection: what probes and tools ask of a gRPC server.
+
+Not grpcio's own packages: their health is told each change, ours asks; their reflection has only
+the older of the two names, and wants a newer protobuf than we do.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,18 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from grpc import StatusCode
 
-from modelyard.plugins.grpc.oip import parse
+from modelyard.plugins.grpc.messages import parse
 from modelyard.plugins.grpc.protos import files, message, pool
-from modelyard.plugins.grpc.rpc import Message, Method, Rpc, RpcError, Status
+from modelyard.plugins.grpc.rpc import Failure, Method, Rpc
 
 HEALTH = "grpc.health.v1.Health"
 REFLECTION = "grpc.reflection.v1.ServerReflection"
 REFLECTION_ALPHA = "grpc.reflection.v1alpha.ServerReflection"
 """The same messages by the name that older tools ask for."""
+OPEN = (f"/{HEALTH}/Check", f"/{HEALTH}/Watch")
+"""Probes, which carry no token."""
 SERVING, NOT_SERVING, SERVICE_UNKNOWN = 1, 2, 3
 LOOK_S = 1.0
 """From one look at the state to the next, for those who watch it."""
@@ -35,41 +42,32 @@ class Health:
 
     def methods(self) -> dict[str, Method]:
         """Return the methods by full name."""
-        return {f"/{HEALTH}/Check": self._check, f"/{HEALTH}/Watch": self._watch}
+        return {
+            f"/{HEALTH}/Check": Method(self._check),
+            f"/{HEALTH}/Watch": Method(self._watch, is_stream=True),
+        }
 
     def _status(self, service: str) -> int:
         if service and service not in self._services:
             return SERVICE_UNKNOWN
         return SERVING if self._is_ready() else NOT_SERVING
 
-    def _check(self, rpc: Rpc) -> None:
-        def reply(data: Message) -> None:
-            service = parse("grpc.health.v1.HealthCheckRequest", data).service
+    async def _check(self, rpc: Rpc, data: bytes) -> bytes:
+        service = parse("grpc.health.v1.HealthCheckRequest", data).service
+        status = self._status(service)
+        if status == SERVICE_UNKNOWN:
+            raise Failure(StatusCode.NOT_FOUND, f"no service {service[:100]!r} is served here")
+        return _status_message(status)
+
+    async def _watch(self, rpc: Rpc) -> None:
+        service = parse("grpc.health.v1.HealthCheckRequest", await rpc.read() or b"").service
+        last = -1
+        while True:
             status = self._status(service)
-            if status == SERVICE_UNKNOWN:
-                raise RpcError(Status.NOT_FOUND, f"no service {service[:100]!r} is served here")
-            rpc.reply(_status_message(status))
-
-        rpc.unary(reply)
-
-    def _watch(self, rpc: Rpc) -> None:
-        def begin(data: Message) -> None:
-            service = parse("grpc.health.v1.HealthCheckRequest", data).service
-            last = -1
-
-            def look() -> None:
-                nonlocal last
-                if rpc.is_over:
-                    return
-                status = self._status(service)
-                if status != last:
-                    last = status
-                    rpc.send(_status_message(status))
-                asyncio.get_running_loop().call_later(LOOK_S, look)
-
-            look()
-
-        rpc.unary(begin)
+            if status != last:
+                last = status
+                await rpc.send(_status_message(status))
+            await rpc.rest(asyncio.sleep(LOOK_S))
 
 
 def _status_message(status: int) -> bytes:
@@ -90,18 +88,14 @@ class Reflection:
     def methods(self) -> dict[str, Method]:
         """Return the methods by full name."""
         return {
-            f"/{service}/ServerReflectionInfo": self._begin
+            f"/{service}/ServerReflectionInfo": Method(self._answer_each, is_stream=True)
             for service in (REFLECTION, REFLECTION_ALPHA)
         }
 
-    def _begin(self, rpc: Rpc) -> None:
-        def take(data: Message) -> None:
+    async def _answer_each(self, rpc: Rpc) -> None:
+        while (data := await rpc.read()) is not None:
             request = parse("grpc.reflection.v1.ServerReflectionRequest", data)
-            rpc.send(self._answer(request).SerializeToString())
-
-        rpc.may_rest = True
-        rpc.on_message = lambda data: rpc.guard(lambda: take(data))
-        rpc.on_whole = rpc.finish
+            await rpc.send(self._answer(request).SerializeToString())
 
     def _answer(self, request: Any) -> Any:
         answer = message("grpc.reflection.v1.ServerReflectionResponse")(
@@ -121,7 +115,7 @@ class Reflection:
             else:
                 raise KeyError(asked)
         except KeyError:
-            answer.error_response.error_code = Status.NOT_FOUND
+            answer.error_response.error_code = StatusCode.NOT_FOUND.value[0]
             answer.error_response.error_message = "not known here"
             return answer
         answer.file_descriptor_response.file_descriptor_proto.extend(found)

@@ -1,6 +1,8 @@
-"""One gRPC call: a stream of HTTP/2 ↔ messages, a status, a deadline.
+"""One gRPC call as a service sees it, and grpcio's server on an address of its own.
 
-https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
+grpcio has the transport: connections, HTTP/2, TLS, flow control, deadlines. Here is what every call
+has before a service sees it: its token is checked before its message is read, and the message is
+counted and unpacked within limits.
 """
 
 from __future__ import annotations
@@ -8,528 +10,255 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import re
-import struct
 import zlib
-from collections import deque
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from enum import IntEnum
-from functools import lru_cache, partial
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from functools import partial
 from time import monotonic
-from typing import Any
-from urllib.parse import quote
+from typing import Any, NamedTuple, TypeVar
+from urllib.parse import unquote
 
-from modelyard.plugins.grpc.http2 import DATA, HEADERS, Stream, header_block
+import grpc
+import grpc.aio
+from grpc import StatusCode
+
+from modelyard.archiver import ArchiveError
+from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.tracing import trace_id_of
-from modelyard.serve.dataplane.wire import VERSION_HEADER, Buffer
-from modelyard.serve.http.application import REQUEST_ID, request_id
-from modelyard.serve.http.connection import Access, Answered, Headers, Served
+from modelyard.serve.dataplane.wire import VERSION_HEADER
+from modelyard.serve.errors import ServeError, StartError, Unavailable, error_body, http_status
+from modelyard.serve.front.begin import Headers, Served, request_id
+from modelyard.serve.http.application import Check
+from modelyard.serve.http.connection import LEFT, Access, Answered
+from modelyard.serve.http.listener import Tls, bind
+from modelyard.serve.settings import Address, Settings
 
 logger = logging.getLogger(__name__)
 
-PREFIX = struct.Struct(">BI")
-"""Before each message: whether it is compressed, and its length."""
-PIECE_BYTES = 1 << 14
-"""Shorter pieces of a message are put together: each would keep alive all that it came with."""
-JOIN_BYTES = 1 << 14
-"""Messages below this are sent in one piece."""
-MESSAGE_BYTES = 1500
-"""Longest text of a status; grpcio refuses trailers of more than 8 KB, each byte may become 3."""
-_TIMEOUT = re.compile(rb"(\d{1,8})([HMSmun])")
-_UNITS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
-_WINDOW_BITS = {b"gzip": 31, b"deflate": 15}
-"""Compressions that are read, by zlib; answers are sent as they are."""
-_ACCEPTED = (b"grpc-accept-encoding", b"identity,deflate,gzip")
-_HEAD = [(b":status", b"200"), (b"content-type", b"application/grpc"), _ACCEPTED]
-_OK = header_block([(b"grpc-status", b"0")])
-_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+T = TypeVar("T")
 
+STREAMS = 1000
+"""Calls at once on one connection."""
+PING_S = 10
+"""Pings of a client that come faster, three in a row, end its connection."""
+PONG_S = 20
+"""A client that does not answer a ping for so long is gone."""
+SLACK_BYTES = 1 << 20
+"""By which a message may be too long for grpcio to hand it on, so that its call is counted and
+logged; one that is longer yet is refused by grpcio, and nobody sees it."""
+TEXT_BYTES = 1500
+"""Longest text of a status; grpcio's clients refuse trailers of more than 8 KB, each byte may
+become 3."""
+_WINDOW_BITS = {0x1F: 31, 0x78: 15}
+"""First byte of a compressed message, gzip or deflate → how zlib reads it. No message of ours can
+begin so: they would be the field 3 of a kind that there is not, and a field 15."""
 
-@lru_cache(maxsize=256)
-def _head(served: Served, outcome: str) -> bytes:
-    """Return what an answer's metadata begin with, by the model that gives it, and how."""
-    version = [] if served is None else [(VERSION_HEADER, served[1].encode())]
-    cache = [(b"x-cache", outcome.encode())] if outcome else []
-    return header_block([*_HEAD, *version, *cache])
-
-
-class Status(IntEnum):
-    """https://grpc.io/docs/guides/status-codes/."""
-
-    OK = 0
-    CANCELLED = 1
-    UNKNOWN = 2
-    INVALID_ARGUMENT = 3
-    DEADLINE_EXCEEDED = 4
-    NOT_FOUND = 5
-    ALREADY_EXISTS = 6
-    PERMISSION_DENIED = 7
-    RESOURCE_EXHAUSTED = 8
-    FAILED_PRECONDITION = 9
-    ABORTED = 10
-    OUT_OF_RANGE = 11
-    UNIMPLEMENTED = 12
-    INTERNAL = 13
-    UNAVAILABLE = 14
-    UNAUTHENTICATED = 16
-
-
-STATUSES: Mapping[int, Status] = {
-    400: Status.INVALID_ARGUMENT,
-    401: Status.UNAUTHENTICATED,
-    403: Status.PERMISSION_DENIED,
-    404: Status.NOT_FOUND,
-    409: Status.ABORTED,
-    413: Status.RESOURCE_EXHAUSTED,
-    416: Status.OUT_OF_RANGE,
-    429: Status.RESOURCE_EXHAUSTED,
-    499: Status.CANCELLED,
-    501: Status.UNIMPLEMENTED,
-    503: Status.UNAVAILABLE,
-    504: Status.DEADLINE_EXCEEDED,
+STATUSES: Mapping[int, StatusCode] = {
+    400: StatusCode.INVALID_ARGUMENT,
+    401: StatusCode.UNAUTHENTICATED,
+    403: StatusCode.PERMISSION_DENIED,
+    404: StatusCode.NOT_FOUND,
+    409: StatusCode.ABORTED,
+    413: StatusCode.RESOURCE_EXHAUSTED,
+    416: StatusCode.OUT_OF_RANGE,
+    429: StatusCode.RESOURCE_EXHAUSTED,
+    LEFT: StatusCode.CANCELLED,
+    501: StatusCode.UNIMPLEMENTED,
+    503: StatusCode.UNAVAILABLE,
+    504: StatusCode.DEADLINE_EXCEEDED,
 }
 """By HTTP status, as TorchServe's gRPC has them."""
-
-
-HTTP_STATUSES: Mapping[Status, int] = {
-    **{status: code for code, status in reversed(list(STATUSES.items()))}, Status.INTERNAL: 500
+HTTP_STATUSES: Mapping[StatusCode, int] = {
+    **{code: status for status, code in reversed(list(STATUSES.items()))}, StatusCode.INTERNAL: 500
 }  # fmt: skip
 
 
-def status_of(http_status: int) -> Status:
+def code_of(http_status: int) -> StatusCode:
     """Return what an HTTP status is in gRPC."""
-    known = STATUSES.get(http_status)
-    if known is not None:
+    if (known := STATUSES.get(http_status)) is not None:
         return known
     if http_status < 300:
-        return Status.OK
-    return Status.FAILED_PRECONDITION if http_status < 500 else Status.INTERNAL
+        return StatusCode.OK
+    return StatusCode.FAILED_PRECONDITION if http_status < 500 else StatusCode.INTERNAL
 
 
-class RpcError(Exception):
+class Failure(Exception):
     """A call ends with this status."""
 
-    def __init__(self, status: Status, message: str) -> None:
+    def __init__(self, code: StatusCode, message: str) -> None:
         super().__init__(message)
-        self.status = status
+        self.code = code
 
 
-class Message:
-    """One message, in pieces as it came; at least one."""
-
-    __slots__ = ("held", "pieces")
-
-    def __init__(self, pieces: list[Buffer]) -> None:
-        self.pieces = pieces
-        self.held = 0
-        """Bytes of it that count among the bodies that the server holds."""
-
-    def __len__(self) -> int:
-        return sum(map(len, self.pieces))
-
-    def __bytes__(self) -> bytes:
-        return b"".join(self.pieces)
+def failure_of(error: Exception) -> Failure:
+    """Return an error of ours as gRPC has it."""
+    if isinstance(error, Failure):
+        return error
+    return Failure(code_of(http_status(error)[0]), str(error_body(error, "")["message"]))
 
 
 class Rpc:
     """One call, as a service sees it.
 
     Args:
-        stream: which the service's `begin` was called for.
-        most_bytes: longest message.
-        on_end: called with the call when it is over, once.
+        services: that have it.
+        method: full name, `/package.Service/Method`.
+        metadata: of the client.
 
     Attributes:
-        method: full name, `/package.Service/Method`.
         id: of the request, the client's own where it has one.
-        timeout_s: how long the client waits; infinite where it does not say.
-        has_left: nobody waits for the answer any more; it may have been given.
-        on_message: called with each message.
-        keeps_messages: whether they count among the bodies that the server holds until `release`.
-        served: model and version that it reached.
+        headers: the metadata.
+        timeout_s: how long the client still waits; infinite where it does not say.
+        is_counted: whether it is among the requests of a model, or of none.
         outcome: of looking for an answer that is kept; empty where none are.
         sent: bytes of messages so far.
-        may_rest: whether the client may leave the call alone between messages.
-        on_whole: called when there are no more.
-        on_left: called when the client gives up.
-        is_counted: whether it is among the requests of a model, or of none.
     """
 
     __slots__ = (
-        "_encoding",
-        "_held",
-        "_is_compressed",
-        "_is_paused",
-        "_is_reading",
-        "_is_started",
-        "_is_whole",
-        "_is_within",
-        "_missing",
-        "_most_bytes",
-        "_on_end",
-        "_parts",
-        "_prefix",
-        "_unread",
-        "began",
-        "has_left",
-        "id",
-        "is_counted",
-        "is_over",
-        "keeps_messages",
-        "may_rest",
-        "method",
-        "on_left",
-        "on_message",
-        "on_whole",
-        "outcome",
-        "sent",
-        "served",
-        "status",
-        "stream",
-        "timeout_s",
-        "trace_id",
+        *("_held", "_services", "began", "code", "context", "has_left", "headers", "id"),
+        *("is_counted", "method", "outcome", "sent", "served", "timeout_s", "trace_id"),
     )
 
-    def __init__(self, stream: Stream, most_bytes: int, on_end: Callable[[Rpc], None]) -> None:
-        fields = stream.fields
-        self.stream = stream
-        self.method = fields[b":path"].decode("latin-1")
-        self.id = request_id(stream.headers, REQUEST_ID)
-        self.began = monotonic()
-        self.has_left = self.is_over = self._is_started = False
-        self.is_counted = False
-        self.status = Status.UNKNOWN
-        self.served: Served = None
-        self.sent = 0
-        self.trace_id = ""
-        self.outcome = ""
-        self.timeout_s = math.inf
-        self.on_message: Callable[[Message], None] | None = None
-        self.on_whole: Callable[[], None] | None = None
-        self.on_left: Callable[[], None] | None = None
-        self._encoding = fields.get(b"grpc-encoding", b"identity")
-        self._most_bytes = most_bytes
-        self._on_end = on_end
-        self._prefix = b""
-        """Of a message, as long as it is not whole."""
-        self._parts: list[Buffer] = []
-        """Of a message that is not whole."""
-        self._is_within = self._is_compressed = False
-        self._missing = 0
-        """Bytes of a message that has begun."""
+    def __init__(self, services: Services, method: str, metadata: Any) -> None:
+        self._services = services
         self._held = 0
-        """Bytes that count among the bodies that the server holds."""
-        self.keeps_messages = False
-        self._is_paused = self._is_reading = self._is_whole = False
-        self._unread: deque[Buffer] = deque()
-        """What came since the pause."""
-        self.may_rest = False
-        stream.take, stream.finished, stream.gone = self._take, self._finished, self._gone
-        stream.rests, stream.is_idle = self._rests, self._is_idle
-
-    @property
-    def metadata(self) -> Headers:
-        """What the client sent with the call, pseudo-headers included."""
-        return self.stream.headers
+        self.method = method
+        self.headers: Headers = [
+            (name.encode(), value if isinstance(value, bytes) else value.encode())
+            for name, value in metadata
+        ]
+        self.id = request_id(self.headers)
+        self.began = monotonic()
+        self.has_left = self.is_counted = False
+        self.code = StatusCode.CANCELLED
+        self.served: Served = None
+        self.timeout_s = math.inf
+        self.trace_id = self.outcome = ""
+        self.sent = 0
 
     def is_left(self) -> bool:
         """Return whether nobody waits for the answer any more."""
         return self.has_left
 
-    # -- messages in -----------------------------------------------------------------------------
+    def open(self, context: Any) -> None:
+        """Begin to answer; `context` is grpcio's."""
+        self.context = context
+        remaining_s = context.time_remaining()
+        if remaining_s is not None:
+            self.timeout_s = remaining_s
 
-    def unary(self, then: Callable[[Message], None]) -> None:
-        """Call `then` with the one message, when the client has sent it and ended."""
-        messages: list[Message] = []
-        self.keeps_messages = True
+    def take(self, data: bytes) -> bytes:
+        """Return a message, which counts among the bodies that the server holds until the next.
 
-        def finished() -> None:
-            if len(messages) == 1:
-                self.guard(lambda: then(messages[0]))
-            else:
-                self.fail(Status.UNIMPLEMENTED, f"{len(messages)} messages; expected one")
-
-        def take(message: Message) -> None:
-            messages.append(message)
-            if len(messages) > 1:
-                finished()
-
-        self.on_message, self.on_whole = take, finished
-
-    def pause(self) -> None:
-        """Hand on no more messages, and have the client send no more than it may already."""
-        self._is_paused = True
-        self.stream.hold()
-
-    def resume(self) -> None:
-        """Go on."""
-        self._is_paused = False
-        if self._is_reading:
-            return
-        while self._unread and not self._is_paused:
-            self._read(self._unread.popleft())
-        if not self._is_paused:
-            self.stream.release()
-            if self._is_whole:
-                self._finished()
-
-    def _rests(self) -> bool:
-        return self.may_rest and not (self._is_within or self._prefix)
-
-    def _is_idle(self) -> bool:
-        return self._held == 0 and self._rests()
-
-    def _take(self, piece: Buffer) -> None:
-        self._hold(len(piece))
-        if len(piece) < self._missing and not self._is_paused:
-            self._missing -= len(piece)
-            self._keep(piece)
-        elif not self._is_paused:
-            self._read(piece)
-            if not self._is_paused:
-                self.stream.release()  # it may have been paused for a moment
-        elif self._unread and isinstance(self._unread[-1], bytearray):
-            self._unread[-1] += piece
-        else:
-            self._unread.append(bytearray(piece))
-
-    def _read(self, data: Buffer) -> None:
-        """Take messages out of what came."""
-        self._is_reading = True
-        piece = memoryview(data)
-        while not self.is_over:
-            if self._is_paused and piece:
-                self._unread.appendleft(piece)
-                break
-            if not self._is_within:
-                prefix: Buffer = piece
-                if self._prefix or len(piece) < PREFIX.size:
-                    size = PREFIX.size - len(self._prefix)
-                    prefix = self._prefix = self._prefix + bytes(piece[:size])
-                    if len(prefix) < PREFIX.size:
-                        break
-                    piece = piece[size:]
-                else:
-                    piece = piece[PREFIX.size :]
-                self._begin_message(*PREFIX.unpack_from(prefix))
-                continue
-            part = piece[: self._missing]
-            piece = piece[self._missing :]
-            self._missing -= len(part)
-            self._keep(part)
-            if self._missing:
-                break
-            self._end_message()
-        self._is_reading = False
-
-    def _begin_message(self, is_compressed: int, length: int) -> None:
-        self._prefix = b""
-        if length > self._most_bytes:
-            self.fail(
-                Status.RESOURCE_EXHAUSTED,
-                f"a message of {length} bytes; at most {self._most_bytes} are taken",
-            )
-        self._is_within, self._is_compressed, self._missing = True, bool(is_compressed), length
-
-    def _keep(self, part: Buffer) -> None:
-        parts = self._parts
-        if len(part) >= PIECE_BYTES or not (parts or self._missing):
-            parts.append(part)
-        elif parts and isinstance(parts[-1], bytearray):
-            parts[-1] += part
-        else:
-            parts.append(bytearray(part))
-
-    def _end_message(self) -> None:
-        """Hand on a message that is whole."""
-        message = Message(self._parts)
-        self._is_within, self._parts = False, []
-        length = len(message)
-        if self._is_compressed:
-            try:
-                message.pieces = [self._decompress(bytes(message))]
-            except RpcError as error:
-                self.fail(error.status, str(error))
-                return
-            self._hold(len(message) - length)
-            length = len(message)
-        message.held = PREFIX.size + length
-        if self.on_message is not None and not self.is_over:
-            self.on_message(message)
-        if not self.keeps_messages:
-            self.release(message)
-
-    def release(self, message: Message) -> None:
-        """Count a message no more among the bodies that the server holds."""
-        if not self.is_over:
-            self._hold(-message.held)
-
-    def _hold(self, size: int) -> None:
-        """Count so many bytes more among the bodies that the server holds."""
-        budget = self.stream.connection.budget
-        self._held += size
-        budget.bodies += size
-        if size > 0 and budget.bodies > budget.body_limit:
-            self.fail(
-                Status.UNAVAILABLE,
+        Raises:
+            Failure: it cannot be unpacked, or is too long.
+            Unavailable: all bodies together are.
+        """
+        data = unpack(data, self._services.most_bytes)
+        self.hold(len(data))
+        budget = self._services.budget
+        if budget.bodies > budget.body_limit:
+            raise Unavailable(
                 f"the bodies of requests take {budget.bodies} bytes; {budget.body_limit} are "
                 "allowed (request_memory_bytes)",
+                retry_after_s=1,
             )
-
-    def _decompress(self, message: bytes) -> bytes:
-        bits = _WINDOW_BITS.get(self._encoding)
-        if bits is None:
-            encoding = self._encoding.decode("latin-1")
-            is_known = encoding == "identity"
-            raise RpcError(
-                Status.INTERNAL if is_known else Status.UNIMPLEMENTED,
-                f"a compressed message under grpc-encoding {encoding}; expected gzip or deflate",
-            )
-        reader = zlib.decompressobj(bits)
-        try:
-            data = reader.decompress(message, self._most_bytes + 1)
-        except zlib.error as error:
-            raise RpcError(Status.INTERNAL, f"a message cannot be decompressed: {error}") from error
-        if len(data) > self._most_bytes:
-            raise RpcError(
-                Status.RESOURCE_EXHAUSTED,
-                f"a message of more than {self._most_bytes} bytes, decompressed",
-            )
-        if not reader.eof:
-            raise RpcError(Status.INTERNAL, "a compressed message ends too early")
         return data
 
-    def _finished(self) -> None:
-        self._is_whole = True
-        if self.is_over or self._is_paused:
-            return
-        if self._is_within or self._prefix:
-            self.fail(Status.INTERNAL, "the call ends within a message")
-        elif self.on_whole is not None:
-            self.on_whole()
+    def hold(self, size: int) -> None:
+        """Count so many bytes among the bodies that the server holds, in place of those before."""
+        self._services.budget.bodies += size - self._held
+        self._held = size
 
-    def _gone(self) -> None:
-        on_left = self.on_left
-        self._end(Status.CANCELLED)
-        if on_left is not None:
-            on_left()
+    async def read(self) -> bytes | None:
+        """Return the next message of a stream; None after the last.
 
-    # -- answers ---------------------------------------------------------------------------------
+        Raises:
+            Unavailable: the server is being stopped.
+        """
+        data = await self.rest(self.context.read())
+        return None if data is grpc.aio.EOF else self.take(data)
 
-    def guard(self, run: Callable[[], None]) -> None:
-        """Run something, and end the call with the error that it raises."""
+    async def rest(self, awaited: Coroutine[Any, Any, T]) -> T:
+        """Wait for something that may take long, unless the server is stopped meanwhile.
+
+        Raises:
+            Unavailable: it is.
+        """
+        self.hold(0)
+        task: asyncio.Future[T] = asyncio.ensure_future(awaited)
+        either: set[asyncio.Future[Any]] = {task, self._services.stopping}
         try:
-            run()
-        except RpcError as error:
-            self.fail(error.status, str(error))
-        except Exception:
-            logger.exception("%s failed", self.method)
-            self.fail(Status.INTERNAL, "the server failed; its log says why")
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Unavailable("the server is being stopped", retry_after_s=1)
+            return task.result()
+        finally:
+            task.cancel()
 
-    def send(self, *message: Buffer) -> None:
-        """Send one message, given in parts."""
-        if not self.is_over:
-            for kind, payload in self._begun(message):
-                self.stream.send(kind, payload)
+    async def send(self, message: bytes) -> None:
+        """Send one message of a stream, as soon as the client takes it."""
+        self.sent += len(message)
+        await self.context.write(message)
 
-    def reply(self, *message: Buffer) -> None:
-        """Send the one answer, and the end."""
-        if not self.is_over:
-            self.stream.send_last(*self._begun(message), (HEADERS, _OK))
-            self._end(Status.OK)
+    def trailers(self) -> tuple[tuple[str, str], ...]:
+        """Return the metadata behind an answer: which version gave it, and how."""
+        found = [] if self.served is None else [(VERSION_HEADER.decode(), self.served[1])]
+        return (*found, ("x-cache", self.outcome)) if self.outcome else tuple(found)
 
-    def finish(self) -> None:
-        """End the call well."""
-        if not self.is_over:
-            self.stream.send_last(*self._begun(()), (HEADERS, _OK))
-            self._end(Status.OK)
-
-    def _begun(self, message: Sequence[Buffer]) -> list[tuple[int, Buffer]]:
-        """Return what is to be sent for a message, and before the first."""
-        parts: list[tuple[int, Buffer]] = []
-        if not self._is_started:
-            self._is_started = True
-            parts.append((HEADERS, _head(self.served, self.outcome)))
-        if message:
-            size = sum(map(len, message))
-            self.sent += size
-            prefix = PREFIX.pack(0, size)
-            if size < JOIN_BYTES:
-                parts.append((DATA, b"".join((prefix, *message))))
-            else:
-                parts += ((DATA, part) for part in (prefix, *message))
-        return parts
-
-    def fail(self, status: Status, message: str = "") -> None:
+    async def fail(self, error: Exception) -> None:
         """End the call with an error."""
-        if self.is_over:
-            return
-        text = message.encode()[:MESSAGE_BYTES].decode(errors="ignore")
-        trailers = [(b"grpc-status", b"%d" % status)]
-        if text:
-            trailers.append((b"grpc-message", quote(text, safe=_PRINTABLE).encode()))
-        block = header_block(trailers)
-        head = b"" if self._is_started else _head(self.served, self.outcome)
-        self.stream.send(HEADERS, head + block, ends=True)
-        self._end(status)
-
-    def run(self, answering: Coroutine[Any, Any, None]) -> None:
-        """Have a task answer; the call ends with the error that it raises."""
-        task = asyncio.get_running_loop().create_task(answering)
-        _running.add(task)
-
-        def done(task: asyncio.Task[None]) -> None:
-            _running.discard(task)
-            if not task.cancelled():
-                self.guard(task.result)
-
-        task.add_done_callback(done)
-
-    async def drain(self) -> None:
-        """Wait until the client has taken most of what was sent."""
-        await self.stream.drain()
-
-    def _end(self, status: Status) -> None:
-        if not self.is_over:
-            self.is_over = self.has_left = True
-            self.status = status
-            self._hold(-self._held)
-            self._parts.clear()
-            self._unread.clear()
-            # Stream and call hold each other, and the messages: what is left to the collector
-            # stays for long.
-            self.stream.forget()
-            self.on_message = self.on_whole = self.on_left = None
-            self._on_end(self)
+        if not isinstance(error, Failure | ServeError | ArchiveError):
+            logger.error("request %s: %s failed", self.id, self.method, exc_info=error)
+        failure = failure_of(error)
+        self.code = failure.code
+        text = str(failure).encode()[:TEXT_BYTES].decode(errors="ignore")
+        await self.context.abort(failure.code, text, self.trailers())
 
 
-_running: set[asyncio.Task[None]] = set()
-"""The loop holds its tasks weakly."""
-
-
-def read_timeout(value: bytes) -> float:
-    """Return the seconds that a value of grpc-timeout says.
+def unpack(message: bytes, most_bytes: int) -> bytes:
+    """Return a message as it was before it was compressed: grpcio would unpack any size.
 
     Raises:
-        RpcError: it is not one.
+        Failure: it cannot be unpacked, or is longer than that.
     """
-    match = _TIMEOUT.fullmatch(value)
-    if match is None:
-        seen = value[:40].decode("ascii", "backslashreplace")
-        raise RpcError(Status.INVALID_ARGUMENT, f'grpc-timeout is "{seen}"; expected as in 150m')
-    return int(match[1]) * _UNITS[match[2]]
+    if len(message) > most_bytes:
+        raise Failure(
+            StatusCode.RESOURCE_EXHAUSTED,
+            f"a message of {len(message)} bytes; at most {most_bytes} are taken",
+        )
+    if not message or (bits := _WINDOW_BITS.get(message[0])) is None:
+        return message
+    reader = zlib.decompressobj(bits)
+    try:
+        data = reader.decompress(message, most_bytes + 1)
+    except zlib.error as error:
+        raise Failure(StatusCode.INTERNAL, f"a message cannot be decompressed: {error}") from error
+    if len(data) > most_bytes:
+        raise Failure(
+            StatusCode.RESOURCE_EXHAUSTED,
+            f"a message of more than {most_bytes} bytes, decompressed",
+        )
+    if not reader.eof:
+        raise Failure(StatusCode.INTERNAL, "a compressed message ends too early")
+    return data
 
 
-Method = Callable[[Rpc], None]
-"""Begins to answer a call, whose messages are still to come; it may raise an RpcError."""
+class Method(NamedTuple):
+    """What answers the calls of one name."""
+
+    answer: Callable[..., Awaitable[Any]]
+    """Takes the call and its message and returns the answer's; of a stream it takes the call
+    alone."""
+    is_stream: bool = False
 
 
-class Services:
-    """Routes calls to the methods of services: what a connection of HTTP/2 answers with.
+class Services(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """Routes calls to the methods of services.
 
     Args:
         methods: by full name.
-        check: raises an RpcError unless a call may pass; it comes before everything else.
+        check: the token check; it comes before everything else, with the full name as path.
+        budget: counts the messages that the server holds.
         most_bytes: longest message.
         access: called with each call, for an access log.
         on_end: called with each call that is over.
@@ -538,58 +267,166 @@ class Services:
     def __init__(
         self,
         methods: Mapping[str, Method],
-        check: Callable[[Rpc], None],
+        check: Check,
+        budget: AnswerBudget,
         most_bytes: int,
         access: Access | None = None,
         on_end: Callable[[Rpc], None] | None = None,
     ) -> None:
-        self._on_end = on_end
         self._methods = methods
         self._check = check
-        self._most_bytes = most_bytes
+        self.budget = budget
+        self.most_bytes = most_bytes
         self._access = access
+        self._on_end = on_end
+        self.stopping: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when the server begins to stop."""
 
-    def accept(self, stream: Stream) -> None:
-        """Begin to answer a call."""
-        fields = stream.fields
-        if fields[b":method"] != b"POST":
-            _refuse(stream, b"405", b"gRPC's requests are POST")
-            return
-        kind = fields.get(b"content-type", b"")
-        if not kind.startswith(b"application/grpc") or kind[16:17] not in (b"", b"+", b";"):
-            _refuse(stream, b"415", b"over HTTP/2 this server speaks gRPC: use HTTP/1.1 for REST")
-            return
-        rpc = Rpc(stream, self._most_bytes, self._log)
-        rpc.guard(partial(self._begin, rpc))
+    def service(self, details: Any) -> Any:
+        """Return what answers a call, as grpcio has it; a refused one ends with its head."""
+        rpc = Rpc(self, details.method, details.invocation_metadata or ())
+        try:
+            self._check(rpc.method, rpc.headers)
+            method = self._methods.get(rpc.method)
+            if method is None:
+                name = rpc.method.removeprefix("/")
+                raise Failure(StatusCode.UNIMPLEMENTED, f"Method not found: {name}")
+        except Exception as error:
+            method = Method(partial(_refuse, error), is_stream=True)
+        if method.is_stream:
+            return grpc.stream_stream_rpc_method_handler(partial(self._stream, rpc, method))
+        return grpc.unary_unary_rpc_method_handler(partial(self._unary, rpc, method))
 
-    def _begin(self, rpc: Rpc) -> None:
-        if (timeout := rpc.stream.fields.get(b"grpc-timeout")) is not None:
-            rpc.timeout_s = read_timeout(timeout)
-        self._check(rpc)
-        method = self._methods.get(rpc.method)
-        if method is None:
-            name = rpc.method.removeprefix("/")
-            raise RpcError(Status.UNIMPLEMENTED, f"Method not found: {name}")
-        method(rpc)
+    async def _unary(self, rpc: Rpc, method: Method, data: bytes, context: Any) -> bytes | None:
+        rpc.open(context)
+        try:
+            answer: bytes = await method.answer(rpc, rpc.take(data))
+            rpc.sent += len(answer)
+            context.set_trailing_metadata(rpc.trailers())
+            rpc.code = StatusCode.OK
+            return answer
+        except Exception as error:
+            await rpc.fail(error)
+            return None
+        finally:
+            self._end(rpc)
 
-    def _log(self, rpc: Rpc) -> None:
+    async def _stream(self, rpc: Rpc, method: Method, _: Any, context: Any) -> None:
+        rpc.open(context)
+        try:
+            await method.answer(rpc)
+            context.set_trailing_metadata(rpc.trailers())
+            rpc.code = StatusCode.OK
+        except Exception as error:
+            await rpc.fail(error)
+        finally:
+            self._end(rpc)
+
+    def _end(self, rpc: Rpc) -> None:
+        rpc.has_left = True
+        rpc.hold(0)
         if self._access is not None:
-            client = rpc.stream.connection.client
-            took_s = monotonic() - rpc.began
-            name = rpc.method.removeprefix("/")
             self._access(
                 Answered(
-                    client, "gRPC", name, rpc.status, took_s, rpc.id, rpc.sent, rpc.served,
-                    rpc.trace_id or trace_id_of(rpc.metadata), rpc.outcome,
+                    _client(rpc.context.peer()), "gRPC", rpc.method.removeprefix("/"),
+                    rpc.code.value[0], monotonic() - rpc.began, rpc.id, rpc.sent, rpc.served,
+                    rpc.trace_id or trace_id_of(rpc.headers), rpc.outcome,
                 )
             )  # fmt: skip
         if self._on_end is not None:
             self._on_end(rpc)
 
 
-def _refuse(stream: Stream, status: bytes, text: bytes) -> None:
-    """Answer a request that is not gRPC's."""
-    headers = [(b":status", status), (b"content-type", b"text/plain"),
-               (b"content-length", b"%d" % len(text))]  # fmt: skip
-    stream.send(HEADERS, header_block(headers))
-    stream.send(DATA, text, ends=True)
+async def _refuse(error: Exception, rpc: Rpc) -> None:
+    raise error
+
+
+def _client(peer: str) -> tuple[str, int] | None:
+    """Return host and port of grpcio's `ipv4:127.0.0.1:5000` or `ipv6:%5B::1%5D:5000`."""
+    kind, _, place = unquote(peer).partition(":")
+    host, _, port = place.rpartition(":")
+    return (host.strip("[]"), int(port)) if kind in ("ipv4", "ipv6") else None
+
+
+class GrpcServer:
+    """grpcio's server on one address, bound but not started.
+
+    Args:
+        services: that it serves.
+        address: where to listen; port 0 lets the system choose.
+        settings: whose limits hold.
+        tls: returns certificate and key for the next client, of an address that asks for TLS.
+        age_s: after which clients are told to open another connection, and the grace that the
+            calls of the old one have.
+
+    Raises:
+        StartError: the address cannot be bound; the message says why and what to do.
+    """
+
+    def __init__(
+        self,
+        services: Services,
+        address: Address,
+        settings: Settings,
+        tls: Tls | None = None,
+        age_s: tuple[float, float] = (math.inf, math.inf),
+    ) -> None:
+        self._services = services
+        options = {
+            "so_reuseport": 0,
+            "max_receive_message_length": settings.max_request_bytes + SLACK_BYTES,
+            "max_send_message_length": -1,
+            "max_metadata_size": settings.max_header_bytes,
+            "absolute_max_metadata_size": settings.max_header_bytes,
+            "max_concurrent_streams": STREAMS,
+            "per_message_decompression": 0,  # `unpack` does it
+            "server_handshake_timeout_ms": _ms(settings.head_timeout_s),
+            "max_connection_idle_ms": _ms(settings.keep_alive_s),
+            "max_connection_age_ms": _ms(age_s[0]),
+            "max_connection_age_grace_ms": _ms(age_s[1]),
+            "keepalive_time_ms": _ms(settings.keep_alive_s),
+            "keepalive_timeout_ms": _ms(PONG_S),
+            "http2.min_ping_interval_without_data_ms": _ms(PING_S),
+            "http2.max_ping_strikes": 2,
+        }
+        self._server = grpc.aio.server(
+            options=[(f"grpc.{name}", value) for name, value in options.items()],
+            maximum_concurrent_rpcs=settings.max_connections,
+        )
+        self._server.add_generic_rpc_handlers((services,))
+        bind(address)[0].close()  # which says best why it cannot be
+        host = f"[{address.host}]" if ":" in address.host else address.host
+        where = f"{host}:{address.port}"
+        try:
+            if address.is_tls and tls is not None:
+                credentials = _credentials(tls)
+                port = self._server.add_secure_port(where, credentials)
+            else:
+                port = self._server.add_insecure_port(where)
+        except RuntimeError as error:
+            raise StartError(f"{where} cannot be bound for gRPC: {error}") from error
+        self.url = f"grpc{'s' if address.is_tls else ''}://{host}:{port}"
+
+    async def start(self) -> None:
+        """Begin to accept."""
+        await self._server.start()
+
+    async def stop(self, timeout_s: float) -> None:
+        """Take nothing new; answer the calls that were accepted, within this time."""
+        if not self._services.stopping.done():
+            self._services.stopping.set_result(None)
+        await self._server.stop(timeout_s)
+
+
+def _ms(seconds: float) -> int:
+    return min((1 << 31) - 1, round(seconds * 1000)) if seconds < math.inf else (1 << 31) - 1
+
+
+def _credentials(tls: Tls) -> Any:
+    """Return the certificate for grpcio, which asks for it again with each client."""
+
+    def configuration() -> Any:
+        context = tls()
+        return grpc.ssl_server_certificate_configuration([(context.key, context.chain)])
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), configuration)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Callable
 
-from modelyard.plugins.grpc import LazyServices
+from modelyard.base.extras import what_is_missing
 from modelyard.plugins.ops.console.build import build_console
 from modelyard.plugins.ops.rollout.control import Rollouts
 from modelyard.plugins.torchserve.combined import Combined
 from modelyard.plugins.torchserve.configuration import read_tls
-from modelyard.plugins.torchserve.dialect import Dialect, dialect_answers, refuse_http
+from modelyard.plugins.torchserve.dialect import Dialect, dialect_answers
 from modelyard.plugins.torchserve.inference import PROBES, TorchServeInference, has_tensors
 from modelyard.plugins.torchserve.log_config import ACCESS_LOG, MODEL_LOG
 from modelyard.plugins.torchserve.logs import Logs, access_line
@@ -20,27 +20,22 @@ from modelyard.plugins.torchserve.policy import TorchServePolicy
 from modelyard.plugins.torchserve.scrape import Scrape
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.plugins.torchserve.tokens import Tokens
-from modelyard.serve.api.health import why_not_ready
 from modelyard.serve.app import Server, answer_budget, listen
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.http.application import (
-    Answers,
-    Application,
-    Check,
-    ServerState,
-    open_to_all,
-)
-from modelyard.serve.http.auth import check_changes
+from modelyard.serve.front.begin import ServerState
+from modelyard.serve.front.face import Face
+from modelyard.serve.front.models import why_not_ready
+from modelyard.serve.http.application import Check, open_to_all
+from modelyard.serve.http.auth import changes_models, check_changes
 from modelyard.serve.http.connection import Access
-from modelyard.serve.http.listener import Listener
+from modelyard.serve.http.listener import Listener, Tls
 from modelyard.serve.settings import Address, Settings
 
-if TYPE_CHECKING:
-    from modelyard.plugins.grpc.rpc import Services
+logger = logging.getLogger(__name__)
 
 
 def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Settings) -> Server:
@@ -65,17 +60,17 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     is_off = dialect.disable_token_authorization
     tokens = None if is_off else Tokens(dialect.directory, dialect.token_expiration_min)
 
-    def check_at(address: Address) -> Check:
-        """Return the token check of the inference API there."""
+    def check_at(address: Address, is_change: Callable[[str], bool] = changes_models) -> Check:
+        """Return the token check of the inference API there, whose paths change models or not."""
         if tokens is None:
             return open_to_all
         is_open = is_off is None and address.is_loopback
         clients = tokens.check("inference", PROBES, is_needed=not is_open)
-        return check_changes(clients, tokens.check("management"))
+        return check_changes(clients, tokens.check("management"), is_change)
 
     # Clients may reach what the port of the management API is not open to.
-    faces = (dialect.inference_address, dialect.grpc_addresses[0])
-    is_safe = tokens is not None or all(address.is_loopback for address in faces)
+    open_to = (dialect.inference_address, dialect.grpc_addresses[0])
+    is_safe = tokens is not None or all(address.is_loopback for address in open_to)
     repository = Repository(lifecycle, dialect.enable_model_api and is_safe, "enable_model_api")
     answers = dialect_answers(state, dialect, observer.answered if observer else None)
     answers.adds_error = has_tensors(dialect)
@@ -85,7 +80,7 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     console = build_console(
         lifecycle,
         None,
-        inference.calls,
+        inference.front,
         tokens.grants if tokens else None,
         answers,
         settings,
@@ -102,37 +97,59 @@ def create_server(dialect: TorchServeSettings, logs: Logs | None, settings: Sett
     lines = logs.lines(ACCESS_LOG) if logs else None
     access = lines.writer(access_line) if lines else None
 
-    def streams(spoken: Sequence[Dialect], address: Address) -> LazyServices:
-        """Return what answers gRPC at an address, for these of the first two APIs."""
+    tls = read_tls(dialect)
+    faces = []
+    if (missing := what_is_missing("grpc")) is None:
+        faces.append(_make_face(inference, management, check_at, dialect, settings, budget, tls,
+                                access))  # fmt: skip
+    else:
+        logger.warning("gRPC is not answered, %s", missing)
+    listeners = _listen(apis, dialect, settings, budget, tls, access)
+    return Server(lifecycle, rollouts, state, *listeners, faces=faces)
 
-        def make() -> Services:
-            from modelyard.plugins.torchserve.grpc_services import Face, services
 
-            faces = []
-            if inference.dialect in spoken:
-                faces.append(Face(inference.rpc_methods(), check_at(address)))
-            if management.dialect in spoken:
-                faces.append(Face(management.rpc_methods(), management.check))
-            most_bytes = settings.max_request_bytes
-            return services(
-                faces, lambda: why_not_ready(registry, state) is None, most_bytes, access
-            )
+def _make_face(
+    inference: TorchServeInference,
+    management: TorchServeManagement,
+    check_at: Callable[..., Check],
+    dialect: TorchServeSettings,
+    settings: Settings,
+    budget: AnswerBudget,
+    tls: Tls | None,
+    access: Access | None,
+) -> Face:
+    """Return both APIs by gRPC, bound to their addresses."""
+    from modelyard.plugins.grpc import oip
+    from modelyard.plugins.torchserve.grpc_inference import InferenceApi, open_inference
+    from modelyard.plugins.torchserve.grpc_management import ManagementApi
+    from modelyard.plugins.torchserve.grpc_services import Api, GrpcFace
 
-        return LazyServices(make)
-
-    listeners = _listen(apis, streams, answers, dialect, settings, budget, access)
-    return Server(lifecycle, rollouts, state, *listeners[:3], more=listeners[3])
+    front, (first, second) = inference.front, dialect.grpc_addresses
+    most_bytes = dialect.max_response_size
+    methods = InferenceApi(front, inference.is_healthy, most_bytes, budget).methods()
+    if inference.has_oip:
+        described = oip.Inference(front, inference.repository).methods()
+        methods |= open_inference(described, oip.SERVICE)
+    apis = [
+        Api("inference", methods, check_at(first, oip.CHANGES.__contains__), first,
+            dialect.grpc_ages[0]),
+        Api("management", ManagementApi(management, inference.calls.answers).methods(),
+            management.check, second, dialect.grpc_ages[1]),
+    ]  # fmt: skip
+    return GrpcFace(
+        apis, lambda: why_not_ready(front.registry, front.state) is None, budget, settings, tls,
+        access,
+    )  # fmt: skip
 
 
 def _listen(
     apis: list[Dialect],
-    streams: Callable[[Sequence[Dialect], Address], LazyServices],
-    answers: Answers,
     dialect: TorchServeSettings,
     settings: Settings,
     budget: AnswerBudget,
+    tls: Tls | None,
     access: Access | None,
-) -> tuple[Listener, Listener, Listener | None, Sequence[Listener]]:
+) -> tuple[Listener, Listener, Listener | None]:
     addresses = dialect.addresses[: len(apis)]
     groups: dict[Address, list[Dialect]] = {}
     for api, address in zip(apis, addresses, strict=True):
@@ -143,24 +160,9 @@ def _listen(
         address: Combined(group) if len(group) > 1 else group[0].application
         for address, group in groups.items()
     }
-    spoken = {
-        address: [api for api in group if api in apis[:2]] for address, group in groups.items()
-    }
-    for api, address in zip(apis[:2], dialect.grpc_addresses, strict=True):
-        if address not in ports:
-            ports[address] = Application(open_to_all, answers, refuse_http)
-        if api not in spoken.setdefault(address, []):
-            spoken[address].append(api)
-    for address, port in ports.items():
-        port.streams = streams(spoken[address], address) if spoken[address] else None
-    tls = read_tls(dialect)
     origins = [dialect.cors_allowed_origin] if dialect.cors_allowed_origin else []
-    ages: dict[Address, tuple[float, float]] = {}
-    for address, age in zip(dialect.grpc_addresses, dialect.grpc_ages, strict=True):
-        ages[address] = min(age, ages.get(address, age))
-    bound = listen([(port, at) for at, port in ports.items()], settings, budget, tls, access,
-                   origins, ages)  # fmt: skip
+    served = [(port, at) for at, port in ports.items()]
+    bound = listen(served, settings, budget, tls, access, origins)
     listeners = dict(zip(ports, bound, strict=True))
     inference, management, *scraped = (listeners[address] for address in addresses)
-    more = [listeners[address] for address in dialect.grpc_addresses]
-    return inference, management, scraped[0] if scraped else None, more
+    return inference, management, scraped[0] if scraped else None

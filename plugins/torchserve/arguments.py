@@ -38,46 +38,34 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Example: torchserve --start --ncs --model-store model_store "
         "--models digits=digits.mar",
     )
-    add = parser.add_argument
     verbs = parser.add_mutually_exclusive_group()
     verbs.add_argument("-v", "--version", action="store_true", help="print the version")
     verbs.add_argument("--start", action="store_true", help="start the server (the default)")
     verbs.add_argument("--stop", action="store_true", help="stop the server")
-    add(
-        "--foreground",
-        action="store_true",
-        help="start: stay attached to the server; stop: say nothing when it has ended",
-    )
-    add("--model-store", help="folder of the archives that may be served")
-    add("--workflow-store", help="accepted; workflows are not served")
-    add(
+    for flags, text in _SWITCHES.items():
+        parser.add_argument(*flags.split(), action="store_true", help=text)
+    for flags, text in _VALUES.items():
+        parser.add_argument(*flags.split(), help=text)
+    parser.add_argument(
         "--models",
         nargs="+",
         metavar="NAME=LOCATION",
         help="what to load: [NAME=]LOCATION …, or ALL for the whole model store",
     )
-    add("--ts-config", help="configuration file; default: config.properties, where there is one")
-    add(
-        "--log-config",
-        help="log4j 2's XML: levels, appenders, patterns and rotation are followed",
-    )
-    add("--cpp-log-config", help="accepted; there is no C++ backend")
-    add(
-        "--no-config-snapshots",
-        "--ncs",
-        action="store_true",
-        help="neither write snapshots nor restore the newest one",
-    )
-    add("--plugins-path", "--ppath", help="accepted; Java plug-ins have no effect")
-    add(
-        "--disable-token-auth",
-        "--dt",
-        action="store_true",
-        help="let everybody in who reaches the ports",
-    )
-    add(
-        "--enable-model-api",
-        action="store_true",
-        help="let models be registered and unregistered while serving",
-    )
     return parser
+
+
+_SWITCHES = {
+    "--foreground": "start: stay attached to the server; stop: say nothing when it has ended",
+    "--no-config-snapshots --ncs": "neither write snapshots nor restore the newest one",
+    "--disable-token-auth --dt": "let everybody in who reaches the ports",
+    "--enable-model-api": "let models be registered and unregistered while serving",
+}
+_VALUES = {
+    "--model-store": "folder of the archives that may be served",
+    "--workflow-store": "accepted; workflows are not served",
+    "--ts-config": "configuration file; default: config.properties, where there is one",
+    "--log-config": "log4j 2's XML: levels, appenders, patterns and rotation are followed",
+    "--cpp-log-config": "accepted; there is no C++ backend",
+    "--plugins-path --ppath": "accepted; Java plug-ins have no effect",
+}

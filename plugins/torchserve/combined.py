@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from modelyard.plugins.torchserve.dialect import Dialect
 from modelyard.serve.http.application import Application
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
-
-if TYPE_CHECKING:
-    from modelyard.plugins.grpc.http2 import AcceptsStreams
 
 
 class Combined:
@@ -25,9 +21,6 @@ class Combined:
         self._first, *self._others = apis
         paths = {path: item for api in apis for path, item in api.document["paths"].items()}
         self._first.document = {**self._first.document, "paths": paths}
-
-    streams: AcceptsStreams | None = None
-    """What answers clients that speak HTTP/2."""
 
     def accept(self, cycle: RequestResponseCycle) -> None:
         """Dispatch by path."""

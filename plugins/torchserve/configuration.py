@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import re
-import ssl
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from os import getuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import yaml
 from pydantic import ValidationError
 
 from modelyard.base.nearest import did_you_mean
@@ -30,132 +30,25 @@ from modelyard.plugins.torchserve.snapshot import (
 from modelyard.serve.errors import StartError
 from modelyard.serve.settings import Address, Settings, describe_problems
 
-INTEGERS = {
-    "default_workers_per_model": 0,
-    "default_response_timeout": 1,
-    "default_startup_timeout": 1,
-    "unregister_model_timeout": 1,
-    "job_queue_size": 1,
-    "number_of_gpu": 0,
-    "number_of_netty_threads": 0,
-    "netty_client_threads": 0,
-    "io_ratio": 0,
-    "max_request_size": 1,
-    "max_response_size": 0,
-    "metric_time_interval": 1,
-    "initial_worker_port": 1,
-    "initial_distribution_port": 1,
-    "grpc_inference_port": 0,
-    "grpc_management_port": 0,
-    "grpc_inference_max_connection_age_ms": 1,
-    "grpc_inference_max_connection_age_grace_ms": 1,
-    "grpc_management_max_connection_age_ms": 1,
-    "grpc_management_max_connection_age_grace_ms": 1,
-}
-"""Whole numbers, and the least that each may be."""
+if TYPE_CHECKING:
+    from modelyard.serve.http.tls import TlsContext
 
-BOOLEANS = {
-    "async_logging",
-    "cpu_launcher_enable",
-    "debug",
-    "decode_input_request",
-    "disable_system_metrics",
-    "disable_token_authorization",
-    "enable_envvars_config",
-    "enable_grpc_ssl",
-    "enable_metrics_api",
-    "enable_model_api",
-    "install_py_dep_per_model",
-    "ipex_enable",
-    "ipex_gpu_enable",
-    "limit_max_image_pixels",
-    "model_metrics_auto_detect",
-    "prefer_direct_buffer",
-    "strict_start",
-    "use_env_allowed_urls",
-    "use_native_io",
-}
-
-NOT_FROM_ENVIRONMENT = {
-    "enable_envvars_config",
-    "io_ratio",
-    "metric_time_interval",
-    "model_server_home",
-    "model_snapshot",
-    "models",
-    "plugins_path",
-    "python",
-    "system_metrics_cmd",
-    "tsConfigFile",
-    "use_env_allowed_urls",
-    "use_native_io",
-    "version",
-    "vmargs",
-}
-
-VARIABLES = {
-    "token_expiration_min": "TS_TOKEN_EXPIRATION_TIME_MIN",
-    "ts_open_inference_protocol": "TS_OPEN_INFERENCE_PROTOCOL",
-    "ts_header_key_sequence_id": "TS_HEADER_KEY_SEQUENCE_ID",
-    "ts_header_key_sequence_start": "TS_HEADER_KEY_SEQUENCE_START",
-    "ts_header_key_sequence_end": "TS_HEADER_KEY_SEQUENCE_END",
-}
-"""Where the environment variable is not TS_ and the key in capitals."""
+_DATA: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("keys.yaml").read_bytes())
+INTEGERS: dict[str, int] = _DATA["integers"]
+"""Key → the least that it may be."""
+BOOLEANS = {*_DATA["booleans"]}
+NOT_FROM_ENVIRONMENT = {*_DATA["not_from_environment"]}
+WITHOUT_EFFECT: dict[str, str] = _DATA["without_effect"]
+"""Keys that are accepted, and why nothing follows from them."""
+OF_EVERY_SERVER, LISTS = {*_DATA["of_every_server"]}, {*_DATA["lists"]}
+"""Keys that are settings of every server."""
+KEYS = {
+    *INTEGERS, *BOOLEANS, *OF_EVERY_SERVER, *LISTS, *_DATA["texts"], *WITHOUT_EFFECT,
+    *(TorchServeSettings.model_fields.keys() - _DATA["places"]),
+}  # fmt: skip
 DEFAULT_URLS = "MODELYARD_ALLOWED_URLS"
 """Environment variable with `allowed_urls` for configurations that do not say it: TorchServe's own
 default, any URL, is unsafe, and ours is none."""
-
-_NO_JAVA = "there is no Java here"
-_NO_INTEL = "Intel's extensions are not supported"
-WITHOUT_EFFECT = {
-    "async_logging": "logs are always written beside the work",
-    "cpp_log_config": "there is no C++ backend",
-    "cpu_launcher_args": _NO_INTEL,
-    "cpu_launcher_enable": _NO_INTEL,
-    "initial_distribution_port": "models on several devices are not served",
-    "initial_worker_port": "workers are joined without ports; it only numbers them from 9000",
-    "io_ratio": _NO_JAVA,
-    "ipex_enable": _NO_INTEL,
-    "ipex_gpu_enable": _NO_INTEL,
-    "netty_client_threads": _NO_JAVA,
-    "number_of_netty_threads": _NO_JAVA,
-    "plugins_path": "Java plug-ins cannot run here",
-    "prefer_direct_buffer": _NO_JAVA,
-    "system_metrics_cmd": "the server measures the system itself",
-    "use_native_io": _NO_JAVA,
-    "vmargs": f"{_NO_JAVA}; only -Dlog4j.configurationFile is read",
-    "workflow_store": "workflows are not served",
-}
-"""Keys that are accepted, and why nothing follows from them."""
-
-WALLS = {"files", "network", "require_sandbox", "sandbox", "worker_uids"}
-LISTS_OF_WALLS = {"pass_variables", "read_paths", "write_paths"}
-"""Settings of every server that say what workers reach."""
-DRAIN = {"drain_delay_s"}
-"""Settings of every server that say how it ends."""
-PLACES = {"config_file", "directory", "log_dir", "metrics_dir", "properties", "snapshot_dir"}
-"""Settings of the dialect that no key sets."""
-TEXTS = (
-    (
-        {
-            "allowed_hosts",
-            "keystore_type",
-            "load_models",
-            "model_server_home",
-            "model_store",
-            "python",
-            "tsConfigFile",
-        }
-        | WALLS
-        | LISTS_OF_WALLS
-        | DRAIN
-        | {"version"}
-        | (TorchServeSettings.model_fields.keys() | WITHOUT_EFFECT.keys()) - INTEGERS.keys()
-    )
-    - BOOLEANS
-    - PLACES
-)
-KEYS = INTEGERS.keys() | BOOLEANS | TEXTS
 
 ADDRESS = re.compile(
     r"(?P<scheme>https?)://(?P<host>\[[0-9a-f:]+\]|[^:/]+)(:(?P<port>\d+))?|unix:(?P<path>/.*)",
@@ -169,6 +62,8 @@ PORTS = {
 }
 """Without a port in the address: of http, of https."""
 
+FILES = ("certificate_file", "private_key_file", "keystore", "metrics_config")
+
 UNLIMITED_S = 10 * 365 * 86400.0
 """TorchServe has no limit for the time that a request waits."""
 
@@ -179,8 +74,6 @@ class Configuration:
 
     settings: Settings
     dialect: TorchServeSettings
-    file: Path | None
-    """The configuration file or snapshot that was read."""
     notices: list[str]
     """For the log, once there is one."""
 
@@ -210,13 +103,10 @@ def load_configuration(
     own: dict[str, Any] = {
         key: typed[key] for key in typed.keys() & TorchServeSettings.model_fields.keys()
     }
-    own |= {key: parse_address(key, own[key]) for key in PORTS if key in own}
-    own |= {
-        key: directory / own[key]
-        for key in ("certificate_file", "private_key_file", "keystore", "metrics_config")
-        if own.get(key)
-    }
-    own |= {key: _parse_json(key, own[key]) for key in ("models", "model_snapshot") if key in own}
+    parsers: dict[str, Callable[[str, str], Any]] = dict.fromkeys(PORTS, parse_address)
+    parsers |= dict.fromkeys(FILES, lambda key, text: directory / text)
+    parsers |= dict.fromkeys(("models", "model_snapshot"), _parse_json)
+    own |= {key: parse(key, own[key]) for key, parse in parsers.items() if key in own}
     if "model_snapshot" in own:
         parse_model_snapshot(own["model_snapshot"])
     own["allowed_urls"] = _split(typed.get("allowed_urls", environment.get(DEFAULT_URLS, "")))
@@ -249,8 +139,8 @@ def load_configuration(
         "max_request_bytes": typed.get("max_request_size"),
         "install_requirements": typed.get("install_py_dep_per_model"),
         "files": typed.get("files", "all"),  # handlers write beside models, and read home folders
-        **{key: typed[key] for key in (WALLS | DRAIN) & typed.keys()},
-        **{key: _split(typed[key]) for key in LISTS_OF_WALLS & typed.keys()},
+        **{key: typed[key] for key in OF_EVERY_SERVER & typed.keys()},
+        **{key: _split(typed[key]) for key in LISTS & typed.keys()},
     }
     try:
         settings = Settings(**{key: value for key, value in common.items() if value is not None})
@@ -265,7 +155,7 @@ def load_configuration(
         )
     except ValidationError as error:
         raise StartError(describe_problems(error)) from error
-    return Configuration(settings, dialect, file, notices)
+    return Configuration(settings, dialect, notices)
 
 
 def state_dir(environment: Mapping[str, str]) -> Path:
@@ -350,10 +240,10 @@ def _from_command_line(options: CommandLine) -> dict[str, str]:
 
 
 def _from_environment(values: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
-    barred = set(NOT_FROM_ENVIRONMENT)
-    if not _is_true(values.get("use_env_allowed_urls")):
-        barred.add("allowed_urls")
-    names = {key: VARIABLES.get(key, f"TS_{key.upper()}") for key in KEYS - barred}
+    barred = {*NOT_FROM_ENVIRONMENT, "allowed_urls"}
+    if _is_true(values.get("use_env_allowed_urls")):
+        barred.remove("allowed_urls")
+    names = {key: _DATA["variables"].get(key, f"TS_{key.upper()}") for key in KEYS - barred}
     return {key: environment[name] for key, name in names.items() if name in environment}
 
 
@@ -371,7 +261,7 @@ def _typed(values: Mapping[str, str], notices: list[str]) -> Iterator[tuple[str,
             if text.strip().lower() not in ("true", "false"):
                 notices.append(f"{key}: expected true or false, got {text!r}; it is false")
             yield key, _is_true(text)
-        elif key in TEXTS:
+        elif key in KEYS:
             if text.strip():
                 yield key, text.strip()
         else:
@@ -421,12 +311,12 @@ def _check_tls(typed: Mapping[str, Any], own: Mapping[str, Any]) -> None:
             f"keystore_type: expected PKCS12, got {kind}; `keytool -importkeystore "
             "-deststoretype PKCS12` converts the keystore"
         )
-    for key in ("certificate_file", "private_key_file", "keystore", "metrics_config"):
+    for key in FILES:
         if own.get(key) and not own[key].is_file():
             raise StartError(f"{key}: file not found: {own[key]}")
 
 
-def read_tls(own: TorchServeSettings) -> Callable[[], ssl.SSLContext] | None:
+def read_tls(own: TorchServeSettings) -> Callable[[], TlsContext] | None:
     """Return what returns the context of the addresses with TLS; None where there are none.
 
     Raises:

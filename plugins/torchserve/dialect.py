@@ -17,7 +17,6 @@ from modelyard.serve.dataplane.call import Stream
 from modelyard.serve.dataplane.wire import Buffer, Payload
 from modelyard.serve.errors import (
     BadMessage,
-    BadRequest,
     BodyTooLarge,
     FetchFailed,
     MethodNotAllowed,
@@ -27,6 +26,7 @@ from modelyard.serve.errors import (
     UrlRefused,
     http_status,
 )
+from modelyard.serve.front.begin import ServerState
 from modelyard.serve.http.application import (
     Answers,
     Application,
@@ -34,7 +34,6 @@ from modelyard.serve.http.application import (
     Check,
     Events,
     Route,
-    ServerState,
 )
 from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
 
@@ -117,11 +116,6 @@ class Dialect:
         except Exception as error:
             answer = self._answers.error(error, id)
         self._answers.send(cycle, id, *answer)
-
-
-def refuse_http(cycle: RequestResponseCycle, id: str) -> None:
-    """Refuse a request by HTTP/1.1 on a port of gRPC."""
-    raise BadRequest("this port speaks gRPC; HTTP is answered at inference_address and its like")
 
 
 def dialect_answers(

@@ -7,32 +7,25 @@ answer is what it returned; a status that it set does not count, as in TorchServ
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import orjson
+from grpc import StatusCode
 
 from modelyard.plugins.grpc.fields import begin_bytes, cut_out
-from modelyard.plugins.grpc.oip import begin_call, parse
+from modelyard.plugins.grpc.messages import not_a, parse
+from modelyard.plugins.grpc.oip import ask
 from modelyard.plugins.grpc.protos import message
-from modelyard.plugins.grpc.rpc import Message, Method, Rpc, RpcError, Status, status_of
+from modelyard.plugins.grpc.rpc import Failure, Method, Rpc, code_of
 from modelyard.plugins.torchserve.dialect import Refused, text_of
 from modelyard.plugins.torchserve.grpc_services import with_class
-from modelyard.serve.api.inference import CallReply, Calls
-from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
+from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.call import PREDICT, Reply, Stream, Target
 from modelyard.serve.dataplane.wire import Buffer, Payload
-from modelyard.serve.errors import (
-    ModelNotFound,
-    ServeError,
-    StreamBroken,
-    http_status,
-)
-
-logger = logging.getLogger(__name__)
+from modelyard.serve.errors import ModelNotFound, ServeError, StreamBroken, http_status
+from modelyard.serve.front.begin import Front
 
 PACKAGE = "org.pytorch.serve.grpc.inference"
 SERVICE = f"{PACKAGE}.InferenceAPIsService"
@@ -53,164 +46,125 @@ class InferenceApi:
     """The service.
 
     Args:
-        calls: makes calls of requests.
+        front: where requests begin.
         is_healthy: what `Ping` says.
         most_bytes: of the chunks that make one answer.
+        budget: counts those meanwhile.
     """
 
-    def __init__(self, calls: Calls, is_healthy: Callable[[], bool], most_bytes: int) -> None:
-        self._calls = calls
+    def __init__(
+        self, front: Front, is_healthy: Callable[[], bool], most_bytes: int, budget: AnswerBudget
+    ) -> None:
+        self._front = front
         self._is_healthy = is_healthy
         self._most_bytes = most_bytes
+        self._budget = budget
 
     def methods(self) -> dict[str, Method]:
         """Return the methods by full name."""
         return {
-            f"/{SERVICE}/Ping": self._ping,
-            f"/{SERVICE}/Predictions": lambda rpc: rpc.unary(partial(self._begin, rpc, False)),
-            f"/{SERVICE}/StreamPredictions": lambda rpc: rpc.unary(partial(self._begin, rpc, True)),
-            f"/{SERVICE}/StreamPredictions2": _refuse_sequences,
+            f"/{SERVICE}/Ping": Method(self._ping),
+            f"/{SERVICE}/Predictions": Method(self._predict),
+            f"/{SERVICE}/StreamPredictions": Method(self._stream, is_stream=True),
+            f"/{SERVICE}/StreamPredictions2": Method(_refuse_sequences, is_stream=True),
         }
 
-    def _ping(self, rpc: Rpc) -> None:
-        def reply(data: Message) -> None:
-            parse("google.protobuf.Empty", data)
-            text = json.dumps(
-                {"status": "Healthy" if self._is_healthy() else "Unhealthy"}, indent=2
-            )
-            rpc.reply(
-                message(f"{PACKAGE}.TorchServeHealthResponse")(health=text).SerializeToString()
-            )
+    async def _ping(self, rpc: Rpc, data: bytes) -> bytes:
+        parse("google.protobuf.Empty", data)
+        text = json.dumps({"status": "Healthy" if self._is_healthy() else "Unhealthy"}, indent=2)
+        answer = message(f"{PACKAGE}.TorchServeHealthResponse")(health=text)
+        return bytes(answer.SerializeToString())
 
-        rpc.unary(reply)
-
-    def _begin(self, rpc: Rpc, takes_parts: bool, data: Message) -> None:
+    async def _ask(self, rpc: Rpc, data: bytes) -> Reply:
         request, values = _read(data)
         if not request.model_name:
             text = "Parameter model_name is required.\nBadRequestException.()"
-            raise RpcError(Status.INTERNAL, text)
+            raise Failure(StatusCode.INTERNAL, text)
         # LEGACY: none of the headers that HTTP's requests have is made.
         path = [request.model_name, request.model_version]
         target = Target(PREDICT, path, wire.PARTS | wire.LEGACY)
-        begin_call(
-            self._calls, rpc, target, (), wire.pack_parts(values),
-            lambda model: _Prediction(self._calls, model, target, rpc, takes_parts,
-                                      self._most_bytes),
-            form=_error_of,
-        )  # fmt: skip
+        reply = await ask(self._front, rpc, target, wire.pack_parts(values))
+        if isinstance(reply.body, Stream) or reply.status < 400:
+            return reply
+        if (refusal := _read_refusal(reply.body)) is not None:
+            raise refusal
+        return reply
 
-
-def _refuse_sequences(rpc: Rpc) -> None:
-    """Answer as TorchServe does for a model that does not batch sequences."""
-    raise RpcError(
-        Status.UNKNOWN, "sequence batching is not supported here; StreamPredictions streams answers"
-    )
-
-
-class _Prediction(CallReply):
-    """Sends the reply to a call on.
-
-    Args:
-        takes_parts: whether the client takes several messages.
-    """
-
-    __slots__ = ("_most_bytes", "_rpc", "_takes_parts")
-
-    def __init__(
-        self, calls: Calls, model: ModelVersion, target: Target, rpc: Rpc, takes_parts: bool,
-        most_bytes: int,
-    ) -> None:  # fmt: skip
-        super().__init__(calls, model, target)
-        self._rpc = rpc
-        self._takes_parts = takes_parts
-        self._most_bytes = most_bytes
-
-    def answer(self, reply: Reply) -> None:
-        """Send a worker's reply."""
-        if reply.note is not None:
-            self._rpc.outcome = reply.note.outcome
-        if isinstance(reply.body, Stream):
-            send = self._send_each if self._takes_parts else self._send_all
-            self._rpc.run(send(reply.body))
-        elif reply.status >= 400 and (refusal := _read_refusal(reply.body)) is not None:
-            self._rpc.fail(refusal.status, str(refusal))
-        else:
-            self._rpc.reply(*_prediction(reply.body))
-
-    def refuse(self, error: Exception) -> None:
-        """Send an error."""
-        failure = _error_of(error)
-        self._rpc.fail(failure.status, str(failure))
-
-    async def _send_each(self, stream: Stream) -> None:
-        """Send each chunk as it comes."""
-        rpc = self._rpc
+    async def _predict(self, rpc: Rpc, data: bytes) -> bytes:
         try:
-            async for chunk in stream.read():
-                rpc.send(*_prediction(chunk))
-                await rpc.drain()
-            rpc.finish()
+            reply = await self._ask(rpc, data)
+            body = reply.body
+            return _prediction(await self._gather(body) if isinstance(body, Stream) else body)
         except ServeError as error:
-            self._break(error)
-        finally:
-            stream.close()
+            raise _failure_of(error) from error
 
-    async def _send_all(self, stream: Stream) -> None:
-        """Send all chunks as one answer, once the last has come."""
+    async def _stream(self, rpc: Rpc) -> None:
+        """Send each chunk as it comes."""
+        try:
+            reply = await self._ask(rpc, await rpc.read() or b"")
+            if not isinstance(reply.body, Stream):
+                await rpc.send(_prediction(reply.body))
+                return
+            try:
+                async for chunk in reply.body.read():
+                    await rpc.send(_prediction(chunk))
+            finally:
+                reply.body.close()
+        except ServeError as error:
+            raise _failure_of(error) from error
+
+    async def _gather(self, stream: Stream) -> bytes:
+        """Return all chunks as one answer, once the last has come."""
         chunks, size = list[Payload](), 0
-        budget = self._rpc.stream.connection.budget
         try:
             async for chunk in stream.read():
                 chunks.append(chunk)
                 size += len(chunk)
-                budget.add(len(chunk))
+                self._budget.add(len(chunk))
                 if size > self._most_bytes:
-                    raise RpcError(
-                        Status.RESOURCE_EXHAUSTED,
+                    raise Failure(
+                        StatusCode.RESOURCE_EXHAUSTED,
                         f"the answer is a stream of more than {self._most_bytes} bytes "
                         "(max_response_size); StreamPredictions takes it in parts",
                     )
-            self._rpc.reply(*_prediction(b"".join(chunks)))
-        except ServeError as error:
-            self._break(error)
+            return b"".join(chunks)
         finally:
             stream.close()
-            budget.give_back(size)
-
-    def _break(self, error: ServeError) -> None:
-        """End an answer whose rest will not come."""
-        logger.error("request %s: the stream is broken: %s", self._rpc.id, error)
-        refusal = _read_refusal(str(error)) if isinstance(error, StreamBroken) else None
-        failure = refusal or _error_of(error)
-        self._rpc.fail(failure.status, str(failure))
+            self._budget.give_back(size)
 
 
-def _read(data: Message) -> tuple[Any, dict[str, Sequence[Buffer]]]:
-    """Return a request without its values, and those by name, in pieces, not copied.
+async def _refuse_sequences(rpc: Rpc) -> None:
+    """Answer as TorchServe does for a model that does not batch sequences."""
+    raise Failure(
+        StatusCode.UNKNOWN,
+        "sequence batching is not supported here; StreamPredictions streams answers",
+    )
+
+
+def _read(data: bytes) -> tuple[Any, dict[str, list[Buffer]]]:
+    """Return a request without its values, and those by name, not copied.
 
     Raises:
-        RpcError: it is not one.
+        Failure: it is not one.
     """
-    values: dict[str, Sequence[Buffer]] = {}
+    values: dict[str, list[Buffer]] = {}
     try:
-        rest, entries = cut_out(data.pieces, (INPUT,))
+        rest, entries = cut_out(data, (INPUT,))
         for _, entry in entries:
             key, cut = cut_out(entry, (VALUE,))
             name = parse(f"{REQUEST}.InputEntry", key).key
-            values[name] = cut[-1][1] if cut else ()
+            values[name] = [cut[-1][1]] if cut else []
     except ValueError as error:
-        raise RpcError(
-            Status.INVALID_ARGUMENT, f"the message is not a {REQUEST}: {error}"
-        ) from error
+        raise not_a(REQUEST, error) from error
     return parse(REQUEST, rest), values
 
 
-def _prediction(body: Payload) -> tuple[bytes, Payload]:
-    """Return a PredictionResponse of one answer, which is not copied."""
-    return begin_bytes(PREDICTION, len(body)), body
+def _prediction(body: Payload) -> bytes:
+    """Return a PredictionResponse of one answer."""
+    return b"".join((begin_bytes(PREDICTION, len(body)), body))
 
 
-def _read_refusal(body: Payload | str) -> RpcError | None:
+def _read_refusal(body: Payload | str) -> Failure | None:
     """Return the status of an error that a worker writes; None for what a handler answers."""
     try:
         said = orjson.loads(body)
@@ -221,17 +175,19 @@ def _read_refusal(body: Payload | str) -> RpcError | None:
     code, text = said["code"], str(said["message"])
     # By HTTP an answer of 413 is one of 507, as is memory that ran out.
     is_too_large = code == 507 and text != OUT_OF_RESOURCES
-    return RpcError(status_of(413 if is_too_large else code), with_class(text, INTERNAL))
+    return Failure(code_of(413 if is_too_large else code), with_class(text, INTERNAL))
 
 
-def _error_of(error: Exception) -> RpcError:
+def _failure_of(error: ServeError) -> Failure:
     """Return an error of ours with TorchServe's status and text."""
+    if isinstance(error, StreamBroken) and (refusal := _read_refusal(str(error))) is not None:
+        return refusal
     text, (status, kind) = text_of(error), http_status(error)
     if isinstance(error, ModelNotFound):
-        return RpcError(Status.INTERNAL, with_class(text, kind))
+        return Failure(StatusCode.INTERNAL, with_class(text, kind))
     if isinstance(error, Refused):
-        return RpcError(Status.INTERNAL, f"{text}\n{INTERNAL}.()")
-    return RpcError(status_of(status), with_class(text, INTERNAL))
+        return Failure(StatusCode.INTERNAL, f"{text}\n{INTERNAL}.()")
+    return Failure(code_of(status), with_class(text, INTERNAL))
 
 
 def open_inference(methods: dict[str, Method], service: str) -> dict[str, Any]:

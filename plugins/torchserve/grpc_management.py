@@ -7,19 +7,21 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
-from modelyard.plugins.grpc.oip import parse
+from grpc import StatusCode
+
+from modelyard.plugins.grpc.messages import parse
 from modelyard.plugins.grpc.protos import message
-from modelyard.plugins.grpc.rpc import Message, Method, Rpc, RpcError, Status, status_of
+from modelyard.plugins.grpc.rpc import Failure, Method, Rpc, code_of
 from modelyard.plugins.torchserve.grpc_services import with_class
 from modelyard.plugins.torchserve.management import TorchServeManagement
-from modelyard.serve.api.inference import pack_fields
 from modelyard.serve.errors import BadRequest
+from modelyard.serve.front.begin import pack_fields
 from modelyard.serve.http.application import Answers
 from modelyard.serve.http.connection import Answer
 
 PACKAGE = "org.pytorch.serve.grpc.management"
 SERVICE = f"{PACKAGE}.ManagementAPIsService"
-STATUSES = {403: Status.FAILED_PRECONDITION, 409: Status.ALREADY_EXISTS}
+STATUSES = {403: StatusCode.FAILED_PRECONDITION, 409: StatusCode.ALREADY_EXISTS}
 """By HTTP status, where TorchServe's gRPC says nothing but UNKNOWN."""
 
 Respond = Callable[[Rpc, Any], Awaitable[Answer]]
@@ -48,32 +50,28 @@ class ManagementApi:
             "UnregisterModel": self._unregister,
         }
         return {
-            f"/{SERVICE}/{name}": partial(self._begin, name, respond)
+            f"/{SERVICE}/{name}": Method(partial(self._answer, name, respond))
             for name, respond in own.items()
         }
 
-    def _begin(self, name: str, respond: Respond, rpc: Rpc) -> None:
-        def begin(data: Message) -> None:
-            rpc.run(self._answer(rpc, parse(f"{PACKAGE}.{name}Request", data), respond))
-
-        rpc.unary(begin)
-
-    async def _answer(self, rpc: Rpc, request: Any, respond: Respond) -> None:
+    async def _answer(self, name: str, respond: Respond, rpc: Rpc, data: bytes) -> bytes:
+        request = parse(f"{PACKAGE}.{name}Request", data)
         try:
             status, _, body = await respond(rpc, request)
-        except RpcError:
+        except Failure:
             raise
         except Exception as error:
             status, _, body = self._answers.error(error, rpc.id)
         said = json.loads(body)
         if status >= 400:
-            code = STATUSES.get(status) or status_of(status)
+            code = STATUSES.get(status) or code_of(status)
             if getattr(request, "customized", False):
-                code = Status.INTERNAL
-            raise RpcError(code, with_class(said["message"], said["type"]))
+                code = StatusCode.INTERNAL
+            raise Failure(code, with_class(said["message"], said["type"]))
         is_change = isinstance(said, dict) and "status" in said
         text = said["status"] if is_change else body.decode().rstrip("\n")
-        rpc.reply(message(f"{PACKAGE}.ManagementResponse")(msg=text).SerializeToString())
+        answer: bytes = message(f"{PACKAGE}.ManagementResponse")(msg=text).SerializeToString()
+        return answer
 
     async def _describe(self, rpc: Rpc, request: Any) -> Answer:
         name, version = request.model_name, request.model_version or None
@@ -108,7 +106,7 @@ class ManagementApi:
     def _require_model_api(self) -> None:
         if not self._management.has_model_api:
             text = with_class("Model API disabled", "ModelException")
-            raise RpcError(Status.PERMISSION_DENIED, text)
+            raise Failure(StatusCode.PERMISSION_DENIED, text)
 
 
 def _given(request: Any) -> dict[str, Any]:

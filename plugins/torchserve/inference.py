@@ -15,7 +15,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from modelyard.plugins.torchserve import NO_WORKFLOWS, TORCHSERVE_VERSION, openapi
 from modelyard.plugins.torchserve.dialect import (
@@ -27,15 +26,8 @@ from modelyard.plugins.torchserve.dialect import (
 )
 from modelyard.plugins.torchserve.forms import form_field
 from modelyard.plugins.torchserve.settings import TorchServeSettings
-from modelyard.serve.api.health import RETRY, find_model, why_not_ready
 from modelyard.serve.api.inference import KINDS, METHODS, Calls, split_verb, target_of_v2
-from modelyard.serve.api.oip import (
-    EXTENSIONS,
-    asks_for_ready,
-    describe_signature,
-    readiness,
-    refuse_overrides,
-)
+from modelyard.serve.api.oip import asks_for_ready, refuse_overrides
 from modelyard.serve.control.registry import ModelVersion, Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.dataplane import wire
@@ -43,11 +35,16 @@ from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Target
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.dataplane.wire import Buffer
 from modelyard.serve.errors import BadRequest, MethodNotAllowed, NoSuchRoute, Unavailable
-from modelyard.serve.http.application import Answers, Check, ServerState
+from modelyard.serve.front.begin import Front, ServerState, find_model
+from modelyard.serve.front.models import (
+    EXTENSIONS,
+    RETRY,
+    describe_signature,
+    readiness,
+    why_not_ready,
+)
+from modelyard.serve.http.application import Answers, Check
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
-
-if TYPE_CHECKING:
-    from modelyard.plugins.grpc.rpc import Method
 
 PROBES = ("/ping", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
 """Paths that need no token."""
@@ -80,19 +77,17 @@ class TorchServeInference:
         settings: TorchServeSettings,
         repository: Repository,
     ) -> None:
-        self._repository = repository
+        self.repository = repository
         self._registry = registry
         self._state = state
-        self._most_bytes = settings.max_response_size
         self.has_oip = has_oip(settings)
         self._has_tensors = has_tensors(settings)
-        self.calls = Calls(
-            registry, metrics, state, answers, self._target, rephrase, takes_codings=True
-        )
+        self.front = Front(registry, metrics, state, rephrase)
+        self.calls = Calls(self.front, answers, self._target, takes_codings=True)
         self.dialect = Dialect(
             check,
             answers,
-            openapi.server(inference=True, oip=self.has_oip),
+            openapi.server("inference", *(["oip"] if self.has_oip else [])),
             self._respond,
             lambda path: True,
             self.calls,
@@ -136,7 +131,7 @@ class TorchServeInference:
         if not (name := name or self._only_model()):
             raise BadRequest("Parameter model_name is required.")
         cycle.parts = list(parts)  # the call reads them again
-        self.calls.begin(cycle, id, Target(PREDICT, [name], wire.LEGACY))
+        self.calls.begin(cycle, Target(PREDICT, [name], wire.LEGACY))
         return True
 
     def _only_model(self) -> str | None:
@@ -169,17 +164,6 @@ class TorchServeInference:
                     return answer
                 return self._inference_protocol(rest)
         raise NoSuchRoute
-
-    def rpc_methods(self) -> dict[str, Method]:
-        """Return what answers by gRPC."""
-        from modelyard.plugins.grpc.oip import SERVICE, Inference
-        from modelyard.plugins.torchserve.grpc_inference import InferenceApi, open_inference
-
-        methods = InferenceApi(self.calls, self.is_healthy, self._most_bytes).methods()
-        if self.has_oip:
-            oip = Inference(self.calls, self._registry, self._state, self._repository)
-            methods |= open_inference(oip.methods(), SERVICE)
-        return methods
 
     def is_healthy(self) -> bool:
         """Return whether no default version has lost workers for good, and one can answer.
@@ -237,13 +221,13 @@ class TorchServeInference:
             case [*rest] if target_of_v2(rest) is not None:
                 raise MethodNotAllowed
             case ["repository", "index"]:
-                return json_answer(self._repository.index(asks_for_ready(body)))
+                return json_answer(self.repository.index(asks_for_ready(body)))
             case ["repository", "models", name, "load"]:
                 refuse_overrides(body)
-                await self._repository.load(name)
+                await self.repository.load(name)
                 return json_answer({"name": name, "load": True})
             case ["repository", "models", name, "unload"]:
-                await self._repository.unload(name)
+                await self.repository.unload(name)
                 return json_answer({"name": name, "unload": True})
         return None
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from zoneinfo import ZoneInfo
 
 TORCHSERVE_LEVELS = {"WARNING": "WARN", "CRITICAL": "FATAL"}
@@ -50,6 +50,11 @@ FINEST = ("%S", "%M", "%H", "%d", "%m", "%Y")
 """Fields of `strftime` by how often they change; each includes those after it."""
 
 
+_FRACTION = re.compile("\x01+")
+"""Of a second, in what `strftime` has written: one mark for each digit."""
+Warn = Callable[[str], None]
+
+
 class BadPattern(ValueError):
     """A date that cannot be followed."""
 
@@ -66,45 +71,28 @@ class DateFormat:
             self._zone = ZoneInfo(zone) if zone else None
         except (OSError, ValueError, KeyError) as error:
             raise BadPattern(f"the time zone {zone!r} is unknown") from error
-        pieces = [""]
-        self._digits: list[int] = []
-        """Of the fractions of a second, which stand between the pieces."""
-        for text in _date_fields(DATES.get(pattern, pattern)):
-            if text.startswith("S"):
-                self._digits.append(len(text))
-                pieces.append("")
-            else:
-                pieces[-1] += text
-        self._pieces = pieces
-        self._at = self._second = -1
-        self._text = ""
-        self._written: list[str] = []
+        self._format = "".join(_date_fields(DATES.get(pattern, pattern)))
+        self._second, self._text = -1, ""
 
     def at(self, milliseconds: int) -> str:
         """Return the date of a time since the epoch."""
-        if milliseconds != self._at:
-            self._at = milliseconds
-            self._text = self._make(milliseconds)
-        return self._text
-
-    def _make(self, milliseconds: int) -> str:
         second, rest = divmod(milliseconds, 1000)
         if second != self._second:
+            moment = datetime.fromtimestamp(second).astimezone(self._zone)
+            offset = moment.strftime("%z")  # Python 3.12 knows "%:z"
+            self._text = moment.strftime(self._format.replace("%:z", f"{offset[:3]}:{offset[3:]}"))
             self._second = second
-            self._written = [_date(piece, second, self._zone) for piece in self._pieces]
-        text, *others = self._written
-        for digits, after in zip(self._digits, others, strict=True):
-            text += f"{rest:03d}".ljust(digits, "0")[:digits] + after
-        return text
+        digits = f"{rest:03d}000000"
+        return _FRACTION.sub(lambda marks: digits[: len(marks[0])], self._text)
 
     @property
     def finest(self) -> str | None:
         """The field that changes most often, of `FINEST`; None where none is there."""
-        return next((field for field in FINEST if any(field in p for p in self._pieces)), None)
+        return next((field for field in FINEST if field in self._format), None)
 
 
 def _date_fields(pattern: str) -> Iterator[str]:
-    """Yield what `strftime` reads, and fractions of a second as they are."""
+    """Yield what `strftime` reads, and a mark for each digit of a fraction of a second."""
     at = 0
     while at < len(pattern):
         match = _FIELD.match(pattern, at)
@@ -119,26 +107,9 @@ def _date_fields(pattern: str) -> Iterator[str]:
         elif field in _FIELDS:
             yield _FIELDS[field]
         elif field[0] in "Sn":
-            yield "S" * min(9, len(field))
+            yield "\x01" * min(9, len(field))
         else:
             raise BadPattern(f"the date {pattern!r} has a field {field!r}")
-
-
-def _date(piece: str, second: int, zone: ZoneInfo | None) -> str:
-    if not piece:
-        return ""
-    if "%:z" in piece:  # Python 3.12 knows it
-        offset = datetime.fromtimestamp(second).astimezone(zone).strftime("%z")
-        piece = piece.replace("%:z", f"{offset[:3]}:{offset[3:]}")
-    if zone is None:
-        return time.strftime(piece, time.localtime(second))
-    return datetime.fromtimestamp(second, zone).strftime(piece)
-
-
-@lru_cache(maxsize=64)
-def _date_format(pattern: str, zone: str | None) -> DateFormat:
-    """Return a date that layouts share, so that each time is written once."""
-    return DateFormat(pattern, zone)
 
 
 class Said(NamedTuple):
@@ -149,21 +120,36 @@ class Said(NamedTuple):
     logger: str
 
 
-class Around:
-    """What stands before and after the messages of one source of records."""
+Around = Callable[[int], tuple[str, str]]
+"""Returns what stands before and after the messages of one source at a time in milliseconds."""
 
-    def __init__(self, before: list[str | Callable[[int], str]], after: str) -> None:
-        self._after = after
-        texts = [each for each in before[:1] if isinstance(each, str)]
-        self._head = "".join(texts)
-        self._rest = before[len(texts) :]
 
-    def at(self, milliseconds: int) -> tuple[str, str]:
-        """Return both for messages of this time."""
-        text = self._head
-        for part in self._rest:
-            text += part if isinstance(part, str) else part(milliseconds)
-        return text, self._after
+class _Field(NamedTuple):
+    """One conversion of a pattern, or the text between two."""
+
+    kind: str
+    content: Any
+    match: re.Match[str] | None = None
+
+    def bind(self, said: Said) -> str | DateFormat:
+        """Return the text for one source, or what makes it of a time."""
+        text = self.content
+        match self.kind:
+            case "d":
+                date: DateFormat = self.content
+                return date
+            case "p" | "t" | "c":
+                text = {"p": said.level, "t": said.thread, "c": said.logger}[self.kind]
+                if self.kind == "c" and self.content.isdigit() and int(self.content):
+                    text = ".".join(text.split(".")[-int(self.content) :])
+            case "n" | "%" | "ex" | "pid":
+                text = {"n": "\n", "%": "%", "ex": "", "pid": str(os.getpid())}[self.kind]
+        if self.match is None:
+            return str(text)
+        if self.match["most"]:
+            text = text[-int(self.match["most"]) :] if int(self.match["most"]) else text
+        least = int(self.match["least"] or 0)
+        return str(text.ljust(least) if self.match["left"] else text.rjust(least))
 
 
 class Layout:
@@ -174,85 +160,81 @@ class Layout:
         warn: called with what of the pattern is not followed.
     """
 
-    def __init__(self, pattern: str, warn: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(self, pattern: str, warn: Warn = lambda text: None) -> None:
         self.pattern = pattern
-        self._before: list[_Field] = []
-        self._after: list[_Field] = []
-        fields, has_message = self._before, False
-        for field in self._read(pattern[:_TOO_LONG], warn):
-            if field.kind != "m":
-                fields.append(field)
-            elif has_message:
-                warn("a second %m is left out")
-            else:
-                fields, has_message = self._after, True
-        if not has_message:
+        fields = list(_read(pattern[:_TOO_LONG], warn))
+        places = [at for at, field in enumerate(fields) if field.kind == "m"]
+        if len(places) > 1:
+            warn("a second %m is left out")
+        if not places:
             warn("without %m no message would be seen: it stands at the end")
-            self._after.append(_Field("", "\n"))
+            places, fields = [len(fields)], [*fields, _Field("m", ""), _Field("", "\n")]
+        self._before = fields[: places[0]]
+        self._after = [field for field in fields[places[0] :] if field.kind != "m"]
 
     def around(self, said: Said) -> Around:
         """Return what stands around the messages of one source."""
-        before: list[str | Callable[[int], str]] = []
-        for field in self._before:
-            part = field.bind(said)
-            if isinstance(part, str) and before and isinstance(before[-1], str):
-                before[-1] += part
-            else:
-                before.append(part)
+
+        def join(fields: list[str | DateFormat], milliseconds: int) -> str:
+            parts = (each if isinstance(each, str) else each.at(milliseconds) for each in fields)
+            return "".join(parts)
+
+        before = [field.bind(said) for field in self._before]
         # A date behind the message is one of the start: nobody was seen to write one.
-        now = int(time.time() * 1000)
-        parts = (field.bind(said) for field in self._after)
-        return Around(before, "".join(p if isinstance(p, str) else p(now) for p in parts))
+        after = join([field.bind(said) for field in self._after], int(time.time() * 1000))
+        return lambda milliseconds: (join(before, milliseconds), after)
 
-    def _read(self, pattern: str, warn: Callable[[str], None]) -> Iterator[_Field]:
-        at = 0
-        while (match := _TOKEN.search(pattern, at)) is not None:
-            if match.start() > at:
-                yield _Field("", pattern[at : match.start()])
-            name, at = _longest(match["name"]), match.start("name")
-            at += len(name) if name else len(match["name"])
-            options: list[str] = []
-            while name not in ("m", "n", "%") and pattern[at : at + 1] == "{":
-                end = _closing(pattern, at)
-                options.append(pattern[at + 1 : end])
-                at = end + 1
-            kind = _NAMES.get(name, "")
-            if kind in ("style", "highlight"):
-                warn(f"%{name} is left out; what it stands around is written without colour")
-                yield from self._read(options[0] if options else "", warn)
-            elif kind == "d":
-                yield _Field("d", self._date(options, warn), match)
-            elif kind:
-                yield _Field(kind, options[0] if options else "", match)
-            else:
-                warn(f"%{match['name']} is left out")
-        if at < len(pattern):
-            yield _Field("", pattern[at:])
 
-    def _date(self, options: list[str], warn: Callable[[str], None]) -> DateFormat:
-        pattern = options[0] if options and options[0] else "DEFAULT"
-        zone = options[1] if len(options) > 1 else None
-        try:
-            return _date_format(pattern, zone)
-        except BadPattern as error:
-            warn(f"%d: {error}; it is written as ISO 8601")
-            return DateFormat("ISO8601")
+def _read(pattern: str, warn: Warn) -> Iterator[_Field]:
+    at = 0
+    while (match := _TOKEN.search(pattern, at)) is not None:
+        if match.start() > at:
+            yield _Field("", pattern[at : match.start()])
+        # The longest conversion that the letters begin with: `%mx` is %m and an x.
+        letters, at = match["name"], match.start("name")
+        ends = range(len(letters), 0, -1)
+        name = next((letters[:end] for end in ends if letters[:end] in _NAMES), "")
+        at += len(name or letters)
+        options: list[str] = []
+        while name not in ("m", "n", "%") and pattern[at : at + 1] == "{":
+            end = _closing(pattern, at)
+            options.append(pattern[at + 1 : end])
+            at = end + 1
+        first, kind = options[0] if options else "", _NAMES.get(name, "")
+        if kind == "style":
+            warn(f"%{name} is left out; what it stands around is written without colour")
+            yield from _read(first, warn)
+        elif kind == "d":
+            yield _Field("d", _date(first or "DEFAULT", *options[1:2], warn=warn))
+        elif kind:
+            yield _Field(kind, first, match)
+        else:
+            warn(f"%{letters} is left out")
+    if at < len(pattern):
+        yield _Field("", pattern[at:])
+
+
+_shared = lru_cache(maxsize=64)(DateFormat)
+"""So that layouts of one date write each second once."""
+
+
+def _date(pattern: str, zone: str | None = None, *, warn: Warn) -> DateFormat:
+    try:
+        return _shared(pattern, zone)
+    except BadPattern as error:
+        warn(f"%d: {error}; it is written as ISO 8601")
+        return DateFormat("ISO8601")
 
 
 _NAMES = {
     "d": "d", "date": "d", "p": "p", "level": "p", "t": "t", "thread": "t", "tn": "t",
     "threadName": "t", "c": "c", "logger": "c", "C": "c", "class": "c", "m": "m", "msg": "m",
     "message": "m", "n": "n", "%": "%", "pid": "pid", "processId": "pid",
-    "style": "style", "highlight": "highlight", "ex": "ex", "exception": "ex", "throwable": "ex",
+    "style": "style", "highlight": "style", "ex": "ex", "exception": "ex", "throwable": "ex",
     "xEx": "ex", "xException": "ex", "xThrowable": "ex", "rEx": "ex", "rException": "ex",
     "rThrowable": "ex",
 }  # fmt: skip
 """Conversion → what it shows; `ex` is nothing here: an exception always follows its message."""
-
-
-def _longest(letters: str) -> str:
-    """Return the longest conversion that letters begin with: `%mx` is %m and an x."""
-    return next((letters[:n] for n in range(len(letters), 0, -1) if letters[:n] in _NAMES), "")
 
 
 def _closing(pattern: str, at: int) -> int:
@@ -263,37 +245,3 @@ def _closing(pattern: str, at: int) -> int:
         if depth == 0:
             return place
     return len(pattern)
-
-
-class _Field:
-    """One conversion of a pattern, or the text between two."""
-
-    def __init__(
-        self, kind: str, content: str | DateFormat, match: re.Match[str] | None = None
-    ) -> None:
-        self.kind = kind
-        self._content = content
-        groups = match.groupdict() if match is not None else {}
-        self._least = int(groups.get("least") or 0)
-        self._most = int(groups.get("most") or 0)
-        self._is_left = bool(groups.get("left"))
-
-    def bind(self, said: Said) -> str | Callable[[int], str]:
-        """Return the text for one source, or what makes it of a time."""
-        if isinstance(self._content, DateFormat):
-            return self._content.at
-        texts = {
-            "": self._content, "p": said.level, "t": said.thread, "n": "\n", "%": "%", "ex": "",
-            "pid": str(os.getpid()),
-        }  # fmt: skip
-        text = texts[self.kind] if self.kind != "c" else _shorten(said.logger, self._content)
-        if self._most:
-            text = text[-self._most :]
-        return text.ljust(self._least) if self._is_left else text.rjust(self._least)
-
-
-def _shorten(logger: str, precision: str) -> str:
-    """Return the last parts of a logger's name, as `%c{1}` asks for."""
-    if precision.isdigit() and int(precision):
-        return ".".join(logger.split(".")[-int(precision) :])
-    return logger

@@ -9,27 +9,14 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from xml.parsers import expat
 
-from modelyard.plugins.torchserve.layout import FINEST, BadPattern, DateFormat, Layout
-from modelyard.plugins.torchserve.log_config import (
-    ACCESS_LOG,
-    LEVELS,
-    MODEL_LOG,
-    MODEL_METRICS,
-    OWN_LOGGER,
-    THEIR_LOGGER,
-    TS_METRICS,
-    WITH_THREAD,
-    Appender,
-    LogConfig,
-    LoggerRule,
-    Rolling,
-)
+from modelyard.plugins.torchserve import log_config
+from modelyard.plugins.torchserve.layout import FINEST, BadPattern, DateFormat, Layout, Warn
 from modelyard.serve.errors import StartError
 
 MOST_BYTES = 1 << 20
@@ -41,10 +28,9 @@ LOG4J_DEFAULT_KEPT = 7
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(|b|k|kb|m|mb|g|gb)", re.IGNORECASE)
 _LOOKUP = re.compile(r"\$\{([^${}]*)\}")
 _DATE_IN_NAME = re.compile(r"%d(?:ate)?(?:\{([^}]*)\})?")
-_SILENT = ("io", "org.apache", "org.eclipse", "TELEMETRY_METRICS")
+_SILENT = ("io.", "org.apache.", "org.eclipse.", "TELEMETRY_METRICS.")
 """Loggers of Java's libraries, and one of TorchServe's own file: nothing here logs there."""
-
-Warn = Callable[[str], None]
+_KNOWN = (*log_config.LOGGERS, log_config.THEIR_LOGGER, "org", "org.pytorch")
 
 
 @dataclass
@@ -56,20 +42,37 @@ class Node:
     attributes: dict[str, str] = field(default_factory=dict)
     children: list[Node] = field(default_factory=list)
     text: str = ""
+    is_read: bool = False
 
-    def get(self, *names: str) -> str | None:
-        """Return the first of these attributes that is there and not empty."""
-        return next((v for n in names if (v := self.attributes.get(n.lower(), "").strip())), None)
+    def get(self, name: str) -> str | None:
+        """Return an attribute that is there and not empty."""
+        return self.attributes.get(name, "").strip() or None
 
-    def all(self, *types: str) -> Iterator[Node]:
+    def all(self, *kinds: str) -> Iterator[Node]:
         """Yield children of these types."""
-        wanted = {type.lower() for type in types}
-        return (child for child in self.children if child.type in wanted)
+        for child in self.children:
+            if child.type in kinds:
+                child.is_read = True
+                yield child
+
+    def below(self, section: str, *kinds: str) -> Iterator[Node]:
+        """Yield what stands in children of this type, and is of one of these."""
+        return (each for child in self.all(section) for each in child.all(*kinds))
+
+    def unread(self) -> Iterator[Node]:
+        """Yield the outermost components that nobody has asked for."""
+        for child in self.children:
+            yield from child.unread() if child.is_read else (child,)
+
+    @property
+    def place(self) -> str:
+        """The line, before an error."""
+        return f"line {self.line}: " if self.line else ""
 
 
 def read_log_config(
     file: Path, environment: Mapping[str, str], directory: Path
-) -> tuple[LogConfig, list[str]]:
+) -> tuple[log_config.LogConfig, list[str]]:
     """Read a file; return also what of it is not followed.
 
     Args:
@@ -172,211 +175,154 @@ class _Reader:
         self._directory = directory
         self._warn = warn
         self._properties: dict[str, str] = {}
+        self._appenders: dict[str, log_config.Appender] = {}
+        self._passed_on: dict[str, list[tuple[str, int]]] = {}
+        """Appender that writes nothing itself → those it hands records to, and from which level."""
 
-    def read(self, top: Node) -> LogConfig:
+    def read(self, top: Node) -> log_config.LogConfig:
         """Return what log4j 2's tree says.
 
         Raises:
             _Broken: it is impossible.
         """
-        for section in top.all("properties"):
-            for each in section.all("property"):
-                name = each.get("name") or ""
-                self._properties[name] = each.get("value") or each.text.strip()
+        for each in top.below("properties", "property"):
+            self._properties[each.get("name") or ""] = each.get("value") or each.text.strip()
         self._fill(top)
         if top.get("monitorinterval"):
             self._warn("monitorInterval is not followed: a change counts from the next start")
-        for each in top.children:
-            if each.type not in ("properties", "appenders", "loggers", "customlevels"):
-                self._warn(f"<{each.type}> is not followed")
-            elif each.type == "customlevels":
-                self._warn("levels of one's own are not followed")
-        appenders: dict[str, Appender] = {}
-        passed_on: dict[str, list[tuple[str, int]]] = {}
         for node in (each for section in top.all("appenders") for each in section.children):
-            name = node.get("name") or ""
+            node.is_read, name = True, node.get("name")
             if not name:
-                raise _Broken(f"{_at(node)}an appender has no name")
+                raise _Broken(f"{node.place}an appender has no name")
             if node.type in ("async", "failover", "rewrite"):
-                passed_on[name] = [self._reference(each) for each in node.all("appenderref")]
+                self._passed_on[name] = [self._reference(each) for each in node.all("appenderref")]
             elif (appender := self._appender(name, node)) is not None:
-                appenders[name] = appender
+                self._appenders[name] = appender
             else:
-                passed_on[name] = []
-        loggers: dict[str, LoggerRule] = {}
-        for node in (each for section in top.all("loggers") for each in section.children):
+                self._passed_on[name] = []
+        loggers: dict[str, log_config.LoggerRule] = {}
+        for node in top.below("loggers", "root", "asyncroot", "logger", "asynclogger"):
+            name = node.get("name")
             if node.type in ("root", "asyncroot"):
-                loggers[""] = self._rule(node, appenders, passed_on)
-            elif node.type in ("logger", "asynclogger"):
-                of = node.get("name") or ""
-                if not of:
-                    raise _Broken(f"{_at(node)}a logger has no name")
-                if not _is_silent(of):
-                    self._check_logger(of)
-                    loggers[of] = self._rule(node, appenders, passed_on)
-            else:
-                self._warn(f"<{node.type}> is not followed")
+                loggers[""] = self._rule(node, log_config.LEVELS["ERROR"])
+            elif not name:
+                raise _Broken(f"{node.place}a logger has no name")
+            elif not f"{name}.".startswith(_SILENT):
+                if name not in _KNOWN and f"{name}.".partition(".")[0] != log_config.OWN_LOGGER:
+                    there = ", ".join([*log_config.LOGGERS, log_config.THEIR_LOGGER])
+                    self._warn(f"nothing logs to {name!r}; the loggers are {there} and modelyard.*")
+                loggers[name] = self._rule(node, None)
         # Without a root of the file's own log4j writes errors to the console.
         if "" not in loggers:
-            appenders.setdefault("STDOUT", Appender("STDOUT"))
-            loggers[""] = LoggerRule(LEVELS["ERROR"], (("STDOUT", 0),))
-        return LogConfig(appenders, loggers)
+            self._appenders.setdefault("STDOUT", log_config.Appender("STDOUT"))
+            loggers[""] = log_config.LoggerRule(log_config.LEVELS["ERROR"], (("STDOUT", 0),))
+        for node in top.unread():
+            self._warn(f"{node.place}<{node.type}> is not followed")
+        return log_config.LogConfig(self._appenders, loggers)
 
-    def _check_logger(self, name: str) -> None:
-        known = (
-            ACCESS_LOG,
-            MODEL_LOG,
-            MODEL_METRICS,
-            TS_METRICS,
-            THEIR_LOGGER,
-            "org",
-            "org.pytorch",
-        )
-        if name not in known and not f"{name}.".startswith(f"{OWN_LOGGER}."):
-            self._warn(
-                f"nothing logs to {name!r}; the loggers are {ACCESS_LOG}, {MODEL_LOG}, "
-                f"{MODEL_METRICS}, {TS_METRICS}, {THEIR_LOGGER} and modelyard.*"
-            )
-
-    def _rule(
-        self,
-        node: Node,
-        appenders: Mapping[str, Appender],
-        passed_on: Mapping[str, list[tuple[str, int]]],
-    ) -> LoggerRule:
+    def _rule(self, node: Node, default: int | None) -> log_config.LoggerRule:
         references: list[tuple[str, int]] = []
         for each in node.all("appenderref"):
             name, least = self._reference(each)
-            if name not in appenders and name not in passed_on:
-                there = ", ".join([*appenders, *passed_on]) or "none"
-                self._warn(f"{_at(each)}there is no appender {name!r}; there are: {there}")
-                continue
-            for to, of_it in passed_on.get(name, [(name, 0)]):
-                if to in appenders:
-                    references.append((to, max(least, of_it)))
-        self._warn_of_filters(node)
-        level_name = node.get("level")
-        level = None if level_name is None else self._level(level_name, node)
-        if node.type in ("root", "asyncroot") and level is None:
-            level = LEVELS["ERROR"]
+            if name not in self._appenders and name not in self._passed_on:
+                there = ", ".join([*self._appenders, *self._passed_on]) or "none"
+                self._warn(f"{each.place}there is no appender {name!r}; there are: {there}")
+            references += [
+                (to, max(least, of_it))
+                for to, of_it in self._passed_on.get(name, [(name, 0)])
+                if to in self._appenders
+            ]
         is_additive = (node.get("additivity") or "true").lower() != "false"
-        return LoggerRule(level, tuple(references), is_additive)
+        level = self._level(node) if node.get("level") else default
+        return log_config.LoggerRule(level, tuple(references), is_additive)
 
     def _reference(self, node: Node) -> tuple[str, int]:
         name = node.get("ref")
         if name is None:
-            raise _Broken(f"{_at(node)}an AppenderRef names no appender")
-        level = node.get("level")
-        least = 0 if level is None else self._level(level, node)
-        return name, max(least, self._threshold(node))
+            raise _Broken(f"{node.place}an AppenderRef names no appender")
+        return name, max(self._level(node), self._threshold(node))
 
     def _threshold(self, node: Node) -> int:
         """Return the level from which filters let records pass."""
         least = 0
-        for each in self._filters(node):
+        for each in (*node.all("thresholdfilter"), *node.below("filters", "thresholdfilter")):
             passes = (each.get("onmatch") or "neutral").lower() != "deny"
             stops = (each.get("onmismatch") or "deny").lower() == "deny"
-            said = each.get("level")
-            if each.type == "thresholdfilter" and said is not None and passes and stops:
-                least = max(least, self._level(said, each))
-                continue
-            self._warn(f"<{each.type}> is not followed")
+            if each.get("level") and passes and stops:
+                least = max(least, self._level(each))
+            else:
+                self._warn(f"{each.place}this <thresholdfilter> is not followed")
         return least
 
-    def _filters(self, node: Node) -> Iterator[Node]:
-        for each in node.children:
-            if each.type in ("filters", "filter"):
-                yield from each.children
-            elif each.type.endswith("filter"):
-                yield each
-
-    def _warn_of_filters(self, node: Node) -> None:
-        for each in self._filters(node):
-            self._warn(f"<{each.type}> of a logger is not followed")
-
-    def _level(self, name: str, node: Node) -> int:
-        level = LEVELS.get(name.strip().upper())
-        if level is None:
-            raise _Broken(
-                f"{_at(node)}there is no level {name!r}; levels are "
-                f"{', '.join(each for each in LEVELS if each != 'WARNING')}"
-            )
+    def _level(self, node: Node) -> int:
+        """Return the level that a component names; 0 where it names none."""
+        name = node.get("level")
+        if name is None:
+            return 0
+        if (level := log_config.LEVELS.get(name.upper())) is None:
+            there = ", ".join(each for each in log_config.LEVELS if each != "WARNING")
+            raise _Broken(f"{node.place}there is no level {name!r}; levels are {there}")
         return level
 
     # -- appenders -------------------------------------------------------------------------------
 
-    def _appender(self, name: str, node: Node) -> Appender | None:
+    def _appender(self, name: str, node: Node) -> log_config.Appender | None:
         """Return an appender; None for one that writes nowhere."""
         kind = node.type.removesuffix("appender")
         if kind == "null":
             return None
-        pattern = self._pattern(node)
-        threshold = self._threshold(node)
+        pattern, threshold = self._pattern(node), self._threshold(node)
         if kind == "console":
             target = (node.get("target") or "SYSTEM_OUT").upper()
-            return Appender(name, pattern, is_stderr="ERR" in target, threshold=threshold)
+            return log_config.Appender(
+                name, pattern, is_stderr="ERR" in target, threshold=threshold
+            )
         if kind not in ("file", "rollingfile", "randomaccessfile", "rollingrandomaccessfile"):
             self._warn(
                 f"the appender {name!r} of type {node.type} is not followed: it writes nothing"
             )
+            node.children.clear()
             return None
-        file, rolling = node.get("filename"), None
-        if kind.startswith("rolling"):
-            rolling = self._rolling(node)
-            if file is None and rolling.pattern is not None:
-                raise _Broken(f"{_at(node)}the appender {name!r} needs a fileName")
+        file = node.get("filename")
+        rolling = self._rolling(node) if kind.startswith("rolling") else None
         if file is None:
-            raise _Broken(f"{_at(node)}the appender {name!r} has no fileName")
-        return Appender(
-            name,
-            pattern,
-            self._directory / file,
-            threshold=threshold,
-            appends=(node.get("append") or "true").lower() != "false",
-            rolling=rolling,
+            raise _Broken(f"{node.place}the appender {name!r} has no fileName")
+        appends = (node.get("append") or "true").lower() != "false"
+        return log_config.Appender(
+            name, pattern, self._directory / file, False, threshold, appends, rolling
         )
 
     def _pattern(self, node: Node) -> str:
-        layouts = [each for each in node.children if each.type.endswith("layout")]
-        for layout in layouts:
-            if layout.type == "patternlayout":
-                inside = next((each.text.strip("\r\n\t ") for each in layout.all("pattern")), None)
-                pattern = layout.attributes.get("pattern") or inside or "%m%n"
-                Layout(pattern, warn=self._warn)
-                return pattern
-            self._warn(f"<{layout.type}> is not followed; lines have the pattern {WITH_THREAD!r}")
-        return WITH_THREAD if layouts else "%m%n"
+        for layout in node.all("patternlayout"):
+            inside = next((each.text.strip("\r\n\t ") for each in layout.all("pattern")), None)
+            pattern = layout.attributes.get("pattern") or inside or "%m%n"
+            Layout(pattern, warn=self._warn)
+            return pattern
+        has_layout = any(each.type.endswith("layout") for each in node.children)
+        return log_config.WITH_THREAD if has_layout else "%m%n"
 
-    def _rolling(self, node: Node) -> Rolling:
-        max_bytes: int | None = None
-        period: str | None = None
-        at_start = newest_first = False
-        keep = LOG4J_DEFAULT_KEPT
+    def _rolling(self, node: Node) -> log_config.Rolling:
+        rolling = log_config.Rolling(None, None, keep=LOG4J_DEFAULT_KEPT)
         name = node.get("filepattern")
-        if name is not None:
-            name = str(self._directory / name)
-        policies = [node, *node.all("policies")]
-        for each in (child for policy in policies for child in policy.children):
-            kind = each.type
-            if kind == "sizebasedtriggeringpolicy":
-                max_bytes = self._size(each.get("size") or "10 MB", each)
-            elif kind == "timebasedtriggeringpolicy":
-                period = self._period(name or "")
+        for policies in (node, *node.all("policies")):
+            for each in policies.all("sizebasedtriggeringpolicy"):
+                rolling = replace(rolling, max_bytes=_size(each.get("size") or "10 MB", each))
+            for each in policies.all("timebasedtriggeringpolicy"):
+                rolling = replace(rolling, period=self._period(name or ""))
                 if (each.get("interval") or "1") != "1":
                     self._warn("an interval of several periods is not followed: each ends a file")
-            elif kind == "onstartuptriggeringpolicy":
-                at_start = True
-            elif kind == "defaultrolloverstrategy":
-                keep = self._count(each.get("max") or str(keep), each)
-                newest_first = (each.get("fileindex") or "max").lower() == "min"
-                for action in each.children:
-                    self._warn(f"<{action.type}> of a rollover is not followed")
-            elif kind.endswith(("policy", "strategy")):
-                self._warn(f"<{kind}> is not followed")
-        if name is not None and name.endswith((".zip", ".bz2", ".xz", ".zst", ".deflate")):
+            if any(policies.all("onstartuptriggeringpolicy")):
+                rolling = replace(rolling, at_start=True)
+        for each in node.all("defaultrolloverstrategy"):
+            keep = _count(each.get("max") or str(LOG4J_DEFAULT_KEPT), each)
+            is_min = (each.get("fileindex") or "max").lower() == "min"
+            rolling = replace(rolling, keep=keep, newest_first=is_min)
+        if name is None:
+            return rolling
+        if name.endswith((".zip", ".bz2", ".xz", ".zst", ".deflate")):
             self._warn(f"files put aside are packed as .gz, not {Path(name).suffix}")
             name = f"{name.rpartition('.')[0]}.gz"
-        return Rolling(max_bytes, period, name, keep, newest_first, at_start)
+        return replace(rolling, pattern=str(self._directory / name))
 
     def _period(self, name: str) -> str | None:
         """Return the field of the name's date that changes most often."""
@@ -385,22 +331,10 @@ class _Reader:
             fields = {DateFormat(pattern).finest for pattern in found}
         except BadPattern as error:
             raise _Broken(f"filePattern: {error}") from error
-        if finest := [each for each in FINEST if each in fields]:
-            return finest[0]
-        self._warn("a TimeBasedTriggeringPolicy needs a %d in filePattern: it is not followed")
-        return None
-
-    def _size(self, text: str, node: Node) -> int:
-        match = _SIZE.fullmatch(text.strip())
-        if match is None:
-            raise _Broken(f"{_at(node)}{text!r} is not a size such as 100 MB")
-        unit = {"": 0, "b": 0, "k": 1, "m": 2, "g": 3}[match[2][:1].lower()]
-        return max(1, int(float(match[1]) * 1024**unit))
-
-    def _count(self, text: str, node: Node) -> int:
-        if not text.strip().isdecimal() or not 0 < int(text) < 10_000:
-            raise _Broken(f"{_at(node)}{text!r} is not a number of files from 1 to 9999")
-        return int(text)
+        finest = next((each for each in FINEST if each in fields), None)
+        if finest is None:
+            self._warn("a TimeBasedTriggeringPolicy needs a %d in filePattern: it is not followed")
+        return finest
 
     # -- values ----------------------------------------------------------------------------------
 
@@ -427,34 +361,36 @@ class _Reader:
     def _value(self, lookup: str) -> str:
         name, has_default, default = lookup.partition(":-")
         kind, colon, key = name.partition(":")
-        value: str | None = None
         if not colon:
-            value = self._properties.get(name)
-            value = self._environment.get(name) if value is None else value
-            value = socket.gethostname() if value is None and name == "hostName" else value
-        elif kind == "date":
-            value = f"%d{{{key}}}"
-        elif kind == "env":
-            value = self._environment.get(key)
-        elif kind == "sys":
-            value = {"user.dir": str(self._directory), "file.separator": "/"}.get(key)
-            value = self._environment.get(key) if value is None else value
+            kind, key = "", name
+        here, host = {"user.dir": str(self._directory), "file.separator": "/"}, socket.gethostname()
+        known: dict[str, Mapping[str, str]] = {
+            "": {"hostName": host, **self._environment, **self._properties},
+            "env": self._environment,
+            "sys": {**self._environment, **here},
+            "date": {key: f"%d{{{key}}}"},
+        }
+        value = known.get(kind, {}).get(key, default if has_default else None)
         if value is not None:
             return value
-        if has_default:
-            return default
-        if name in ("LOG_LOCATION", "METRICS_LOCATION", "env:LOG_LOCATION", "env:METRICS_LOCATION"):
+        if kind in ("", "env") and key in ("LOG_LOCATION", "METRICS_LOCATION"):
             return "logs"
         self._warn(f"nothing says what ${{{lookup}}} stands for; it is left out")
         return ""
 
 
-def _is_silent(logger: str) -> bool:
-    return f"{logger}.".startswith(tuple(f"{each}." for each in _SILENT))
+def _size(text: str, node: Node) -> int:
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        raise _Broken(f"{node.place}{text!r} is not a size such as 100 MB")
+    power = {"": 0, "b": 0, "k": 1, "m": 2, "g": 3}[match[2][:1].lower()]
+    return max(1, int(float(match[1]) * 1024**power))
 
 
-def _at(node: Node) -> str:
-    return f"line {node.line}: " if node.line else ""
+def _count(text: str, node: Node) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 10_000:
+        raise _Broken(f"{node.place}{text!r} is not a number of files from 1 to 9999")
+    return int(text)
 
 
 def find_log_config(option: str | None, vmargs: str, directory: Path) -> Path | None:

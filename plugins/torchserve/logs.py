@@ -73,7 +73,7 @@ class Source:
         """Turn the messages of one time into lines, once for all with one layout."""
         messages, self.messages = self.messages, []
         for around, buffers in self._targets:
-            before, after = around.at(milliseconds)
+            before, after = around(milliseconds)
             text = f"{before}{(after + before).join(messages)}{after}"
             for buffer in buffers:
                 buffer.append(text)

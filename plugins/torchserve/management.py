@@ -44,7 +44,7 @@ from modelyard.serve.http.application import Answers, open_to_all
 from modelyard.serve.http.connection import Answer, RequestResponseCycle
 
 if TYPE_CHECKING:
-    from modelyard.plugins.grpc.rpc import Method
+    pass
 
 PAGE = 100
 MOST_WORKERS = 1024
@@ -81,16 +81,10 @@ class TorchServeManagement:
         self.has_model_api = has_model_api
         self.check = tokens.check("management", ["/token"]) if tokens else open_to_all
         self._answers = answers
-        document = openapi.server(management=True)
+        document = openapi.server("models", "one_model", "management")
         self.dialect = Dialect(
             self.check, answers, document, self._respond, is_management, console=console
         )
-
-    def rpc_methods(self) -> dict[str, Method]:
-        """Return what answers by gRPC."""
-        from modelyard.plugins.torchserve.grpc_management import ManagementApi
-
-        return ManagementApi(self, self._answers).methods()
 
     async def _respond(
         self, cycle: RequestResponseCycle, path: list[str], body: bytes, id: str
@@ -144,7 +138,7 @@ class TorchServeManagement:
         """Answer a request for a model or one of its versions."""
         if method == "GET":
             if boolean(query, "customized", False) and version != "all":
-                return await self.describe_customized(name, version, pack_head(cycle, "", id))
+                return await self.describe_customized(name, version, pack_head(cycle, ""))
             return self.describe(name, version)
         if method == "PUT":
             return await self.scale(name, version or query.get("model_version"), query)

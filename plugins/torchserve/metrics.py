@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -29,13 +29,8 @@ from modelyard.serve.errors import StartError
 logger = logging.getLogger(__name__)
 
 DEFAULT_CONFIG = Path(__file__).with_name("metrics.yaml")
-LEGACY = frozenset(
-    {
-        "ts_inference_requests_total",
-        "ts_inference_latency_microseconds",
-        "ts_queue_latency_microseconds",
-    }
-)
+LEGACY = ("ts_inference_requests_total", "ts_inference_latency_microseconds",
+          "ts_queue_latency_microseconds")  # fmt: skip
 """In `legacy` mode these are Prometheus metrics and all others are logged."""
 MEGABYTE, GIGABYTE = 1 << 20, 1 << 30
 CPU_SAMPLE_S = 0.2
@@ -53,24 +48,15 @@ ANSWERS = (
 Add = Callable[[float], None]
 
 
-class Inferences:
-    """The metrics of one model and the version that its clients ask for.
+class Inferences(NamedTuple):
+    """The metrics of one model and the version that its clients ask for."""
 
-    Args:
-        count: counts a request.
-        exposed: place in `ANSWERS` and what takes the value.
-        logged: takes all three values of an answer, for those that are lines.
-    """
-
-    def __init__(
-        self,
-        count: Callable[[], None] | None,
-        exposed: Sequence[tuple[int, Add]],
-        logged: Callable[[float, float, float], None] | None,
-    ) -> None:
-        self.count = count
-        self.exposed = exposed
-        self.logged = logged
+    requested: Callable[[], None] | None
+    """Counts a request."""
+    exposed: Sequence[tuple[int, Add]]
+    """Place in `ANSWERS` and what takes the value."""
+    logged: Callable[[float, float, float], None] | None
+    """Takes all three values of an answer, for those that are lines."""
 
 
 class TorchServeMetrics:
@@ -133,13 +119,11 @@ class TorchServeMetrics:
 
     def _counter(self, name: str, labels: Mapping[str, str]) -> Callable[[], None] | None:
         """Return what counts one more."""
-        if (family := self._families.get(name)) is None:
-            return None
-        if self._is_exposed(name):
-            return partial(family.add, self._values(family, labels), 1.0)
-        if self._own_lines is None:
-            return None
-        return self._own_lines.counter((self._line(family, labels, "%s") % (1.0, 0))[:-1])
+        family, lines = self._families.get(name), self._own_lines
+        if family is not None and lines is not None and not self._is_exposed(name):
+            return lines.counter((self._line(family, labels, "%s") % (1.0, 0))[:-1])
+        add = self._adder(name, labels)
+        return None if add is None else partial(add, 1.0)
 
     def _answer(self, labels: Mapping[str, str]) -> Callable[[float, float, float], None] | None:
         """Return what makes lines of the values of an answer; None where nobody sees them."""
@@ -191,18 +175,17 @@ class TorchServeMetrics:
     def accepted(self, model: str, version: str | None) -> None:
         """Count a request for a prediction or an explanation."""
         of = self._inferences.get((model, version)) or self._of(model, version)
-        if of.count is not None:
-            of.count()
+        if of.requested is not None:
+            of.requested()
 
     def inferred(self, model: str, version: str | None, queued_s: float, total_s: float) -> None:
         """Take note of one answer: how long it waited, and how long it took altogether."""
         of = self._inferences.get((model, version)) or self._of(model, version)
+        values = total_s * 1e6, queued_s * 1e6, queued_s * 1e3
         if of.logged is not None:
-            of.logged(total_s * 1e6, queued_s * 1e6, queued_s * 1e3)
-        if of.exposed:
-            values = total_s * 1e6, queued_s * 1e6, queued_s * 1e3
-            for at, add in of.exposed:
-                add(values[at])
+            of.logged(*values)
+        for at, add in of.exposed:
+            add(values[at])
 
     def worker_loaded(self, worker: str, seconds: float) -> None:
         """Take note of how long a worker took to load."""
@@ -307,16 +290,12 @@ def read_config(file: Path) -> dict[str, Any]:
         raise StartError(f"the metrics configuration {file} holds no ts_metrics or model_metrics")
     for section in ("ts_metrics", "model_metrics"):
         for kind, metrics in (config.get(section) or {}).items():
+            where = f"{file}: {section}: {kind}: expected"
             if kind not in KINDS:
-                raise StartError(f"{file}: {section}: {kind}: expected {', '.join(KINDS)}")
+                raise StartError(f"{where} {', '.join(KINDS)}")
             for metric in metrics or ():
-                if not isinstance(metric, dict) or not {"name", "unit", "dimensions"} <= set(
-                    metric
-                ):
-                    raise StartError(
-                        f"{file}: {section}: {kind}: expected name, unit and dimensions, "
-                        f"got {metric!r}"
-                    )
+                if not isinstance(metric, dict) or {"name", "unit", "dimensions"} - metric.keys():
+                    raise StartError(f"{where} name, unit and dimensions, got {metric!r}")
     return config
 
 
@@ -340,12 +319,9 @@ def _gpu_usage() -> list[tuple[float, ...]]:
         timeout=SMI_TIMEOUT_S,
         check=True,
     )
-    return [tuple(map(_number, line.split(","))) for line in ran.stdout.splitlines() if line]
-
-
-def _number(field: str) -> float:
-    """Read a number; what a device does not support comes as a word."""
-    try:
-        return float(field)
-    except ValueError:
-        return math.nan
+    # What a device does not support comes as a word in brackets.
+    return [
+        tuple(math.nan if "[" in field else float(field) for field in line.split(","))
+        for line in ran.stdout.splitlines()
+        if line
+    ]

@@ -7,13 +7,8 @@ import math
 
 from modelyard.archiver import Archive
 from modelyard.plugins.torchserve.settings import TorchServeSettings
-from modelyard.serve.control.model_config import (
-    ModelConfig,
-    ModelSpec,
-    Values,
-    extensions,
-    proven_batch,
-)
+from modelyard.serve.control import model_config as common
+from modelyard.serve.control.model_config import ModelConfig, ModelSpec, Values
 from modelyard.serve.control.sizing import count_gpus
 from modelyard.serve.errors import BadModelConfig
 from modelyard.serve.settings import Settings
@@ -22,9 +17,9 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 300
 """In which a worker that fails may come back."""
-PARALLEL_TYPES = {"pp": "pp", "tp": "tp", "pptp": "pptp", "custom": "custom"}
 LAUNCHED_TYPES = ("pp", "tp", "pptp")
 """Parallel types whose workers torchrun starts."""
+PARALLEL_TYPES = {name: name for name in (*LAUNCHED_TYPES, "custom")}
 
 
 def load_torchserve_config(
@@ -53,7 +48,9 @@ def load_torchserve_config(
             )
     parallel_type = values.choice("parallelType", PARALLEL_TYPES, "")
     parallel_level = values.integer("parallelLevel", 0, least=0) if parallel_type else 0
-    processes = _processes(values)
+    torchrun = values.values.get("torchrun")
+    processes = torchrun.get("nproc-per-node") if isinstance(torchrun, dict) else 0
+    processes = processes if isinstance(processes, int) else 0
     if (parallel_level or processes > 1) and parallel_type in LAUNCHED_TYPES:
         said = f"torchrun with {processes} processes" if processes > 1 else ""
         raise BadModelConfig(
@@ -63,16 +60,18 @@ def load_torchserve_config(
     workers, most = _workers(values)
     if spec.at_start and not workers:  # only then the setting `models` says how many
         workers, most = _workers(listed)
-    options, proven = spec.options, proven_batch(archive)
+    options, proven = spec.options, common.proven_batch(archive)
     timeout_ms = values.integer("clientTimeoutInMills", 0, least=0)
     delay = values.integer("maxBatchDelay", 0, least=0) or listed.integer("maxBatchDelay", 0, 0)
     batch_size = options.batch_size or values.at_least_1("batchSize")
     batch_size = batch_size or listed.at_least_1("batchSize") or 1
 
-    def seconds(key: str, caller: int | None, server: float) -> float:
+    def seconds(key: str, name: str) -> float:
+        caller: int | None = getattr(options, name)
         if options.comes_first and caller:
             return caller
-        return values.integer(key, 0, 1) or listed.integer(key, 0, 1) or caller or server
+        of_archive = values.integer(key, 0, 1) or listed.integer(key, 0, 1)
+        return float(of_archive or caller or getattr(settings, name))
 
     return ModelConfig(
         workers=workers,
@@ -85,12 +84,8 @@ def load_torchserve_config(
         queue_size=values.integer("jobQueueSize", settings.queue_size, least=1),
         request_timeout_s=timeout_ms / 1000 if timeout_ms else math.inf,
         refuses_late=False,
-        response_timeout_s=seconds(
-            "responseTimeout", options.response_timeout_s, settings.response_timeout_s
-        ),
-        startup_timeout_s=seconds(
-            "startupTimeout", options.startup_timeout_s, settings.startup_timeout_s
-        ),
+        response_timeout_s=seconds("responseTimeout", "response_timeout_s"),
+        startup_timeout_s=seconds("startupTimeout", "startup_timeout_s"),
         device=_device(values, settings.device),
         retry=values.boolean("retry", True),
         device_ids=_device_ids(values),
@@ -99,15 +94,8 @@ def load_torchserve_config(
         retry_s=values.integer("maxRetryTimeoutInSec", RETRY_S, least=1),
         parallel_type=parallel_type,
         parallel_level=parallel_level,
-        **extensions(values, archive, settings, options),
+        **common.extensions(values, archive, settings, options),
     )
-
-
-def _processes(values: Values) -> int:
-    """Return how many processes torchrun starts for each worker; 0 where nothing is said."""
-    torchrun = values.values.get("torchrun")
-    count = torchrun.get("nproc-per-node") if isinstance(torchrun, dict) else None
-    return count if isinstance(count, int) else 0
 
 
 def _workers(values: Values) -> tuple[int, int]:
@@ -135,9 +123,7 @@ def _device_ids(values: Values) -> tuple[int, ...]:
     if not isinstance(ids, list) or not all(type(each) is int for each in ids):
         logger.warning("%s: deviceIds: expected a list of numbers, got %r", values.file, ids)
         return ()
-    there = range(count_gpus())
-    for each in ids:
-        if each not in there:
-            logger.warning("Invalid deviceId:%d, ignore deviceIds list", each)
-            return ()
+    for each in set(ids) - set(range(count_gpus())):
+        logger.warning("Invalid deviceId:%d, ignore deviceIds list", each)
+        return ()
     return tuple(ids)

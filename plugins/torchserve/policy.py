@@ -14,33 +14,19 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.archiver import Archive, ArchiveError
+from modelyard.plugins.torchserve import store as locations
 from modelyard.plugins.torchserve.logs import WorkerPipes
 from modelyard.plugins.torchserve.metrics import TorchServeMetrics
 from modelyard.plugins.torchserve.model_config import load_torchserve_config
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.plugins.torchserve.snapshot import Snapshots, parse_model_snapshot, parse_rollouts
-from modelyard.plugins.torchserve.store import (
-    TORCHSERVE_SUFFIXES,
-    check_torchserve_name,
-    find_as_torchserve,
-    name_of_file,
-    refuse_missing,
-    refuse_relative,
-)
+from modelyard.serve import errors
 from modelyard.serve.control.fetch import UrlRules, clear_leftovers, fetch_archive, is_url
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, Options
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.sizing import Allocation, ResourceRequest, choose, this_machine
 from modelyard.serve.control.store import list_archives
 from modelyard.serve.dataplane.worker import Output, WorkerPolicy
-from modelyard.serve.errors import (
-    FileNotInStore,
-    HandlerFailed,
-    RequirementsFailed,
-    ServeError,
-    StartError,
-    WorkerDied,
-)
 from modelyard.serve.policy import Policy, Share
 from modelyard.serve.settings import ENV_PREFIX, Settings
 from modelyard.serve.walls.environment import PASSED
@@ -64,7 +50,8 @@ class TorchServePolicy(Policy):
         self.unregister_timeout_s = dialect.unregister_model_timeout
         self.max_answer_bytes = dialect.max_response_size
         if not settings.pass_variables:  # else what is listed, as everywhere
-            self.passed_variables = (*PASSED, *filter(_is_not_ours, os.environ))
+            others = (name for name in os.environ if not name.startswith(ENV_PREFIX))
+            self.passed_variables = (*PASSED, *others)
         self.hidden_variables = dialect.blacklist_env_vars
         self.worker_variables = {
             "TS_DECODE_INPUT_REQUEST": str(dialect.decode_input_request).lower(),
@@ -95,13 +82,13 @@ class TorchServePolicy(Policy):
             snapshot = parse_model_snapshot(self._dialect.model_snapshot)
             return [_from_snapshot(store, *entry) for entry in snapshot]
         if [option.upper() for option in options] == ["ALL"]:
-            options = list_archives(store, TORCHSERVE_SUFFIXES)
+            options = list_archives(store, locations.TORCHSERVE_SUFFIXES)
         parts = [option.partition("=") for option in options]
         pairs = [(name, rest) if equals else (None, name) for name, equals, rest in parts]
         if not is_trial:
             for _, location in pairs:
                 if not is_url(location):
-                    refuse_missing(store, location)
+                    locations.refuse_missing(store, location)
         return [ModelSpec(location, name, at_start=True) for name, location in pairs]
 
     def rollouts_at_start(self) -> dict[str, dict[str, Any]]:
@@ -112,8 +99,8 @@ class TorchServePolicy(Policy):
         """Return an archive of the store; what a URL names is fetched into it."""
         store = self.settings.model_store
         if not is_url(location):
-            return find_as_torchserve(store, location), False
-        refuse_relative(location)
+            return locations.find_as_torchserve(store, location), False
+        locations.refuse_relative(location)
         rules = UrlRules(self._dialect.allowed_urls)
         return await _in_daemon(partial(fetch_archive, location, store, rules)), True
 
@@ -123,8 +110,8 @@ class TorchServePolicy(Policy):
         if name is None:
             if not spec.at_start:
                 raise ArchiveError("Model name is not defined.")
-            name = name_of_file(archive.path.name)
-        check_torchserve_name(name)
+            name = locations.name_of_file(archive.path.name)
+        locations.check_torchserve_name(name)
         return name
 
     def configure(self, archive: Archive, spec: ModelSpec, name: str) -> ModelConfig:
@@ -151,9 +138,9 @@ class TorchServePolicy(Policy):
         """Return the Python of a version's workers."""
         try:
             return super().interpreter(archive, folder, name)
-        except RequirementsFailed as error:
+        except errors.RequirementsFailed as error:
             text = f"Custom pip package installation failed for model {name}"
-            raise RequirementsFailed(text) from error
+            raise errors.RequirementsFailed(text) from error
 
     def remember(self, event: str, registry: Registry) -> None:
         """Write a snapshot; one that cannot be written is logged and no more."""
@@ -179,9 +166,10 @@ class TorchServeWorkers(WorkerPolicy):
 
         Scripts read up to an exception's name, once for each try, and want the traceback by then.
         """
-        if isinstance(error, HandlerFailed):
-            error = Exception(f"{str(error).partition(': ')[0]}: the traceback above says why")
-        logger.error("Backend worker error: %s", error)
+        text = str(error)
+        if isinstance(error, errors.HandlerFailed):
+            text = f"{text.partition(': ')[0]}: the traceback above says why"
+        logger.error("Backend worker error: %s", text)
 
     def loaded(self, worker: str, seconds: float) -> None:
         """Log the worker's new state, and report how long it took to load."""
@@ -203,14 +191,10 @@ class TorchServeWorkers(WorkerPolicy):
             logger.info("Auto recovery start timestamp: %d", time.time() * 1000)
         logger.info("%s Retry worker: %d in %g seconds.", worker, id, pause_s)
 
-    def silence(self, limit_s: float) -> ServeError:
+    def silence(self, limit_s: float) -> errors.ServeError:
         """Return the error of a worker that died."""
         logger.info("Number or consecutive unsuccessful inference 1")
-        return WorkerDied()
-
-
-def _is_not_ours(variable: str) -> bool:
-    return not variable.startswith(ENV_PREFIX)
+        return errors.WorkerDied()
 
 
 async def _in_daemon(fetch: Callable[[], Path]) -> Path:
@@ -243,9 +227,9 @@ def _from_snapshot(store: Path, name: str, version: str, entry: dict[str, Any]) 
         StartError: the store does not hold the archive.
     """
     try:
-        file = find_as_torchserve(store, entry["marName"])
-    except FileNotInStore as error:
-        raise StartError(
+        file = locations.find_as_torchserve(store, entry["marName"])
+    except errors.FileNotInStore as error:
+        raise errors.StartError(
             f"Model archive file for model :{name}, version :{version} not found in model store"
         ) from error
     return ModelSpec(

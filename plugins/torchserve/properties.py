@@ -93,16 +93,14 @@ def _unescape(text: str) -> str:
 
 
 def _escape(text: str, *, is_key: bool) -> str:
-    names = {value: f"\\{name}" for name, value in _ESCAPES.items()}
-    names |= {mark: f"\\{mark}" for mark in "\\=:#!"}
-    if is_key:
-        names[" "] = "\\ "
-    escaped = "".join(names.get(mark, mark) for mark in text)
+    names = {ord(value): f"\\{name}" for name, value in _ESCAPES.items()}
+    names |= {ord(mark): f"\\{mark}" for mark in ("\\=:#! " if is_key else "\\=:#!")}
     # Java reads such files as Latin-1, hence nothing but ASCII.
-    escaped = re.sub(r"[^\x20-\x7e]", _as_utf16, escaped)
+    escaped = re.sub(r"[^\x20-\x7e]", _as_utf16, text.translate(names))
     return f"\\{escaped}" if escaped.startswith(" ") else escaped
 
 
 def _as_utf16(match: re.Match[str]) -> str:
-    units = match[0].encode("utf-16-be")
-    return "".join(f"\\u{units[i : i + 2].hex()}" for i in range(0, len(units), 2))
+    return "".join(
+        f"\\u{unit.hex()}" for unit in re.findall(b"(?s)..", match[0].encode("utf-16-be"))
+    )

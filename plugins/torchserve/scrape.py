@@ -20,7 +20,7 @@ class Scrape:
 
     def __init__(self, metrics: Metrics, answers: Answers) -> None:
         self._metrics = metrics
-        document = openapi.server(metrics=True)
+        document = openapi.server()
         self.dialect = Dialect(
             open_to_all, answers, document, self._respond, lambda path: segments(path) == [PATH]
         )

@@ -17,11 +17,7 @@ from typing import Any
 
 from modelyard.plugins.torchserve import TORCHSERVE_VERSION, launcher
 from modelyard.plugins.torchserve.arguments import parse_command_line
-from modelyard.plugins.torchserve.configuration import (
-    Configuration,
-    load_configuration,
-    read_tls,
-)
+from modelyard.plugins.torchserve.configuration import load_configuration, read_tls
 from modelyard.plugins.torchserve.log4j import find_log_config, read_log_config
 from modelyard.plugins.torchserve.log_config import default_config
 from modelyard.plugins.torchserve.logs import Logs
@@ -57,7 +53,7 @@ def main() -> int:
     logs.start()
     for notice in (*unfollowed, *configuration.notices):
         logger.warning("%s", notice)
-    logger.info("\n%s", "\n".join(_describe(configuration, own)))
+    logger.info("\n%s", "\n".join(_describe(configuration.settings, own)))
     if not own.disable_token_authorization:
         is_open = own.disable_token_authorization is None and own.inference_address.is_loopback
         logger.info(
@@ -121,58 +117,29 @@ def _open_logs(option: str | None, own: TorchServeSettings) -> tuple[Logs, list[
         ) from error
 
 
-def _describe(configuration: Configuration, own: TorchServeSettings) -> list[str]:
+def _describe(settings: Settings, own: TorchServeSettings) -> list[str]:
     """Return the lines of the start-up log that scripts search, in TorchServe's order."""
-    settings: Settings = configuration.settings
-
-    def written(key: str, default: object = "N/A") -> str:
-        return own.properties.get(key) or str(default)
-
     machine = this_machine()
-    facts: dict[str, object] = {
-        "Torchserve version": TORCHSERVE_VERSION,
-        "TS Home": Path(__file__).parents[2],
-        "Current directory": own.directory,
-        "Temp directory": settings.state_dir.parent,
-        "Metrics config path": own.metrics_config or "N/A",
-        "Number of GPUs": machine.gpus,
-        "Number of CPUs": machine.cores,
-        "Max heap size": "N/A",
-        "Python executable": sys.executable,
-        "Config file": configuration.file or "N/A",
-        "Inference address": own.inference_address,
-        "Management address": own.management_address,
-        "Metrics address": own.metrics_address,
-        "gRPC inference address": own.grpc_addresses[0],
-        "gRPC management address": own.grpc_addresses[1],
-        "Model Store": settings.model_store,
-        "Initial Models": ",".join(settings.models) or "N/A",
-        "Log dir": own.log_dir,
-        "Metrics dir": own.metrics_dir,
-        "Netty threads": written("number_of_netty_threads", 0),
-        "Netty client threads": written("netty_client_threads", 0),
-        "Default workers per model": own.default_workers_per_model or machine.gpus or machine.cores,
-        "Blacklist Regex": own.blacklist_env_vars or "N/A",
-        "Maximum Response Size": own.max_response_size,
-        "Maximum Request Size": settings.max_request_bytes,
-        "Limit Maximum Image Pixels": _flag(own.limit_max_image_pixels),
-        "Prefer direct buffer": written("prefer_direct_buffer", "false"),
-        "Allowed Urls": list(own.allowed_urls),
-        "Custom python dependency for model allowed": _flag(settings.install_requirements),
-        "Enable metrics API": _flag(own.enable_metrics_api),
-        "Metrics mode": own.metrics_mode.upper(),
-        "Disable system metrics": _flag(own.disable_system_metrics),
-        "Workflow Store": written("workflow_store", settings.model_store),
-        "CPP log config": written("cpp_log_config"),
-        "Model config": written("models"),
-        "System metrics command": written("system_metrics_cmd", "default"),
-        "Model API enabled": _flag(own.enable_model_api),
-    }
-    return [f"{name}: {fact}" for name, fact in facts.items()]
-
-
-def _flag(value: bool) -> str:
-    return "true" if value else "false"
+    keys = {"number_of_netty_threads": "0", "netty_client_threads": "0", "cpp_log_config": "",
+            "prefer_direct_buffer": "false", "workflow_store": settings.model_store, "models": "",
+            "system_metrics_cmd": "default"}  # fmt: skip
+    text = Path(__file__).with_name("startup.txt").read_text(encoding="utf-8")
+    filled = text.format(
+        version=TORCHSERVE_VERSION,
+        home=Path(__file__).parents[2],
+        python=sys.executable,
+        machine=machine,
+        settings=settings,
+        own=own,
+        keys={key: own.properties.get(key) or default for key, default in keys.items()},
+        models=",".join(settings.models),
+        workers=own.default_workers_per_model or machine.gpus or machine.cores,
+        allowed_urls=list(own.allowed_urls),
+        metrics_mode=own.metrics_mode.upper(),
+    )
+    words = {"": "N/A", "None": "N/A", "True": "true", "False": "false"}
+    pairs = (line.partition(": ") for line in filled.splitlines())
+    return [f"{name}: {words.get(value, value)}" for name, _, value in pairs]
 
 
 def _print(text: str) -> None:

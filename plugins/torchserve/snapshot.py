@@ -26,12 +26,8 @@ SNAPSHOT_FOLDER = "config"
 """In the folder of the logs."""
 NAME = re.compile(r"\d{17}-(startup|snapshot|shutdown)\.cfg")
 REQUIRED = {
-    "defaultVersion": bool,
-    "marName": str,
-    "minWorkers": int,
-    "maxWorkers": int,
-    "batchSize": int,
-    "maxBatchDelay": int,
+    **{"defaultVersion": bool, "marName": str},
+    **dict.fromkeys(("minWorkers", "maxWorkers", "batchSize", "maxBatchDelay"), int),
 }
 """Keys of each version in a snapshot; time limits and runtime have defaults."""
 
@@ -147,7 +143,7 @@ def parse_model_snapshot(snapshot: Any) -> list[tuple[str, str, dict[str, Any]]]
         for version, entry in versions.items():
             for key, kind in REQUIRED.items():
                 value = entry.get(key) if isinstance(entry, dict) else None
-                if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+                if type(value) is not kind:
                     raise StartError(
                         f"model_snapshot: {name} {version}: {key}: expected {kind.__name__}, "
                         f"got {value!r}"

@@ -31,11 +31,9 @@ def find_as_torchserve(store: Path, location: str) -> Path:
     """
     refuse_relative(location)
     name = location.rstrip("/").rpartition("/")[2]
-    missing = FileNotInStore(f"Model not found at: {location}")
-    if "://" in location or name.startswith(".") or not name.isprintable() or not name:
-        raise missing
-    if (archive := find_in_store(store, name)) is None:
-        raise missing
+    is_name = name.isprintable() and name and not name.startswith(".") and "://" not in location
+    if not is_name or (archive := find_in_store(store, name)) is None:
+        raise FileNotInStore(f"Model not found at: {location}")
     return archive
 
 

@@ -28,6 +28,11 @@ class Token:
     key: str
     expires_at: float | None
 
+    @property
+    def is_over(self) -> bool:
+        """Whether its time has come."""
+        return self.expires_at is not None and time.time() >= self.expires_at
+
 
 class Tokens:
     """The keys of a running server. Each start writes new ones, readable by their owner only.
@@ -44,7 +49,7 @@ class Tokens:
         self._file = folder / KEY_FILE
         self._life_s = minutes * 60
         self._tokens = {name: self._new() for name in EXPIRING}
-        self._tokens["API"] = Token(_new_key(), None)
+        self._tokens["API"] = Token(secrets.token_urlsafe(32), None)
         try:
             self._write()
         except OSError as error:
@@ -74,8 +79,7 @@ class Tokens:
     def grants(self) -> list[Grant]:
         """Return what the management key may do while it lasts, for the console."""
         token = self._tokens["management"]
-        is_over = token.expires_at is not None and time.time() >= token.expires_at
-        return [] if is_over else [make_grant("management", "manage", token.key)]
+        return [] if token.is_over else [make_grant("management", "manage", token.key)]
 
     def replace(self, kind: str, headers: Headers) -> None:
         """Make a new key of a kind, which ends the old one; for who has the `API` key.
@@ -106,20 +110,15 @@ class Tokens:
             raise _refusal(purpose)
 
     def _new(self) -> Token:
-        return Token(_new_key(), time.time() + self._life_s)
+        return Token(secrets.token_urlsafe(32), time.time() + self._life_s)
 
     def _write(self) -> None:
-        content: dict[str, dict[str, str]] = {}
+        content = {name: {"key": token.key} for name, token in self._tokens.items()}
         for name, token in self._tokens.items():
-            content[name] = {"key": token.key}
             if token.expires_at is not None:
                 end = datetime.fromtimestamp(token.expires_at, UTC)
                 content[name]["expiration time"] = end.strftime("%Y-%m-%dT%H:%M:%S.%fZ")
         write_json(self._file, content)
-
-
-def _new_key() -> str:
-    return secrets.token_urlsafe(32)
 
 
 def _refusal(purpose: str) -> Unauthorized:

@@ -8,50 +8,34 @@ import logging
 import os
 import platform
 import sys
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from modelyard.handlers.errors import BadInput, NoGradients, PredictionException
-from modelyard.serve.worker.codec import (
-    INTERNAL,
-    JSON,
-    OURS,
-    Refusal,
-    Rules,
-    WrongAnswer,
-    explain_error,
-    is_out_of_memory,
-    text_of,
-)
+from modelyard.serve.worker import codec
 
 
-def choose_rules(message: dict[str, Any]) -> Rules:
+def choose_rules(message: Mapping[str, Any]) -> codec.Rules:
     """Return what a LOAD message asks for: the dialect's rules, an old archive's, or ours."""
-    decodes = message.get("decode_input", True)
-    limit = message.get("max_response_bytes")
-    if is_dialect(message):
-        return Rules(
-            read_json=json.loads if decodes else None,
-            encode=encode,
-            explain_error=explain_in_dialect,
-            explain_undecodable=lambda error: Refusal(500, INTERNAL, text_of(error)),
-            write_error=write_error,
-            ends_worker=lambda error: not isinstance(error, Exception),  # `sys.exit()` does there
-            fails_together=lambda error: isinstance(error, WrongAnswer),
-            compresses=False,
-            max_answer_bytes=limit,
-            answer_setting="max_response_size",
-            time_metric="PredictionTime" if message.get("metrics") is not None else None,
-        )
-    if "modelyard" in (message["manifest"] or {}):
-        return Rules(read_json=OURS.read_json if decodes else None, max_answer_bytes=limit)
-    return Rules(
-        read_json=json.loads if decodes else None, encode=encode_strictly, max_answer_bytes=limit
+    if message.get("dialect") != "torchserve":
+        ours = codec.our_rules(message)
+        if "modelyard" in (message["manifest"] or {}):
+            return ours
+        return replace(ours, read_json=ours.read_json and json.loads, encode=encode_strictly)
+    return codec.Rules(
+        read_json=json.loads if message.get("decode_input", True) else None,
+        encode=encode,
+        explain_error=explain_in_dialect,
+        explain_undecodable=lambda error: codec.Refusal(500, codec.INTERNAL, codec.text_of(error)),
+        write_error=write_error,
+        ends_worker=lambda error: not isinstance(error, Exception),  # `sys.exit()` does there
+        fails_together=lambda error: isinstance(error, codec.WrongAnswer),
+        compresses=False,
+        max_answer_bytes=message.get("max_response_bytes"),
+        answer_setting="max_response_size",
+        time_metric="PredictionTime" if message.get("metrics") is not None else None,
     )
-
-
-def is_dialect(message: dict[str, Any]) -> bool:
-    """Return whether the server that sent this LOAD message speaks the dialect."""
-    return bool(message.get("dialect") == "torchserve")
 
 
 def encode(output: object, allow_nan: bool = True) -> tuple[bytes, str | None]:
@@ -69,7 +53,7 @@ def encode(output: object, allow_nan: bool = True) -> tuple[bytes, str | None]:
         saved = io.BytesIO()
         torch.save(output, saved)
         return saved.getvalue(), None
-    return json.dumps(output, indent=2, allow_nan=allow_nan).encode(), JSON
+    return json.dumps(output, indent=2, allow_nan=allow_nan).encode(), codec.JSON
 
 
 def encode_strictly(output: object) -> tuple[bytes, str | None]:
@@ -77,20 +61,20 @@ def encode_strictly(output: object) -> tuple[bytes, str | None]:
     return encode(output, allow_nan=False)
 
 
-def explain_in_dialect(error: BaseException) -> Refusal:
+def explain_in_dialect(error: BaseException) -> codec.Refusal:
     """Return status, type and message of an error in TorchServe's words."""
     if isinstance(error, (BadInput, NoGradients, PredictionException)):
-        refusal = explain_error(error)
+        refusal = codec.explain_error(error)
         is_too_large = isinstance(error, PredictionException) and refusal.code == 413
         return refusal._replace(code=507) if is_too_large else refusal
-    if is_out_of_memory(error) or "CUDA" in text_of(error):
-        return Refusal(507, INTERNAL, "Out of resources")
-    if isinstance(error, WrongAnswer):
-        return Refusal(error.code, INTERNAL, error.torchserve)
-    return Refusal(503, INTERNAL, "Prediction failed")
+    if codec.is_out_of_memory(error) or "CUDA" in codec.text_of(error):
+        return codec.Refusal(507, codec.INTERNAL, "Out of resources")
+    if isinstance(error, codec.WrongAnswer):
+        return codec.Refusal(error.code, codec.INTERNAL, error.brief)
+    return codec.Refusal(503, codec.INTERNAL, "Prediction failed")
 
 
-def write_error(refusal: Refusal, request_id: str) -> bytes:
+def write_error(refusal: codec.Refusal, request_id: str) -> bytes:
     """Return the JSON of an error; TorchServe's has no request id."""
     code, kind, message = refusal
     content = {"code": code, "type": kind, "message": message}
@@ -98,9 +82,9 @@ def write_error(refusal: Refusal, request_id: str) -> bytes:
 
 
 def begin_log() -> None:
-    """Send the author's log to standard output, whose lines the server marks, and name this worker.
+    """Send the author's log to standard output, whose lines the server marks.
 
-    Scripts search the log for these three lines.
+    Scripts search it for the three lines that name this worker.
     """
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
     logging.info("[PID]%d", os.getpid())

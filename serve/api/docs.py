@@ -15,9 +15,8 @@ from typing import Any
 from fastapi import FastAPI
 from fastapi.responses import FileResponse, HTMLResponse, JSONResponse
 
-from modelyard.serve.api.description import EVERYWHERE, error_responses
+from modelyard.serve.api.description import EVERYWHERE, SCHEMAS, error_responses
 from modelyard.serve.api.health import OPEN_PATHS
-from modelyard.serve.api.schemas import SCHEMAS
 
 ASSETS = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
 OWN = ("docs.js", "docs.css")

@@ -42,7 +42,7 @@ GENERATE = Form("generate", False)
 GENERATE_STREAM = Form("generate", True)
 INFER_STREAM = Form("infer", True)
 CHUNKS = Form("", True)
-"""Of /predictions, where the client asks for events."""
+"""Form of /predictions, where the client asks for events."""
 
 
 def event(data: Payload) -> bytes:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
-from modelyard.serve.control.registry import ModelVersion, Registry
-from modelyard.serve.errors import ModelNotFound, Unavailable
-from modelyard.serve.http.application import ServerState
+from modelyard.serve.control.registry import Registry
+from modelyard.serve.front.begin import ServerState
+from modelyard.serve.front.models import RETRY, why_not_ready, without_worker
 
 OPEN_PATHS = ("/ping", "/health/live", "/health/ready", "/v2/health/live", "/v2/health/ready")
 """Probes carry no token."""
-RETRY = {"Retry-After": "1"}
-"""Of answers that say not ready."""
 
 
 def health_routes(registry: Registry, state: ServerState) -> APIRouter:
@@ -41,46 +39,3 @@ def health_routes(registry: Registry, state: ServerState) -> APIRouter:
         return JSONResponse({"ready": True})
 
     return router
-
-
-def find_model(
-    registry: Registry, state: ServerState, name: str, version: str | None = None
-) -> ModelVersion:
-    """Return a model version, the default one where none is named.
-
-    Raises:
-        ModelNotFound, VersionNotFound: there is none.
-        Unavailable: nor is there one yet, while the server starts: clients ask again.
-    """
-    try:
-        return registry.get(name, version)
-    except ModelNotFound as error:
-        if not state.is_starting:
-            raise
-        which = f" in version {version}" if version else ""
-        raise Unavailable(f"the server is starting and has no model {name}{which} yet") from error
-
-
-def is_model_ready(model: ModelVersion, state: ServerState) -> bool:
-    """Return whether a version answers predictions now, and will for a while."""
-    return model.pool.ready_count > 0 and not state.is_draining
-
-
-def why_not_ready(registry: Registry, state: ServerState) -> str | None:
-    """Return why predictions cannot be answered now, or None when they can."""
-    if state.is_starting or state.is_draining:
-        return f"the server is {'starting' if state.is_starting else 'being stopped'}"
-    if registry.lacks_all:
-        return "no model of the start could be loaded; the log says why"
-    if sick := without_worker(registry):
-        return f"no worker is ready for {', '.join(sick)}"
-    return None
-
-
-def without_worker(registry: Registry) -> list[str]:
-    """Return the models whose default version should have workers but has none ready."""
-    return [
-        model.name
-        for model in registry
-        if registry.is_default(model) and model.pool.slots and not model.pool.ready_count
-    ]

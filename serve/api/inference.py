@@ -1,6 +1,6 @@
 """The inference API: predictions and explanations, HTTP's requests ↔ calls and replies.
 
-Every request for an answer takes the same way, without a task: `begin` makes a call when the head
+Every request for an answer takes the same way, without a task: the front makes a call when the head
 has come, the body submits it, and whoever has the reply writes the answer. It costs no FastAPI
 machinery (1.5 µs instead of 80): `Application` takes it before routing.
 """
@@ -8,17 +8,13 @@ machinery (1.5 µs instead of 80): `Application` takes it before routing.
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import partial
 from time import monotonic
-from typing import Protocol
-from urllib.parse import parse_qsl
 
 import orjson
 
-from modelyard.base.explain_options import check_query
 from modelyard.serve.api.events import (
     CHUNKS,
     EVENTS,
@@ -37,25 +33,19 @@ from modelyard.serve.api.events import (
     wants_events,
     writer,
 )
-from modelyard.serve.api.health import find_model
-from modelyard.serve.api.traces import begin_trace
-from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.call import (
-    CLASSES,
     EXPLAIN,
     HIGH,
-    LOW,
     MOST_UNREAD_BYTES,
-    NORMAL,
     PREDICT,
     Call,
     Reply,
     Stream,
     Target,
 )
-from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.dataplane.tracing import PARENT, Trace, Tracing
+from modelyard.serve.dataplane.tracing import PARENT, Attributes, Trace
 from modelyard.serve.dataplane.wire import MOST_ROWS, Buffer, Payload
 from modelyard.serve.errors import (
     BadRequest,
@@ -65,10 +55,18 @@ from modelyard.serve.errors import (
     StreamBroken,
     Unavailable,
     UnknownCoding,
-    http_status,
 )
-from modelyard.serve.http.application import Answers, Events, ServerState
-from modelyard.serve.http.connection import Headers, RequestResponseCycle, Served
+from modelyard.serve.front.begin import (
+    CallReply,
+    Front,
+    Headers,
+    check_options,
+    class_of,
+    pack_fields,
+    unpack_headers,
+)
+from modelyard.serve.http.application import Answers, Events
+from modelyard.serve.http.connection import RequestResponseCycle
 
 KINDS = {"predictions": PREDICT, "explanations": EXPLAIN}
 METHODS = frozenset({"POST", "PUT"})
@@ -77,10 +75,6 @@ JSON: Headers = [(b"content-type", b"application/json")]
 _SAID = {False: (b"content-type", b"application/json"),
          True: (b"content-type", b"application/json", b"accept", EVENTS)}  # fmt: skip
 """What a handler finds among the headers of a request whose answer has a form, by `is_stream`."""
-TIME_HEADER = b"x-request-timeout"
-PRIORITY_HEADER = b"x-request-priority"
-_TIME = re.compile(rb"(\d*\.?\d+)(ms|s)?")
-LONGEST_TIME_S = 86_400.0
 
 
 def find_target(cycle: RequestResponseCycle) -> Target | None:
@@ -133,293 +127,142 @@ def split_verb(last: str) -> tuple[str, int] | None:
     return (name, _VERBS[verb]) if name and verb in _VERBS else None
 
 
-GRPC_CALLS = frozenset({
-    "/inference.GRPCInferenceService/ModelInfer",
-    "/inference.GRPCInferenceService/ModelStreamInfer",
-})  # fmt: skip
-
-
 def right_of(path: str) -> str | None:
-    """Return the right that a path, or a method of gRPC, needs; None where any token will do."""
-    if path in GRPC_CALLS:
-        return "predict"
+    """Return the right that a path needs; None where any token will do."""
     target = target_of(path)
     return None if target is None else ("explain" if target.kind == EXPLAIN else "predict")
 
 
-def _as_it_is(error: Exception, path: list[str]) -> Exception:
-    return error
-
-
-CheckRight = Callable[[str, Headers], None]
-"""Called with a right and a request's headers; raises Forbidden unless it may do that too."""
-
-
-def let_everybody(right: str, headers: Headers) -> None:
-    """Check nothing."""
-
-
 class Calls:
-    """Makes calls of requests and answers of replies: the one implementation of every dialect.
+    """HTTP's requests ↔ calls and replies.
 
     Args:
-        state: shared with the server.
+        front: where the requests begin.
         answers: their form.
         target: returns what a request asks a model for, by the dialect's paths.
-        rephrase: returns the dialect's error for one of ours, given the target's path.
         takes_codings: whether compressed bodies go to handlers as they are.
         hides_tokens: whether handlers, whose authors are others, do not see Authorization.
-        tracing: what traces requests; None where nobody asked for that.
-        check_right: whether a request may have high priority, the right `priority`.
     """
 
     def __init__(
         self,
-        registry: Registry,
-        metrics: Metrics,
-        state: ServerState,
+        front: Front,
         answers: Answers,
         target: Callable[[RequestResponseCycle], Target | None] = find_target,
-        rephrase: Callable[[Exception, list[str]], Exception] = _as_it_is,
         takes_codings: bool = False,
         hides_tokens: bool = False,
-        tracing: Tracing | None = None,
-        check_right: CheckRight = let_everybody,
     ) -> None:
-        self._check_right = check_right
-        self._hides_tokens = hides_tokens
-        self.tracing = tracing
-        self._takes_codings = takes_codings
-        self.target = target
-        self._models = registry
-        self._unrouted = metrics.unrouted
-        self._state = state
+        self.front = front
         self.answers = answers
-        self.rephrase = rephrase
-        self.observer = metrics.observer
+        self.target = target
+        self._takes_codings = takes_codings
+        self._hides_tokens = hides_tokens
 
-    def begin(self, cycle: RequestResponseCycle, id: str, target: Target) -> None:
+    def begin(self, cycle: RequestResponseCycle, target: Target) -> None:
         """Make a call that is submitted when its body is there.
 
         Raises:
             ModelNotFound, VersionNotFound, Unavailable: there is no such model, or not yet.
         """
-        kind, path, flags, form = target
-        model = self.find(target, id, cycle.headers)
-        trace = None
-        if self.tracing is not None:
-            trace = begin_trace(self.tracing, cycle, id, model, target)
-        cycle.served = model.name, model.version
-        if trace is not None:
-            cycle.trace_id = trace.id
-        reply = DirectReply(self, cycle, id, model, target, trace)
-        try:
-            if kind == EXPLAIN and cycle.query and model.takes_our_options:
-                check_options(cycle.query)
-            takes_codings = self._takes_codings or flags & wire.TENSORS  # which the worker reads
-            if cycle.coding and not takes_codings and cycle.coding.lower() != b"identity":
-                raise UnknownCoding(cycle.coding)
-            timeout_s, priority = read_terms(cycle.headers)
-            if priority == HIGH:
-                self.check_high(cycle.headers)
-            must_fit = model.config.refuses_late or timeout_s < math.inf
-            timeout_s = min(timeout_s, model.request_timeout_s)
-            cycle.connection.turns.expect(timeout_s)
-            waited_s = cycle.connection.waited_s
-            if (
-                kind == PREDICT and model.kept is None
-            ):  # before there is a call, or a body: a refusal is to cost little
-                model.batchers[kind].check(
-                    timeout_s, must_fit, monotonic(), waited_s, priority=priority
-                )
-        except (BadRequest, Forbidden, Unavailable, UnknownCoding) as error:
-            reply.fail(error, 0.0)
-            return
+        kind, _, flags, form = target
+        connection = cycle.connection
+        check = None
+        if cycle.coding or (kind == EXPLAIN and cycle.query):
+            check = partial(self._check, cycle, target)
         if self._hides_tokens:
             cycle.spelled = without_token(cycle.spelled)
         if form is not None:
             cycle.spelled = [*cycle.spelled, *_SAID[form.is_stream]]
-        call = reply.call = Call(
-            model,
-            kind,
-            pack_head(cycle, "/".join(path[2:]), id, trace),
-            reply,
-            timeout_s - waited_s,
-            cycle.is_left,
-            flags,
-            must_fit,
-            trace,
-            priority,
+        call = self.front.begin(
+            DirectReply(self, cycle, target),
+            waited_s=connection.waited_s,
+            began_at=cycle.began,
+            check=check,
+            expect=connection.turns.expect,
         )
-        if model.kept is not None:  # whose answer is there needs no place in a queue
-            call.lookup = model.kept.lookup(cycle.headers)
-        is_checked = kind == PREDICT and cycle.is_received and model.kept is None
+        if call is None:
+            return
+        is_checked = kind == PREDICT and cycle.is_received and call.lookup is None
         put = call.put if is_checked else call.submit
         if flags & wire.TENSORS:
-            put = partial(put_tensors, call, self.check_high, cycle.headers)
+            put = partial(put_tensors, call, self.front.check_high, cycle.headers)
         elif flags & wire.INSTANCES:
             put = partial(put_instances, call)
         cycle.read_body(put)
+
+    def _check(self, cycle: RequestResponseCycle, target: Target, model: ModelVersion) -> None:
+        if target.kind == EXPLAIN and cycle.query and model.takes_our_options:
+            check_options(cycle.query)
+        takes_codings = self._takes_codings or target.flags & wire.TENSORS  # which the worker reads
+        if cycle.coding and not takes_codings and cycle.coding.lower() != b"identity":
+            raise UnknownCoding(cycle.coding)
 
     @property
     def sends_events(self) -> bool:
         """Whether what handlers stream is sent as events to clients that ask for them."""
         return not self._takes_codings  # as TorchServe does not
 
-    def check_high(self, headers: Headers) -> None:
-        """Raise Forbidden unless a request with these headers may go before others."""
-        self._check_right("priority", headers)
-
     def count_unrouted(self, status: int) -> None:
         """Count the answer to a request that has become no call."""
-        self._unrouted.labels(str(status)).inc()
-
-    def find(self, target: Target, id: str, headers: Headers) -> ModelVersion:
-        """Return the model version that a request asks for, and take note of the request.
-
-        Args:
-            id: of the request.
-            headers: of it, which may decide between two versions.
-
-        Raises:
-            ModelNotFound, VersionNotFound, Unavailable: there is no such model, or not yet.
-        """
-        model = find_model(self._models, self._state, target.path[0], target.version)
-        if splits := self._models.splits:
-            split = splits.get(model.name)
-            if split is not None and target.kind == PREDICT and target.version is None:
-                model = split.choose(id, headers)
-        if self.observer is not None:
-            self.observer.accepted(model.name, target.version)
-        return model
-
-
-class Carrier(Protocol):
-    """What an answer is sent by: a request of HTTP, a call of gRPC."""
-
-    served: Served
-    """Model and version that answer, as logs and the answer's headers have it."""
-
-
-class CallReply:
-    """Takes the reply to a call, counts it, and sends it on at once: a sink without a task.
-
-    What sends it is of the protocol: `answer` and `refuse`.
-    """
-
-    __slots__ = ("_calls", "_model", "_target", "call", "carrier", "trace")
-    call: Call | None
-    """Given up with the reply: the two hold each other, and what is left to the collector stops
-    this process for it."""
-
-    def __init__(
-        self, calls: Calls, model: ModelVersion, target: Target, trace: Trace | None = None
-    ) -> None:
-        self._calls = calls
-        self._model = model
-        self._target = target
-        self.trace = trace
-        self.carrier: Carrier | None = None
-
-    def move(self, call: Call) -> bool:
-        """Take the reply of another version, if the client named none."""
-        if self._target.version is not None or self.carrier is None:
-            return False
-        assert isinstance(call.model, ModelVersion)
-        self.call, self._model = call, call.model
-        self.carrier.served = self._model.name, self._model.version
-        return True
-
-    def answer(self, reply: Reply) -> None:
-        """Send a worker's reply."""
-        raise NotImplementedError
-
-    def refuse(self, error: Exception) -> None:
-        """Send an error."""
-        raise NotImplementedError
-
-    def done(self) -> bool:
-        """Return whether it has its reply, or nobody waits for it any more."""
-        return self.call is None
-
-    def cancel(self) -> bool:
-        """Note that nobody waits for it any more."""
-        call, self.call = self.call, None
-        if self.trace is not None:
-            self.trace.left(call)
-        return True
-
-    def set_result(self, reply: Reply, /) -> None:
-        """Count a reply and send it."""
-        call, calls, model = self._take(), self._calls, self._model
-        took_s = monotonic() - call.queued_at
-        trace = self.trace
-        trace_id = trace.id if trace is not None else ""
-        model.metrics.kinds[call.kind].answered(reply.status, took_s, trace_id)
-        if calls.observer is not None and reply.status < 400:
-            waited_s = call.taken_at - call.queued_at
-            calls.observer.inferred(model.name, self._target.version, waited_s, took_s)
-        self.answer(reply)
-        if trace is not None:
-            stream = reply.body if isinstance(reply.body, Stream) else None
-            trace.answered(call, reply.status, stream)
-
-    def set_exception(self, error: Exception, /) -> None:
-        """Count an error and send it."""
-        call = self._take()
-        self.fail(error, monotonic() - call.queued_at, call)
-
-    def fail(self, error: Exception, took_s: float, call: Call | None = None) -> None:
-        """Count an error, after this time, and send it."""
-        kind, path = self._target.kind, self._target.path
-        status = http_status(error)[0]
-        self._model.metrics.kinds[kind].answered(status, took_s)
-        self.refuse(self._calls.rephrase(error, path))
-        if self.trace is not None:
-            self.trace.failed(call, status, error)
-
-    def _take(self) -> Call:
-        call, self.call = self.call, None
-        assert call is not None, "it has its reply"
-        return call
+        self.front.count_unrouted(status)
 
 
 class DirectReply(CallReply):
     """Sends the reply to a call on as soon as it is there, by HTTP."""
 
-    __slots__ = ("_cycle", "_id")
+    __slots__ = ("_calls",)
+    asked: RequestResponseCycle
 
-    def __init__(
-        self,
-        calls: Calls,
-        cycle: RequestResponseCycle,
-        id: str,
-        model: ModelVersion,
-        target: Target,
-        trace: Trace | None = None,
-    ) -> None:
-        super().__init__(calls, model, target, trace)
-        self._cycle = self.carrier = cycle
-        self._id = id
+    def __init__(self, calls: Calls, cycle: RequestResponseCycle, target: Target) -> None:
+        super().__init__(calls.front, cycle, target)
+        self._calls = calls
+
+    def head(self) -> bytes:
+        """Return what a worker needs of the request's head."""
+        return pack_head(self.asked, "/".join(self.target.path[2:]), self.trace)
+
+    def describe(self) -> tuple[str, Attributes]:
+        """Return the span's name and attributes, by OpenTelemetry's conventions for HTTP."""
+        cycle = self.asked
+        route = route_of(cycle.path, self.target)
+        endpoints = cycle.connection.endpoints
+        server = endpoints["server"]
+        host, port = server if isinstance(server, tuple) else (str(server or ""), 0)
+        agent = next((value for name, value in cycle.headers if name == b"user-agent"), b"")
+        return f"{cycle.method} {route}", {
+            "http.request.method": cycle.method,
+            "http.route": route,
+            "url.path": cycle.path,
+            "url.scheme": str(endpoints["scheme"]),
+            "network.protocol.version": "1.1",
+            "server.address": host,
+            **({"server.port": port} if port else {}),
+            **({"user_agent.original": agent.decode("latin-1")} if agent else {}),
+            **self.describe_call(),
+        }
+
+    def describe_status(self, status: int) -> Attributes:
+        """Return what the span says of an answer."""
+        return {"http.response.status_code": status}
 
     def answer(self, reply: Reply) -> None:
         """Send a worker's reply."""
         headers = unpack_headers(reply.headers)
-        form, body = self._target.form, reply.body
+        form, body = self.target.form, reply.body
         if reply.note is not None:
-            self._cycle.outcome = reply.note.outcome
+            self.asked.outcome = reply.note.outcome
             headers = [*headers, *reply.note.headers]
         if form is None and isinstance(body, Stream) and self._calls.sends_events:
-            form = CHUNKS if wants_events(self._cycle.headers) and is_text(headers) else None
+            form = CHUNKS if wants_events(self.asked.headers) and is_text(headers) else None
         if form is None or reply.status == 304 or reply.status >= 400 or are_events(headers):
             self._send(reply.status, headers, body)
             return
-        write = writer(form, self._model.name, self._model.version, headers)
+        write = writer(form, self.model.name, self.model.version, headers)
         own = [pair for pair in headers if pair[0] not in OF_BODY]
         if form.is_stream and isinstance(body, Stream):
             self._send(reply.status, [*own, *HEAD], Events(body, write, error_event, PAUSE))
         elif isinstance(body, Stream):
-            self._cycle.run(self._gather(reply.status, own, body, write))
+            self.asked.run(self._gather(reply.status, own, body, write))
         else:
             if form is INFER_STREAM:
                 body = as_chunk(body, headers)
@@ -427,7 +270,7 @@ class DirectReply(CallReply):
             self._write(reply.status, [*own, *kind], body, write)
 
     def _send(self, status: int, headers: Headers, body: Payload | Stream | Events) -> None:
-        self._calls.answers.send(self._cycle, self._id, status, headers, body)
+        self._calls.answers.send(self.asked, self.asked.id, status, headers, body)
 
     def _write(
         self, status: int, headers: Headers, body: Payload, write: Callable[[Payload], bytes]
@@ -458,12 +301,12 @@ class DirectReply(CallReply):
 
     def refuse(self, error: Exception) -> None:
         """Send an error."""
-        self._cycle.is_refused = isinstance(error, Unavailable | DeadlinePassed)
+        self.asked.is_refused = isinstance(error, Unavailable | DeadlinePassed)
         answers = self._calls.answers
         if isinstance(error, Unavailable):
-            answers.send_refusal(self._cycle, self._id, error)
+            answers.send_refusal(self.asked, self.asked.id, error)
         else:
-            answers.send(self._cycle, self._id, *answers.error(error, self._id))
+            answers.send(self.asked, self.asked.id, *answers.error(error, self.asked.id))
 
 
 _ROWS = re.compile(rb'"shape"\s*:\s*\[\s*(\d{1,9})\s*[],]')
@@ -498,14 +341,6 @@ def put_tensors(
     call.submit(parts)
 
 
-def class_of(number: int, default: int = NORMAL) -> int:
-    """Return the class that a request's parameter `priority` names: 1 is the highest, 0 none.
-
-    Source: Triton's schedule policy extension.
-    """
-    return min(number - 1, LOW) if number > 0 else default
-
-
 COUNTED_BYTES = 1 << 14
 """Of a body of instances that are counted one by one, which takes the server half a millisecond."""
 _FIRST = re.compile(rb'"instances"\s*:\s*\[\s*')
@@ -535,7 +370,7 @@ def count_instances(body: bytes) -> int:
         return 0
 
 
-def pack_head(cycle: RequestResponseCycle, rest: str, id: str, trace: Trace | None = None) -> bytes:
+def pack_head(cycle: RequestResponseCycle, rest: str, trace: Trace | None = None) -> bytes:
     """Pack what a worker needs of the request's head; `worker.codec` reads it.
 
     The handler of a traced request finds the server's span as its parent.
@@ -546,7 +381,7 @@ def pack_head(cycle: RequestResponseCycle, rest: str, id: str, trace: Trace | No
         kept = (pair for pair in pairs if pair[0].lower() != PARENT)
         headers = [*(each for pair in kept for each in pair), PARENT, trace.parent]
     # The path is decoded already and may hold a NUL, which separates the fields.
-    return pack_fields(rest.replace("\0", "%00").encode(), cycle.query, id, headers)
+    return pack_fields(rest.replace("\0", "%00").encode(), cycle.query, cycle.id, headers)
 
 
 def without_token(spelled: list[bytes]) -> list[bytes]:
@@ -555,77 +390,19 @@ def without_token(spelled: list[bytes]) -> list[bytes]:
     return [word for pair in pairs if pair[0].lower() != b"authorization" for word in pair]
 
 
-def pack_fields(rest: bytes, query: bytes, id: str, headers: Sequence[bytes]) -> bytes:
-    """Pack the rest of the path, the query, the request's id, and headers, name after value."""
-    return wire.pack_meta((rest, query, id.encode(), *headers))
+def route_of(path: str, target: Target) -> str:
+    """Return a path with what a client chooses replaced by what that is.
 
-
-def check_options(query: bytes) -> None:
-    """Refuse options of an explanation that no model takes, before a worker is started for it.
-
-    Raises:
-        BadRequest: says which, and what is expected.
+    `/predictions/digits/1.0` is `/predictions/{model}/{version}`.
     """
-    try:
-        check_query(parse_qsl(query.decode("latin-1"), keep_blank_values=True))
-    except ValueError as error:
-        raise BadRequest(str(error)) from error
-
-
-def read_terms(headers: Headers) -> tuple[float, int]:
-    """Return how long the client waits for an answer, in seconds, and the class of its request.
-
-    The time is infinite where it does not say.
-
-    Raises:
-        BadRequest: what it says is not a time, or not a class.
-    """
-    timeout_s, priority = math.inf, NORMAL
-    for name, value in headers:
-        if name == TIME_HEADER:
-            timeout_s = min(timeout_s, parse_timeout(value))
-        elif name == PRIORITY_HEADER:
-            priority = parse_priority(value)
-    return timeout_s, priority
-
-
-def parse_priority(value: bytes) -> int:
-    """Return the class that a value of X-Request-Priority names.
-
-    Raises:
-        BadRequest: it names none.
-    """
-    text = value.decode("ascii", "backslashreplace")
-    if text not in CLASSES:
-        raise BadRequest(
-            f'X-Request-Priority is "{text[:40]}"; expected one of {", ".join(CLASSES)}'
-        )
-    return CLASSES.index(text)
-
-
-def parse_timeout(value: bytes) -> float:
-    """Return the seconds that a value of X-Request-Timeout says: `0.5`, `2s` or `150ms`.
-
-    Raises:
-        BadRequest: it is not a time, or none from above 0 to a day.
-    """
-    match = _TIME.fullmatch(value)
-    seconds = float(match[1]) * (0.001 if match[2] == b"ms" else 1) if match else 0.0
-    if not 0 < seconds <= LONGEST_TIME_S:
-        seen = value[:40].decode("ascii", "backslashreplace")
-        raise BadRequest(
-            f'X-Request-Timeout is "{seen}"; expected are seconds such as 0.5 or 2s, or '
-            f"milliseconds such as 150ms, above 0 and at most {LONGEST_TIME_S:.0f} s"
-        )
-    return seconds
-
-
-@lru_cache(maxsize=64)
-def unpack_headers(packed: bytes) -> Headers:
-    """Return the headers of a worker's answer; most answers of a model have the same. Read only.
-
-    What says how long an answer is, and whether the connection stays, is the server's own.
-    """
-    fields = wire.unpack_meta(packed)
-    pairs = zip(fields[::2], fields[1::2], strict=True)
-    return [(name, value) for name, value in pairs if name.lower() not in wire.FRAMING]
+    segments = path.split("/")
+    at = 3 if segments[1] in ("v1", "v2") else 2
+    for name, value in zip(("{model}", "{version}"), target.path, strict=False):
+        if value in segments[at:]:
+            at = segments.index(value, at)
+            segments[at] = name
+        elif segments[at].startswith(f"{value}:"):  # KServe's /v1/models/digits:predict
+            segments[at] = name + segments[at].removeprefix(value)
+    if len(target.path) > 2:
+        segments[at + 1 :] = ["{path}"]
+    return "/".join(segments)

@@ -11,11 +11,10 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from modelyard.serve.api.description import ModelName, error_responses
-from modelyard.serve.api.health import find_model
-from modelyard.serve.api.oip import readiness
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.errors import MethodNotAllowed
-from modelyard.serve.http.application import ServerState
+from modelyard.serve.front.begin import ServerState, find_model
+from modelyard.serve.front.models import readiness
 
 
 def kserve_routes(registry: Registry, state: ServerState) -> APIRouter:

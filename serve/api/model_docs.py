@@ -6,33 +6,25 @@ in the paths, and the schemas are those of the model's handler and signature.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Any
 from urllib.parse import quote
 
-from fastapi import APIRouter, Path
+from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 
 from modelyard.archiver.signature import parse_signature
 from modelyard.serve.api.description import (
+    DOCUMENT,
     EVERYWHERE,
-    EXPLAIN_BODY,
+    PARAMETERS,
+    SCHEMAS,
     TIMEOUT_PARAMETER,
     ModelName,
+    Schema,
+    Version,
     error_responses,
 )
-from modelyard.serve.api.schemas import (
-    ANYTHING,
-    ERROR,
-    EXPLAINED,
-    EXPLANATIONS,
-    TEXT,
-    Schema,
-    body_and_answer,
-    by_name,
-    fields,
-    listed,
-    tensor_schemas,
-)
+from modelyard.serve.api.schemas import body_and_answer, tensor_schemas
 from modelyard.serve.control.registry import ModelVersion, Registry
 
 ERRORS = (400, 401, 404, 413, 415, 500, 503, 504, 507, *EVERYWHERE)
@@ -48,10 +40,7 @@ def model_docs_routes(registry: Registry) -> APIRouter:
         return JSONResponse(describe_model(registry.get(model), is_versioned=False))
 
     @router.get("/openapi/{model}/{version}.json", summary="A version's OpenAPI document")
-    async def of_version(
-        model: ModelName,
-        version: Annotated[str, Path(description="Registered version.", examples=["1.0"])],
-    ) -> JSONResponse:
+    async def of_version(model: ModelName, version: Version) -> JSONResponse:
         """Describe one version's own bodies and answers."""
         return JSONResponse(describe_model(registry.get(model, version), is_versioned=True))
 
@@ -67,16 +56,17 @@ def describe_model(model: ModelVersion, is_versioned: bool) -> dict[str, Any]:
     bodies, answer = body_and_answer(handler, signature)
     name, number = quote(model.name, safe=""), quote(model.version, safe="")
     own, versions = (f"{name}/{number}", f"/versions/{number}") if is_versioned else (name, "")
-    schemas = {"Error": ERROR, "Prediction": answer}
+    schemas = {"Error": SCHEMAS["Error"], "Prediction": answer}
     paths = {
         f"/predictions/{own}": _post(
             "predict", "Predict", bodies, _ref("Prediction"), [TIMEOUT_PARAMETER]
         )
     }
     if model.takes_our_options:
-        schemas |= EXPLANATIONS
-        parameters = EXPLAIN_BODY["parameters"]
-        paths[f"/explanations/{own}"] = _post("explain", "Explain", bodies, EXPLAINED, parameters)
+        schemas |= {name: each for name, each in SCHEMAS.items() if name.startswith("Explanation")}
+        paths[f"/explanations/{own}"] = _post(
+            "explain", "Explain", bodies, DOCUMENT["answers"]["explain"], PARAMETERS["explain"]
+        )
     if signature is not None and model.takes_our_options:
         tensors = tensor_schemas(signature)
         schemas |= tensors
@@ -84,7 +74,7 @@ def describe_model(model: ModelVersion, is_versioned: bool) -> dict[str, Any]:
         path = f"/v2/models/{name}{versions}"
         said = _ref("InferResponse")
         paths[f"{path}/infer"] = _post("infer", "Infer", body, said, [TIMEOUT_PARAMETER])
-        schemas["Metadata"] = METADATA
+        schemas["Metadata"] = DOCUMENT["metadata"]
         paths[path] = {"get": _operation("metadata", "Inputs and outputs", _ref("Metadata"))}
     return {
         "openapi": "3.1.0",
@@ -101,13 +91,6 @@ def describe_model(model: ModelVersion, is_versioned: bool) -> dict[str, Any]:
         },
         "security": [{"token": []}, {}],
     }
-
-
-METADATA = fields({
-    "name": TEXT, "versions": listed(TEXT), "platform": TEXT,
-    **{side: listed(fields({"name": TEXT, "datatype": TEXT, "shape": listed({"type": "integer"})},
-                           {"parameters": by_name(ANYTHING)})) for side in ("inputs", "outputs")},
-})  # fmt: skip
 
 
 def _ref(name: str) -> Schema:

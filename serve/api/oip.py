@@ -11,17 +11,19 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
-from modelyard.archiver.signature import OIP_DATATYPES
 from modelyard.archiver.untrusted.json import parse_json
 from modelyard.serve.api.description import ModelName, Version, error_responses
-from modelyard.serve.api.health import RETRY, find_model, is_model_ready, why_not_ready
-from modelyard.serve.control.registry import ModelVersion, Registry
+from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.repository import Repository
 from modelyard.serve.errors import BadRequest
-from modelyard.serve.http.application import ServerState
-
-EXTENSIONS = ("model_repository", "binary_tensor_data", "parameters", "classification")
-"""What clients test for; Triton's names."""
+from modelyard.serve.front.begin import ServerState, find_model
+from modelyard.serve.front.models import (
+    EXTENSIONS,
+    RETRY,
+    describe_signature,
+    readiness,
+    why_not_ready,
+)
 
 
 def oip_routes(registry: Registry, state: ServerState, repository: Repository) -> APIRouter:
@@ -108,15 +110,6 @@ def oip_routes(registry: Registry, state: ServerState, repository: Repository) -
     return router
 
 
-def readiness(
-    model: ModelVersion, state: ServerState
-) -> tuple[dict[str, Any], int, dict[str, str] | None]:
-    """Return whether a version answers predictions now, and status and headers that say so."""
-    is_ready = is_model_ready(model, state)
-    headers = None if is_ready else RETRY
-    return {"name": model.name, "ready": is_ready}, 200 if is_ready else 503, headers
-
-
 def asks_for_ready(body: bytes) -> bool:
     """Return whether a request for the repository's index wants only what is ready.
 
@@ -152,30 +145,3 @@ def _object(body: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise BadRequest("the body is not a JSON object")
     return found
-
-
-def describe_signature(registry: Registry, model: ModelVersion) -> dict[str, Any]:
-    """Return a model's metadata: inputs and outputs as its archive states them, -1 where they vary.
-
-    An archive without a seal states none.
-    """
-    seal = (model.manifest or {}).get("modelyard") or {}
-    signature = seal.get("signature") or {}
-    return {
-        "name": model.name,
-        "versions": [each.version for each in registry.versions(model.name)],
-        "platform": "pytorch",
-        "inputs": [_tensor(tensor) for tensor in signature.get("inputs", ())],
-        "outputs": [_tensor(tensor) for tensor in signature.get("outputs", ())],
-    }
-
-
-def _tensor(tensor: dict[str, Any]) -> dict[str, Any]:
-    dtype = tensor["dtype"]
-    values = tensor.get("values")
-    return {
-        "name": tensor["name"],
-        "datatype": OIP_DATATYPES.get(dtype, dtype),
-        "shape": [size if isinstance(size, int) else -1 for size in tensor["shape"]],
-        **({"parameters": {"values": values}} if values else {}),
-    }

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 from modelyard.archiver.signature import OIP_DATATYPES, Dim, Signature, Size, TensorSpec
-
-Schema = dict[str, Any]
+from modelyard.serve.api.description import DOCUMENT, Schema
 
 NUMBER: Schema = {"type": "number"}
 INTEGER: Schema = {"type": "integer"}
 TEXT: Schema = {"type": "string"}
-FILE: Schema = {"type": "string", "format": "binary"}
 ANYTHING: Schema = {}
+HANDLERS: Mapping[str, tuple[Mapping[str, Schema], Schema]] = {
+    name: (form["takes"], form["answers"]) for name, form in DOCUMENT["handlers"].items()
+}
+"""A built-in handler → what it takes by media type, and what it answers."""
+OF_ANY_HANDLER = DOCUMENT["any_handler"]["takes"], DOCUMENT["any_handler"]["answers"]
 
 
 def listed(items: Schema) -> Schema:
@@ -30,143 +32,6 @@ def fields(required: Mapping[str, Schema], optional: Mapping[str, Schema] | None
 def by_name(values: Schema) -> Schema:
     """Return the schema of an object whose names are a model's own."""
     return {"type": "object", "additionalProperties": values}
-
-
-def nullable(kind: str) -> Schema:
-    """Return the schema of a value that may be missing."""
-    return {"type": [kind, "null"]}
-
-
-PROBABILITIES: Schema = {
-    **by_name(NUMBER), "description": "Label → probability, the likeliest first.",
-}  # fmt: skip
-IMAGE = {"application/octet-stream": {**FILE, "description": "The file of a picture."}}
-PICTURE: Schema = {"type": "string", "contentEncoding": "base64"}
-SOUND = {"application/octet-stream": {**FILE, "description": "The file of a sound."}}
-BOX = fields({side: NUMBER for side in ("xmin", "ymin", "xmax", "ymax")})
-SPAN = {"start": INTEGER, "end": INTEGER}
-
-HANDLERS: Mapping[str, tuple[Mapping[str, Schema], Schema]] = {
-    "image_classifier": (IMAGE, PROBABILITIES),
-    "object_detector": (
-        IMAGE,
-        listed(fields({"label": TEXT, "score": NUMBER, "box": BOX})),
-    ),
-    "image_segmenter": (
-        IMAGE,
-        fields({
-            "size": listed(INTEGER),
-            "segments": listed(fields({
-                "label": TEXT, "index": INTEGER, "area": INTEGER, "counts": listed(INTEGER),
-            })),
-        }),
-    ),
-    "image_encoder": (IMAGE, listed(NUMBER)),
-    "image_text": (
-        {"application/json": fields({"image": PICTURE, "texts": listed(TEXT)})}, PROBABILITIES
-    ),
-    "audio_classifier": (SOUND, PROBABILITIES),
-    "speech_recognizer": (
-        SOUND,
-        fields({"text": TEXT, "words": listed(fields({
-            "word": TEXT, "start": NUMBER, "end": NUMBER,
-        }))}),
-    ),
-    "forecaster": (
-        {"application/json": listed(ANYTHING)},
-        fields({}, {"forecast": listed(ANYTHING), "quantiles": by_name(listed(ANYTHING))}),
-    ),
-    "tabular": (
-        {"application/json": by_name(ANYTHING)}, {"anyOf": [PROBABILITIES, listed(NUMBER)]}
-    ),
-    "text": ({"application/json": TEXT}, PROBABILITIES),
-    "text_classifier": ({"application/json": TEXT}, PROBABILITIES),
-    "token_classifier": (
-        {"application/json": TEXT},
-        listed(fields({"entity": TEXT, "score": NUMBER, **SPAN, "word": TEXT})),
-    ),
-    "question_answering": (
-        {"application/json": fields({"question": TEXT, "context": TEXT})},
-        fields({"answer": TEXT, "score": NUMBER, **SPAN}),
-    ),
-    "fill_mask": ({"application/json": TEXT}, ANYTHING),
-    "text_encoder": ({"application/json": TEXT}, listed(NUMBER)),
-    "generate": (
-        {
-            "application/json": fields({"prompt": TEXT}, {
-                "max_new_tokens": INTEGER, "temperature": NUMBER, "seed": INTEGER,
-                "stop": listed(TEXT), "stream": {"type": "boolean"},
-            }),
-        },
-        fields({
-            "text": TEXT, "tokens": INTEGER, "prompt_tokens": INTEGER, "finish_reason": TEXT,
-        }),
-    ),
-}  # fmt: skip
-"""A built-in handler → what it takes by media type, and what it answers. Of several forms of a body
-the one that clients have at hand: generators make poor code of a choice between a file and JSON."""
-OF_ANY_HANDLER: tuple[Mapping[str, Schema], Schema] = (
-    {"application/octet-stream": FILE, "application/json": ANYTHING}, ANYTHING
-)  # fmt: skip
-
-ERROR = fields({"code": INTEGER, "type": TEXT, "message": TEXT, "error": TEXT, "request_id": TEXT})
-_OF_EACH = fields(
-    {"method": TEXT, "target": ANYTHING, "attributions": ANYTHING},
-    {
-        "label": nullable("string"), "output_name": nullable("string"), "output": TEXT,
-        "probability": nullable("number"), "baseline": TEXT, "explained_with": TEXT,
-        **{name: NUMBER for name in ("f_input", "f_baseline", "f_served", "sum_attributions")},
-        **{name: nullable("number") for name in
-           ("convergence_delta", "relative_delta", "net_share", "error")},
-        "n_steps": INTEGER, "tolerance_met": nullable("boolean"), "warnings": listed(TEXT),
-        "shape": ANYTHING,
-    },
-)  # fmt: skip
-_OF_ALL = {"model": TEXT, "version": TEXT}
-EXPLANATIONS: Mapping[str, Schema] = {
-    "Explanation": {
-        **_OF_EACH,
-        "required": [*_OF_ALL, *_OF_EACH["required"]],
-        "properties": {**_OF_ALL, **_OF_EACH["properties"]},
-    },
-    "ExplanationOfTarget": _OF_EACH,
-    "ExplanationsOfTargets": fields(
-        {**_OF_ALL, "explanations": listed({"$ref": "#/components/schemas/ExplanationOfTarget"})}
-    ),
-}
-"""Of one target; of several, as `target=top-3` asks for."""
-EXPLAINED: Schema = {
-    "anyOf": [
-        {"$ref": f"#/components/schemas/{each}"}
-        for each in ("Explanation", "ExplanationsOfTargets")
-    ]
-}
-
-
-TENSOR = fields(
-    {
-        "name": TEXT, "shape": listed(INTEGER),
-        "datatype": {"type": "string", "enum": [*sorted(OIP_DATATYPES.values()), "BYTES"]},
-    },
-    {"data": listed(ANYTHING), "parameters": by_name(ANYTHING)},
-)  # fmt: skip
-SCHEMAS: Mapping[str, Schema] = {
-    "Error": ERROR,
-    **EXPLANATIONS,
-    "Tensor": TENSOR,
-    "InferRequest": fields(
-        {"inputs": listed({"$ref": "#/components/schemas/Tensor"})},
-        {"id": TEXT, "parameters": by_name(ANYTHING), "outputs": listed(by_name(ANYTHING))},
-    ),
-    "InferResponse": fields(
-        {
-            "model_name": TEXT, "model_version": TEXT,
-            "outputs": listed({"$ref": "#/components/schemas/Tensor"}),
-        },
-        {"id": TEXT, "parameters": by_name(ANYTHING)},
-    ),
-}  # fmt: skip
-"""Of routes that take any model; a model's own are in its own document."""
 
 
 def body_and_answer(

@@ -45,14 +45,14 @@ from modelyard.serve.policy import Policy
 logger = logging.getLogger(__name__)
 
 MAX_SOURCE_BYTES = 1 << 20
-"""Of an author's files that are searched for what they need."""
+"""Size of an author's file that is searched for what it needs."""
 NEEDS_TORCH = re.compile(rb"torch|transformers|modelyard.*Handler")
 _SETS_VARIABLES = re.compile(rb"environ|putenv|setenv")
 STEPS = "generate"
 """The built-in handler whose loop has a process to itself."""
 EXPLAINERS_NICENESS = 10
 OUR_HANDLERS = frozenset(builtin_handlers()) - {"text_classifier"}
-"""Of the built-in ones; the other is TorchServe's."""
+"""Built-in handlers that know our options; the other is TorchServe's."""
 """An explanation takes seconds of a core; predictions on the same core go first."""
 
 

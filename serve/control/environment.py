@@ -22,22 +22,22 @@ from pathlib import Path
 
 from modelyard.archiver import Archive
 from modelyard.archiver.requirements import parse_pin
-from modelyard.archiver.source_checks import OUR_MODULES
+from modelyard.archiver.source_checks import our_modules
 from modelyard.archiver.untrusted.names import LOCK_NAME, WHEELS_FOLDER
 from modelyard.serve.errors import BadRequest, RequirementsFailed
 
 logger = logging.getLogger(__name__)
 
 SHOWN_LINES = 5
-"""Of pip's last words in the error; all of them are in the log."""
+"""Characters of pip's last words in the error; all of them are in the log."""
 
 
 def interpreter_for(archive: Archive, folder: Path, environments: Path, is_allowed: bool) -> str:
     """Return the interpreter for an archive's workers; build its environment when there is none.
 
     An archive without requirements, or whose pinned packages the server has at these versions,
-    gets the server's own interpreter. TorchServe's archives do too unless installing is allowed,
-    as with TorchServe's own setting.
+    gets the server's own interpreter. Archives that we did not seal do too unless installing is
+    allowed.
 
     Args:
         archive: open; its requirements are read from it.
@@ -127,7 +127,7 @@ def _build(name: str, folder: Path, python: Path, arguments: Sequence[str]) -> N
         raise RequirementsFailed(
             f"{name}: its requirements cannot be installed: {' | '.join(said[-SHOWN_LINES:])}"
         )
-    taken = {path.name.partition(".")[0] for path in packages.iterdir()} & {*OUR_MODULES}
+    taken = {path.name.partition(".")[0] for path in packages.iterdir()} & our_modules()
     if taken:
         raise BadRequest(
             f"{name}: its requirements bring modules named {', '.join(sorted(taken))}, as "

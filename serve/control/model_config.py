@@ -59,11 +59,11 @@ class ModelSpec:
     is_default: bool = False
     at_start: bool = False
     digest: str | None = None
-    """Of the archive that was served last; another one is not what is to be restored."""
+    """Digest of the archive that was served last; another one is not what is to be restored."""
     part: str = ""
     """In a roll-out, as of a `ModelVersion`."""
     niceness: int = 0
-    """Of its workers."""
+    """Niceness of its workers."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class ModelConfig:
     explains_early: bool = False
     """Whether these are started with the others, as somebody asked for them."""
     explain_share: float = 0.0
-    """Of the answered predictions, those that are explained unasked [explainShare]."""
+    """Share of the answered predictions that are explained unasked [explainShare]."""
     device_ids: tuple[int, ...] = ()
     """Worker i takes the i-th of these, in turn [deviceIds]."""
     by_length: bool = False
@@ -131,7 +131,7 @@ class ModelConfig:
     """What predicts in place of the artifact that the manifest names, as the settings say it of
     this model; what the archive says its workers read [artifact]."""
     threads: int = 0
-    """Of each worker; 0 leaves the choice to the server [workerThreads]."""
+    """Threads of each worker; 0 leaves the choice to the server [workerThreads]."""
     capacity_rps: float = 0.0
     """Answers per second that `tune` measured for this configuration; 0 where nobody did
     [tunedRate]."""

@@ -53,10 +53,10 @@ class Lifecycle:
         self._builder = Builder(policy, metrics, budget)
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._unlisted: set[Pool] = set()
-        """Of versions that are coming or going: not in the registry, and to be stopped like it."""
+        """Pools of versions that come or go: not in the registry, and to be stopped like it."""
         self._loading: Counter[str] = Counter()
         self._ending: set[asyncio.Task[None]] = set()
-        """Of versions whose place another has taken."""
+        """Ends of versions whose place another has taken."""
 
     async def register(
         self,

@@ -41,7 +41,7 @@ class ModelVersion:
     url: str
     """As it was registered; the file's name unless it was fetched."""
     digest: str
-    """Of the archive."""
+    """SHA-256 that names the archive's content."""
     manifest: dict[str, Any] | None
     """None in an archive without one, which only TorchServe's dialect serves."""
     runtime: str
@@ -122,7 +122,7 @@ class Registry:
         self._models: dict[str, dict[str, ModelVersion]] = {}
         self._defaults: dict[str, str] = {}
         self.splits: dict[str, Split] = {}
-        """By model, while two versions answer for it."""
+        """Model → what chooses, while two versions answer for it."""
         self.rollouts: dict[str, dict[str, Any]] = {}
         """By model, what is remembered of its roll-out."""
         self.lacks_all = False

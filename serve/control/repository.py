@@ -37,7 +37,7 @@ class Repository:
         self._registry = lifecycle.registry
         self._is_open = is_open
         self._unloaded: dict[str, list[_Unloaded]] = {}
-        """By name; the default version first."""
+        """Models by name; the default version first."""
 
     def index(self, only_ready: bool = False) -> list[dict[str, str]]:
         """Return every model version and its state; those that were unloaded among them."""

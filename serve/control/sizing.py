@@ -8,15 +8,20 @@ collapses when anything else runs on its cores (1256 answers a second became 71,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from modelyard.serve.errors import Conflict
 
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
+WORKER_BYTES = 300 << 20
+"""What a worker with a small model takes; most of it is torch."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class ResourceRequest:
     workers: int | None = None
     workers_from: str = ""
     threads: int = 0
-    """Of each worker; 0 leaves the choice open."""
+    """Threads of each worker; 0 leaves the choice open."""
     threads_from: str = ""
 
 
@@ -52,7 +57,7 @@ class Allocation:
 
     workers: int
     threads: int
-    """Of each worker."""
+    """Threads of each worker."""
     why_workers: str = ""
     why_threads: str = ""
     is_stated: bool = False
@@ -268,3 +273,16 @@ def count_gpus() -> int:
     if visible is not None:
         return len([index for index in visible.split(",") if index.strip() not in ("", "-1")])
     return sum(1 for file in Path("/dev").glob("nvidia*") if file.name[6:].isdigit())
+
+
+def available_memory() -> int:
+    """Return how many bytes workers may still take."""
+    return min([int(psutil.virtual_memory().available), *memory_limits()])
+
+
+def memory_limits() -> Iterator[int]:
+    """Yield what this process's control groups may hold, in bytes."""
+    for group in control_groups("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # `max` is none
+                yield int((group / name).read_text(encoding="utf-8"))

@@ -8,10 +8,10 @@ from modelyard.serve.dataplane.call import Call
 from modelyard.serve.dataplane.engine import Engine
 
 EXPECTED_SHARE = 0.75
-"""Of a job's time, that its answer may be expected to take: half of all answers take longer than
-expected, and at saturation every job waits as long as it may."""
+"""Share of a job's time that its answer may be expected to take: half of all answers take longer
+than expected, and at saturation every job waits as long as it may."""
 UNHURRIED_S = 5.0
-"""Of a job with more time than that, no more is asked than whether one replica could do it all."""
+"""A job with more time than that is only asked whether one replica could do it all."""
 
 
 class Admission:

@@ -78,7 +78,7 @@ class Batcher:
         self._queue: Line | Classes = Line()
         """Classes are told apart as soon as a request says that it is of another than most."""
         self._class_metrics: Sequence[Histogram] = ()
-        """By class: how long requests of it waited."""
+        """Class → how long its requests waited."""
         self._loop = asyncio.get_running_loop()
         self._admission = Admission(engine, kind, batch_size)
         self._look_again_at = 0.0

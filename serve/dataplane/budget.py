@@ -85,7 +85,7 @@ class Share:
         self._pause = pause
         self._go_on = go_on
         self._taken: list[int] = []
-        """By each frame that has begun: one that comes, and one that ended as that began."""
+        """Bytes taken by the frame that comes, and by the one that ended as it began."""
         self._wanted = self._granted = 0
 
     @property

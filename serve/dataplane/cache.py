@@ -54,7 +54,7 @@ class Kept(NamedTuple):
     tag: bytes
     """Its ETag: of the same bytes always the same one, whichever version gave them."""
     expires_at: float
-    """By `time.monotonic()`, as its handler says."""
+    """When it ends to hold, of `time.monotonic()`, as its handler says."""
 
     @property
     def size_bytes(self) -> int:
@@ -138,7 +138,7 @@ class VersionAnswers:
         self.count = 0
         self.evictions = 0
         self.outcomes = [dict.fromkeys(LOOKUPS, 0) for _ in KINDS]
-        """By kind: how often which."""
+        """Kind → how often which outcome."""
 
     def lookup(self, headers: Headers) -> Lookup:
         """Return what answers a request with such headers, their names in lower case."""

@@ -25,7 +25,7 @@ PREDICT, EXPLAIN = 0, 1
 """Kinds of call; a batch has one."""
 HIGH, NORMAL, LOW = 0, 1, 2
 CLASSES = ("high", "normal", "low")
-"""Of calls, by whose turn it is; by number their names."""
+"""Names of the classes of calls, by number: whose turn it is."""
 
 HasLeft = Callable[[], bool]
 
@@ -37,7 +37,7 @@ class Target(NamedTuple):
     path: list[str]
     """Model, version (optional), rest (optional)."""
     flags: int = 0
-    """Of `wire`, for the worker."""
+    """Flags of `wire`, for the worker."""
     form: Any = None
     """How the protocol's face writes the answer; None as the worker has it."""
 
@@ -237,7 +237,7 @@ class Model(Protocol):
 
     @property
     def batchers(self) -> Sequence[Queue]:
-        """By kind."""
+        """Batchers by kind of call."""
 
     @property
     def request_timeout_s(self) -> float:
@@ -323,7 +323,7 @@ class Call:
         self.priority = priority
         self.retried = False
         self.rows = 1
-        """Of a batch, that it fills; known when the body is there."""
+        """Rows that it fills of a batch; known when the body is there."""
         self.lookup: Lookup | None = None
         """Where answers are kept."""
         self.stream: Stream | None = None

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
 MOST_SERIES = 1000
-"""Of one metric; a label whose values never end must not fill the server's memory."""
+"""Series of one metric; a label whose values never end must not fill the server's memory."""
 MOST_FAMILIES = 500
 
 KINDS = ("counter", "gauge", "histogram")

@@ -9,7 +9,7 @@ import python_multipart
 from modelyard.serve.dataplane.wire import Payload
 
 MAX_PARTS = 1000
-"""Of one form; a million of them would hold a worker for a minute. Netty takes 128."""
+"""Parts of one form; a million would hold a worker for a minute. Netty takes 128."""
 MAX_CONTENT_TYPE = 1000
 """Characters of the Content-Type of a form, whose parameters take quadratic time to read."""
 

@@ -17,7 +17,7 @@ LONGEST_BYTES = 32 << 20
 """Blocks of a size up to this lie in the heap; glibc allows no more."""
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _ENVIRONMENT = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
-"""By which an operator decides."""
+"""Variables by which an operator decides."""
 
 
 def _find(name: str) -> Callable[..., int] | None:

@@ -28,7 +28,7 @@ class Histogram:
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
         self.exemplars: dict[int, Exemplar] = {}
-        """Of each bucket, the latest value that is known where it comes from."""
+        """Bucket → the latest value that is known where it comes from."""
 
     def observe(self, value: float) -> None:
         """Count a value."""

@@ -17,7 +17,7 @@ KIND = (
 )  # fmt: skip
 """Flags that jobs of one batch share."""
 NEIGHBOURS = 128
-"""Of those that wait, how many are looked at: it bounds the work, and how long one is passed by."""
+"""How many that wait are looked at: it bounds the work, and how long one is passed by."""
 
 CALL_BYTES = {"cpu": 48, "cuda": 8192}
 """What one call costs on a device beside its rows, as so many bytes of text."""

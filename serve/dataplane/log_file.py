@@ -11,9 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 READ_BYTES = 1 << 16
-"""Of one read of a pipe: what a pipe holds."""
+"""Size of one read of a pipe: what a pipe holds."""
 CONSOLE_BYTES = 8 << 20
-"""Of lines that wait for a reader of the console; what comes beyond is lost."""
+"""Lines that wait for a reader of the console; what comes beyond is lost."""
 CONSOLE_CLOSE_S = 2.0
 MOST_LEFT_BYTES = 1 << 20
 """Read of a pipe whose worker has ended; a process that it left behind may write without end."""

@@ -82,7 +82,7 @@ class KeptCounts(Protocol):
     """Bytes."""
     evictions: int
     outcomes: list[dict[str, int]]
-    """By kind; by `LOOKUPS`."""
+    """Kind → outcome of `LOOKUPS` → how often."""
 
 
 class Metrics:
@@ -380,7 +380,7 @@ class Counted(NamedTuple):
 
     answered: int
     errors: int
-    """Of those, with status 400 or above."""
+    """Answers of those with status 400 or above."""
     refused: int
 
 

@@ -36,7 +36,7 @@ RETRY_AFTER_S = 5
 is started again no later, for memory that was short may be there again."""
 SWEEP_EVERY_S = 0.1
 NEWEST_SHARE = 0.1
-"""Of the newest batch, in the running means."""
+"""Weight of the newest batch in the running means."""
 
 _ids = itertools.count(9000)
 
@@ -85,7 +85,7 @@ class Pool:
         """Of a prediction, as workers say it: without the time that its answer lay here unread. By
         what the server sees, one that is late would take workers for slow, and have them wait."""
         self.worked_s = 0.0
-        """Of all its workers in batches that have ended, by the clock."""
+        """Time of all its workers in batches that have ended, by the clock."""
         self._failures = 0
         self._last_failure = ""
         self._sweeper: asyncio.TimerHandle | None = None

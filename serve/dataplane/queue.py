@@ -28,7 +28,7 @@ RATE_OVER_S = 3.0
 IsGone = Callable[[Call], bool]
 
 _append, _popleft = deque[Call].append, deque[Call].popleft
-"""Of every request: by `super()` they take longer."""
+"""Methods on every request's way, bound once: by `super()` they take longer."""
 
 
 class Line(deque[Call]):

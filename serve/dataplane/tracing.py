@@ -99,7 +99,7 @@ class Sampling:
     by_parent: bool = True
     """Whether a client that traces decides for its requests."""
     share: float = DEFAULT_SHARE
-    """Of the others."""
+    """Share of the others."""
 
     def takes(self, parent: Parent | None) -> bool:
         """Return whether a request is traced."""
@@ -140,7 +140,7 @@ class Batch:
     worker_pid: int
     size: int
     traces: list[Trace] = field(default_factory=list)
-    """Of its requests, those that are traced."""
+    """Those of its requests that are traced."""
 
 
 class Trace:

@@ -35,16 +35,16 @@ HEAD = struct.Struct("<IHHIIIII")
 PART = struct.Struct("<II")
 
 RECEIVE_BYTES = 1 << 18
-"""Of one receive. A payload of which more is missing is received in its own place."""
+"""Size of one receive. A payload of which more is missing is received in its own place."""
 MAX_ITEMS = 4096
 """Items in one frame; more is a broken or hostile peer."""
 FRAME_BYTES = 1 << 23
-"""Of the payloads of one frame: what is longer goes out in several, but for an item that is longer
-by itself."""
+"""Size of the payloads of one frame: what is longer goes out in several, but for an item that is
+longer by itself."""
 MAX_CONTROL = 1 << 20
-"""Of a worker's control item, and of what stands around an answer's body."""
+"""Size of a worker's control item, and of what stands around an answer's body."""
 MAX_RECORDS = 1000
-"""Of what a handler measured, in one METRICS item."""
+"""Size of what a handler measured, in one METRICS item."""
 
 MOST_ROWS = 0xFFFF
 """That a job can say; one of more counts as so many."""
@@ -99,10 +99,10 @@ BROKEN = 2
 UNREAD = 4
 """Nobody waits for the answer, so the job was not run, or not to its end."""
 PARTIAL = 8
-"""Of a frame's first item: the next frame holds further replies to the same batch."""
+"""Flag of a frame's first item: the next frame holds further replies to the same batch."""
 
 VERSION_HEADER = b"x-model-version"
-"""Of every answer of a model: which version gave it."""
+"""Header of every answer of a model: which version gave it."""
 FRAMING = frozenset({b"connection", b"content-length", b"transfer-encoding", VERSION_HEADER})
 """Headers that are the server's to say; a handler's opinion of them is left out."""
 
@@ -392,7 +392,7 @@ class _Begun:
         self.is_whole = False
         self._heads = heads
         self._meta: bytes | None = None
-        """Of the item that comes, once it is there."""
+        """Head of the item that comes, once it is there."""
         self._payload = bytearray()
         self.room = memoryview(self._payload)
         self._open()

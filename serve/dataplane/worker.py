@@ -120,7 +120,7 @@ class WorkerPolicy:
     """Whether jobs that a worker holds and does not run yet still count as queued."""
 
     log_bytes = 10 << 20
-    """Of a worker's log, as of each of those put aside."""
+    """Size of a worker's log, and of each of those put aside."""
     log_keep = 3
 
     def open_output(self, log: Path, worker: str) -> Output:
@@ -161,15 +161,15 @@ class WorkerPlan:
     retry: bool
     """Whether a request that a worker died with is tried once more."""
     max_answer_bytes: int
-    """Of one answer, or one chunk of it."""
+    """Size of one answer, or of one chunk of it."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """All variables of the workers."""
     retry_window_s: float = math.inf
     """How long a worker that cannot be started any more is tried again."""
     log_stem: str = "worker"
-    """Of the log files' names."""
+    """Stem of the log files' names."""
     niceness: int = 0
-    """Of the processes: 0 to 19, the higher the sooner others go first."""
+    """Niceness of the processes: 0 to 19, the higher the sooner others go first."""
     fork_server: ForkServer | None = None
     """What forks the workers, where there is one."""
     preload: Preload | None = None

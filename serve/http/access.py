@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 GATHER_S = 0.2
 """From the first line that waits to when all are written."""
 GATHER_BYTES = 1 << 16
-"""Of lines that are written at once."""
+"""Size of the lines that are written at once."""
 _READABLE = "/!#$&'()*+,:;=?@[]~%"
 """What a path keeps as it is written."""
 

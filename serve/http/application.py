@@ -9,14 +9,11 @@ requests are calls, and what answers the others.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 import re
-import secrets
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from typing import NamedTuple, Protocol
 
 from modelyard.archiver import ArchiveError
 from modelyard.serve.dataplane.call import Stream, Target
@@ -30,17 +27,9 @@ from modelyard.serve.errors import (
     error_body,
     http_status,
 )
-from modelyard.serve.http.connection import (
-    Answer,
-    Headers,
-    RequestResponseCycle,
-    Served,
-    write_head,
-)
+from modelyard.serve.front.begin import REQUEST_ID, Headers, Served, ServerState, request_id
+from modelyard.serve.http.connection import Answer, RequestResponseCycle, write_head
 from modelyard.serve.http.cors import Cors
-
-if TYPE_CHECKING:
-    from modelyard.plugins.grpc.http2 import AcceptsStreams
 
 logger = logging.getLogger(__name__)
 
@@ -51,12 +40,6 @@ COMMON_HEADERS: Headers = [
 ]
 """On every answer, as TorchServe's clients know them."""
 
-REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-"""What of a client's own ids is taken."""
-_RUN = str(uuid.uuid4())[:24]
-_count = itertools.count(secrets.randbits(32))
-"""A new id is a UUID whose last twelve digits count: a tenth of the cost of a random one."""
-
 PREPARED = 64
 """Refusals whose bytes are kept, of one API: they differ by model, time and length of the id."""
 
@@ -66,27 +49,8 @@ Route = Callable[[RequestResponseCycle, str], None]
 """Called with a request and its id: answers now, or from a task. What it raises is answered."""
 
 
-class ServerState:
-    """Where the server is in its life; shared by all that must know."""
-
-    is_starting = True
-    """Models are being loaded; one that is not there yet may come."""
-    is_draining = False
-    """The server is being stopped; connections close with their answer."""
-
-
 def open_to_all(path: str, headers: Headers) -> None:
     """Check nothing."""
-
-
-def request_id(
-    headers: Iterable[tuple[bytes, bytes]], pattern: re.Pattern[bytes] = REQUEST_ID
-) -> str:
-    """Return the client's own request id when it has this form, else a new one."""
-    for name, value in headers:
-        if name == b"x-request-id" and pattern.fullmatch(value):
-            return value.decode()
-    return f"{_RUN}{next(_count):012x}"
 
 
 def error_answer(error: Exception, id: str) -> Answer:
@@ -315,7 +279,7 @@ class Calls(Protocol):
     def target(self, cycle: RequestResponseCycle) -> Target | None:
         """Return what a request asks a model for; None for all other requests."""
 
-    def begin(self, cycle: RequestResponseCycle, id: str, target: Target) -> None:
+    def begin(self, cycle: RequestResponseCycle, target: Target) -> None:
         """Make a call that is submitted when its body is there.
 
         Raises:
@@ -334,7 +298,6 @@ class Application:
         answers: their form.
         route: what answers requests that are not calls.
         calls: what makes calls; None where there are none.
-        streams: what answers clients that speak HTTP/2; None where that is not spoken.
     """
 
     def __init__(
@@ -343,9 +306,7 @@ class Application:
         answers: Answers,
         route: Route,
         calls: Calls | None = None,
-        streams: AcceptsStreams | None = None,
     ) -> None:
-        self.streams = streams
         self._check = check
         self._answers = answers
         self._route = route
@@ -366,7 +327,7 @@ class Application:
             if calls is None or target is None:
                 self._route(cycle, id)
             else:
-                calls.begin(cycle, id, target)
+                calls.begin(cycle, target)
         except Exception as error:
             answer = self._answers.error(error, id)
             if calls is not None and target is not None:

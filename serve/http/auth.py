@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 
 from modelyard.serve.errors import Forbidden, Unauthorized
@@ -11,20 +10,24 @@ from modelyard.serve.http.tokens import Grant, find_grant
 Grants = Callable[[], Sequence[Grant]]
 """Returns the tokens that are known now."""
 
-CHANGES = re.compile(
-    r"/v2/repository/models/.*|/inference\.GRPCInferenceService/RepositoryModel(Load|Unload)",
-    re.DOTALL,
-)
-"""Paths of the inference API that change what is served: by HTTP, and as gRPC has them."""
+CHANGES = "/v2/repository/models/"
+"""What paths of the inference API begin with that change what is served."""
+
+
+def changes_models(path: str) -> bool:
+    """Return whether a path of the inference API changes what is served."""
+    return path.startswith(CHANGES)
 
 
 def check_changes(
-    clients: Callable[..., None], operators: Callable[..., None]
+    clients: Callable[..., None],
+    operators: Callable[..., None],
+    is_change: Callable[[str], bool] = changes_models,
 ) -> Callable[..., None]:
     """Return a check that asks for the operators' token where something is changed."""
 
     def check(path: str, headers: list[tuple[bytes, bytes]]) -> None:
-        (operators if CHANGES.fullmatch(path) else clients)(path, headers)
+        (operators if is_change(path) else clients)(path, headers)
 
     return check
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import re
 import socket
 import sys
@@ -19,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from http import HTTPStatus
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import unquote
 
 from modelyard.serve.dataplane.budget import AnswerBudget
@@ -34,6 +33,8 @@ from modelyard.serve.errors import (
     TargetTooLong,
     Unavailable,
 )
+from modelyard.serve.front.begin import Headers as Headers
+from modelyard.serve.front.begin import Served
 from modelyard.serve.http.site import SiteCheck
 from modelyard.serve.http.turns import Turns
 
@@ -44,9 +45,6 @@ except ImportError:
 else:
     HAS_PARSER = True
 """No other parser is as strict; `Listener` refuses to start without this one."""
-
-if TYPE_CHECKING:
-    from modelyard.plugins.grpc.http2 import AcceptsStreams, Http2Connection
 
 logger = logging.getLogger(__name__)
 
@@ -77,13 +75,6 @@ LINGER_S = 2.0
 """How long a client may go on sending after the last answer, so that it can read that answer: a
 socket that is closed with bytes unread resets the connection."""
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-"""What a connection of HTTP/2 begins with."""
-PREFACE_BYTES = len(PREFACE)
-
-Headers = list[tuple[bytes, bytes]]
-"""Names in lower case, and values."""
-AnyConnection: TypeAlias = "Connection | Http2Connection"
 Answer = tuple[int, Headers, bytes]
 """Status, headers and body."""
 
@@ -111,8 +102,6 @@ class Answered(NamedTuple):
     """Of looking for an answer that is kept; empty where none are."""
 
 
-Served = tuple[str, str] | None
-"""Model and version that a request reached."""
 Access = Callable[[Answered], None]
 """Called with each answer."""
 LEFT = 499
@@ -176,9 +165,6 @@ class Limits:
     keep_alive_s: float = 75
     connections: int = 4096
     body_bytes: int = 6_553_500
-    age_s: float = math.inf
-    """After which a connection of HTTP/2 takes no new requests; those that it has get this long:"""
-    age_grace_s: float = math.inf
 
 
 IDLE, HEAD, BODY, ENDING = range(4)
@@ -497,7 +483,6 @@ class Connection(asyncio.Protocol):
         turns: of all connections of the listener.
         connections: where it enters itself while it is open.
         closed: called when it has ended.
-        streams: what answers where the client speaks HTTP/2; None where that is not spoken.
 
     Attributes:
         since: time of the loop; of its beginning, of the first byte of the head that is being
@@ -524,10 +509,6 @@ class Connection(asyncio.Protocol):
     _is_reading_paused = False
     _is_held = False
     """It reads nothing, and begins nothing, until `release`."""
-    _is_new = True
-    """Whether it may still turn out to be HTTP/2."""
-    _start = b""
-    """What came so far, as long as it may."""
     _was_unread = True
     """What comes next may have waited in the kernel: to be accepted, or to be read again."""
     _put_off: list[tuple[float, bytes]] | None = None
@@ -545,12 +526,10 @@ class Connection(asyncio.Protocol):
         access: Access | None,
         accepted: socket.socket,
         turns: Turns,
-        connections: set[AnyConnection],
+        connections: set[Connection],
         closed: Callable[[], None],
-        streams: AcceptsStreams | None = None,
     ) -> None:
         self.app = app
-        self._streams = streams
         self.access = access
         self._socket = accepted
         self.turns = turns
@@ -596,8 +575,6 @@ class Connection(asyncio.Protocol):
         """Parse, or put it off where this turn of the loop has no more time for clients."""
         if self.phase == ENDING:
             return  # it is only read so that the client can read its last answer
-        if self._is_new and self._is_http2(data):
-            return
         waited_s = 0.0
         if self._was_unread:
             self._was_unread = False
@@ -613,34 +590,6 @@ class Connection(asyncio.Protocol):
         self.waited_s = waited_s
         self._receive(data)
         self.waited_s = 0.0
-
-    def _is_http2(self, data: bytes) -> bool:
-        """Return whether the first bytes are HTTP/2's, or may become so; then another takes them.
-
-        Whoever means HTTP/2 begins with a line that no request of HTTP/1.1 has.
-        """
-        start, self._start = self._start + data, b""
-        if self._streams is None or start[:PREFACE_BYTES] != PREFACE[: len(start)]:
-            self._is_new = False
-            if len(start) == len(data):
-                return False
-            self.data_received(start)
-            return True
-        if len(start) < PREFACE_BYTES:
-            self._start = start
-            return True
-        from modelyard.plugins.grpc.http2 import Http2Connection
-
-        self._connections.discard(self)
-        self.parser = None
-        connection = Http2Connection(
-            self._streams, self.limits, self._site, self.budget, self._connections, self._closed,
-            self.client, self.turns,
-        )  # fmt: skip
-        self.transport.set_protocol(connection)
-        connection.connection_made(self.transport)
-        connection.data_received(start[PREFACE_BYTES:])
-        return True
 
     def take_put_off(self) -> None:
         """Parse what was put off."""
@@ -954,9 +903,6 @@ class Connection(asyncio.Protocol):
             self.resume_reading()
         else:
             self.transport.close()
-
-    def announce_end(self) -> None:
-        """Do nothing: the next answer says that it is the last."""
 
     @property
     def is_busy(self) -> bool:

@@ -13,7 +13,6 @@ import heapq
 import logging
 import resource
 import socket
-import ssl
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,15 +23,9 @@ import psutil
 
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.errors import StartError
-from modelyard.serve.http.connection import (
-    HAS_PARSER,
-    Accepts,
-    Access,
-    AnyConnection,
-    Connection,
-    Limits,
-)
+from modelyard.serve.http.connection import HAS_PARSER, Accepts, Access, Connection, Limits
 from modelyard.serve.http.site import SiteCheck
+from modelyard.serve.http.tls import TlsContext
 from modelyard.serve.http.turns import Turns
 from modelyard.serve.settings import Address
 
@@ -57,7 +50,8 @@ SPARE_DESCRIPTORS = 64
 where there are fewer than 256."""
 
 
-Tls = Callable[[], ssl.SSLContext]
+Tls = Callable[[], TlsContext]
+"""Returns certificate and key for the next client."""
 
 
 class Listening(Protocol):
@@ -84,7 +78,7 @@ class Listener:
     busy, new ones wait in the kernel's queue.
 
     Args:
-        app: the application that answers; what it has as `streams` answers HTTP/2.
+        app: the application that answers.
         address: where to listen.
         limits: of its connections.
         tls: returns certificate and key for the next client, of an address that asks for TLS.
@@ -127,7 +121,7 @@ class Listener:
         self._site = site or SiteCheck(self.address)
         self._budget = budget or AnswerBudget()
         self._spares_descriptors = spares_descriptors
-        self._connections: set[AnyConnection] = set()
+        self._connections: set[Connection] = set()
         self._opening: set[asyncio.Task[None]] = set()
         self._room = limits.connections
         """Connections that there may be: fewer than the limit once descriptors run short."""
@@ -244,7 +238,6 @@ class Listener:
             self.turns,
             self._connections,
             self._resume,
-            getattr(self._app, "streams", None),
         )
 
     # -- the end ---------------------------------------------------------------------------------
@@ -272,8 +265,6 @@ class Listener:
                 except OSError:
                     break
             self._close_socket()
-            for connection in tuple(self._connections):
-                connection.announce_end()
         if self._opening:
             await asyncio.wait(self._opening, timeout=QUIET_S)
 

@@ -30,9 +30,14 @@ from modelyard.serve.http.watched import Watched
 logger = logging.getLogger(__name__)
 
 SELF_SIGNED_LIFE = timedelta(days=365)
-SPOKEN = ("http/1.1", "h2")
-"""By ALPN, what is chosen first. A client that takes both, as curl and browsers do, asks for
-REST; those of gRPC take nothing but h2. What a connection speaks is told by its first bytes."""
+
+
+class TlsContext(ssl.SSLContext):
+    """What a listener of ours needs, with the PEM that it is of, for those that are not ours."""
+
+    key: bytes
+    chain: bytes
+    """The certificate, and those that lead to its root."""
 
 
 def tls_context(
@@ -41,8 +46,8 @@ def tls_context(
     private_key_file: Path | None = None,
     keystore: Path | None = None,
     keystore_pass: str = "",
-) -> ssl.SSLContext:
-    """Return what the listeners need; TLS 1.2 or later, HTTP/1.1 and HTTP/2 (`SPOKEN`).
+) -> TlsContext:
+    """Return what the listeners need; TLS 1.2 or later.
 
     The material is a PEM pair, else a PKCS12 keystore, else a new certificate for `hosts` that
     signs itself.
@@ -50,16 +55,19 @@ def tls_context(
     Raises:
         StartError: a file cannot be read, the password is wrong, or the two do not belong together.
     """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context = TlsContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    context.set_alpn_protocols(SPOKEN)
+    context.set_alpn_protocols(["http/1.1"])
     try:
         if certificate_file is not None and private_key_file is not None:
             # Without a password OpenSSL would ask for one on the terminal.
             context.load_cert_chain(certificate_file, private_key_file, password=lambda: "")
+            context.key = private_key_file.read_bytes()
+            context.chain = certificate_file.read_bytes()
         else:
-            chain = _from_keystore(keystore, keystore_pass) if keystore else _self_signed(hosts)
-            with _as_file(chain) as file:
+            pem = _from_keystore(keystore, keystore_pass) if keystore else _self_signed(hosts)
+            context.key, context.chain = pem[0], b"".join(pem[1:])
+            with _as_file(pem) as file:
                 context.load_cert_chain(file)
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         source = certificate_file or keystore
@@ -79,7 +87,7 @@ def watched_tls(
     private_key_file: Path | None = None,
     keystore: Path | None = None,
     keystore_pass: str = "",
-) -> Callable[[], ssl.SSLContext]:
+) -> Callable[[], TlsContext]:
     """Return what returns the context for the next client: of files, as they are by now.
 
     Raises:

@@ -23,7 +23,7 @@ MOST_TOKENS = 100
 """Each is compared with what a request brings, 0.3 µs."""
 MOST_BYTES = 1 << 20
 LEAST_CHARACTERS = 32
-"""Of a token that somebody chose."""
+"""Characters of a token that somebody chose."""
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 _TOKEN = re.compile(r"[\x21-\x7e]+")

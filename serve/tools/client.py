@@ -118,7 +118,7 @@ def call(
         StartError: nobody answers there, or somebody who is not trusted.
         RequestFailed: the answer is an error.
     """
-    from modelyard import client as http
+    import modelyard_client as http
 
     given = {name: str(value) for name, value in (query or {}).items() if value is not None}
     request = http.Request(method, path, given, headers or {}, body or b"")

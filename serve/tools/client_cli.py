@@ -1,7 +1,5 @@
 """The commands `modelyard predict` and `modelyard explain`, which call a running server."""
 
-from __future__ import annotations
-
 import inspect
 import mimetypes
 import sys
@@ -18,16 +16,8 @@ from rich.table import Table
 from modelyard.base import explain_words as words
 from modelyard.base.explain_options import EXPLAIN_OPTIONS
 from modelyard.base.terminal import out
-from modelyard.serve.cli import (
-    CaOption,
-    JsonOption,
-    StateDirOption,
-    TokenOption,
-    UrlOption,
-    endpoint,
-    known_errors,
-)
-from modelyard.serve.errors import StartError, WrongUsage
+from modelyard.serve.cli import asks
+from modelyard.serve.errors import StartError
 
 if TYPE_CHECKING:
     from modelyard.serve.tools.client import Answer, Endpoint
@@ -43,39 +33,31 @@ FileArgument = Annotated[
 ]
 
 
-@predict_app.command()
-def predict(
-    model: ModelArgument,
-    file: FileArgument,
-    url: UrlOption = None,
-    token: TokenOption = None,
-    ca: CaOption = None,
-    state_dir: StateDirOption = None,
-    json_output: JsonOption = False,
-) -> None:
+@asks(predict_app, "inference")
+def predict(at: "Endpoint", json_output: bool, model: ModelArgument, file: FileArgument) -> None:
     """Ask the running server for a prediction.
 
     Example: modelyard predict digits examples/digits/scans/7.png
     """
-    with known_errors():
-        at = endpoint("inference", url, token, ca, state_dir)
-        answer = _ask(at, "predictions", model, file, {}, {})
+    answer = _ask(at, "predictions", model, file, {}, {})
     if json_output or not _print_labels(answer):
         _print_answer(answer)
 
 
 def explain(
+    at: "Endpoint",
+    json_output: bool,
     model: ModelArgument,
     file: FileArgument,
     picture: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="A picture (.png), a page (.html), .json or .npy."),
+        typer.Option(
+            "-o",
+            "--output",
+            callback=lambda file: file and _check_suffix(file),
+            help="A picture (.png), a page (.html), .json or .npy.",
+        ),
     ] = None,
-    url: UrlOption = None,
-    token: TokenOption = None,
-    ca: CaOption = None,
-    state_dir: StateDirOption = None,
-    json_output: JsonOption = False,
     **options: Any,
 ) -> None:
     """Ask the running server which input values made the answer, and how sure that is.
@@ -87,28 +69,25 @@ def explain(
     # A flag that is not given leaves the server its default.
     query = {name: None if value is False else value for name, value in options.items()}
     query |= {name: "true" for name, value in options.items() if value is True}
-    accept = {"Accept": "application/json"}
-    with known_errors():
-        if picture is not None:
-            query["format"] = _format_of(picture)
-        at = endpoint("inference", url, token, ca, state_dir)
-        answer = _ask(at, "explanations", model, file, query, accept)
-        if picture is not None:
-            try:
-                write_file(picture, answer.body, mode=0o644)
-            except OSError as error:
-                raise StartError(f"cannot write {picture}: {error.strerror}") from error
-            out.print(f"wrote {picture}", soft_wrap=True)
-    if picture is None and (json_output or not _print_explanation(answer)):
+    if picture is not None:
+        query["format"] = _FORMATS[picture.suffix.lower()]
+    answer = _ask(at, "explanations", model, file, query, {"Accept": "application/json"})
+    if picture is not None:
+        try:
+            write_file(picture, answer.body, mode=0o644)
+        except OSError as error:
+            raise StartError(f"cannot write {picture}: {error.strerror}") from error
+        out.print(f"wrote {picture}", soft_wrap=True)
+    elif json_output or not _print_explanation(answer):
         _print_answer(answer)
 
 
 def _explain_parameters() -> Iterator[inspect.Parameter]:
     """Yield the parameters of `explain`, with those of the table in place of `options`."""
     by_name = inspect.Parameter.KEYWORD_ONLY
-    for parameter in inspect.signature(explain, eval_str=True).parameters.values():
+    for parameter in inspect.signature(explain).parameters.values():
         if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
-            yield parameter.replace(kind=by_name)
+            yield parameter
     for name, option in EXPLAIN_OPTIONS.items():
         if name == "format":  # the suffix of -o says it
             continue
@@ -126,17 +105,17 @@ def _explain_parameters() -> Iterator[inspect.Parameter]:
 
 
 explain.__signature__ = inspect.Signature(list(_explain_parameters()))  # type: ignore[attr-defined]
-explain_app.command()(explain)
+asks(explain_app, "inference")(explain)
 
 
 def _ask(
-    at: Endpoint,
+    at: "Endpoint",
     api: str,
     model: str,
     file: Path,
     query: dict[str, Any],
     headers: dict[str, str],
-) -> Answer:
+) -> "Answer":
     """Send a file to a server."""
     from modelyard.serve.tools.client import call
 
@@ -149,7 +128,7 @@ def _ask(
     return call(at, "POST", f"/{api}/{quote(model)}", query=query, body=body, headers=sent)
 
 
-def _print_answer(answer: Answer) -> None:
+def _print_answer(answer: "Answer") -> None:
     if answer.content_type.startswith("application/json"):
         out.print_json(answer.body.decode())
     else:
@@ -157,7 +136,7 @@ def _print_answer(answer: Answer) -> None:
         sys.stdout.buffer.flush()
 
 
-def _print_labels(answer: Answer) -> bool:
+def _print_labels(answer: "Answer") -> bool:
     """Print label → probability as bars; return whether the answer is of that form."""
     scores = answer.json() if answer.content_type.startswith("application/json") else None
     if not isinstance(scores, dict) or not scores:
@@ -171,7 +150,7 @@ def _print_labels(answer: Answer) -> bool:
     return True
 
 
-def _print_explanation(answer: Answer) -> bool:
+def _print_explanation(answer: "Answer") -> bool:
     """Print what explanations say of themselves; return whether the answer holds any."""
     content = answer.json() if answer.content_type.startswith("application/json") else None
     if not isinstance(content, dict):
@@ -230,19 +209,18 @@ _FIELDS: dict[str, Callable[[Any], str]] = {
 _FORMATS = {".png": "png", ".html": "html", ".npy": "npy", ".json": "json"}
 
 
-def _format_of(output: Path) -> str:
-    """Return the format that the name of a file says.
+def _check_suffix(output: Path) -> Path:
+    """Return the file to write, whose name says one of our formats.
 
     Raises:
-        WrongUsage: it says none of ours.
+        typer.BadParameter: it says none.
     """
-    try:
-        return _FORMATS[output.suffix.lower()]
-    except KeyError as error:
-        raise WrongUsage(
-            f"-o {output}: an explanation is written as {', '.join(_FORMATS)}, and the end of "
-            f"the name says which; expected as in -o {output.with_suffix('.png').name}"
-        ) from error
+    if output.suffix.lower() in _FORMATS:
+        return output
+    raise typer.BadParameter(
+        f"{output}: an explanation is written as {', '.join(_FORMATS)}, and the end of the name "
+        f"says which; expected as in -o {output.with_suffix('.png').name}"
+    )
 
 
 MOST_BARS = 20

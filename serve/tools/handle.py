@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from modelyard.serve.errors import StartError
 
 if TYPE_CHECKING:
-    from modelyard.client import Client
+    from modelyard_client import Client
+
     from modelyard.serve.settings import Settings
 
 STOP_GRACE_S = 10.0
@@ -60,7 +61,8 @@ class Server:
         Args:
             options: of `Client`, as `timeout_s`.
         """
-        from modelyard.client import Client
+        from modelyard_client import Client
+
         from modelyard.serve.control.state import StateDir
         from modelyard.serve.tools.client import find_endpoint
 

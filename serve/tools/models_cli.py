@@ -1,7 +1,5 @@
 """The commands `modelyard models …`, which look at and change what a running server serves."""
 
-from __future__ import annotations
-
 import json
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.parse import quote
@@ -10,15 +8,7 @@ import typer
 from rich.markup import escape
 
 from modelyard.base.terminal import format_bytes, out, plain_table
-from modelyard.serve.cli import (
-    CaOption,
-    JsonOption,
-    StateDirOption,
-    TokenOption,
-    UrlOption,
-    endpoint,
-    known_errors,
-)
+from modelyard.serve.cli import asks
 from modelyard.serve.errors import StartError
 
 if TYPE_CHECKING:
@@ -34,7 +24,7 @@ ModelArgument = Annotated[str, typer.Argument(metavar="NAME[/VERSION]", help="Wh
 VersionArgument = Annotated[str, typer.Argument(metavar="NAME/VERSION", help="A version of it.")]
 
 
-def ask(at: Endpoint, method: str, path: str, query: dict[str, Any] | None = None) -> Any:
+def ask(at: "Endpoint", method: str, path: str, query: dict[str, Any] | None = None) -> Any:
     """Return what the management API answers to a request."""
     from modelyard.serve.tools.client import call
 
@@ -53,7 +43,7 @@ def _print(answer: Any, json_output: bool) -> None:
         out.print(escape(answer["status"]), soft_wrap=True)
 
 
-def all_versions(at: Endpoint) -> list[dict[str, Any]]:
+def all_versions(at: "Endpoint") -> list[dict[str, Any]]:
     """Return the description of every version of every model."""
     names: list[str] = []
     page: str | None = "0"
@@ -91,41 +81,26 @@ def print_models(models: list[dict[str, Any]]) -> None:
         out.print("* answers where no version is named")
 
 
-@models_app.command("list")
-def list_models(
-    url: UrlOption = None,
-    token: TokenOption = None,
-    ca: CaOption = None,
-    state_dir: StateDirOption = None,
-    json_output: JsonOption = False,
-) -> None:
+@asks(models_app, name="list")
+def list_models(at: "Endpoint", json_output: bool) -> None:
     """Show every version of every model; workers are ready/all, waiting is of the queue's room.
 
     Example: modelyard models list
     """
-    with known_errors():
-        models = all_versions(endpoint("management", url, token, ca, state_dir))
+    models = all_versions(at)
     if json_output:
         out.print_json(json.dumps(models))
     else:
         print_models(models)
 
 
-@models_app.command()
-def describe(
-    model: ModelArgument,
-    url: UrlOption = None,
-    token: TokenOption = None,
-    ca: CaOption = None,
-    state_dir: StateDirOption = None,
-    json_output: JsonOption = False,
-) -> None:
+@asks(models_app)
+def describe(at: "Endpoint", json_output: bool, model: ModelArgument) -> None:
     """Show how a model is run, and each of its workers: the default version, or the one named.
 
     Example: modelyard models describe digits
     """
-    with known_errors():
-        found = ask(endpoint("management", url, token, ca, state_dir), "GET", _path(model))
+    found = ask(at, "GET", _path(model))
     if json_output:
         out.print_json(json.dumps(found))
         return
@@ -150,83 +125,53 @@ def describe(
         out.print(table)
 
 
-@models_app.command()
+@asks(models_app)
 def register(
+    at: "Endpoint",
+    json_output: bool,
     archive: Annotated[
         str, typer.Argument(metavar="FILE", help="File name of an archive in the model store.")
     ],
     name: Annotated[str | None, typer.Option(help="Default: the archive's own.")] = None,
     workers: Annotated[int | None, typer.Option(min=0, help="Default: as at a start.")] = None,
-    url: UrlOption = None,
-    token: TokenOption = None,
-    ca: CaOption = None,
-    state_dir: StateDirOption = None,
-    json_output: JsonOption = False,
 ) -> None:
     """Serve an archive of the model store; returns when its workers are ready.
 
     Example: modelyard models register digits.mar --workers 2
     """
     query = {"url": archive, "model_name": name, "initial_workers": workers}
-    with known_errors():
-        answer = ask(endpoint("management", url, token, ca, state_dir), "POST", "/models", query)
-    _print(answer, json_output)
+    _print(ask(at, "POST", "/models", query), json_output)
 
 
-@models_app.command()
+@asks(models_app)
 def scale(
+    at: "Endpoint",
+    json_output: bool,
     model: ModelArgument,
     workers: Annotated[int, typer.Argument(metavar="N", min=0, help="How many it should have.")],
-    url: UrlOption = None,
-    token: TokenOption = None,
-    ca: CaOption = None,
-    state_dir: StateDirOption = None,
-    json_output: JsonOption = False,
 ) -> None:
     """Give a model this many workers; returns when they are ready.
 
     Example: modelyard models scale digits 2
     """
-    with known_errors():
-        at = endpoint("management", url, token, ca, state_dir)
-        answer = ask(at, "PUT", _path(model), {"min_worker": workers})
-    _print(answer, json_output)
+    _print(ask(at, "PUT", _path(model), {"min_worker": workers}), json_output)
 
 
-@models_app.command()
-def default(
-    model: VersionArgument,
-    url: UrlOption = None,
-    token: TokenOption = None,
-    ca: CaOption = None,
-    state_dir: StateDirOption = None,
-    json_output: JsonOption = False,
-) -> None:
+@asks(models_app)
+def default(at: "Endpoint", json_output: bool, model: VersionArgument) -> None:
     """Send the requests that name no version to this one.
 
     Example: modelyard models default digits/1.0
     """
-    with known_errors():
-        if not model.partition("/")[2]:
-            raise StartError(f'"{model}" names no version; expected NAME/VERSION')
-        at = endpoint("management", url, token, ca, state_dir)
-        answer = ask(at, "PUT", f"{_path(model)}/set-default")
-    _print(answer, json_output)
+    if not model.partition("/")[2]:
+        raise StartError(f'"{model}" names no version; expected NAME/VERSION')
+    _print(ask(at, "PUT", f"{_path(model)}/set-default"), json_output)
 
 
-@models_app.command()
-def unregister(
-    model: ModelArgument,
-    url: UrlOption = None,
-    token: TokenOption = None,
-    ca: CaOption = None,
-    state_dir: StateDirOption = None,
-    json_output: JsonOption = False,
-) -> None:
+@asks(models_app)
+def unregister(at: "Endpoint", json_output: bool, model: ModelArgument) -> None:
     """Stop serving a model, after what it has accepted is answered; its archive stays.
 
     Example: modelyard models unregister digits/1.0
     """
-    with known_errors():
-        answer = ask(endpoint("management", url, token, ca, state_dir), "DELETE", _path(model))
-    _print(answer, json_output)
+    _print(ask(at, "DELETE", _path(model)), json_output)

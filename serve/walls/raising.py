@@ -23,7 +23,7 @@ from modelyard.serve.walls.plan import Walls
 
 MOST_FILES = 1 << 16
 MOST_PROCESSES = 1 << 13
-"""Of all workers of a version, threads included; only where they have a user of their own."""
+"""Processes of all workers of a version, threads included; only where they have their own user."""
 
 _CLEAR_AMBIENT, _RAISE_AMBIENT = 4, 2
 

@@ -3,12 +3,12 @@
 `python -P -m modelyard.serve.worker FD`, or `… --check FOLDER`; `… --fork-server FD` boots many.
 
 Authors import their files by plain names, some of them late, so the archive's folder leads the path
-for the worker's life. Ours are below `modelyard.`, where no such name meets them; the one name that
-both have is `ts`:
+for the worker's life. Ours are below `modelyard.`, where no such name meets them; those that a
+dialect brings come before:
 
 1. raise the walls, with one thread, and nothing of the archive opened;
-2. import the `ts` shim, with the working folder off the path (`-P`);
-3. put the archive's folder in front of the path and work there, as TorchServe does.
+2. have a dialect's names be found, with the working folder off the path (`-P`);
+3. put the archive's folder in front of the path and work there.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from modelyard.handlers.ranges import mark_ranges
-from modelyard.plugins.torchserve import worker as torchserve
 from modelyard.serve.dataplane import wire
 from modelyard.serve.walls.kernel import PR_SET_CHILD_SUBREAPER, prctl
 from modelyard.serve.walls.plan import Walls
 from modelyard.serve.walls.raising import raise_walls
 from modelyard.serve.worker import check, load, loop, steps
 from modelyard.serve.worker.codec import MOST_SAID, is_out_of_memory
+from modelyard.serve.worker.dialect import find_dialect
 from modelyard.serve.worker.golden import check_golden, replay_golden
 
 
@@ -96,10 +96,10 @@ def _change_interpreter(interpreter: str, connection: socket.socket, message: An
 
 def _serve(connection: socket.socket, reader: loop.Reader, message: dict[str, Any]) -> int:
     """Load what the server's first frame names, then serve until its end of the socket closes."""
-    if torchserve.is_dialect(message):
-        torchserve.begin_log()
     try:
-        load.import_shim()
+        dialect = find_dialect()
+        if message.get("dialect"):
+            dialect.begin_log()
         _enter(Path(message["folder"]))
         service = _load(connection, reader, message)
     except BaseException as error:
@@ -143,7 +143,7 @@ def check_archive(exchange: Path) -> int:
     task = json.loads((exchange / "task.json").read_bytes())
     folder = Path(task["load"]["folder"])
     try:
-        load.import_shim()
+        find_dialect()
         _enter(folder)
         result = check.run(task)
     except BaseException as error:

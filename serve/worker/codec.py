@@ -1,9 +1,9 @@
 """A job's bytes → what a handler sees of a request; its output or error → a reply's bytes.
 
 The server never looks into a body; whatever can go wrong with one goes wrong here, in a worker,
-and is the client's fault. The rules are TorchServe's: a media type counts without its parameters
-and as it is spelled, and what cannot be decoded stays a bytearray. Only of JSON is more expected
-from clients of archives of ours: nothing in it is guessed at.
+and is the client's fault. A media type counts without its parameters and as it is spelled, and what
+cannot be decoded stays a bytearray. Only of JSON is more expected from clients of archives of ours:
+nothing in it is guessed at.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import parse_qsl
@@ -57,7 +57,7 @@ class Request:
         row: parameter name → value; `body` unless the request is a form.
         rows: `row`, or those of all instances of the request.
         has_instances: whether the answers to all of them are one.
-        headers: name as the client spelled it → value, and TorchServe's own entries.
+        headers: name as the client spelled it → value, and entries that handlers of old look for.
         query: query parameter → value; the last one wins.
     """
 
@@ -79,7 +79,7 @@ class Request:
         self.query = dict(parse_qsl(query, keep_blank_values=True)) if query else {}
         self._headers: dict[str, Any] | None = None
         self._added: dict[str, str] = {}
-        """Name of each value → its media type; TorchServe's handlers find it among the headers."""
+        """Name of each value → its media type, which handlers find among the headers."""
         if self._flags & wire.LEGACY:
             for name, value in parse_qsl(query, keep_blank_values=True, encoding="latin-1"):
                 self._add(name, bytearray(value, "latin-1"), "")
@@ -166,7 +166,7 @@ class Request:
         self._added.setdefault(name, media_type)
 
     def _decode_form(self, body: wire.Payload) -> None:
-        """Read `name=value&…`; what follows the last `&` counts only with a `=`, as in TorchServe.
+        """Read `name=value&…`; what follows the last `&` counts only with a `=`.
 
         `curl -d '{"a": 1}'` sends JSON under this content type: the handler gets an empty row.
         """
@@ -217,7 +217,7 @@ def _unescape(value: wire.Payload) -> bytes:
 def _decode_value(media_type: str, body: wire.Payload, read_json: ReadJson | None) -> Any:
     """Return a parsed JSON value, a str or a bytearray, by media type.
 
-    What cannot be decoded stays a bytearray, as in TorchServe.
+    What cannot be decoded stays a bytearray.
     """
     if read_json is None:
         return body if isinstance(body, bytearray) else bytearray(body)
@@ -258,15 +258,13 @@ class WrongAnswer(Exception):
 
     Args:
         message: what came and what was expected.
-        torchserve: what TorchServe says to that.
+        brief: what a dialect says to that which keeps details to the log.
         code: the status of that.
     """
 
-    def __init__(
-        self, message: str, torchserve: str = "Prediction failed", code: int = 503
-    ) -> None:
+    def __init__(self, message: str, brief: str = "Prediction failed", code: int = 503) -> None:
         super().__init__(message)
-        self.torchserve = torchserve
+        self.brief = brief
         self.code = code
 
 
@@ -471,7 +469,7 @@ class Rules:
     compresses: bool = True
     """Whether long explanations are sent as gzip to clients that take it."""
     max_answer_bytes: int | None = None
-    """Of one answer or chunk; a longer one is an error of its own request."""
+    """Size of one answer or chunk; a longer one is an error of its own request."""
     answer_setting: str = "max_response_bytes"
     """What sets that."""
     time_metric: str | None = None
@@ -493,3 +491,9 @@ class Rules:
 
 OURS = Rules()
 """Of an archive that we sealed, in a server of ours."""
+
+
+def our_rules(message: Mapping[str, Any]) -> Rules:
+    """Return the rules of an archive that we sealed, with what a LOAD message sets."""
+    read_json = OURS.read_json if message.get("decode_input", True) else None
+    return Rules(read_json=read_json, max_answer_bytes=message.get("max_response_bytes"))

@@ -25,7 +25,7 @@ from typing import Any
 from modelyard.handlers import BUILT_IN
 from modelyard.serve.dataplane.heap import trim
 from modelyard.serve.walls.raising import count_threads
-from modelyard.serve.worker import load
+from modelyard.serve.worker.dialect import find_dialect
 
 MODULES: Mapping[str, tuple[str, ...]] = {
     "torch": ("torch", "numpy", *(place.partition(":")[0] for place in BUILT_IN.values())),
@@ -59,7 +59,7 @@ def serve(fd: int) -> int:
     control.set_inheritable(False)
     server = os.getppid()
     gc.disable()  # until it is frozen; collections while importing would find little
-    load.import_shim()
+    find_dialect()
     _fresh = frozenset(sys.modules)
     while True:
         message, descriptors, _, _ = socket.recv_fds(control, 1, 4)

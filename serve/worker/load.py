@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
-import importlib
 import logging
 import sys
 import traceback
@@ -22,15 +20,10 @@ from modelyard.handlers import BUILT_IN, Context
 from modelyard.handlers.entry_point import Entry, FoundHandler, find_handler
 from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.steps import Steps
-from modelyard.plugins.torchserve import worker as torchserve
 from modelyard.serve.worker.codec import OURS, Answer, Rules
+from modelyard.serve.worker.dialect import find_dialect
 
 logger = logging.getLogger(__name__)
-
-SHIM = Path(str(torchserve.__file__)).parent / "shim"
-
-TAKES_TENSORS = "kservev2"
-"""The envelope that reads and writes the JSON of the Open Inference Protocol itself."""
 
 
 def _refuse_shares(data: Sequence[Any], context: Context) -> NoReturn:
@@ -74,17 +67,6 @@ class Service:
         return _is_built_in(self.handler)
 
 
-@functools.cache
-def import_shim() -> Any:
-    """Import `ts` from our shim, and return its module that knows the built-in names.
-
-    The first call comes before an archive's folder is on the path: whatever the archive ships,
-    `ts` is ours.
-    """
-    sys.path.insert(0, str(SHIM))
-    return importlib.import_module("ts.model_loader")
-
-
 def load_service(message: dict[str, Any]) -> Service:
     """Load what the LOAD message names.
 
@@ -110,13 +92,14 @@ def load_service(message: dict[str, Any]) -> Service:
         max_image_pixels=message.get("max_image_pixels"),
         model_yaml_config=config,
     )
-    shim = import_shim()
-    context.metrics = shim.WorkerMetrics(context, (message.get("metrics") or {}).get("declared"))
+    dialect = find_dialect()
+    rules = dialect.choose_rules(message)
+    context.metrics = dialect.metrics(context, message)
     sealed = "modelyard" in (manifest or {})
     place = (folder / message["handler"].partition(":")[0]).parent
     if place != folder:
         sys.path.insert(0, str(place))
-    handler = find_handler(message["handler"], {**shim.BUILT_IN, **(BUILT_IN if sealed else {})})
+    handler = find_handler(message["handler"], {**dialect.handlers, **(BUILT_IN if sealed else {})})
     try:
         handler.initialize(context)
     except LoadError as error:
@@ -128,10 +111,10 @@ def load_service(message: dict[str, Any]) -> Service:
     steps = handler.target if isinstance(handler.target, Steps) else None
     enveloped = golden = None
     if name := message.get("envelope"):
-        envelope = shim.find_envelope(name)
+        envelope = dialect.envelope(name)
         golden = predict
         predict, explain = envelope(predict).handle, envelope(explain).handle
-        if name == TAKES_TENSORS:
+        if envelope.takes_tensors:
             enveloped = predict
         steps = None  # an envelope stands around whole batches
     return Service(
@@ -140,7 +123,7 @@ def load_service(message: dict[str, Any]) -> Service:
         context,
         message["batch_size"],
         device,
-        torchserve.choose_rules(message),
+        rules,
         message.get("by_length", False),
         steps,
         getattr(handler.target, "shares", _refuse_shares) if sealed else _refuse_shares,
@@ -289,8 +272,8 @@ def _tensor_entry(
 def _explain_entry(handler: FoundHandler, sealed: bool) -> Entry:
     """Return what answers explanations.
 
-    TorchServe calls `handle` for them too, with a header that says so, and its handlers may have
-    any attribute of the name `explain`.
+    Handlers of archives that we did not seal are called for them too, with a header that says so,
+    and may have any attribute of the name `explain`.
     """
     explain = getattr(handler.target, "explain", None)
     if callable(explain) and (sealed or _is_ours(handler.target)):

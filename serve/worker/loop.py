@@ -50,7 +50,7 @@ MOST_BUFFERS = 512
 """In one system call; IOV_MAX is 1024."""
 MAX_BODY = 0xFFFFFFFF
 KEPT_BYTES = 16 << 20
-"""Of freed memory, for the next bodies and answers."""
+"""Freed memory that is kept for the next bodies and answers."""
 
 _PACKED = {name: wire.pack_meta([b"content-type", name.encode()]) for name in (JSON, TEXT, BYTES)}
 
@@ -176,7 +176,7 @@ class Sender:
         self._requests: Sequence[Request] = ()
         self._began_us = 0
         self._handler_us: dict[int, int] = {}
-        """By job of this batch, how long the handler's last call took that had it."""
+        """Job of this batch → how long the handler's last call took that had it."""
         self.has_sent = False
         """Whether the running call has sent a chunk."""
         self._kept: dict[int, list[Any]] = {}

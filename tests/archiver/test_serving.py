@@ -9,10 +9,6 @@ import pytest
 
 from modelyard.archiver import write_archive
 from modelyard.archiver.signing import generate_keys, read_signing_key
-from modelyard.plugins.torchserve.archiver.archive import (
-    ModelArchiverConfig,
-    archive_for_torchserve,
-)
 from tests.archiver.wheels import build_wheel
 from tests.serve.live import LiveServer, running, start_arguments
 from tests.serve.live import modelyard as run_modelyard
@@ -182,35 +178,6 @@ def test_wheels_that_travel_inside_are_installed_once_per_digest(tmp_path: Path)
         refused = server.register("three.mar", initial_workers=1)
         assert (refused.status_code, "bring modules named ts" in refused.text) == (400, True)
         assert len(list((tmp_path / "state" / "environments").glob("*/complete"))) == 1
-
-
-@pytest.mark.nightly
-def test_requirements_of_torchserves_archives_are_installed_where_that_is_allowed(
-    tmp_path: Path,
-) -> None:
-    wheels, store = tmp_path / "wheels", tmp_path / "store"
-    build_wheel(wheels, "soup", code="SAYS = 'hot'\n", requires="salt")
-    build_wheel(wheels, "salt")
-    (tmp_path / "handler.py").write_text(SOUP)
-    (tmp_path / "r.txt").write_text(f"--no-index\n--find-links {wheels}\nsoup\n")
-    (tmp_path / "broken.txt").write_text("--no-index\nnothing-like-this\n")
-    for name, file in (("good", "r.txt"), ("bad", "broken.txt")):
-        wanted = ModelArchiverConfig(
-            name,
-            str(tmp_path / "handler.py"),
-            "1.0",
-            requirements_file=str(tmp_path / file),
-            export_path=str(store),
-        )
-        archive_for_torchserve(wanted, warn=lambda message: None)
-
-    with running(tmp_path / "state", store, "--install-requirements", "--workers=1") as server:
-        assert server.register("good.mar", initial_workers=1).status_code == 200
-        assert server.predict("good", b"x").text == "hot"
-        refused = server.register("bad.mar", initial_workers=1)
-        assert refused.status_code == 400
-        assert "bad.mar: its requirements cannot be installed: " in refused.json()["message"]
-        assert "No matching distribution found for nothing-like-this" in refused.json()["message"]
 
 
 # -- signatures ----------------------------------------------------------------------------------

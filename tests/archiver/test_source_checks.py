@@ -1,11 +1,7 @@
-from pathlib import Path
-
 import pytest
 
 from modelyard.archiver.requirements import Pin
-from modelyard.archiver.source_checks import TS_MODULES, Source, source_warnings
-
-SHIM = Path(__file__).parents[2] / "serve" / "worker" / "shim"
+from modelyard.archiver.source_checks import Source, source_warnings
 
 SIX = Pin("six", "1.17.0", "a" * 64)
 
@@ -19,8 +15,7 @@ def warnings(code: str, *names: str, pins: tuple[Pin, ...] = ()) -> list[str]:
     [
         "import json\nfrom os import path\n",
         "import torch, numpy as np\nfrom PIL import Image\nimport yaml\n",
-        "from modelyard.handlers import BaseHandler\n"
-        "from ts.torch_handler.base_handler import BaseHandler\n",
+        "from modelyard.handlers import BaseHandler\n",
         "import sibling\nfrom package.inner import x\nfrom . import y\n",
         "import six\n",
         "try:\n    import not_there\nexcept ImportError:\n    pass\n",
@@ -55,19 +50,6 @@ def test_an_import_that_nothing_provides_is_named_with_its_line(
 
     assert warning.startswith(
         f"handler.py:{line} imports {module}, which is neither in the archive"
-    )
-
-
-def test_the_modules_of_torchserve_are_those_that_workers_have() -> None:
-    paths = {file.relative_to(SHIM).with_suffix("").parts for file in SHIM.rglob("*.py")}
-    names = {".".join(parts).removesuffix(".__init__") for parts in paths}
-    assert names - {"ts._refused"} == TS_MODULES
-
-
-def test_a_module_of_torchserve_that_workers_lack_is_named() -> None:
-    (warning,) = warnings("from ts.utils.util import x\nfrom ts.model_service.x import y\n")
-    assert warning.startswith(
-        "handler.py:2 imports ts.model_service.x, a module of TorchServe that"
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from modelyard.archiver import open_archive, write_archive
-from modelyard.archiver.collect import plan_archive
+from modelyard.archiver.collect import ArchiveRequest, plan_archive
 from modelyard.archiver.errors import ArchiveExists, BadName, CannotArchive
 from modelyard.archiver.manifest import Explain, Golden
 
@@ -404,11 +404,13 @@ def test_wrong_example_says_why(
 def test_content_type_follows_the_suffix(inputs: Path) -> None:
     (inputs / "a.JPG").write_bytes(b"")
     plan = plan_archive(
-        "digits",
-        version="1",
-        artifact=inputs / "digits.pt",
-        handler="base_handler",
-        examples=[f"{inputs}/a.JPG=1", f"{inputs}/digits.pt=1"],
+        ArchiveRequest(
+            "digits",
+            version="1",
+            artifact=inputs / "digits.pt",
+            handler="base_handler",
+            examples=[f"{inputs}/a.JPG=1", f"{inputs}/digits.pt=1"],
+        )
     )
 
     assert plan.manifest.modelyard is not None

@@ -16,9 +16,7 @@ from typing import Any, get_args
 import httpx
 import numpy as np
 import pytest
-
-from modelyard.base.explain_options import EXPLAIN_OPTIONS
-from modelyard.client import (
+from modelyard_client import (
     AsyncClient,
     BadAnswer,
     Client,
@@ -28,10 +26,12 @@ from modelyard.client import (
     RequestFailed,
     Retries,
 )
-from modelyard.client.explanation import read_explanations
-from modelyard.client.options import Method
-from modelyard.client.retries import Answer, Attempt, Pause, Request, read_retry_after
-from modelyard.client.tensors import read_outputs, write_request
+from modelyard_client.explanation import read_explanations
+from modelyard_client.options import Method
+from modelyard_client.retries import Answer, Attempt, Pause, Request, read_retry_after
+from modelyard_client.tensors import read_outputs, write_request
+
+from modelyard.base.explain_options import EXPLAIN_OPTIONS
 from tests.serve.live import LiveServer, build_archive, make_notes_folder
 
 
@@ -67,7 +67,7 @@ def test_a_body_goes_out_as_what_it_is(
     answer = client.predict("echo/1.0", body)
     assert (answer["body"], answer["content_type"]) == (seen, content_type)
     headers = {name.lower(): value for name, value in answer["headers"].items()}
-    assert headers["user-agent"].startswith("modelyard/")
+    assert headers["user-agent"].startswith("modelyard-client/")
     assert 0 < float(headers["x-request-timeout"]) <= 60
 
 

@@ -151,6 +151,7 @@ def test_the_settings_are_settings_and_leave_time_to_drain() -> None:
     ports = {each["name"]: each["containerPort"] for each in container["ports"]}
     assert ports == {
         "http": settings.port,
+        "grpc": settings.grpc_port,
         "management": settings.management_port,
         "metrics": settings.metrics_port,
     }

@@ -9,7 +9,7 @@ from typing import Self
 import pytest
 import torch
 
-from modelyard.exporter.checker import Checker
+from modelyard.exporter.prove.checker import Checker
 
 HEAD = "import torch\nfrom torch import nn\n\n"
 

@@ -20,8 +20,8 @@ from modelyard.exporter.arguments import (
 from modelyard.exporter.errors import ModelError, UsageError
 from modelyard.exporter.formats import to_exported_program, to_onnx, to_torchscript
 from modelyard.exporter.inspection import describe
-from modelyard.exporter.locate import first_difference
-from modelyard.exporter.reference import Reference, observe
+from modelyard.exporter.prove.locate import first_difference
+from modelyard.exporter.prove.reference import Reference, observe
 from modelyard.handlers.models.backends import open_artifact
 
 ROWS = ("x:float32[batch,3]", "y:float32[batch,3]")

@@ -13,13 +13,13 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 from torch.export import Dim
 
-from modelyard.archiver.collect import plan_archive
+from modelyard.archiver.collect import ArchiveRequest, plan_archive
 from modelyard.exporter import ExportError, ExportReport, ModelError, UsageError, export
 from modelyard.exporter.arguments import read_inputs
 from modelyard.exporter.formats.from_onnx import open_onnx_file
 from modelyard.exporter.ingest import read_checkpoint
-from modelyard.exporter.inputs.propose import propose_inputs
-from modelyard.exporter.reference import observe
+from modelyard.exporter.inputs.described import propose_inputs
+from modelyard.exporter.prove.reference import observe
 from modelyard.handlers.models.backends import open_artifact
 
 
@@ -196,7 +196,9 @@ def test_its_checkpoint_is_the_file_and_its_weights(product: Path) -> None:
 
 
 def test_it_can_be_archived(from_onnx: ExportReport) -> None:
-    plan = plan_archive("net", version="1.0", artifact=from_onnx.artifact, handler="tabular")
+    plan = plan_archive(
+        ArchiveRequest("net", version="1.0", artifact=from_onnx.artifact, handler="tabular")
+    )
     assert plan.manifest.modelyard is not None
     assert plan.manifest.modelyard.signature == from_onnx.signature
 

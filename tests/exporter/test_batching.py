@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import Batching, parse_inputs
-from modelyard.exporter.reference import observe
+from modelyard.exporter.prove.reference import observe
 
 
 class Row(nn.Module):

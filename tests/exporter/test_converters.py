@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter.arguments import take_inputs
 from modelyard.exporter.formats import to_exported_program, to_onnx
-from modelyard.exporter.reference import observe
+from modelyard.exporter.prove.reference import observe
 from modelyard.handlers.models.backends import open_artifact
 from modelyard.handlers.proof.agree import compare, run
 

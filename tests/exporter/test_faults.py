@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import CheckpointError, ConversionError, ModelError, ParityError, export
-from modelyard.exporter.checker import Checker
 from modelyard.exporter.formats import to_exported_program, to_onnx, to_torchscript
-from modelyard.exporter.locate import first_difference
-from modelyard.exporter.parity import check
-from modelyard.exporter.reference import Reference, observe
+from modelyard.exporter.prove.checker import Checker
+from modelyard.exporter.prove.locate import first_difference
+from modelyard.exporter.prove.parity import check
+from modelyard.exporter.prove.reference import Reference, observe
 
 Author = Callable[[str], tuple[Path, str]]
 FORMATS = ("pt2", "onnx", "torchscript")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter.errors import ConversionError
 from modelyard.exporter.formats import to_exported_program, to_onnx, to_torchscript
-from modelyard.exporter.reference import Reference, observe
+from modelyard.exporter.prove.reference import Reference, observe
 from modelyard.handlers.models.backends import open_artifact
 
 Write = Callable[[nn.Module, Reference, Path], dict[str, object]]

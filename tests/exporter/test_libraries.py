@@ -14,7 +14,7 @@ from torch import nn
 from modelyard.exporter.checkpoint import open_model
 from modelyard.exporter.errors import CheckpointError, ModelError, UsageError
 from modelyard.exporter.ingest import read_checkpoint
-from modelyard.exporter.inputs.propose import propose_inputs
+from modelyard.exporter.inputs.described import propose_inputs
 
 # What of timm is used, with the same names and meanings; the nightly tests run timm itself.
 TIMM = """

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
-from modelyard.exporter.checker import Checker
 from modelyard.exporter.errors import ParityError
 from modelyard.exporter.formats import to_torchscript
-from modelyard.exporter.parity import Parity, check
-from modelyard.exporter.reference import Reference, observe
+from modelyard.exporter.prove.checker import Checker
+from modelyard.exporter.prove.parity import Parity, check
+from modelyard.exporter.prove.reference import Reference, observe
 from modelyard.handlers.proof.agree import compare
 
 
@@ -149,7 +149,7 @@ def test_outputs_that_are_not_kept_are_computed_again(
     parities = []
     observing = []
     for kept_bytes in (2**20, 0):
-        monkeypatch.setattr("modelyard.exporter.reference.KEPT_BYTES", kept_bytes)
+        monkeypatch.setattr("modelyard.exporter.prove.reference.KEPT_BYTES", kept_bytes)
         runs.clear()
         observed = _observe(model, "x:float32[batch=1..4,3]", ["scaled", "same"])
         observing.append(len(runs))

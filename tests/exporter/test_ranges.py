@@ -9,8 +9,8 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter.errors import ModelError
-from modelyard.exporter.inputs.ranges import find_values
-from modelyard.exporter.reference import Reference, observe
+from modelyard.exporter.inputs.tried import find_values
+from modelyard.exporter.prove.reference import Reference, observe
 
 X = "x:float32[nodes=10..40,8]"
 EDGES = "edge_index:int64[2,edges=5..90]"

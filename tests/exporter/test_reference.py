@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from modelyard.archiver.signature import Dim, parse_inputs
 from modelyard.exporter.errors import ModelError, UsageError
-from modelyard.exporter.reference import Reference, observe
+from modelyard.exporter.prove.reference import Reference, observe
 
 CPU = torch.device("cpu")
 

@@ -10,7 +10,7 @@ from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter.errors import ConversionError
 from modelyard.exporter.formats import to_exported_program, to_onnx, to_torchscript
 from modelyard.exporter.formats.to_exported_program import any_length
-from modelyard.exporter.reference import observe
+from modelyard.exporter.prove.reference import observe
 from modelyard.handlers.models.backends import open_artifact
 from modelyard.handlers.proof.agree import compare
 

@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import ParityError
-from modelyard.exporter.checker import Checker
 from modelyard.exporter.formats import to_torchscript
-from modelyard.exporter.parity import Parity, check
-from modelyard.exporter.reference import Reference, observe
+from modelyard.exporter.prove.checker import Checker
+from modelyard.exporter.prove.parity import Parity, check
+from modelyard.exporter.prove.reference import Reference, observe
 from modelyard.handlers.proof.agree import Rule, allowance
 
 INPUT = "x:float32[batch=1..2,3,8,8]"

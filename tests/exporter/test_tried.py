@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from modelyard.exporter.inputs.tried import Found, find_inputs
+from modelyard.exporter.inputs.tried import TriedInputs, find_inputs
 
 
 class Rows(nn.Sequential):
@@ -84,7 +84,7 @@ class Opaque(nn.Module):
 def test_what_layers_take_and_runs_is_found(
     model: nn.Module, inputs: list[str], is_only: bool
 ) -> None:
-    assert find_inputs(model.eval()) == Found(tuple(inputs), is_only)
+    assert find_inputs(model.eval()) == TriedInputs(tuple(inputs), is_only)
 
 
 def test_nothing_is_found_where_no_layer_says_anything() -> None:

@@ -6,8 +6,8 @@ from torch import Tensor, nn
 
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter.errors import ModelError
-from modelyard.exporter.reference import observe
-from modelyard.exporter.watch import count
+from modelyard.exporter.prove.reference import observe
+from modelyard.exporter.prove.watch import count
 
 HERE = Path(__file__).name
 

@@ -12,17 +12,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from modelyard_client.tensors import BF16, LENGTH_HEADER
 
 from modelyard.handlers.errors import BadInput
-from modelyard.handlers.tensors import (
-    BF16,
-    DTYPES,
-    LENGTH_HEADER,
-    NotSayable,
-    datatype_of,
-    read_request,
-    write_answer,
-)
+from modelyard.handlers.tensors import DTYPES, NotSayable, datatype_of, read_request, write_answer
 
 ENDS: dict[str, list[Any]] = {
     "BOOL": [True, False],

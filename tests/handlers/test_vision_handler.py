@@ -16,8 +16,8 @@ from modelyard.handlers import BadInput, Context, LoadError, VisionHandler
 from modelyard.handlers.explain.explanation import explain_batch
 from modelyard.handlers.explain.request.options import parse_options
 from modelyard.handlers.tasks.pictures import (
+    DEFAULT_SETTINGS,
     MAX_PIXELS,
-    TORCHSERVE_SETTINGS,
     ImageSettings,
     colour_table,
     decode,
@@ -283,7 +283,7 @@ def test_image_smaller_than_the_crop_is_refused() -> None:
 
 
 def test_table_holds_every_pixel_value_normalised() -> None:
-    table = colour_table(TORCHSERVE_SETTINGS)
+    table = colour_table(DEFAULT_SETTINGS)
     assert table.shape == (3, 256)
     assert table[1, 51] == pytest.approx((0.2 - 0.456) / 0.224, abs=1e-6)
 
@@ -291,7 +291,7 @@ def test_table_holds_every_pixel_value_normalised() -> None:
 def test_settings_are_read_from_model_config() -> None:
     section = {"mode": "L", "size": [28, 30], "mean": [0.1], "std": [1]}
     assert read_settings(section) == ImageSettings("L", None, None, (28, 30), (0.1,), (1.0,))
-    assert read_settings(None) == TORCHSERVE_SETTINGS
+    assert read_settings(None) == DEFAULT_SETTINGS
 
 
 @pytest.mark.parametrize(
@@ -323,7 +323,7 @@ def test_unusable_setting_is_named(section: Any, message: str) -> None:
 @pytest.mark.parametrize(
     "config",
     [{}, {"handler": {"image": {"mode": "L", "size": [9, 8]}}}],
-    ids=["TorchServe's defaults", "another size"],
+    ids=["defaults", "another size"],
 )
 def test_settings_that_the_artifact_cannot_take_say_what_to_write(
     make_context: MakeContext, config: dict[str, Any]

@@ -16,6 +16,7 @@ PROBE = """
 import base64, json, os, sys
 from pathlib import Path
 from modelyard.serve.worker import boot, golden, load
+from modelyard.serve.worker.dialect import find_dialect
 
 def value(given):
     if isinstance(given, dict) and given.keys() == {"b64"}:
@@ -25,7 +26,7 @@ def value(given):
 def answer(message):
     folder = Path(message["folder"])
     try:
-        load.import_shim()
+        find_dialect()
         boot._enter(folder)
         service = load.load_service(message)
         golden.check_golden(service, message.get("golden", []))

@@ -150,6 +150,11 @@ class LiveServer:
         return self.client.base_url.host, self.client.base_url.port or 0
 
     @property
+    def grpc(self) -> str:
+        """Host and port of gRPC."""
+        return str(self.about["faces"]["grpc"]).partition("//")[2]
+
+    @property
     def log(self) -> str:
         """The server's own log."""
         return (self.state_dir / "logs" / "server.log").read_text(encoding="utf-8")
@@ -248,7 +253,9 @@ def start_server(state_dir: Path, store: Path, *arguments: str) -> LiveServer:
 
 def start_arguments(state_dir: Path, store: Path) -> list[str]:
     """Return `serve start` with its folders and free ports."""
-    ports = [f"{name}=0" for name in ("--port", "--management-port", "--metrics-port")]
+    ports = [
+        f"{name}=0" for name in ("--port", "--management-port", "--metrics-port", "--grpc-port")
+    ]
     folders = [f"--state-dir={state_dir}", f"--model-store={store}"]
     return ["serve", "start", *ports, *folders, "--device=cpu"]
 

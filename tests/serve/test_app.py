@@ -5,18 +5,15 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from modelyard.plugins.torchserve import app as torchserve
-from modelyard.plugins.torchserve.settings import TorchServeSettings
-from modelyard.serve import app
+from modelyard.serve.app import Server, create_server
 from modelyard.serve.control.state import StateDir
-from modelyard.serve.settings import Address, Settings
-
-HERE = Address("127.0.0.1", 0)
+from modelyard.serve.settings import Settings
 
 
 def watch_inits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[type, object]]:
@@ -38,37 +35,28 @@ def watch_inits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[type, object]]:
     return seen
 
 
-@pytest.mark.parametrize("is_torchserve", [False, True], ids=["ours", "torchserve"])
-@pytest.mark.parametrize("is_one_port", [False, True], ids=["ports", "one port"])
-def test_every_object_is_initialised_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_torchserve: bool, is_one_port: bool
-) -> None:
-    dialect = TorchServeSettings(
-        directory=tmp_path,
-        inference_address=HERE,
-        management_address=HERE if is_one_port else Address("127.0.0.2", 0),
-        metrics_address=HERE if is_one_port else Address("127.0.0.3", 0),
-        grpc_inference_port=0,
-        grpc_management_port=0,
-    )
-    settings = Settings(
-        port=0,
-        management_port=0,
-        metrics_port=0,
-        state_dir=tmp_path / "state",
-    )
-    StateDir(settings.state_dir).create()
+def check_build(build: Callable[[], Server], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Build a server, and fail where an object of it was initialised twice."""
     seen = watch_inits(monkeypatch)
 
-    async def build() -> None:
-        if is_torchserve:
-            server = torchserve.create_server(dialect, None, settings)
-        else:
-            server = app.create_server(settings)
-        for listener in server.listeners:
+    async def run() -> None:
+        for listener in build().listeners:
             listener.abandon()
 
-    asyncio.run(build())
+    asyncio.run(run())
     assert len(seen) > 10
     times = Counter((kind.__qualname__, id(made)) for kind, made in seen)
     assert [kind for (kind, _), count in times.items() if count > 1] == []
+
+
+def settings_in(folder: Path) -> Settings:
+    """Return the settings of a server on free ports."""
+    state = folder / "state"
+    settings = Settings(port=0, management_port=0, metrics_port=0, state_dir=state)
+    StateDir(settings.state_dir).create()
+    return settings
+
+
+def test_every_object_is_initialised_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = settings_in(tmp_path)
+    check_build(lambda: create_server(settings), monkeypatch)

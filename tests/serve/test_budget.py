@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from modelyard.serve.api.inference import unpack_headers
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.budget import AnswerBudget
 from modelyard.serve.dataplane.exposition import read_records
+from modelyard.serve.front.begin import unpack_headers
 from tests.serve.live import LiveServer, build_archive, poll, running
 
 MB = 1 << 20

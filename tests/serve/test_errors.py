@@ -27,7 +27,8 @@ from modelyard.serve.errors import (
     error_body,
     http_status,
 )
-from modelyard.serve.http.application import Answers, ServerState
+from modelyard.serve.front.begin import ServerState
+from modelyard.serve.http.application import Answers
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from time import monotonic, sleep
 
 import pytest
 
-from modelyard.serve.api.inference import parse_timeout, read_terms
 from modelyard.serve.dataplane.call import EXPLAIN, NORMAL, PREDICT, Call, Queue
 from modelyard.serve.dataplane.metrics import Metrics, VersionMetrics
 from modelyard.serve.dataplane.pool import Pool, ReplicaSlot, begins_in_s
 from modelyard.serve.dataplane.worker import Worker, WorkerPlan, WorkerPolicy
 from modelyard.serve.errors import BadRequest
+from modelyard.serve.front.begin import parse_timeout, read_terms
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.dataplane.metrics import Metrics
-from modelyard.serve.http.application import Answers, Application, ServerState
+from modelyard.serve.front.begin import Front, ServerState
+from modelyard.serve.http.application import Answers, Application
 from modelyard.serve.http.auth import TokenCheck
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.policy import Policy
@@ -59,7 +60,7 @@ async def inference(folder: Path) -> AsyncIterator[Address]:
     lifecycle = Lifecycle(Policy(settings), registry, metrics)
     state.is_starting = False
     answers = Answers(state)
-    calls = Calls(registry, metrics, state, answers)
+    calls = Calls(Front(registry, metrics, state), answers)
     routes = Routes("", "", answers)
     listener = Listener(
         Application(TokenCheck(None, right_of), answers, routes, calls), Address("127.0.0.1", 0)

@@ -140,10 +140,9 @@ def test_a_handler_sees_no_token(server: LiveServer, folder: Path) -> None:
 
 
 def test_grpc_takes_the_same_tokens_over_tls(server: LiveServer, folder: Path) -> None:
-    port = server.about["inference"].rpartition(":")[2]
     trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
     options = [("grpc.ssl_target_name_override", HOST), ("grpc.default_authority", HOST)]
-    with grpc.secure_channel(f"127.0.0.1:{port}", trust, options) as channel:
+    with grpc.secure_channel(server.grpc, trust, options) as channel:
 
         def call(method: str, token: str | None) -> grpc.StatusCode:
             metadata = [("authorization", f"Bearer {TOKENS[token]}")] if token else []
@@ -265,10 +264,9 @@ def test_each_request_has_a_line_with_its_id_and_nothing_that_it_brought(
     ask(server, "management", folder, "app", "GET", '/"x\u00e4', x_request_id="odd-path")
     ask(server, "inference", folder, "app", "POST", "/predictions/echo", bytes(LIMIT + 1),
         x_request_id="too-large")  # fmt: skip
-    port = server.about["inference"].rpartition(":")[2]
     trust = grpc.ssl_channel_credentials((folder / "cert.pem").read_bytes())
     options = [("grpc.ssl_target_name_override", HOST), ("grpc.default_authority", HOST)]
-    with grpc.secure_channel(f"127.0.0.1:{port}", trust, options) as channel:
+    with grpc.secure_channel(server.grpc, trust, options) as channel:
         channel.unary_unary("/inference.GRPCInferenceService/ServerLive")(
             b"", metadata=[("x-request-id", "by-grpc")], timeout=20
         )

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -342,19 +343,19 @@ def attach(state: Path, store: Path, model: str = "echo") -> subprocess.Popen[st
     )
 
 
-def check_that_it_starts(url: str) -> None:
+def check_that_it_starts(about: dict[str, Any]) -> None:
     """Ask on every way for a model that is still to come."""
     asked = ["/health/ready", "/v2/health/ready", "/v1/models/gated"]
     asked += [f"/v2/models/gated{rest}" for rest in ("", "/ready", "/versions/1.0/ready")]
     sent = [f"/{kind}/gated{rest}" for kind in ("predictions", "explanations")
             for rest in ("", "/1.0")]  # fmt: skip
     sent += ["/v1/models/gated:predict", "/v1/models/gated:explain", "/v2/models/gated/infer"]
-    with httpx.Client(base_url=url) as client:
+    with httpx.Client(base_url=about["inference"]) as client:
         for path in (*asked, *sent):
             answer = client.request("GET" if path in asked else "POST", path)
             assert (answer.status_code, answer.headers["retry-after"]) == (503, "1"), path
         assert client.get("/health/live").status_code == 200
-    with grpc.insecure_channel(url.removeprefix("http://")) as channel:
+    with grpc.insecure_channel(about["faces"]["grpc"].removeprefix("grpc://")) as channel:
         for method in ("ModelInfer", "ModelReady", "ModelMetadata"):
             call = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
             with pytest.raises(grpc.RpcError) as refused:
@@ -378,7 +379,7 @@ def test_while_models_load_it_asks_to_come_again_and_a_signal_ends_it_and_its_wo
     try:
         about = poll(lambda: server_file(state), "its ports are open")
         children = poll(lambda: descendants(attached.pid), "a worker is started")
-        check_that_it_starts(str(about["inference"]))
+        check_that_it_starts(about)
         attached.send_signal(signal.SIGTERM)
         _, log = attached.communicate(timeout=20)
         assert attached.returncode == 1
@@ -400,9 +401,8 @@ def old(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     folder = tmp_path_factory.mktemp("old")
     store = folder / "store"
     build_archive(store, "clash", artifact=pickled(folder / "model.pt"))
-    build_archive(store, "torchserve_names")
     build_archive(store, "plain_function", handler="service.py:answer")
-    models = "--models=clash,torchserve_names,plain_function"
+    models = "--models=clash,plain_function"
     with running(folder / "state", store, "--workers=1", models) as server:
         yield server
 
@@ -425,12 +425,6 @@ def test_an_archive_with_our_names_a_pickled_model_and_a_late_import_predicts(
     told = json.loads(answer.text)
     names = ("archiver", "exporter", "handlers", "serve", "utils", "late")
     assert told == {"names": [f"author's {name}" for name in names], "answer": [2.0, 5.0]}
-
-
-def test_a_handler_written_for_torchserve_runs_unchanged(old: LiveServer) -> None:
-    assert old.predict("torchserve_names", b"grey").text == "GREY"
-    refused = old.predict("torchserve_names", b"teapot")
-    assert (refused.status_code, refused.json()["message"]) == (418, "short and stout")
 
 
 def test_a_function_may_be_the_handler(old: LiveServer) -> None:

@@ -11,10 +11,6 @@ from torch import nn
 
 from benchmarks.procfs import Mapped, mapped
 from modelyard.archiver import write_archive
-from modelyard.plugins.torchserve.archiver.archive import (
-    ModelArchiverConfig,
-    archive_for_torchserve,
-)
 from tests.handlers.conftest import export_all
 from tests.serve.live import LiveServer, is_alive, poll
 
@@ -22,7 +18,7 @@ WIDTH = 2048
 WEIGHT_BYTES = 2 * WIDTH * WIDTH * 4
 FILES = {"pt2": "wide.pt2", "torchscript": "wide.pt", "onnx": "wide.onnx"}
 SMALL = "small"
-NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in ("pt2", "torchscript")]
+NIGHTLY = [pytest.param("pt2", marks=pytest.mark.nightly)]
 """What tests/handlers/test_sharing.py shares between two processes without a server, by day."""
 
 HANDLER = f"""
@@ -40,13 +36,6 @@ class Editing(BaseHandler):
         with torch.inference_mode():
             total = self.model(torch.linspace(0, 1, {WIDTH})[None]).double().sum().item()
         return [f"{{{{os.getpid()}}}} {{{{total!r}}}}"] * len(data)
-"""
-NET = f"""
-from torch import nn
-
-class Net(nn.Sequential):
-    def __init__(self):
-        super().__init__(nn.Linear({WIDTH}, {WIDTH}), nn.ReLU(), nn.Linear({WIDTH}, {WIDTH}))
 """
 
 
@@ -74,20 +63,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
             output_dir=folder / "store",
             dry_run=False,
         )
-    torch.save(wide_net().state_dict(), folder / "wide_weights.pt")
-    (folder / "net.py").write_text(NET)
-    (folder / "torchserve_handler.py").write_text(
-        HANDLER.format(base="ts.torch_handler.base_handler")
-    )
-    wanted = ModelArchiverConfig(
-        model_name="checkpoint",
-        version="1.0",
-        handler=str(folder / "torchserve_handler.py"),
-        serialized_file=str(folder / "wide_weights.pt"),
-        model_file=str(folder / "net.py"),
-        export_path=str(folder / "store"),
-    )
-    archive_for_torchserve(wanted, warn=lambda message: None)
     return folder / "store"
 
 
@@ -124,10 +99,15 @@ def weights_of(server: LiveServer, pid: int) -> Mapped:
     return mapped(pid, server.state_dir / "unpacked")
 
 
-@pytest.mark.parametrize("model", ["onnx", "checkpoint", *NIGHTLY])
+@pytest.mark.parametrize("model", ["onnx", "torchscript", *NIGHTLY])
 def test_two_workers_share_the_weights_and_answer_as_copies_would(
-    server: LiveServer, store: Path, model: str
+    server: LiveServer, model: str
 ) -> None:
+    check_shared(server, model)
+
+
+def check_shared(server: LiveServer, model: str) -> None:
+    """Fail unless two workers of a model map its weights once, and answer right."""
     answers = ask_both(server, model)
     with torch.inference_mode():
         expected = wide_net()(torch.linspace(0, 1, WIDTH)[None]).double().sum().item()
@@ -141,12 +121,17 @@ def test_two_workers_share_the_weights_and_answer_as_copies_would(
 
 
 def test_worker_of_a_large_model_owns_little_more_than_one_of_a_small(server: LiveServer) -> None:
-    ask_both(server, "checkpoint")
+    check_owned(server, "torchscript")
+
+
+def check_owned(server: LiveServer, model: str) -> None:
+    """Fail unless workers of a model own about what one of a small model does."""
+    ask_both(server, model)
     answer = server.register(f"{SMALL}.mar", initial_workers="1", synchronous="true")
     assert answer.status_code == 200, answer.text
     server.predict(SMALL)
     (small,) = (own_mb(pid) for pid in server.worker_pids(SMALL))
-    for pid in server.worker_pids("checkpoint"):
+    for pid in server.worker_pids(model):
         assert own_mb(pid) - small < 0.5 * WEIGHT_BYTES / 1e6
 
 
@@ -156,8 +141,13 @@ def own_mb(pid: int) -> float:
     return int(anonymous.split()[1]) * 1024 / 1e6
 
 
-@pytest.mark.parametrize("model", ["checkpoint", *NIGHTLY])
+@pytest.mark.parametrize("model", ["torchscript", *NIGHTLY])
 def test_weights_that_a_worker_edits_are_its_own(server: LiveServer, model: str) -> None:
+    check_edited(server, model)
+
+
+def check_edited(server: LiveServer, model: str) -> None:
+    """Fail unless the weights that one worker changes stay as they were for the other."""
     before = ask_both(server, model)
     files = {
         file: file.read_bytes()

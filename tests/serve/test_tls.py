@@ -102,12 +102,10 @@ def test_the_named_certificate_is_shown(folder: Path, names: tuple[str, ...]) ->
 
 @pytest.mark.parametrize(
     ("speaks", "chosen"),
-    [(("h2",), "h2"), (("h2", "http/1.1"), "http/1.1"), (("http/1.1",), "http/1.1"), ((), None)],
-    ids=["gRPC", "curl", "HTTP/1.1", "says nothing"],
+    [(("h2", "http/1.1"), "http/1.1"), (("http/1.1",), "http/1.1"), ((), None)],
+    ids=["curl", "HTTP/1.1", "says nothing"],
 )
-def test_http2_is_chosen_by_clients_that_speak_nothing_else(
-    folder: Path, speaks: tuple[str, ...], chosen: str | None
-) -> None:
+def test_only_http1_is_chosen(folder: Path, speaks: tuple[str, ...], chosen: str | None) -> None:
     context = tls_context((), folder / "cert.pem", folder / "key.pem")
     assert shake_hands(context, *speaks).selected_alpn_protocol() == chosen
 

@@ -22,7 +22,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from modelyard.plugins.grpc.protos import message
-from modelyard.serve.api.traces import route_of
+from modelyard.serve.api.inference import route_of
 from modelyard.serve.dataplane.call import PREDICT, Target
 from modelyard.serve.dataplane.tracing import (
     Parent,
@@ -237,8 +237,7 @@ def test_a_call_by_grpc_is_traced_too(server: LiveServer, collector: Collector) 
     request = message("inference.ModelInferRequest")(model_name="tensors")
     tensor = request.inputs.add(name="x", datatype="FP32", shape=[1])
     tensor.contents.fp32_contents.append(1.0)
-    host, port = server.address
-    with grpc.insecure_channel(f"{host}:{port}") as channel:
+    with grpc.insecure_channel(server.grpc) as channel:
         infer = channel.unary_unary(
             "/inference.GRPCInferenceService/ModelInfer",
             request_serializer=lambda given: given.SerializeToString(),

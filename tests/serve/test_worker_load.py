@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from modelyard.handlers.errors import LoadError
+from modelyard.serve.worker import dialect
+from modelyard.serve.worker.codec import OURS, Rules, our_rules
 from modelyard.serve.worker.load import choose_manifest
 from tests.serve.forks import Run, forks
 
@@ -23,7 +26,11 @@ def run() -> Iterator[Run]:
 
 @pytest.fixture
 def load(tmp_path: Path, run: Run) -> Load:
-    """Write `handler.py`, load it as a worker does, and give its answers or the error."""
+    return loading(tmp_path, run)
+
+
+def loading(tmp_path: Path, run: Run) -> Load:
+    """Return what writes `handler.py`, loads it as a worker does, and returns its answers."""
 
     def load(
         source: str,
@@ -106,51 +113,31 @@ def test_a_handler_with_explain_explains(load: Load) -> None:
     assert load(EXPLAINS)["answers"] == [["one"], ["because"]]
 
 
-def test_in_an_archive_for_torchserve_handle_explains_too(load: Load) -> None:
-    assert load(EXPLAINS, sealed=False)["answers"] == [["one"], ["one"]]
-
-
 def test_a_name_that_the_file_lacks_leaves_its_one_class(load: Load) -> None:
     assert load(body("one"), "handler.py:three")["answers"][0] == ["one"]
 
 
-def test_an_envelope_is_around_both_entries(load: Load) -> None:
-    source = body("one").replace("['one']", "[row.decode() for row in data]")
-    assert load(source, envelope="body")["answers"] == [["hi"], ["hi"]]
+def test_an_archive_of_another_server_is_refused_without_a_plug_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dialect, "registered", lambda group: {})
+    found = dialect.find_dialect.__wrapped__()
+    with pytest.raises(LoadError, match=r"made for TorchServe: .* install the plug-in torchserve"):
+        found.choose_rules({"manifest": {"model": {}}})
+    assert found.choose_rules({"manifest": {"modelyard": {}}}) == OURS
+    with pytest.raises(LoadError, match="there is no envelope 'json'"):
+        found.envelope("json")
 
 
-def test_golden_requests_were_made_without_an_envelope(load: Load) -> None:
-    source = body("one").replace("['one']", "[str(row) for row in data]")
-    row = str({"body": bytearray(b"hi")})
-    found = load(source, golden=row, envelope="body")
-    assert found["answers"] == [[row[9:-1]]] * 2, found
-    assert "golden request 0" in load(source, golden="otherwise", envelope="body")["error"]
-
-
-def test_an_envelope_that_there_is_not_is_said(load: Load) -> None:
-    assert (
-        "service_envelope is 'soap'; expected one of body" in load(body(), envelope="soap")["error"]
-    )
+def test_a_sealed_archive_has_our_rules() -> None:
+    sealed: dict[str, Any] = {"manifest": {"modelyard": {}}}
+    assert our_rules(sealed) == OURS
+    assert our_rules({**sealed, "max_response_bytes": 9}) == Rules(max_answer_bytes=9)
 
 
 def test_what_handle_is_after_initialize_answers(load: Load) -> None:
     source = body("one").replace("pass", "self.handle = lambda data, context: ['replaced']")
-    assert load(source, sealed=False)["answers"][0] == ["replaced"]
-
-
-@pytest.mark.parametrize(
-    ("sealed", "module"),
-    [(True, "modelyard.handlers.base"), (False, "ts.torch_handler.base_handler")],
-)
-def test_whose_base_handler_an_archive_means_depends_on_who_made_it(
-    load: Load, sealed: bool, module: str
-) -> None:
-    """Neither finds weights here; the two say so in words of their own."""
-    expected = {
-        "modelyard.handlers.base": "names no artifact",
-        "ts.torch_handler.base_handler": "No model",
-    }
-    assert expected[module] in load("", "base_handler", sealed=sealed)["error"]
+    assert load(source)["answers"][0] == ["replaced"]
 
 
 @pytest.mark.parametrize(
@@ -211,12 +198,6 @@ def test_the_archives_modules_come_before_ours_and_ours_keep_working(load: Load)
     assert found["answers"][0] == ["of the author"]
 
 
-def test_torchserves_names_are_ours_even_where_torchserve_is_installed(load: Load) -> None:
-    source = "from ts.torch_handler.base_handler import BaseHandler\n" + body("one")
-    source = source.replace("['one']", "[BaseHandler.__module__]")
-    assert load(source)["answers"][0] == ["ts.torch_handler.base_handler"]
-
-
 @pytest.mark.parametrize(
     ("only_predicts", "handler", "is_sealed", "has_twin"),
     [
@@ -225,7 +206,7 @@ def test_torchserves_names_are_ours_even_where_torchserve_is_installed(load: Loa
         (True, "handler.py", True, True),
         (True, "image_classifier", False, True),
     ],
-    ids=["left-out", "explains-too", "of-an-author", "of-torchserve"],
+    ids=["left-out", "explains-too", "of-an-author", "not-sealed"],
 )
 def test_our_handlers_are_given_no_twin_where_others_explain(
     only_predicts: bool, handler: str, is_sealed: bool, has_twin: bool, tmp_path: Path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import io
 import json
 import math
 import socket
@@ -18,10 +17,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from modelyard.handlers import BadInput, BaseHandler, Context, PredictionException
-from modelyard.plugins.torchserve.worker import choose_rules
 from modelyard.serve.dataplane import wire
 from modelyard.serve.dataplane.lengths import take_batch
 from modelyard.serve.worker import loop
@@ -300,11 +297,11 @@ def test_a_long_explanation_is_compressed_where_the_client_takes_it(encoding: by
         (LONG, b"", wire.EXPLAIN, OURS),
         (LONG, b"identity, gzip;q=0", wire.EXPLAIN, OURS),
         (LONG, b"gzip", 0, OURS),
-        (LONG, b"gzip", wire.EXPLAIN, choose_rules({"dialect": "torchserve", "manifest": None})),
+        (LONG, b"gzip", wire.EXPLAIN, replace(OURS, compresses=False)),
         ({"attributions": [0.5]}, b"gzip", wire.EXPLAIN, OURS),
         (b"\x89PNG" + bytes(100_000), b"gzip", wire.EXPLAIN, OURS),
     ],
-    ids=["not asked for", "refused", "a prediction", "TorchServe", "short", "a picture"],
+    ids=["not asked for", "refused", "a prediction", "other rules", "short", "a picture"],
 )
 def test_nothing_else_is_compressed(
     output: object, encoding: bytes, flags: int, rules: Rules
@@ -378,139 +375,11 @@ def test_how_an_answer_is_framed_is_not_for_the_handler_to_say(name: str) -> Non
     assert answer.headers == {"content-type": "text/plain; charset=utf-8"}
 
 
-# -- TorchServe's dialect -----------------------------------------------------------------------
-
-THEIRS = choose_rules({"manifest": None, "dialect": "torchserve"})
-
-
-@pytest.mark.parametrize(
-    ("output", "headers", "body"),
-    [
-        ("gr\u00fcn", {}, "gr\u00fcn".encode()),
-        (b"\x01\x02", {}, b"\x01\x02"),
-        (bytearray(b"\x01"), {}, b"\x01"),
-        ({"a": 1, "\u00e9": "\u00fc"}, JSON, b'{\n  "a": 1,\n  "\\u00e9": "\\u00fc"\n}'),
-        ([1, 2], JSON, b"[\n  1,\n  2\n]"),
-        (3, JSON, b"3"),
-        (None, JSON, b"null"),
-        ([math.nan, math.inf], JSON, b"[\n  NaN,\n  Infinity\n]"),
-    ],
-    ids=repr,
-)
-def test_torchserves_answers_are_indented_and_without_guessed_types(
-    output: Any, headers: dict[str, str], body: bytes
-) -> None:
-    (answer,) = answer_batch(service(lambda data, context: [output], rules=THEIRS), [item(1)])
-    assert answer == Answer(200, headers, body)
-
-
-def test_a_tensor_is_saved_and_can_be_loaded() -> None:
-    value = torch.arange(3)
-    (answer,) = answer_batch(service(lambda data, context: [value], rules=THEIRS), [item(1)])
-    assert torch.equal(torch.load(io.BytesIO(answer.body), weights_only=True), value)
-
-
-def test_an_archive_that_is_not_ours_answers_so_in_a_server_of_ours_too() -> None:
-    rules = choose_rules({"manifest": {"model": {}}})
-    answers = service(lambda data, context: [[1]] if bodies(data) == ["list"] else [math.nan],
-                      rules=rules)  # fmt: skip
-    (good,) = answer_batch(answers, [item(1, b"list")])
-    assert good.body == b"[\n  1\n]"
-    (bad,) = answer_batch(answers, [item(2, b"nan")])
-    assert (bad.status, error_of(bad)["request_id"]) == (500, "request-2")
-
-
-def test_a_sealed_archive_has_our_rules_in_a_server_of_ours_only() -> None:
-    sealed: dict[str, Any] = {"manifest": {"modelyard": {}}}
-    assert choose_rules(sealed) == OURS
-    assert choose_rules({**sealed, "decode_input": False}) == Rules(read_json=None)
-    rules = choose_rules({**sealed, "dialect": "torchserve", "max_response_bytes": 9})
-    assert (rules.read_json, rules.max_answer_bytes) == (json.loads, 9)
-    assert rules.encode([1]) == (b"[\n  1\n]", "application/json")
-
-
-class Failure(Exception):
-    pass
-
-
-@pytest.mark.parametrize(
-    ("error", "status", "message"),
-    [
-        (Failure("why"), 503, "Prediction failed"),
-        (MemoryError(), 507, "Out of resources"),
-        (RuntimeError("CUDA out of memory"), 507, "Out of resources"),
-        (PredictionException("mine", 418), 418, "mine"),
-        (PredictionException("mine", 599), 599, "mine"),
-        (PredictionException("too large", 413), 507, "too large"),
-        (PredictionException("mine"), 500, "mine"),
-        (BadInput("no image"), 400, "no image"),
-        (Unprintable(), 503, "Prediction failed"),
-    ],
-    ids=repr,
-)
-def test_torchserves_errors_have_its_status_and_words(
-    error: Exception, status: int, message: str
-) -> None:
-    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
-        raise error
-
-    (answer,) = answer_batch(service(handle, rules=THEIRS), [item(1)])
-    kind = "BadRequestException" if status == 400 else "InternalServerException"
-    assert answer.body.decode() == (
-        f'{{\n  "code": {status},\n  "type": "{kind}",\n  "message": "{message}"\n}}\n'
-    )
-    assert answer.status == status
-
-
-@pytest.mark.parametrize(
-    ("output", "message"),
-    [
-        ({"a": 1}, "Invalid model predict output"),
-        (None, "Invalid model predict output"),
-        (("a",), "Invalid model predict output"),
-        ([1, 2], "number of batch response mismatched"),
-        ([{1, 2}], "Unsupported model output data type."),
-        ([np.zeros(2)], "Unsupported model output data type."),
-    ],
-    ids=repr,
-)
-def test_a_wrong_answer_is_503_in_torchserves_words(output: Any, message: str) -> None:
-    (answer,) = answer_batch(service(lambda data, context: output, rules=THEIRS), [item(1)])
-    assert (answer.status, json.loads(answer.body)["message"]) == (503, message)
-
-
-def test_a_wrong_number_of_answers_fails_the_batch_as_a_whole_in_the_dialect() -> None:
-    calls: list[int] = []
-
-    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
-        calls.append(len(data))
-        return ["one"]
-
-    answers = answer_batch(service(handle, rules=THEIRS), [item(1), item(2)])
-    assert [answer.status for answer in answers] == [503, 503]
-    assert calls == [2]
-    assert [a.status for a in answer_batch(service(handle), [item(1), item(2)])] == [200, 200]
-
-
-def test_a_form_that_cannot_be_read_is_500_in_the_dialect() -> None:
-    broken = item(1, b"broken", content_type=b"multipart/form-data")
-    (answer,) = answer_batch(service(echo, rules=THEIRS), [broken])
-    assert (answer.status, json.loads(answer.body)["type"]) == (500, "InternalServerException")
-
-
 def test_an_answer_over_the_limit_is_an_error_of_its_own_request() -> None:
-    rules = replace(THEIRS, max_answer_bytes=3)
+    rules = replace(OURS, max_answer_bytes=3)
     answers = answer_batch(service(echo, rules=rules), [item(1, b"abc"), item(2, b"abcd")])
     assert [answer.status for answer in answers] == [200, 500]
-    assert "has 4 bytes; max_response_size allows 3" in json.loads(answers[1].body)["message"]
-
-
-def test_a_handler_that_exits_ends_the_worker_in_the_dialect() -> None:
-    def handle(data: list[dict[str, Any]], context: Context) -> list[str]:
-        raise SystemExit(4)
-
-    with pytest.raises(SystemExit):
-        answer_batch(service(handle, rules=THEIRS), [item(1)])
+    assert "has 4 bytes; max_response_bytes allows 3" in json.loads(answers[1].body)["message"]
 
 
 # -- the loop ----------------------------------------------------------------------------------

@@ -119,12 +119,15 @@ def _mask(name: str, text: str) -> Region:
         value = parse_strictly(text, name)
     except ValueError as error:
         raise BadInput(f"{name} is not JSON: {error}") from error
-    lists = (value.get("size"), value.get("counts")) if isinstance(value, dict) else (None, None)
-    is_mask = len(value) == 2 and all(
-        isinstance(each, list) and each and all(type(n) is int and n >= 0 for n in each)
-        for each in lists
+    size, counts = (
+        (value["size"], value["counts"])
+        if isinstance(value, dict) and set(value) == {"size", "counts"}
+        else ([], [])
     )
-    size, counts = lists
+    is_mask = all(
+        isinstance(each, list) and each and all(type(n) is int and n >= 0 for n in each)
+        for each in (size, counts)
+    )
     if not is_mask or len(size) != 2:
         raise BadInput(f"{name} is {json.dumps(value)[:100]}; {_EXPECTED}")
     if sum(counts) != size[0] * size[1] or sum(counts) > MAX_PIXELS:

@@ -23,6 +23,8 @@ from modelyard.serve.settings import ENV_PREFIX, Settings, load_settings
 EVERYWHERE = "0.0.0.0"
 """A container is called from outside of it."""
 PORT = 8080
+GRPC_PORT = 7070
+"""TorchServe's, which KServe's own runtime has too."""
 DEFAULTS = {
     "host": EVERYWHERE,
     "auth": "management",
@@ -101,6 +103,7 @@ def own_settings(found: Archives, port: int, workers: int | None = None) -> Sett
             "model_store": found.store,
             "models": found.models,
             "port": port,
+            "grpc_port": GRPC_PORT,
             "workers": workers,
         },
         defaults=DEFAULTS,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from modelyard.archiver import Archive, open_archive
-from modelyard.archiver.certificate import Certificate, read_certificate
 from modelyard.archiver.errors import RefusedArchive
 from modelyard.archiver.handler_files import FEATURES_FILE
 from modelyard.archiver.signing import read_trusted_keys
 from modelyard.archiver.untrusted.json import parse_json
+from modelyard.plugins.ops.console.certificate import Certificate, read_certificate
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.settings import Settings
 

@@ -6,16 +6,19 @@ import asyncio
 from dataclasses import dataclass
 from time import monotonic
 
-from modelyard.serve.api.inference import (
-    CallReply,
-    Calls,
+from modelyard.serve.control.registry import ModelVersion
+from modelyard.serve.dataplane.call import EXPLAIN, Stream, Target
+from modelyard.serve.dataplane.tracing import Attributes
+from modelyard.serve.errors import StreamBroken
+from modelyard.serve.front.begin import (
+    AwaitedReply,
+    Front,
+    Headers,
+    Served,
     check_options,
     pack_fields,
     unpack_headers,
 )
-from modelyard.serve.control.registry import ModelVersion
-from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Call, Reply, Stream, Target
-from modelyard.serve.errors import BadRequest, StreamBroken, Unavailable
 
 MOST_STREAMED_BYTES = 1 << 20
 """Of an answer that comes in pieces; a page shows it when it is whole."""
@@ -38,12 +41,12 @@ class Answered:
 
 
 async def ask(
-    calls: Calls, target: Target, query: bytes, body: bytes, kind: str, id: str
+    front: Front, target: Target, query: bytes, body: bytes, kind: str, id: str
 ) -> Answered:
     """Ask a model as a client does that says nothing of itself.
 
     Args:
-        calls: of the server.
+        front: of the server.
         target: what is asked of which version.
         query: the options of an explanation.
         body: the input.
@@ -53,71 +56,69 @@ async def ask(
     Raises:
         ServeError: it is refused, or there is no answer.
     """
-    model = calls.find(target, id, [])
-    sink = _Awaited(calls, model, target)
-    try:
+    began = monotonic()
+    page = _Page(id)
+    reply = _PageReply(front, page, target, query, kind)
+
+    def check(model: ModelVersion) -> None:
         if target.kind == EXPLAIN and query and model.takes_our_options:
             check_options(query)
-        if target.kind == PREDICT:
-            model.batchers[PREDICT].check(model.request_timeout_s, False, monotonic())
-    except (BadRequest, Unavailable) as error:
-        sink.fail(error, 0.0)
-    else:
-        head = pack_fields(b"", query, id, [b"content-type", kind.encode("latin-1", "replace")])
-        left = sink.is_left
-        call = Call(
-            model, target.kind, head, sink, has_left=left, flags=target.flags, must_fit=False
-        )
-        sink.call = call
+
+    call = front.begin(reply, check=check)
+    if call is not None:
         call.submit([body])
-    return await sink.wait()
+    try:
+        answer = await reply.wait()
+    except asyncio.CancelledError:
+        page.has_left = True
+        raise
+    whole = await _gather(answer.body) if isinstance(answer.body, Stream) else answer.body
+    headers = dict(unpack_headers(answer.headers))
+    return Answered(
+        answer.status,
+        headers.get(b"content-type", b"").decode("latin-1"),
+        bytes(whole),
+        monotonic() - began,
+        answer.queue_us / 1e6,
+        answer.handler_us / 1e6,
+    )
 
 
-class _Awaited(CallReply):
-    """Keeps the reply to a call for the task that waits for it."""
+class _Page:
+    """A request of a page, as the front wants it."""
 
-    __slots__ = ("_began", "_future")
+    served: Served = None
+    trace_id = ""
+    has_left = False
 
-    def __init__(self, calls: Calls, model: ModelVersion, target: Target) -> None:
-        super().__init__(calls, model, target)
-        self._began = monotonic()
-        self._future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-
-    def answer(self, reply: Reply) -> None:
-        """Hand a worker's reply on."""
-        if not self._future.done():
-            self._future.set_result(reply)
-        elif isinstance(reply.body, Stream):
-            reply.body.close()
-
-    def refuse(self, error: Exception) -> None:
-        """Hand an error on."""
-        if not self._future.done():
-            self._future.set_exception(error)
+    def __init__(self, id: str) -> None:
+        self.id = id
+        self.headers: Headers = []
 
     def is_left(self) -> bool:
         """Return whether nobody waits any more: the browser has gone."""
-        return self._future.cancelled()
+        return self.has_left
 
-    async def wait(self) -> Answered:
-        """Return the answer when it is whole.
 
-        Raises:
-            ServeError: there is none.
-        """
-        reply = await self._future
-        body = reply.body
-        if isinstance(body, Stream):
-            body = await _gather(body)
-        headers = dict(unpack_headers(reply.headers))
-        return Answered(
-            reply.status,
-            headers.get(b"content-type", b"").decode("latin-1"),
-            bytes(body),
-            monotonic() - self._began,
-            reply.queue_us / 1e6,
-            reply.handler_us / 1e6,
-        )
+class _PageReply(AwaitedReply):
+    __slots__ = ("_kind", "_query")
+
+    def __init__(self, front: Front, page: _Page, target: Target, query: bytes, kind: str) -> None:
+        super().__init__(front, page, target)
+        self._query = query
+        self._kind = kind.encode("latin-1", "replace")
+
+    def head(self) -> bytes:
+        """Return what a worker needs beside the body."""
+        return pack_fields(b"", self._query, self.asked.id, [b"content-type", self._kind])
+
+    def describe(self) -> tuple[str, Attributes]:
+        """Return name and attributes of the request's span."""
+        return "console", self.describe_call()
+
+    def describe_status(self, status: int) -> Attributes:
+        """Return what the span says of an answer."""
+        return {"http.response.status_code": status}
 
 
 async def _gather(stream: Stream) -> bytes:

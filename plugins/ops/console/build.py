@@ -14,8 +14,8 @@ from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.rollout import ROLLOUT, RolloutPages
 from modelyard.plugins.ops.console.tryit import TryPages
 from modelyard.plugins.ops.rollout.control import Rollouts
-from modelyard.serve.api.inference import Calls
 from modelyard.serve.control.register import Lifecycle
+from modelyard.serve.front.begin import Front
 from modelyard.serve.http.application import Answers
 from modelyard.serve.http.auth import Grants
 from modelyard.serve.settings import Settings
@@ -24,7 +24,7 @@ from modelyard.serve.settings import Settings
 def build_console(
     lifecycle: Lifecycle,
     rollouts: Rollouts | None,
-    calls: Calls,
+    front: Front,
     grants: Grants | None,
     answers: Answers,
     settings: Settings,
@@ -36,7 +36,7 @@ def build_console(
     Args:
         lifecycle: what it shows and changes.
         rollouts: the same, of roll-outs; None where the dialect has none.
-        calls: the way to the models.
+        front: the way to the models.
         grants: the tokens that are known now; None asks for none.
         answers: of the API whose port it is on.
         settings: of the server.
@@ -47,7 +47,7 @@ def build_console(
     tabs = [tab for tab in TABS if rollouts is not None or tab.path != ROLLOUT]
     models = ModelPages(lifecycle, renderer, Watch(lifecycle.registry), tabs, may_unregister)
     log = LogPages(log_tail.attach(unlogged), renderer)
-    tries = TryPages(models, renderer, calls, settings)
+    tries = TryPages(models, renderer, front, settings)
     pages = [*models.pages(), *tries.pages(), *log.pages()]
     if rollouts is not None:
         pages += RolloutPages(models, renderer, rollouts, settings).pages()

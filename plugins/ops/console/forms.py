@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from modelyard.archiver.signature import Signature, parse_signature
-from modelyard.serve.api.schemas import Schema, body_and_answer
+from modelyard.serve.api.description import Schema
+from modelyard.serve.api.schemas import body_and_answer
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.errors import BadRequest
 

@@ -22,10 +22,10 @@ from modelyard.plugins.ops.console.forms import JSON, Form, form_of, write_body
 from modelyard.plugins.ops.console.models import ModelPages
 from modelyard.plugins.ops.console.render import Renderer
 from modelyard.plugins.ops.console.visit import Page, Visit
-from modelyard.serve.api.inference import Calls
 from modelyard.serve.control.registry import ModelVersion
 from modelyard.serve.dataplane.call import EXPLAIN, PREDICT, Target
 from modelyard.serve.errors import BadRequest, ServeError
+from modelyard.serve.front.begin import Front
 from modelyard.serve.http.connection import Answer
 from modelyard.serve.settings import Settings
 
@@ -43,16 +43,16 @@ class TryPages:
     Args:
         models: pages of the same versions.
         renderer: makes their HTML.
-        calls: the way to the models.
+        front: the way to the models.
         settings: of the server.
     """
 
     def __init__(
-        self, models: ModelPages, renderer: Renderer, calls: Calls, settings: Settings
+        self, models: ModelPages, renderer: Renderer, front: Front, settings: Settings
     ) -> None:
         self._models = models
         self._renderer = renderer
-        self._calls = calls
+        self._front = front
         self._most_bytes = settings.max_request_bytes
         self._archives = Archives(settings)
 
@@ -142,11 +142,11 @@ class TryPages:
         """Ask, and put the answer into a column; of an explanation, what is drawn too."""
         is_explanation = target.kind == EXPLAIN
         try:
-            answered = await ask(self._calls, target, urlencode(query).encode(), body, kind, id)
+            answered = await ask(self._front, target, urlencode(query).encode(), body, kind, id)
             column.show(answered, is_explanation)
             if column.explained and not column.explained[0].words:  # which are no picture
                 spelled = urlencode({**query, "format": "png"}).encode()
-                drawn = await ask(self._calls, target, spelled, body, kind, id)
+                drawn = await ask(self._front, target, spelled, body, kind, id)
                 if drawn.status == 200:
                     column.picture = as_address(drawn.body, drawn.kind)
         except ServeError as error:

@@ -8,10 +8,10 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from modelyard_client.options import Method
 from torch import Tensor
 
 from modelyard.archiver.untrusted.names import builtin_handlers
-from modelyard.client.options import Method
 from modelyard.handlers.errors import BadInput
 from modelyard.handlers.explain.attribute.attribution import Attribution, sums_of
 from modelyard.handlers.explain.attribute.methods import METHODS

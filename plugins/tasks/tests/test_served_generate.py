@@ -135,7 +135,6 @@ def test_a_text_as_tensors(server: LiveServer) -> None:
     assert len(pieces) > 1
     assert "".join(pieces) == expected
 
-    host, port = server.address
     request = message("inference.ModelInferRequest")(model_name="story", id="9")
     request.inputs.add(
         name="text_input", shape=[1], datatype="BYTES"
@@ -143,7 +142,7 @@ def test_a_text_as_tensors(server: LiveServer) -> None:
     request.inputs.add(
         name="max_new_tokens", shape=[1], datatype="INT32"
     ).contents.int_contents.append(24)
-    with grpc.insecure_channel(f"{host}:{port}") as channel:
+    with grpc.insecure_channel(server.grpc) as channel:
         method = channel.stream_stream(
             "/inference.GRPCInferenceService/ModelStreamInfer", lambda m: m.SerializeToString(),
             message("inference.ModelStreamInferResponse").FromString,

@@ -18,13 +18,12 @@ from transformers import Wav2Vec2CTCTokenizer, Wav2Vec2FeatureExtractor
 from examples.tasks import series, sounds
 from modelyard.handlers import (
     AudioClassifier,
-    AudioHandler,
     BadInput,
     Forecaster,
     LoadError,
     SpeechRecognizer,
 )
-from modelyard.plugins.tasks.audio_handler import decode_sound, read_alphabet
+from modelyard.plugins.tasks.audio_handler import AudioHandler, decode_sound, read_alphabet
 from tests.handlers.folders import ask, copied, explain, load, save_program
 
 AUDIO = {"audio": {"rate": sounds.RATE, "seconds": 10}}

@@ -8,18 +8,13 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from modelyard.archiver.collect import Part, Plan, created_on
 from modelyard.archiver.errors import ArchiveExists, BadName, CannotArchive
 from modelyard.archiver.manifest import ARCHIVER_VERSION, Manifest
+from modelyard.archiver.untrusted import names
 from modelyard.archiver.untrusted.container import MAX_ENTRIES, SUFFIXES
-from modelyard.archiver.untrusted.names import (
-    MANIFEST_NAME,
-    check_name,
-    check_version,
-    collisions,
-    file_name_problem,
-)
 from modelyard.archiver.untrusted.names import quoted as quote
 from modelyard.archiver.write import write_plan
 from modelyard.plugins.torchserve.archiver.extra_files import expand_extra_files
@@ -33,14 +28,8 @@ FORMATS = {
 }
 
 BUILTIN_HANDLERS = (
-    "base_handler",
-    "text_classifier",
-    "image_classifier",
-    "object_detector",
-    "image_segmenter",
-    "dali_image_classifier",
-    "vllm_handler",
-    "trt_llm_handler",
+    *("base_handler", "text_classifier", "image_classifier", "object_detector"),
+    *("image_segmenter", "dali_image_classifier", "vllm_handler", "trt_llm_handler"),
 )
 # Built into TorchServe's C++ backend (runtime LSP).
 _LSP_HANDLERS = ("BaseHandler", "TorchScriptHandler")
@@ -85,19 +74,27 @@ def archive_for_torchserve(config: ModelArchiverConfig, warn: Warn) -> Path:
         ArchiveError: a name breaks the rule, the archive exists, or files do not fit together.
     """
     check_model_name(config.model_name)
-    check_version(config.version)
-    folder = _export_folder(config.export_path, warn)
-    archive_format = FORMATS[config.archive_format]
-    _check_target(folder / f"{config.model_name}{SUFFIXES[archive_format]}", config.force, warn)
+    names.check_version(config.version)
+    folder, archive_format = Path(config.export_path), FORMATS[config.archive_format]
+    if folder.is_file():
+        raise CannotArchive(
+            f"Given export-path {folder} is not a directory. "
+            "Point to a valid export-path directory."
+        )
+    if not folder.exists():
+        warn(f"Given export-path {folder} does not exist; it is created.")
+    target = folder / f"{config.model_name}{SUFFIXES[archive_format]}"
+    if target.exists() and not config.force:
+        raise ArchiveExists(
+            f"{target} already exists.\n"
+            "Please specify --force/-f option to overwrite the model archive output file.\n"
+            "See -h/--help for more details."
+        )
+    if target.exists():
+        warn(f"Overwriting {target} ...")
+    more: dict[str, Any] = {"dry_run": config.check, "force": config.force}
     plan = plan_for_torchserve(config, warn)
-    packed = write_plan(
-        plan,
-        folder,
-        archive_format=archive_format,
-        dry_run=config.check,
-        force=config.force,
-    )
-    return packed.path
+    return write_plan(plan, folder, archive_format=archive_format, **more).path
 
 
 def check_model_name(name: str) -> None:
@@ -111,7 +108,7 @@ def check_model_name(name: str) -> None:
             "Model name contains special characters.\n"
             f"The allowed regular expression filter for model name is: {_NAME.pattern}"
         )
-    check_name(name)
+    names.check_name(name)
 
 
 def plan_for_torchserve(config: ModelArchiverConfig, warn: Warn) -> Plan:
@@ -121,48 +118,25 @@ def plan_for_torchserve(config: ModelArchiverConfig, warn: Warn) -> Plan:
         FileNotFoundError: one of them is not there.
         CannotArchive: their names cannot be unpacked everywhere.
     """
-    handler = _handler_file(config.handler, config.runtime)
-    given = [
-        (handler, "--handler", "handler"),
-        (config.model_file and Path(config.model_file), "--model-file", "model file"),
-        (config.serialized_file and Path(config.serialized_file), "--serialized-file", "weights"),
-    ]
-    parts = [_part(file, flag, role) for file, flag, role in given if file]
-    parts += expand_extra_files(config.extra_files or "", config.keep_tree, warn)
+    parts: list[Part] = []
     for name, flag, role in (
+        (_handler_file(config.handler, config.runtime), "--handler", "handler"),
+        (config.model_file, "--model-file", "model file"),
+        (config.serialized_file, "--serialized-file", "weights"),
+        (None, "--extra-files", ""),
         (config.requirements_file, "--requirements-file", "requirements"),
         (config.config_file, "--config-file", "configuration"),
     ):
-        if name:
-            parts.append(_part(Path(name), flag, role))
+        if not role:
+            parts += expand_extra_files(config.extra_files or "", config.keep_tree, warn)
+        elif name and not Path(name).is_file():
+            raise FileNotFoundError(f"{flag}: [Errno 2] No such file or directory: '{name}'")
+        elif name:
+            parts.append(Part(Path(name).name, Path(name), role))
     return Plan(_manifest(config), _checked(parts, warn))
 
 
-def _export_folder(export_path: str, warn: Warn) -> Path:
-    folder = Path(export_path)
-    if folder.is_file():
-        raise CannotArchive(
-            f"Given export-path {export_path} is not a directory. "
-            "Point to a valid export-path directory."
-        )
-    if not folder.exists():
-        warn(f"Given export-path {export_path} does not exist; it is created.")
-    return folder
-
-
-def _check_target(target: Path, force: bool, warn: Warn) -> None:
-    if not target.exists():
-        return
-    if not force:
-        raise ArchiveExists(
-            f"{target} already exists.\n"
-            "Please specify --force/-f option to overwrite the model archive output file.\n"
-            "See -h/--help for more details."
-        )
-    warn(f"Overwriting {target} ...")
-
-
-def _handler_file(handler: str, runtime: str) -> Path | None:
+def _handler_file(handler: str, runtime: str) -> str | None:
     """Return the file of a handler: `path.py`, `path`, either with `:function`, or none."""
     builtin = _LSP_HANDLERS if runtime == "LSP" else BUILTIN_HANDLERS
     if handler in builtin:
@@ -170,13 +144,7 @@ def _handler_file(handler: str, runtime: str) -> Path | None:
     path = handler.rpartition(":")[0] or handler
     suffix = ".so" if runtime == "LSP" else ".py"
     is_complete = Path(path).suffix in ((".so", ".dylib") if runtime == "LSP" else (".py",))
-    return Path(path if is_complete else path + suffix)
-
-
-def _part(file: Path, flag: str, role: str) -> Part:
-    if not file.is_file():
-        raise FileNotFoundError(f"{flag}: [Errno 2] No such file or directory: '{file}'")
-    return Part(file.name, file, role)
+    return path if is_complete else path + suffix
 
 
 def _checked(parts: list[Part], warn: Warn) -> tuple[Part, ...]:
@@ -187,10 +155,14 @@ def _checked(parts: list[Part], warn: Warn) -> tuple[Part, ...]:
         if before is not None and not before.is_of(part.source):
             warn(f"{part.label} is packed as {part.name}, in place of {before.label}")
         kept[part.name] = part
-    problems = [
-        f"{part.label}: {problem}" for part in kept.values() if (problem := _problem(part.name))
-    ]
-    problems += collisions([*kept, MANIFEST_NAME])
+    problems = []
+    for part in kept.values():
+        problem = names.file_name_problem(part.name)
+        if part.name.partition("/")[0].lower() == "mar-inf":
+            problem = f"{quote(part.name)}: MAR-INF is where the archive's own files lie"
+        if problem:
+            problems.append(f"{part.label}: {problem}")
+    problems += names.collisions([*kept, names.MANIFEST_NAME])
     if len(kept) >= MAX_ENTRIES:
         problems.append(f"{len(kept)} files; an archive holds {MAX_ENTRIES - 1}")
     if problems:
@@ -198,32 +170,22 @@ def _checked(parts: list[Part], warn: Warn) -> tuple[Part, ...]:
     return tuple(kept[name] for name in sorted(kept))
 
 
-def _problem(name: str) -> str | None:
-    if name.partition("/")[0].lower() == "mar-inf":
-        return f"{quote(name)}: MAR-INF is where the archive's own files lie"
-    return file_name_problem(name)
-
-
 def _manifest(config: ModelArchiverConfig) -> Manifest:
+    """Return the manifest; of a handler it has the base name, as TorchServe reads it."""
+    path, colon, function = config.handler.rpartition(":")
+    handler = Path(config.handler).name
+    if colon:
+        handler = f"{Path(path).name.removesuffix('.py')}:{function}"
+    files = ("serialized_file", "model_file", "requirements_file", "config_file")
+    named: dict[str, Any] = {
+        key: Path(file).name for key in files if (file := getattr(config, key))
+    }
     return Manifest(
         model_name=config.model_name,
         model_version=config.version,
-        handler=_recorded_handler(config.handler),
-        serialized_file=_name(config.serialized_file),
-        model_file=_name(config.model_file),
-        requirements_file=_name(config.requirements_file),
-        config_file=_name(config.config_file),
+        handler=handler,
         runtime=config.runtime,
         created_on=created_on(),
         archiver_version=ARCHIVER_VERSION,
+        **named,
     )
-
-
-def _recorded_handler(handler: str) -> str:
-    """Return the handler's base name as given; `file.py:function` as TorchServe reads it."""
-    path, colon, function = handler.rpartition(":")
-    return f"{Path(path).name.removesuffix('.py')}:{function}" if colon else Path(handler).name
-
-
-def _name(file: str | None) -> str | None:
-    return Path(file).name if file else None

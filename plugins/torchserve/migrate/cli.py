@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -18,7 +18,7 @@ from modelyard.base.terminal import err, format_bytes, out, plain_table
 from modelyard.serve.cli import known_errors
 
 if TYPE_CHECKING:
-    from modelyard.plugins.torchserve.migrate.findings import Finding, Report
+    from modelyard.plugins.torchserve.migrate.models import Finding, Report
 
 MOST_INDENT = 24
 """Of what stands beside a key or model; a longer one has a line of its own."""
@@ -81,7 +81,7 @@ def migrate(
             lambda text: status.update(f"looking at {text}"),
         )
     if json_output:
-        out.print_json(json.dumps(_as_json(report)))
+        out.print_json(json.dumps({"can_move": not report.fails, **asdict(report)}))
     else:
         for part in _for_people(report):
             out.print(part)
@@ -89,45 +89,29 @@ def migrate(
         raise typer.Exit(1)
 
 
-def _as_json(report: Report) -> dict[str, Any]:
-    return {
-        "can_move": not report.fails,
-        "findings": [asdict(finding) for finding in report.findings],
-        "models": [asdict(model) for model in report.models],
-    }
+WORDS = {
+    "fails": ("will not work", "red"),
+    "changes": ("changes", "yellow"),
+    "works": ("works", "green"),
+}
 
 
 def _for_people(report: Report) -> Iterator[Table | Text]:
-    from modelyard.plugins.torchserve.migrate.findings import CHANGES, FAILS, WORKS
-
-    words = {
-        FAILS: ("will not work", "red"),
-        CHANGES: ("changes", "yellow"),
-        WORKS: ("works", "green"),
-    }
-    for status, (heading, style) in words.items():
-        found = [each for each in report.findings if each.status == status]
-        if not found:
-            continue
-        yield Text(heading, style=style)
-        yield from _lines(found)
-        yield Text()
+    for status, (heading, style) in WORDS.items():
+        if found := [each for each in report.findings if each.status == status]:
+            yield Text(heading, style=style)
+            yield from _lines(found)
+            yield Text()
     if report.models:
         columns = ("model", "left"), ("file", "left"), *((each, "right") for each in COUNTS)
         table = plain_table(*columns)
         for model in report.models:
-            about = "" if model.is_measured else "~"
-            table.add_row(
-                f"{model.name} {model.version}",
-                model.file,
-                str(model.workers),
-                str(model.batch_size),
-                about + format_bytes(model.memory_bytes),
-            )
+            memory = ("" if model.is_measured else "~") + format_bytes(model.memory_bytes)
+            counts = str(model.workers), str(model.batch_size), memory
+            table.add_row(f"{model.name} {model.version}", model.file, *counts)
         yield table
         yield Text()
-    counts = [f"{report.count(status)} {heading}" for status, (heading, _) in words.items()]
-    yield Text(", ".join(counts))
+    yield Text(", ".join(f"{report.count(each)} {words}" for each, (words, _) in WORDS.items()))
 
 
 COUNTS = ("workers", "batch", "memory")
@@ -136,8 +120,7 @@ COUNTS = ("workers", "batch", "memory")
 def _lines(findings: Sequence[Finding]) -> Iterator[Text]:
     """Yield findings, subject by subject; lines are as long as the terminal is wide."""
     width = min(MOST_INDENT, max(len(each.subject) for each in findings))
-    indent = " " * (width + 4)
-    before = ""
+    indent, before = " " * (width + 4), ""
     for each in findings:
         subject = "" if each.subject == before else each.subject
         before = each.subject
@@ -146,7 +129,6 @@ def _lines(findings: Sequence[Finding]) -> Iterator[Text]:
             subject = ""
         first = f"  {subject:{width}}  "
         for text in filter(None, (each.text, each.advice and f"→ {each.advice}")):
-            lines = textwrap.wrap(" ".join(text.split()), max(20, out.width - len(indent) - 1))
-            for line in lines:
+            for line in textwrap.wrap(" ".join(text.split()), max(20, out.width - width - 5)):
                 yield Text(f"{first}{line}")
                 first = indent

@@ -1,37 +1,38 @@
-"""Configuration and model store → the report."""
+"""Configuration and model store → the report; `torchserve` reads both by the same functions."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import re
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from modelyard.base.terminal import format_bytes
 from modelyard.plugins.torchserve.arguments import CommandLine
-from modelyard.plugins.torchserve.configuration import Configuration
-from modelyard.plugins.torchserve.metrics import TorchServeMetrics
-from modelyard.plugins.torchserve.migrate.configuration import read_configuration
-from modelyard.plugins.torchserve.migrate.findings import (
-    CHANGES,
-    FAILS,
-    WORKS,
-    Finding,
-    Report,
-    warnings_of_readers,
+from modelyard.plugins.torchserve.configuration import (
+    DEFAULT_URLS,
+    KEYS,
+    WITHOUT_EFFECT,
+    Configuration,
+    load_configuration,
+    read_tls,
 )
-from modelyard.plugins.torchserve.migrate.models import Looked, find_workflows, look_at_store
-from modelyard.plugins.torchserve.migrate.trial import Trial, try_archives
+from modelyard.plugins.torchserve.log4j import find_log_config, read_log_config
+from modelyard.plugins.torchserve.metrics import TorchServeMetrics
+from modelyard.plugins.torchserve.migrate import models
+from modelyard.plugins.torchserve.migrate.models import CHANGES, FAILS, WORKS, Finding, Report
 from modelyard.plugins.torchserve.policy import TorchServePolicy
 from modelyard.serve.control.fetch import UrlRules
-from modelyard.serve.control.model_config import ModelSpec
+from modelyard.serve.control.sizing import available_memory
 from modelyard.serve.errors import StartError
-from modelyard.serve.tools.doctor import available_memory
 
 SERVER_BYTES = 200 << 20
 """Of the server's process, and of the one that workers are forked from."""
+LOST = {"plugins_path"}
+"""Keys without effect whose work nothing here does."""
 
 OnStep = Callable[[str], None]
 """Called with what is looked at now."""
@@ -54,41 +55,43 @@ def examine(
         on_step: for progress.
     """
     on_step("configuration")
-    configuration, findings = read_configuration(options, environment, directory)
-    report = Report(findings)
-    store = configuration.settings.model_store
-    if missing := _why_no_store(configuration, options):
-        if configuration.file != Path(os.devnull):  # else it was passed over with the other keys
-            report.findings.append(Finding(FAILS, "model_store", missing))
+    # The file that is named here counts, whatever the environment names.
+    variables = {key: value for key, value in environment.items() if key != "TS_CONFIG_FILE"}
+    report, is_read = Report(), True
+    try:
+        configuration = load_configuration(options, variables, directory)
+        report.findings += _examine(configuration, variables)
+    except StartError as error:
+        advice = "the start ends with this; mend it first: its other keys were not looked at"
+        report.findings.append(Finding(FAILS, *_split(str(error)), advice))
+        without, is_read = CommandLine(**{**vars(options), "ts_config": os.devnull}), False
+        configuration = load_configuration(without, variables, directory)
+    store, dialect = configuration.settings.model_store, configuration.dialect
+    missing = None if store.is_dir() else f"there is no folder {store}"
+    if not (options.model_store or dialect.properties.get("model_store")):
+        missing = "neither the command nor the configuration names a folder of archives"
+    if missing:
+        report.findings += [Finding(FAILS, "model_store", missing)] * is_read
         return report
     with tempfile.TemporaryDirectory(prefix="modelyard-") as folder:
         policy = _policy(configuration, Path(folder) / "state")
-        looked: list[Looked] = []
-        for each in look_at_store(policy, UrlRules(configuration.dialect.allowed_urls)):
+        looked: list[models.Looked] = []
+        for each in models.look_at_store(policy, UrlRules(dialect.allowed_urls)):
             on_step(each.spec.location)
             looked.append(each)
-        trials: dict[ModelSpec, Trial] = {}
+        trials: list[models.Trial | None] = [None] * len(looked)
         if tries:
             on_step("trials")
-            specs = [each.spec for each in looked if each.can_try]
-            with warnings_of_readers():  # what workers print, and how they end
-                asyncio.run(try_archives(policy, specs, trials.__setitem__))
+            with models.warnings_of_readers():  # what workers print, and how they end
+                trials = asyncio.run(models.try_archives(policy, looked))
     if not looked:
         report.findings.append(Finding(CHANGES, "model_store", f"{store} holds no archives"))
-    for each in looked:
-        _add(report, each, trials.get(each.spec))
-    report.findings += find_workflows(
-        policy, configuration.dialect.properties.get("workflow_store")
-    )
-    report.findings += _memory(report)
+    for each, trial in zip(looked, trials, strict=True):
+        _add(report, each, trial)
+    report.findings += models.find_workflows(policy, dialect.properties.get("workflow_store"))
+    if report.models:
+        report.findings.append(_memory(report))
     return report
-
-
-def _why_no_store(configuration: Configuration, options: CommandLine) -> str | None:
-    if not (options.model_store or configuration.dialect.properties.get("model_store")):
-        return "neither the command nor the configuration names a folder of archives"
-    store = configuration.settings.model_store
-    return None if store.is_dir() else f"there is no folder {store}"
 
 
 def _policy(configuration: Configuration, state: Path) -> TorchServePolicy:
@@ -101,21 +104,17 @@ def _policy(configuration: Configuration, state: Path) -> TorchServePolicy:
     return TorchServePolicy(settings, dialect, metrics)
 
 
-def _add(report: Report, looked: Looked, trial: Trial | None) -> None:
+def _add(report: Report, looked: models.Looked, trial: models.Trial | None) -> None:
     """Take what was found about one archive, with what came of its trial."""
     model = looked.model
     for finding in looked.findings:
-        if trial is None or finding.status != WORKS:
-            report.findings.append(finding)
-        elif trial.error is not None:
-            error = trial.error.removeprefix(f"{finding.subject}: ")
-            report.findings.append(replace(finding, status=FAILS, text=error))
-            model = None
-        else:
-            took = (
-                f"; loads in {trial.seconds:.1f} s, {format_bytes(trial.memory_bytes)} of its own"
-            )
-            report.findings.append(replace(finding, text=finding.text + took))
+        if trial is not None and finding.status == WORKS:
+            took = f"loads in {trial.seconds:.1f} s, {format_bytes(trial.memory_bytes)} of its own"
+            finding = replace(finding, text=f"{finding.text}; {took}")
+            if trial.error is not None:
+                error = trial.error.removeprefix(f"{finding.subject}: ")
+                finding, model = replace(finding, status=FAILS, text=error), None
+        report.findings.append(finding)
     if model is not None and trial is not None:
         taken = trial.memory_bytes * model.workers
         model = replace(model, memory_bytes=taken, is_measured=True)
@@ -123,9 +122,7 @@ def _add(report: Report, looked: Looked, trial: Trial | None) -> None:
         report.models.append(model)
 
 
-def _memory(report: Report) -> list[Finding]:
-    if not report.models:
-        return []
+def _memory(report: Report) -> Finding:
     workers = sum(model.workers for model in report.models)
     needed = SERVER_BYTES + sum(model.memory_bytes for model in report.models)
     there = available_memory()
@@ -134,7 +131,65 @@ def _memory(report: Report) -> list[Finding]:
         f"{workers} worker{'s' * (workers != 1)} on {cores} core{'s' * (cores != 1)}, about "
         f"{format_bytes(needed)} with the server; {format_bytes(there)} available"
     )
-    if needed > there:
-        advice = "start fewer: default_workers_per_model, or minWorkers of the archives"
-        return [Finding(FAILS, "memory", text, advice)]
-    return [Finding(WORKS, "memory", text)]
+    if needed <= there:
+        return Finding(WORKS, "memory", text)
+    advice = "start fewer: default_workers_per_model, or minWorkers of the archives"
+    return Finding(FAILS, "memory", text, advice)
+
+
+# -- the configuration -------------------------------------------------------------------------
+
+
+def _examine(configuration: Configuration, environment: Mapping[str, str]) -> Iterator[Finding]:
+    own = configuration.dialect
+    if used := sorted(own.properties.keys() & KEYS - WITHOUT_EFFECT.keys()):
+        yield Finding(WORKS, "keys", "mean what they did: " + ", ".join(used))
+    for notice in configuration.notices:
+        subject, text = _split(notice)
+        yield Finding(FAILS if subject in LOST else CHANGES, subject, text)
+    if own.disable_token_authorization is None and own.inference_address.is_loopback:
+        text = "predictions from this machine need none; TorchServe 0.12 asks for one"
+        advice = "disable_token_authorization=false asks for it here too"
+        yield Finding(CHANGES, "tokens", text, advice)
+    elif own.disable_token_authorization:
+        yield Finding(WORKS, "tokens", "none are asked for, as the configuration says")
+    else:
+        yield Finding(WORKS, "tokens", "asked for, as by TorchServe; they are in key_file.json")
+    if not own.allowed_urls:
+        text = "no model is fetched by URL; without the key TorchServe takes any URL"
+        advice = f"name the URLs in allowed_urls, or in the variable {DEFAULT_URLS}"
+        yield Finding(CHANGES, "allowed_urls", text, advice)
+    ports = " and ".join(str(address.port) for address in own.grpc_addresses)
+    yield Finding(WORKS, "gRPC", f"answered on ports {ports}, as TorchServe's clients call it")
+
+    def tls() -> tuple[list[str], str | None]:
+        with models.warnings_of_readers() as said:
+            has_tls = read_tls(own) is not None
+        return said, "certificate and key can be read, and fit each other" if has_tls else None
+
+    def logs() -> tuple[list[str], str | None]:
+        file = find_log_config(None, own.properties.get("vmargs", ""), own.directory)
+        if file is None:
+            return [], None
+        return read_log_config(file, environment, own.directory)[1], f"{file.name} is followed"
+
+    def metrics() -> tuple[list[str], str | None]:
+        TorchServeMetrics(own)
+        return [], None
+
+    for subject, read in (("TLS", tls), ("logs", logs), ("metrics_config", metrics)):
+        try:
+            changes, works = read()
+        except StartError as error:
+            yield Finding(FAILS, subject, str(error))
+            continue
+        yield from (Finding(CHANGES, subject, text) for text in changes)
+        if works and not changes:
+            yield Finding(WORKS, subject, works)
+
+
+def _split(text: str) -> tuple[str, str]:
+    """Return the key that a sentence begins with, and the rest of it."""
+    if match := re.fullmatch(r"(\w+)(?:: | (?=has no effect|is not a key))(.*)", text, re.DOTALL):
+        return match[1], match[2]
+    return "configuration", text

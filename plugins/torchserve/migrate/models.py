@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import importlib.metadata
 import importlib.util
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass
+import logging
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from time import monotonic
 
+import psutil
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
@@ -17,35 +21,90 @@ from modelyard.archiver.source_checks import Source, known_modules, unmet_import
 from modelyard.plugins.torchserve import NO_WORKFLOWS
 from modelyard.plugins.torchserve.archiver.archive import BUILTIN_HANDLERS
 from modelyard.plugins.torchserve.archiver.refused import REASONS, refused_imports
-from modelyard.plugins.torchserve.migrate.findings import (
-    CHANGES,
-    FAILS,
-    WORKS,
-    Finding,
-    Model,
-    warnings_of_readers,
-)
 from modelyard.plugins.torchserve.policy import TorchServePolicy
 from modelyard.plugins.torchserve.store import TORCHSERVE_SUFFIXES, find_as_torchserve
-from modelyard.serve.control.build import (
-    MAX_SOURCE_BYTES,
-    NEEDS_TORCH,
-    admit,
-    choose_preload,
-)
+from modelyard.serve.control import build, sizing
 from modelyard.serve.control.fetch import UrlRules, is_url, parse_url
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec
-from modelyard.serve.control.sizing import Allocation, ResourceRequest
+from modelyard.serve.control.register import Lifecycle
+from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.store import find_in_store, list_archives
-from modelyard.serve.errors import ServeError, UrlRefused
-from modelyard.serve.tools.doctor import WORKER_BYTES
+from modelyard.serve.dataplane.metrics import Metrics
+from modelyard.serve.dataplane.process import Orphans
+from modelyard.serve.dataplane.worker import WorkerPolicy
+from modelyard.serve.errors import LoadFailed, ServeError, UrlRefused
 
 FORKED_BYTES = 50 << 20
 """What a worker adds that is forked, beside its model; others import torch, and take more."""
 PLAIN_BYTES = 20 << 20
 """Of a worker whose handler needs no torch."""
+INSTALL = (
+    "install it beside Modelyard; or name it in the archive's requirements, and set "
+    "install_py_dep_per_model=true"
+)
 SHARED = ("torch", "modelyard")
 """Packages that an environment of an archive's own must not bring in another version."""
+
+
+WORKS, CHANGES, FAILS = "works", "changes", "fails"
+"""What becomes of something in the move."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that works, changes, or will not work."""
+
+    status: str
+    subject: str
+    """A key of the configuration, or a model and its version."""
+    text: str
+    advice: str = ""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A version that the start serves."""
+
+    name: str
+    version: str
+    file: str
+    workers: int
+    batch_size: int
+    memory_bytes: int
+    """Of all its workers; an estimate, or what one took in a trial, times the workers."""
+    is_measured: bool = False
+
+
+@dataclass
+class Report:
+    """Everything that was found."""
+
+    findings: list[Finding] = field(default_factory=list)
+    models: list[Model] = field(default_factory=list)
+
+    @property
+    def fails(self) -> bool:
+        """Whether anything will not work."""
+        return any(each.status == FAILS for each in self.findings)
+
+    def count(self, status: str) -> int:
+        """Return how many findings have this status."""
+        return sum(each.status == status for each in self.findings)
+
+
+@contextmanager
+def warnings_of_readers() -> Iterator[list[str]]:
+    """Collect what the server's readers would write to its log."""
+    said: list[str] = []
+    logger, collector = logging.getLogger("modelyard"), logging.Handler(logging.WARNING)
+    collector.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    propagates, logger.propagate = logger.propagate, False
+    logger.addHandler(collector)
+    try:
+        yield said
+    finally:
+        logger.removeHandler(collector)
+        logger.propagate = propagates
 
 
 @dataclass(frozen=True)
@@ -57,11 +116,16 @@ class Looked:
     model: Model | None = None
     """Where it is served at the start, and can be."""
 
-    @property
-    def can_try(self) -> bool:
-        """Whether a worker may be started on it."""
-        fails = any(each.status == FAILS for each in self.findings)
-        return not fails and not is_url(self.spec.location)
+
+@dataclass(frozen=True)
+class Trial:
+    """What came of starting a worker."""
+
+    error: str | None
+    """The load's own words; None where the worker was ready."""
+    seconds: float = 0.0
+    memory_bytes: int = 0
+    """Its own, beside what it shares with other workers."""
 
 
 def look_at_store(policy: TorchServePolicy, rules: UrlRules) -> Iterator[Looked]:
@@ -71,36 +135,74 @@ def look_at_store(policy: TorchServePolicy, rules: UrlRules) -> Iterator[Looked]
         policy: of the server that would serve them.
         rules: what may be fetched.
     """
-    store = policy.settings.model_store
+    store, specs = policy.settings.model_store, list[ModelSpec]()
     try:
         specs = policy.models_at_start(is_trial=True)
     except ServeError as error:
-        specs = []
         yield Looked(ModelSpec(""), [Finding(FAILS, "model_snapshot", str(error))])
     named = {find_in_store(store, spec.location.rpartition("/")[2]) for spec in specs}
-    there = list_archives(store, TORCHSERVE_SUFFIXES)
-    others = [name for name in there if store / name not in named]
-    for spec in specs:
-        yield _look(policy, spec, rules, is_loaded=True)
-    for name in others:
-        yield _look(policy, ModelSpec(name), rules, is_loaded=False)
+    yield from (_look(policy, spec, rules, is_loaded=True) for spec in specs)
+    for name in list_archives(store, TORCHSERVE_SUFFIXES):
+        if store / name not in named:
+            yield _look(policy, ModelSpec(name), rules, is_loaded=False)
 
 
 def find_workflows(policy: TorchServePolicy, workflow_store: str | None) -> Iterator[Finding]:
     """Yield a finding for each archive of a workflow."""
+    advice = "call its models one after the other in the client, or from one handler"
     folders = {policy.settings.model_store, Path(workflow_store or policy.settings.model_store)}
     for file in sorted(file for folder in folders for file in folder.glob("*.war")):
-        yield Finding(
-            FAILS,
-            file.name,
-            NO_WORKFLOWS,
-            "call its models one after the other in the client, or from one handler",
-        )
+        yield Finding(FAILS, file.name, NO_WORKFLOWS, advice)
+
+
+async def try_archives(policy: TorchServePolicy, looked: Sequence[Looked]) -> list[Trial | None]:
+    """Load each archive that can be served in a worker, behind the walls of the server.
+
+    Args:
+        policy: of the server that would serve them, with a state folder of its own.
+        looked: archives of the store.
+
+    Returns:
+        What came of each, in this order; None for those that were not tried.
+    """
+    policy.state.create()
+    policy.workers = WorkerPolicy()  # what they print goes to files of that folder
+    orphans, lifecycle = Orphans(), Lifecycle(policy, Registry(), Metrics())
+    try:
+        return [
+            None
+            if is_url(each.spec.location) or any(f.status == FAILS for f in each.findings)
+            else await _try(lifecycle, each.spec)
+            for each in looked
+        ]
+    finally:
+        await lifecycle.stop(0)
+        await orphans.stop()
+
+
+async def _try(lifecycle: Lifecycle, spec: ModelSpec) -> Trial:
+    began = monotonic()
+    try:
+        model = await lifecycle.add(replace(spec, workers=1, most=1), None, waits=True)
+    except (LoadFailed, ServeError, ArchiveError) as error:
+        return Trial(str(error))
+    took_s = monotonic() - began
+    pids = [slot.worker.pid for slot in model.pool.slots if slot.worker is not None]
+    taken = sum(int(psutil.Process(pid).memory_full_info().uss) for pid in pids)
+    await lifecycle.unregister(model)
+    return Trial(None, took_s, taken)
 
 
 def _look(policy: TorchServePolicy, spec: ModelSpec, rules: UrlRules, is_loaded: bool) -> Looked:
     if is_url(spec.location):
-        return Looked(spec, [_look_at_url(rules, spec.location)])
+        text = f"{spec.location} may be fetched; it was not looked at"
+        finding = Finding(WORKS, "load_models", text)
+        try:
+            rules.matching(parse_url(spec.location))
+        except UrlRefused as error:
+            advice = f"{error.reason}; add one to allowed_urls"
+            finding = Finding(FAILS, "load_models", str(error), advice)
+        return Looked(spec, [finding])
     try:
         file = find_as_torchserve(policy.settings.model_store, spec.location)
         with open_archive(file, needs_manifest=policy.needs_manifest) as archive:
@@ -109,19 +211,11 @@ def _look(policy: TorchServePolicy, spec: ModelSpec, rules: UrlRules, is_loaded:
         return Looked(spec, [Finding(FAILS, spec.name or spec.location, str(error))])
 
 
-def _look_at_url(rules: UrlRules, location: str) -> Finding:
-    try:
-        rules.matching(parse_url(location))
-    except UrlRefused as error:
-        return Finding(FAILS, "load_models", str(error), f"{error.reason}; add one to allowed_urls")
-    return Finding(WORKS, "load_models", f"{location} may be fetched; it was not looked at")
-
-
 def _look_inside(
     policy: TorchServePolicy, spec: ModelSpec, archive: Archive, is_loaded: bool
 ) -> Looked:
     with warnings_of_readers() as said:
-        name, config, _ = admit(archive, spec, policy)
+        name, config, _ = build.admit(archive, spec, policy)
     label = f"{name} {archive.manifest.model_version}"
     findings = [Finding(CHANGES, label, text) for text in said]
     findings += _look_at_code(policy, archive, label)
@@ -139,26 +233,21 @@ async def _size(
 ) -> Model:
     size = await policy.size(spec, config, name, _nobody_shares)
     each = PLAIN_BYTES
-    if not config.uses_gpu and choose_preload(archive, archive.manifest.handler):
+    if not config.uses_gpu and build.choose_preload(archive, archive.manifest.handler):
         each = FORKED_BYTES
-    elif config.uses_gpu or any(NEEDS_TORCH.search(code) for _, code in _sources(archive)):
-        each = WORKER_BYTES
-    weights = sum(
-        file.size_bytes for file in archive.files if file.name == archive.manifest.serialized_file
-    )
+    elif config.uses_gpu or any(build.NEEDS_TORCH.search(code) for _, code in _sources(archive)):
+        each = sizing.WORKER_BYTES
+    manifest = archive.manifest
+    weights = sum(f.size_bytes for f in archive.files if f.name == manifest.serialized_file)
     # Weights that a handler of ours loads are mapped once; an author's may copy them.
-    copies = 1 if archive.manifest.handler in BUILTIN_HANDLERS else size.workers
+    copies = min(1, size.workers) if manifest.handler in BUILTIN_HANDLERS else size.workers
+    memory = size.workers * each + copies * weights
     return Model(
-        name,
-        archive.manifest.model_version,
-        archive.path.name,
-        size.workers,
-        config.batch_size,
-        size.workers * each + min(copies, size.workers) * weights,
+        name, manifest.model_version, archive.path.name, size.workers, config.batch_size, memory
     )
 
 
-async def _nobody_shares(request: ResourceRequest) -> Allocation:
+async def _nobody_shares(request: sizing.ResourceRequest) -> sizing.Allocation:
     raise AssertionError("models do not share the cores in this dialect")
 
 
@@ -168,14 +257,15 @@ async def _nobody_shares(request: ResourceRequest) -> Allocation:
 def _look_at_code(policy: TorchServePolicy, archive: Archive, label: str) -> Iterator[Finding]:
     manifest = archive.manifest
     handler = manifest.handler or policy.default_handler
+    wrong = None
     if manifest.runtime == "LSP":
-        yield Finding(FAILS, label, "the runtime is LSP: C++ handlers do not run here")
-        return
-    if not handler:
-        yield Finding(FAILS, label, "the manifest names no handler")
-        return
-    if handler in REASONS:
-        yield Finding(FAILS, label, f"the handler {handler} is not served: {REASONS[handler]}")
+        wrong = "the runtime is LSP: C++ handlers do not run here"
+    elif not handler:
+        wrong = "the manifest names no handler"
+    elif handler in REASONS:
+        wrong = f"the handler {handler} is not served: {REASONS[handler]}"
+    if wrong or not handler:
+        yield Finding(FAILS, label, str(wrong))
         return
     packages = yield from _look_at_requirements(policy, archive, label)
     if handler == "text_classifier" and "source_vocab.pt" in archive.names:
@@ -208,25 +298,21 @@ def _look_at_sources(
             yield Finding(status, label, f"{file} is not Python that this interpreter reads")
             continue
         for name, line in refused_imports(tree):
-            text = f"{file}:{line} imports {name}, which is not served: {REASONS[name]}"
-            yield Finding(status, label, text)
+            where = f"{file}:{line} imports {name}, which is not served"
+            yield Finding(status, label, f"{where}: {REASONS[name]}")
         for unmet in unmet_imports(file, tree, known):
             where = f"{unmet.file}:{unmet.line} imports {unmet.module}, which"
             if unmet.module.startswith("ts."):
                 advice = "do without it, or pack a copy under a name of your own"
                 yield Finding(status, label, f"{where} workers do not have", advice)
             elif not _is_installed(unmet.module):
-                advice = (
-                    "install it beside Modelyard; or name it in the archive's requirements, and "
-                    "set install_py_dep_per_model=true"
-                )
-                yield Finding(status, label, f"{where} is not installed here", advice)
+                yield Finding(status, label, f"{where} is not installed here", INSTALL)
 
 
 def _sources(archive: Archive) -> Iterator[tuple[str, bytes]]:
     """Yield name and content of the author's files that are not too long to be looked at."""
     for file in archive.files:
-        if file.name.endswith(".py") and file.size_bytes <= MAX_SOURCE_BYTES:
+        if file.name.endswith(".py") and file.size_bytes <= build.MAX_SOURCE_BYTES:
             yield file.name, archive.read(file.name)
 
 
@@ -252,12 +338,11 @@ def _look_at_requirements(
                 "holds are read by newer versions of torch",
             )
     count = len(requirements)
-    yield Finding(
-        CHANGES,
-        label,
+    text = (
         f"its {count} requirement{'s' * (count != 1)} get an environment of their own, which sees "
-        "the server's packages; nothing is installed beside the model",
+        "the server's packages; nothing is installed beside the model"
     )
+    yield Finding(CHANGES, label, text)
     return [requirement.name for requirement in requirements]
 
 

@@ -11,12 +11,11 @@ import pytest
 from modelyard.plugins.torchserve.arguments import parse_command_line
 from modelyard.plugins.torchserve.configuration import (
     BOOLEANS,
-    DRAIN,
     INTEGERS,
     KEYS,
-    LISTS_OF_WALLS,
+    LISTS,
     NOT_FROM_ENVIRONMENT,
-    WALLS,
+    OF_EVERY_SERVER,
     WITHOUT_EFFECT,
     Configuration,
     load_configuration,
@@ -67,12 +66,12 @@ def test_config_properties_is_read_where_nothing_is_named(tmp_path: Path) -> Non
     (tmp_path / "config.properties").write_text("job_queue_size=5")
     loaded = load_configuration(parse_command_line(["--ncs"]), {}, tmp_path)
     assert loaded.settings.queue_size == 5
-    assert loaded.file == tmp_path / "config.properties"
+    assert loaded.dialect.config_file == tmp_path / "config.properties"
 
 
 def test_without_any_file_the_defaults_are_torchserves(tmp_path: Path) -> None:
     loaded = load_configuration(parse_command_line(["--ncs"]), {}, tmp_path)
-    assert loaded.file is None
+    assert loaded.dialect.config_file is None
     assert [str(address) for address in loaded.dialect.addresses] == [
         "http://127.0.0.1:8080",
         "http://127.0.0.1:8081",
@@ -200,7 +199,7 @@ def test_every_key_is_honoured_or_said_to_have_no_effect() -> None:
         "use_env_allowed_urls",
     }
     only_in_snapshots = {"model_server_home", "python", "tsConfigFile", "version"}
-    fields = set(TorchServeSettings.model_fields) | WALLS | LISTS_OF_WALLS | DRAIN
+    fields = set(TorchServeSettings.model_fields) | OF_EVERY_SERVER | LISTS
     assert (KEYS & fields) | set(WITHOUT_EFFECT) | elsewhere | only_in_snapshots == KEYS
     assert NOT_FROM_ENVIRONMENT <= KEYS
 
@@ -357,7 +356,7 @@ def test_the_newest_snapshot_replaces_config_properties(tmp_path: Path) -> None:
     )
     snapshot(tmp_path, "no-time", "job_queue_size=8")
     loaded = load_configuration(parse_command_line(["--models", "b"]), {}, tmp_path)
-    assert loaded.file == newest
+    assert loaded.dialect.config_file == newest
     assert (loaded.settings.queue_size, loaded.settings.max_request_bytes) == (7, 6_553_500)
     assert loaded.dialect.model_snapshot is not None
     assert any("restoring" in note and "--ncs" in note for note in loaded.notices)
@@ -368,7 +367,7 @@ def test_a_damaged_snapshot_gives_way_to_the_one_before_it(tmp_path: Path, broke
     before = snapshot(tmp_path, "20260101000000000", model_snapshot())
     snapshot(tmp_path, "20260102000000000", broken)
     loaded = load_configuration(parse_command_line([]), {}, tmp_path)
-    assert loaded.file == before
+    assert loaded.dialect.config_file == before
     assert "cannot be restored" in loaded.notices[0]
 
 

@@ -181,7 +181,8 @@ def operator(home: Home) -> Iterator[Stub]:
 
 def target(home: Home, port: int) -> str:
     """Return where gRPC's inference (0) or management (1) API listens."""
-    return str(home.about["more"][port].partition("//")[2])
+    name = ("grpc_inference", "grpc_management")[port]
+    return str(home.about["faces"][name].partition("//")[2])
 
 
 # -- inference -----------------------------------------------------------------------------------
@@ -261,26 +262,6 @@ def test_what_is_no_call_of_ours(stub: Stub) -> None:
         "UNIMPLEMENTED"
     )
     assert stub.ping()
-
-
-def test_a_name_that_is_not_this_servers_is_refused(home: Home) -> None:
-    options = [("grpc.default_authority", "models.example")]
-    with grpc.insecure_channel(home.about["inference"].partition("//")[2], options) as channel:
-        assert refused(Stub(channel).ping)[0] == "PERMISSION_DENIED"
-
-
-def test_the_ports_of_grpc_speak_no_http(home: Home) -> None:
-    for url in home.about["more"]:
-        answer = httpx.get(f"{url}/ping")
-        assert answer.status_code == 400 and "speaks gRPC" in answer.json()["message"]
-
-
-def test_the_ports_of_http_speak_grpc(home: Home) -> None:
-    """As KServe's port h2c wants it."""
-    with grpc.insecure_channel(home.about["inference"].partition("//")[2]) as channel:
-        assert Stub(channel).predict("none") == b"null"
-    with grpc.insecure_channel(home.about["management"].partition("//")[2]) as channel:
-        assert "echo" in Stub(channel).manage("ListModels", limit=5)
 
 
 def test_a_deadline_and_a_client_that_leaves(stub: Stub, tmp_path: Path) -> None:
@@ -648,15 +629,12 @@ def test_a_key_that_was_replaced_opens_nothing(guarded: Home, secure: Callable[.
     assert secure(target(guarded, 0), "inference").ping()
 
 
-def test_https_and_grpc_share_a_port_and_a_certificate(
-    guarded: Home, secure: Callable[..., Stub]
-) -> None:
-    where = guarded.about["inference"].partition("//")[2]
-    assert secure(where, "inference").ping()
+def test_https_and_grpc_share_a_certificate(guarded: Home, secure: Callable[..., Stub]) -> None:
+    assert secure(target(guarded, 0), "inference").ping()
     context = ssl.create_default_context(cafile=guarded.folder / "cert.pem")
     context.check_hostname = False
     with httpx.Client(verify=context) as client:
-        assert client.get(f"https://{where}/ping").status_code == 200
+        assert client.get(f"{guarded.about['inference']}/ping").status_code == 200
 
 
 def test_a_client_without_tls_or_with_another_certificate_gets_nothing(

@@ -20,7 +20,7 @@ import pytest
 from modelyard.archiver import write_archive
 from modelyard.plugins.torchserve.inference import has_tensors
 from modelyard.plugins.torchserve.settings import TorchServeSettings
-from modelyard.serve.api.oip import EXTENSIONS
+from modelyard.serve.front.models import EXTENSIONS
 from modelyard.serve.settings import Address
 from plugins.torchserve.tests.live import Home
 from tests.serve.live import SOURCES, poll

@@ -146,7 +146,7 @@ def test_a_pattern_is_what_stands_around_a_message(
 ) -> None:
     warnings: list[str] = []
     around = Layout(pattern, warn=warnings.append).around(Said("INFO", "the-main", "a.b.c"))
-    before, after = around.at(int(NOON * 1000) + 123)
+    before, after = around(int(NOON * 1000) + 123)
     assert after == shown[1]
     if shown[0] is None:
         assert "written as ISO 8601" in warnings[0]

@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 
 from modelyard.archiver import open_archive
+from modelyard.archiver.model_config import OPERATORS_KEYS, OTHERS_KEYS, SERVERS_KEYS
+from modelyard.plugins.torchserve import model_config
 from modelyard.plugins.torchserve.model_config import load_torchserve_config
 from modelyard.plugins.torchserve.settings import TorchServeSettings
 from modelyard.serve.control.model_config import ModelConfig, ModelSpec, Options
 from modelyard.serve.errors import BadModelConfig
 from modelyard.serve.settings import Settings
+from tests.serve.test_model_config import keys_read
 
 
 def load(
@@ -171,3 +174,11 @@ def test_a_value_of_the_wrong_type_is_warned_of_and_left_out(
 def test_what_is_not_supported_is_refused_by_name(tmp_path: Path, yaml: str) -> None:
     with pytest.raises(BadModelConfig, match=yaml.partition(":")[0] if "no:" not in yaml else "c"):
         load(tmp_path, yaml)
+
+
+def test_every_key_that_is_read_is_known() -> None:
+    read = keys_read(model_config)
+    assert len(read) > 12
+    assert read <= {*SERVERS_KEYS, *OPERATORS_KEYS, *OTHERS_KEYS}
+    assert {*OTHERS_KEYS} - read <= {"sequenceBatching", "continuousBatching",
+                                     "asyncCommunication", "batchDelay"}  # fmt: skip

@@ -19,10 +19,9 @@ from typer.testing import CliRunner
 
 from modelyard.archiver.signature import parse_inputs
 from modelyard.exporter import UsageError, export
+from modelyard.exporter.bench.child import read_joules
 from modelyard.exporter.bench.cli import app
-from modelyard.exporter.bench.machine import describe_machine, read_joules
 from modelyard.exporter.bench.measure import bench
-from modelyard.exporter.bench.page import script_data, write_bench_page
 from modelyard.exporter.bench.plan import (
     Plan,
     choose_batches,
@@ -30,7 +29,13 @@ from modelyard.exporter.bench.plan import (
     fix_sizes,
     read_signature,
 )
-from modelyard.exporter.bench.report import BenchReport, Cell
+from modelyard.exporter.bench.report import (
+    BenchReport,
+    Cell,
+    describe_machine,
+    script_data,
+    write_bench_page,
+)
 from modelyard.exporter.bench.table import bench_table
 
 NET = """
@@ -204,7 +209,7 @@ def test_memory_around_the_calls_and_what_is_not_there_are_told(report: BenchRep
 def test_energy_is_that_of_all_packages_and_none_where_no_counter_can_be_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("modelyard.exporter.bench.machine._RAPL", tmp_path)
+    monkeypatch.setattr("modelyard.exporter.bench.child._RAPL", tmp_path)
     assert read_joules(torch.device("cpu")) is None
     for name, microjoules in (("intel-rapl:0", 2_000_000), ("intel-rapl:1", 500_000)):
         (tmp_path / name).mkdir()

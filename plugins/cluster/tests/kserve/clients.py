@@ -22,14 +22,14 @@ from kserve import (  # type: ignore[import-not-found]
     RESTConfig,
 )
 
-ADDRESS = "127.0.0.1:8080"
-URL = f"http://{ADDRESS}"
+URL = "http://127.0.0.1:8080"
+GRPC = "127.0.0.1:7070"
 
 
 async def ask(model: str, content: bytes, kind: str) -> dict[str, Any]:
     """Return what each client said of the model, and what the model said of the content."""
     v1, v2 = (InferenceRESTClient(RESTConfig(protocol=each, timeout=60)) for each in ("v1", "v2"))
-    grpc = InferenceGRPCClient(ADDRESS)
+    grpc = InferenceGRPCClient(GRPC)
     said: dict[str, Any] = {
         "ready": [
             await v1.is_model_ready(URL, model),

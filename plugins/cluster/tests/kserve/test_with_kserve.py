@@ -1,7 +1,7 @@
 """`modelyard kserve` where KServe's own packages fill the folder and ask.
 
-They want an environment of their own (`pip install kserve==0.21.* kserve-storage==0.21.*`), whose
-Python `KSERVE_PYTHON` names. The container is a network and a file system of its own: ports are
+They want an environment of their own, which `scripts/peers kserve` makes; `KSERVE_PYTHON` names
+another Python that has them. The container is a network and a file system of its own: ports are
 KServe's, /mnt/models is read-only.
 """
 
@@ -23,11 +23,12 @@ from tests.serve.live import environment, poll
 ROOT = Path(__file__).parents[4]
 SCAN = ROOT / "examples" / "digits" / "scans" / "7.png"
 CLIENTS = Path(__file__).with_name("clients.py")
-KSERVE = os.environ.get("KSERVE_PYTHON")
+_PYTHON = ROOT / ".peers" / "kserve" / "bin" / "python"
+KSERVE = os.environ.get("KSERVE_PYTHON") or (str(_PYTHON) if _PYTHON.exists() else None)
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.timeout(300),
-    pytest.mark.skipif(not KSERVE, reason="KSERVE_PYTHON does not name a Python with kserve"),
+    pytest.mark.skipif(not KSERVE, reason="`scripts/peers kserve` has not been run"),
     pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed"),
 ]
 URL = "http://127.0.0.1:8080"

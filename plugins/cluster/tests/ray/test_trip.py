@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,8 @@ import pytest
 from tests.serve.live import build_archive
 
 REPO = Path(__file__).parents[4]
+RAY = Path(os.environ.get("RAY_PYTHON") or REPO / ".peers" / "ray" / "bin" / "python")
+"""A Python that has Ray beside everything of ours; `scripts/peers ray` makes it."""
 ALONE = ("unshare", "--map-root-user", "--net", "--pid", "--fork", "--mount-proc", "--kill-child")
 """In namespaces of its own, all of which end with the command."""
 
@@ -25,9 +25,8 @@ def can_be_alone() -> bool:
     return subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(find_spec("ray") is None, reason="ray is not installed")
+@pytest.mark.skipif(not RAY.exists(), reason="`scripts/peers ray` has not been run")
 def test_cells_lose_no_request_when_a_server_dies_or_the_archive_changes() -> None:
     if not can_be_alone():
         pytest.skip("no network namespace of one's own here")
@@ -37,7 +36,7 @@ def test_cells_lose_no_request_when_a_server_dies_or_the_archive_changes() -> No
         build_archive(store / "next", "echo", version="2.0")
         for each in (store, store / "next"):
             shutil.rmtree(each / ".build")
-        trip = f"ip link set lo up && exec {sys.executable} {Path(__file__).with_name('trip.py')}"
+        trip = f"ip link set lo up && exec {RAY} {Path(__file__).with_name('trip.py')}"
         kept = {k: v for k, v in os.environ.items() if not k.startswith(("MODELYARD_", "RAY_"))}
         ran = subprocess.run(
             [*ALONE, "sh", "-c", f"{trip} {store}"],

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from plugins.ops.tests.console.browser import find_missing, running_driver
+from tests.archiver.conftest import fill
 
 
 @pytest.fixture(scope="session")
@@ -16,3 +18,9 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         pytest.skip(missing)
     with running_driver(tmp_path_factory.mktemp("driver") / "driver.log") as address:
         yield address
+
+
+@pytest.fixture
+def inputs(tmp_path: Path) -> Path:
+    """Return a folder of input files, as the archiver's tests have it."""
+    return fill(tmp_path / "inputs")

@@ -81,7 +81,7 @@ def test_the_names_are_there(module: str) -> None:
 
 def test_a_worker_imports_torch_when_its_handler_does() -> None:
     code = (
-        "import sys; from modelyard.serve.worker import __main__, load; load.import_shim(); "
+        "import sys; from modelyard.serve.worker import __main__, dialect; dialect.find_dialect(); "
         "print(*sys.modules)"
     )
     ran = subprocess.run(
@@ -93,7 +93,7 @@ def test_a_worker_imports_torch_when_its_handler_does() -> None:
 def test_importing_them_all_costs_nothing_heavy() -> None:
     code = (
         "import importlib, pkgutil, sys; "
-        "from modelyard.serve.worker import load; load.import_shim(); import ts; "
+        "from modelyard.serve.worker import dialect; dialect.find_dialect(); import ts; "
         "[importlib.import_module(m.name) for m in pkgutil.walk_packages(ts.__path__, 'ts.')]; "
         "print(*sys.modules)"
     )

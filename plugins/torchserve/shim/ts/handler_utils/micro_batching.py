@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from queue import SimpleQueue
 from typing import Any
@@ -101,20 +99,14 @@ class MicroBatching:
 
     def __call__(self, data: Sequence[Any], context: Any) -> list[Any]:
         """Answer a batch as `BaseHandler.handle` does."""
-        begin = time.perf_counter()
+        answers: list[Any] = self.handler._handle(data, context, self._answer)
+        return answers
+
+    def _answer(self, data: Sequence[Any]) -> Any:
         handler = self.handler
-        output: list[Any]
-        handler.context = context
-        if os.environ.get("ENABLE_TORCH_PROFILER"):
-            output, _ = handler._infer_with_profiler(data)
-        elif handler._is_describe():
-            output = [handler.describe_handle()]
-        elif handler._is_explain():
-            output = handler.explain_handle(handler.preprocess(data), data)
-        else:
-            output = self.handle(data)
-        context.metrics.add_time("HandlerTime", round((time.perf_counter() - begin) * 1000, 2))
-        return output
+        if handler._is_explain():
+            return handler.explain_handle(handler.preprocess(data), data)
+        return self.handle(data)
 
     def _resize(self, step: str, group: list[threading.Thread], count: int) -> None:
         """Start threads, or end as many as are too many; they are all alike."""

@@ -7,18 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 Tokenizer = Callable[[str], list[str]]
 
 _BASIC_ENGLISH = str.maketrans(
-    {
-        "'": " '  ",
-        '"': "",
-        ".": " . ",
-        ",": " , ",
-        "(": " ( ",
-        ")": " ) ",
-        "!": " ! ",
-        "?": " ? ",
-        ";": " ",
-        ":": " ",
-    }
+    {"'": " '  ", '"': "", ";": " ", ":": " ", **{mark: f" {mark} " for mark in ".,()!?"}}
 )
 
 

@@ -8,15 +8,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from modelyard.handlers.metrics import UNITS, Record
 from ts.metrics.dimension import Dimension
 from ts.metrics.metric_type_enum import MetricTypes
-from ts.metrics.unit import Units
 
 logger = logging.getLogger(__name__)
-
-UNITS = Units().units
-Record = dict[str, Any]
-"""name, value, unit, type, dimensions (name → value) and request_id (None without) of one value."""
 
 
 class CachingMetric:

@@ -9,8 +9,8 @@ from typing import Any
 
 import yaml
 
-from ts.metrics.caching_metric import CachingMetric, Record
-from ts.metrics.dimension import Dimension
+from modelyard.handlers.metrics import Labels, Record
+from ts.metrics.caching_metric import CachingMetric
 from ts.metrics.metric_cache_abstract import MetricCacheAbstract
 from ts.metrics.metric_cache_errors import (
     GeneralMetricsCacheError,
@@ -140,19 +140,16 @@ class MetricsCacheYamlImpl(MetricCacheAbstract):
         value: Any,
         unit: str,
         request_id: str | None,
-        dimensions: Sequence[Dimension],
-        metric_type: MetricTypes,
+        dimensions: Labels,
+        kind: Any,
     ) -> None:
-        named = {dimension.name: dimension.value for dimension in dimensions}
-        if request_id is None:
-            named.setdefault("Level", "Error")
-        else:
-            named.setdefault("ModelName", self.model_name)
-            named.setdefault("Level", "Model")
+        named = self.labels(dimensions, request_id)
+        if isinstance(kind, str):
+            kind = MetricTypes(kind)
         try:
-            metric = self.get_metric(name, metric_type)
+            metric = self.get_metric(name, kind)
         except MetricsCacheKeyError:
-            metric = self.add_metric_to_cache(name, unit, list(named), metric_type)
+            metric = self.add_metric_to_cache(name, unit, list(named), kind)
         metric.add_or_update(value, list(named.values()), request_id)
 
     def cache_keys(self) -> list[str]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from ts.metrics.dimension import Dimension
 from ts.metrics.metric import Metric
 from ts.metrics.metric_cache_abstract import MetricCacheAbstract
-from ts.metrics.metric_type_enum import MetricTypes
 
 
 class MetricsStore(MetricCacheAbstract):
@@ -25,8 +23,8 @@ class MetricsStore(MetricCacheAbstract):
         value: Any,
         unit: str,
         request_id: Any,
-        dimensions: Sequence[Dimension] | None,
-        metric_type: MetricTypes,
+        dimensions: Any,
+        kind: Any,
     ) -> None:
         if dimensions and not isinstance(dimensions, list):
             raise ValueError(f"dimensions is {dimensions!r}; expected a list of Dimension")

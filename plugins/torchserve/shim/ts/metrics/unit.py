@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
+from modelyard.handlers.metrics import UNITS
+
 
 class Units:
     """Short unit → its name; a unit that is not here is its own name."""
 
     def __init__(self) -> None:
-        self.units: dict[str | None, str] = {
-            "ms": "Milliseconds",
-            "s": "Seconds",
-            "percent": "Percent",
-            "count": "Count",
-            "MB": "Megabytes",
-            "GB": "Gigabytes",
-            "kB": "Kilobytes",
-            "B": "Bytes",
-            "": "unit",
-            None: "unit",
-        }
+        self.units = dict(UNITS)

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from modelyard.handlers.context import Context
-from ts.metrics.caching_metric import Record
+from modelyard.handlers.metrics import Record
 from ts.metrics.metric_cache_abstract import MetricCacheAbstract, Requests
 from ts.metrics.metric_cache_yaml_impl import MetricsCacheYamlImpl
-
-MOST_RECORDS = 10_000
-"""More are not kept between two calls of `drain`; the oldest go first."""
 
 
 class WorkerMetrics(MetricsCacheYamlImpl):
@@ -28,8 +24,6 @@ class WorkerMetrics(MetricsCacheYamlImpl):
     ) -> None:
         self._context = context
         MetricCacheAbstract.__init__(self, model_name=context.model_name)
-        self.records: deque[Record] = deque(maxlen=MOST_RECORDS)
-        """What was reported since the last `drain`."""
         self.declare(declared or {})
 
     @property  # the loop changes the context's requests with every batch
@@ -44,9 +38,3 @@ class WorkerMetrics(MetricsCacheYamlImpl):
     def record(self, record: Record) -> None:
         """Keep a value for `drain`."""
         self.records.append(record)
-
-    def drain(self) -> list[Record]:
-        """Return what was reported since the last call, in order, and forget it."""
-        records = list(self.records)
-        self.records.clear()
-        return records

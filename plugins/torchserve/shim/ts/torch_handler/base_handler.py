@@ -105,19 +105,25 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
 
     def handle(self, data: Any, context: Context) -> list[Any]:
         """Answer a batch: predict, explain or describe, as the first request's headers say."""
+        return self._handle(data, context, self._predict)
+
+    def _predict(self, data: Any) -> Any:
+        inputs = self.preprocess(data)
+        if self._is_explain():
+            return self.explain_handle(inputs, data)
+        return self.postprocess(self.inference(inputs))
+
+    def _handle(self, data: Any, context: Context, predict: Callable[[Any], Any]) -> list[Any]:
         begin = time.perf_counter()
         self.context = context
+        output: Any
         if os.environ.get("ENABLE_TORCH_PROFILER"):
             self.manifest = self.manifest or context.manifest
             output, _ = self._infer_with_profiler(data)
         elif self._is_describe():
             output = [self.describe_handle()]
         else:
-            inputs = self.preprocess(data)
-            if self._is_explain():
-                output = self.explain_handle(inputs, data)
-            else:
-                output = self.postprocess(self.inference(inputs))
+            output = predict(data)
         context.metrics.add_time("HandlerTime", round((time.perf_counter() - begin) * 1000, 2))
         return cast(list[Any], output)
 
@@ -156,10 +162,8 @@ class BaseHandler(ABC):  # noqa: B024  authors ask isinstance(…, ABC)
         """Answer a batch, and leave a trace of it below `pytorch_profiler` in the temp folder."""
         profiler = torch.profiler
         if not self.profiler_args:
-            self.profiler_args["activities"] = [
-                profiler.ProfilerActivity.CPU,
-                profiler.ProfilerActivity.CUDA,
-            ]
+            activity = profiler.ProfilerActivity
+            self.profiler_args |= {"activities": [activity.CPU, activity.CUDA]}
             self.profiler_args["record_shapes"] = True
         if "on_trace_ready" not in self.profiler_args:
             name = (self.manifest or {}).get("model", {}).get("modelName", "")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelyard.handlers.tasks.pictures import TORCHSERVE_SETTINGS
+from modelyard.handlers.tasks.pictures import DEFAULT_SETTINGS
 from ts.handler_utils.timer import timed
 from ts.torch_handler.image_processing import ImageProcessing, ToTensor
 from ts.torch_handler.vision_handler import VisionHandler
@@ -18,7 +18,7 @@ class ImageClassifier(VisionHandler):
     """Pictures in, the `topk` most likely labels out, as {"tabby": 0.41, …}."""
 
     topk = 5
-    image_processing: ToTensor = ImageProcessing(TORCHSERVE_SETTINGS)
+    image_processing: ToTensor = ImageProcessing(DEFAULT_SETTINGS)
 
     def set_max_result_classes(self, topk: int) -> None:
         """Set how many labels an answer has."""

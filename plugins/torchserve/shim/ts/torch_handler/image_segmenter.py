@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from modelyard.handlers.tasks.pictures import TORCHSERVE_SETTINGS
+from modelyard.handlers.tasks.pictures import DEFAULT_SETTINGS
 from ts.torch_handler.image_processing import ImageProcessing, ToTensor
 from ts.torch_handler.vision_handler import VisionHandler
 
@@ -19,7 +19,7 @@ class ImageSegmenter(VisionHandler):
     The model returns {"out": logits (N, K, H, W)}.
     """
 
-    image_processing: ToTensor = ImageProcessing(TORCHSERVE_SETTINGS)
+    image_processing: ToTensor = ImageProcessing(DEFAULT_SETTINGS)
 
     def postprocess(self, data: Mapping[str, Tensor]) -> list[Any]:
         """Turn logits into lists (H, W, 2): the likeliest class, as a float, and its softmax."""

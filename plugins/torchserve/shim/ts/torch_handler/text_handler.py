@@ -34,18 +34,10 @@ _CONTRACTED = {
     ("'m", " am"): "i",
 }
 _IRREGULAR = {
-    "ain't": "is not",
-    "can't": "cannot",
-    "shan't": "shall not",
-    "sha'n't": "shall not",
-    "won't": "will not",
-    "so's": "so as",
-    "let's": "let us",
-    "y'all": "you all",
-    "ma'am": "madam",
-    "o'clock": "of the clock",
-    "'cause": "because",
-}
+    "ain't": "is not", "can't": "cannot", "shan't": "shall not", "sha'n't": "shall not",
+    "won't": "will not", "so's": "so as", "let's": "let us", "y'all": "you all",
+    "ma'am": "madam", "o'clock": "of the clock", "'cause": "because",
+}  # fmt: skip
 _CONTRACTIONS = _IRREGULAR | {
     word + short: word + full
     for (short, full), words in _CONTRACTED.items()

@@ -24,23 +24,12 @@ CLEANUP_REGEX = re.compile(r"<.*?>|&(?:[a-z0-9]+|#[0-9]{1,6}|#x[0-9a-f]{1,6});")
 """HTML tags and character references."""
 
 
-class PT2Backend(enum.StrEnum):
-    """The backends of `torch.compile` that `pt2` in model-config.yaml may name."""
-
-    EAGER = "eager"
-    AOT_EAGER = "aot_eager"
-    INDUCTOR = "inductor"
-    NVFUSER = "nvfuser"
-    AOT_NVFUSER = "aot_nvfuser"
-    AOT_CUDAGRAPHS = "aot_cudagraphs"
-    OFI = "ofi"
-    FX2TRT = "fx2trt"
-    ONNXRT = "onnxrt"
-    IPEX = "ipex"
-    TORCHXLA_TRACE_ONCE = "torchxla_trace_once"
-    OPENVINO = "openvino"
-    TENSORRT = "tensorrt"
-    HPU_BACKEND = "hpu_backend"
+PT2Backend = enum.StrEnum(
+    "PT2Backend",
+    "EAGER AOT_EAGER INDUCTOR NVFUSER AOT_NVFUSER AOT_CUDAGRAPHS OFI FX2TRT ONNXRT IPEX "
+    "TORCHXLA_TRACE_ONCE OPENVINO TENSORRT HPU_BACKEND",
+)
+"""The backends of `torch.compile` that `pt2` in model-config.yaml may name."""
 
 
 def check_valid_pt2_backend(backend: str) -> bool:

@@ -17,6 +17,9 @@ class BaseEnvelope(ABC):
         handle_fn: the handler's entry point.
     """
 
+    takes_tensors = False
+    """Whether it reads and writes the JSON of the Open Inference Protocol itself."""
+
     def __init__(self, handle_fn: Callable[[Any, Any], Any]) -> None:
         self._handle_fn = handle_fn
         self.context: Any = None

@@ -18,6 +18,7 @@ class KServev2Envelope(BaseEnvelope):
     has the name of its input, and flat data.
     """
 
+    takes_tensors = True
     _requests: Sequence[Mapping[str, Any]] = ()
 
     def parse_input(self, data: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

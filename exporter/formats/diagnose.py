@@ -1,0 +1,155 @@
+"""A failed conversion → the author's own line, the construct there, and what to do about it.
+
+What torch says at length goes to a file that the message names.
+"""
+
+import linecache
+import os
+import platform
+import re
+import tempfile
+import traceback
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from modelyard.archiver.signature import Signature
+from modelyard.exporter.errors import ConversionError, cause
+from modelyard.exporter.formats.drafts import draft_change
+from modelyard.exporter.tables import read_table
+
+_OURS = Path(__file__).parents[1]
+_TORCH = Path(torch.__file__).parent
+_FILE_LINE = re.compile(r'File "([^"<>]+)", line (\d+)')
+_INSTALLED = {"site-packages", "dist-packages"}
+_SHOWN = 80
+
+
+_BY_SCRIPT = "or export --format torchscript, which keeps Python's own control flow when scripted"
+
+
+def explain(
+    error: BaseException, stage: str, signature: Signature, *, reason: str = "", log: str = ""
+) -> ConversionError:
+    """Turn what a converter raised into one sentence, and keep the rest in a file.
+
+    Args:
+        error: with its causes.
+        stage: who failed, as `diagnoses.yaml` has it.
+        signature: the inputs, for the file.
+        reason: the sentence, where the caller knows better; the line is added.
+        log: what the converter logged meanwhile, for the file; the line may stand there.
+    """
+    text = "\n".join(f"{type(one).__name__}: {one}" for one in _chain(error))
+    place = find_place(error, log)
+    report = _keep(error, stage, signature, log)
+    if not reason:
+        known = read_table(__package__, "diagnoses")
+        unknown = {"construct": "it stops there", "advice": known["otherwise"][stage]}
+        fitting = (rule for rule in known["rules"] if re.search(rule["pattern"], text, re.S))
+        rule = next(fitting, unknown)
+        advice = rule["advice"].replace("BY_SCRIPT", _BY_SCRIPT)
+        if "is_drafted" in rule and (change := _draft(error, log)):
+            advice = f'write "{change}" in its place, {_BY_SCRIPT}'
+        reason = f"{rule['construct']} ({_shortest(error)}); {advice}"
+    return ConversionError(
+        f"the model cannot be written by {stage}{place}: {reason}; full report: {report}"
+    )
+
+
+def find_place(error: BaseException, log: str = "") -> str:
+    """Name the author's line that an error comes from: ` at net.py:12 "if x > 0:"`, or nothing.
+
+    Where that line calls a library, its line is named too.
+    """
+    lines = _author_lines(error, log)
+    outside = [line for line in lines if not _is_installed(line)]
+    named = dict.fromkeys([(outside or lines)[-1], lines[-1]]) if lines else {}
+    return f" at {', in '.join(_shown(*line) for line in named)}" if named else ""
+
+
+def _draft(error: BaseException, log: str) -> str:
+    """Return the innermost line of the author's, changed; a library's is not theirs to change."""
+    lines = _author_lines(error, log)
+    return draft_change(*lines[-1]) if lines and not _is_installed(lines[-1]) else ""
+
+
+def _author_lines(error: BaseException, log: str) -> list[tuple[str, int]]:
+    """List the lines that are neither torch's nor ours, the innermost last."""
+    found = [
+        (frame.filename, frame.lineno or 0)
+        for one in _chain(error)
+        for frame in traceback.extract_tb(one.__traceback__)
+    ]
+    texts = [log, *map(str, _chain(error))]
+    quoted = [(file, int(line)) for text in texts for file, line in _FILE_LINE.findall(text)]
+    for candidates in (found, quoted):
+        if own := [(file, line) for file, line in candidates if _is_author(file)]:
+            return own
+    return []
+
+
+def _is_installed(line: tuple[str, int]) -> bool:
+    return bool(_INSTALLED & set(Path(line[0]).parts))
+
+
+def _shown(file: str, line: int) -> str:
+    source = linecache.getline(file, line).strip()
+    source = f"{source[:_SHOWN]} …" if len(source) > _SHOWN else source
+    return f"{Path(file).name}:{line}" + (f' "{source}"' if source else "")
+
+
+def _is_author(file: str) -> bool:
+    """Return whether a file is neither torch's, nor ours, nor Python's own."""
+    path = Path(file)
+    standard = Path(os.__file__).parent
+    in_standard = standard in path.parents and not _INSTALLED & set(path.parts)
+    torchs = _TORCH in path.parents or (not path.is_absolute() and path.parts[:1] == ("torch",))
+    tools = {"onnxscript", "onnx", "onnx_ir", "sympy", "typer", "click", "pytest", "_pytest"}
+    return not (
+        file.startswith("<")
+        or torchs
+        or _OURS in path.parents
+        or in_standard
+        or tools & set(path.parts)
+    )
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return the error and its causes, the outermost first."""
+    chain: list[BaseException] = []
+    one: BaseException | None = error
+    while one is not None and one not in chain:
+        chain.append(one)
+        one = one.__cause__ or (None if one.__suppress_context__ else one.__context__)
+    return chain
+
+
+def _shortest(error: BaseException) -> str:
+    """Return the first line of the innermost error, which is what happened."""
+    return cause(_chain(error)[-1] if error.__cause__ else error)[:200]
+
+
+def _keep(error: BaseException, stage: str, signature: Signature, log: str) -> Path:
+    """Write the full report to a file of the temporary folder that only its owner can read."""
+    handle, name = tempfile.mkstemp(prefix="modelyard-export-", suffix=".log", text=True)
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in _report(error, stage, signature, log))
+    latest = Path(tempfile.gettempdir(), f"modelyard-export-{os.getuid()}-{stage}.log")
+    try:
+        return Path(name).replace(latest)  # one for each stage, so that they do not gather
+    except OSError:  # it is somebody else's
+        return Path(name)
+
+
+def _report(error: BaseException, stage: str, signature: Signature, log: str) -> Iterator[str]:
+    yield f"modelyard export: {stage} failed"
+    yield f"python {platform.python_version()}, torch {torch.__version__}, onnx {version('onnx')}"
+    yield from (f"input {spec}" for spec in signature.inputs)
+    yield ""
+    yield "".join(traceback.format_exception(error))
+    if log:
+        yield "what the converter said meanwhile:"
+        yield log

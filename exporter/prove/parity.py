@@ -1,0 +1,367 @@
+"""The same inputs through checkpoint and artifact → differences, a verdict and its report.
+
+The artifact runs in the fresh process of `checker`, which gets one case at a time: nothing grows
+with their number. Both are judged by the rule of `handlers.proof.agree`.
+"""
+
+import hashlib
+import json
+import math
+import os
+import platform
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from modelyard.archiver.signature import Dim, Signature
+from modelyard.exporter.errors import ParityError
+from modelyard.exporter.prove.checker import Checker
+from modelyard.exporter.prove.reference import Case, Cases, Reference
+from modelyard.exporter.request import report_path
+from modelyard.handlers.proof.agree import (
+    ILL_CONDITIONED_RULE,
+    ORDINARY_KINDS,
+    QUANTIZED_RULE,
+    SCALED_RULE,
+    Difference,
+    Rule,
+    allowance,
+    disagreement,
+    rule_for,
+    worst,
+)
+from modelyard.handlers.proof.probes import Probe
+
+SCHEMA = 1
+
+_ADVICE = {
+    "pt2": "forward() must do the same while it is exported as when it runs",
+    "onnx": "export --format pt2, which keeps torch's own operators",
+    "torchscript": "forward() must do the same in TorchScript, where a trace keeps one branch only",
+    "aoti": "export --format pt2, which runs torch's own kernels",
+}
+_OVERFLOW = "float16 ends at 65504: use --dtype bf16, or keep fp32"
+_QUANTIZED_ADVICE = "this model needs its full precision: export without --quantize"
+
+Locate = Callable[[Case], str]
+"""Names the first submodule that differs for a case, or says why it cannot be named."""
+
+_Judged = tuple[str, Rule, list[dict[str, Any]]]
+"""An output, its rule, and what `compare` found case by case."""
+
+
+@dataclass(frozen=True)
+class IllConditioned:
+    """A case in which the checkpoint's own output moves; all are scaled differences."""
+
+    output: str
+    case: str
+    moved: float
+    """By how much, when its sums are rounded otherwise."""
+    allowed: float
+    found: float
+    """How far the artifact is from it."""
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Proof that an artifact agrees with its checkpoint; without agreement there is none."""
+
+    tolerance: float
+    cases: int
+    batches: tuple[int, ...]
+    outputs: Mapping[str, Difference]
+    rule: str = SCALED_RULE
+    compared_with: str = "the checkpoint"
+    ill_conditioned: Sequence[IllConditioned] = ()
+    scope: Mapping[str, Any] = field(default_factory=dict)
+    """What was tried: sizes of the other dims, bounds of integers, samples, arithmetic."""
+
+    @property
+    def max_abs(self) -> float:
+        """The largest difference of all outputs."""
+        return max(difference.max_abs for difference in self.outputs.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the form that the report holds."""
+        return {
+            "verdict": "agrees",
+            "rule": self.rule,
+            "compared_with": self.compared_with,
+            "tolerance": self.tolerance,
+            "cases": self.cases,
+            "batches": list(self.batches),
+            **self.scope,
+            **self._ill_conditioned(),
+            "outputs": {
+                name: {**asdict(difference), "verdict": "agrees"}
+                for name, difference in self.outputs.items()
+            },
+        }
+
+    def _ill_conditioned(self) -> dict[str, Any]:
+        if not self.ill_conditioned:
+            return {}
+        cases = [asdict(case) for case in self.ill_conditioned]
+        return {"ill_conditioned": {"rule": ILL_CONDITIONED_RULE, "cases": cases}}
+
+
+@dataclass(frozen=True)
+class ExportReport:
+    """One artifact and the proof that it agrees with its checkpoint."""
+
+    artifact: Path
+    format: str
+    artifact_sha256: str
+    artifact_bytes: int
+    signature: Signature
+    parity: Parity
+    checkpoint: str
+    """The checkpoint's file name."""
+    checkpoint_sha256: str
+    model: str
+    """As in `--model`, without the folder."""
+    model_args: Mapping[str, Any]
+    device: str
+    details: Mapping[str, object]
+    """What one format alone has to say, such as how TorchScript was made."""
+    command: str
+    """The command line that makes this artifact, without absolute paths."""
+    checkpoint_kind: str = "state dict"
+    checkpoint_details: Mapping[str, object] = field(default_factory=dict)
+    """How the checkpoint was read: loader, weights chosen, prefixes stripped, names refused."""
+    warnings: Sequence[str] = ()
+    """What the author may want to change in the model."""
+
+    @property
+    def path(self) -> Path:
+        """Where the report lies: beside the artifact."""
+        return report_path(self.artifact)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content of the report file; equal exports give equal content."""
+        return {
+            "schema": SCHEMA,
+            "format": self.format,
+            "artifact": self.artifact.name,
+            "artifact_sha256": self.artifact_sha256,
+            "artifact_bytes": self.artifact_bytes,
+            "signature": self.signature.to_json(),
+            "parity": self.parity.to_json(),
+            "checkpoint": {
+                "file": self.checkpoint,
+                "kind": self.checkpoint_kind,
+                "sha256": self.checkpoint_sha256,
+                **self.checkpoint_details,
+            },
+            "model": self.model,
+            "model_args": dict(self.model_args),
+            "device": self.device,
+            "details": dict(self.details),
+            "warnings": list(self.warnings),
+            "versions": {
+                "python": platform.python_version(),
+                **{name: version(name) for name in ("torch", "onnx", "onnxruntime")},
+            },
+            "command": self.command,
+        }
+
+
+def sha256(path: Path) -> str:
+    """Digest a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def publish(report: ExportReport, finished: Path) -> None:
+    """Move a finished artifact to its place, with its report beside it.
+
+    Args:
+        report: names the place.
+        finished: the artifact, in a folder of the same file system.
+
+    Both are whole on disk before either has its name. The report holds the artifact's digest, so
+    that a power cut between the two renames cannot leave a pair that seems to belong together.
+    """
+    draft = report_path(finished)
+    # Not NaN: JSON has none, and a proof of parity needs none.
+    text = json.dumps(report.to_json(), indent=2, allow_nan=False) + "\n"
+    draft.write_text(text, encoding="utf-8")
+    for path in (finished, draft, finished.parent):
+        _flush(path)
+    finished.replace(report.artifact)
+    draft.replace(report.path)
+    _flush(report.artifact.parent)
+
+
+def _flush(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def check(
+    artifact: Path,
+    format: str,
+    reference: Reference,
+    checker: Checker,
+    *,
+    device: str = "cpu",
+    tolerance: float | None = None,
+    is_quantized: bool = False,
+    locate: Locate | None = None,
+    trusted: Sequence[str] = (),
+) -> Parity:
+    """Compare the artifact with the checkpoint's outputs in a fresh process.
+
+    Args:
+        artifact: the file, complete and closed.
+        format: as in `modelyard.handlers.models.backends`.
+        reference: the checkpoint's outputs.
+        checker: the process.
+        device: where the artifact is to run.
+        tolerance: largest allowed scaled difference of floats; by the outputs' dtype when absent,
+            and by what they are computed in.
+        is_quantized: judge as an approximation.
+        locate: asked for the first submodule that differs, in the case that differs most.
+        trusted: operators that a program may call beside those of the list.
+
+    Raises:
+        ParityError: it does not load or run, or an output differs by more than the tolerance;
+            names every such output, by how much and where.
+    """
+    signature = reference.signature
+    rules = [
+        rule_for(spec.dtype, tolerance, is_quantized, reference.is_double)
+        for spec in signature.outputs
+    ]
+    outputs = [
+        (spec.name, spec.dtype, rule.tolerance)
+        for spec, rule in zip(signature.outputs, rules, strict=True)
+    ]
+    probes = reference.cases.probes
+    try:
+        checker.open(artifact, format, device, outputs, trusted)
+        by_case = [_measure(checker, reference.cases, place) for place in range(len(probes))]
+    except ParityError as error:
+        raise ParityError(f"{format}: {error}; {_ADVICE[format]}") from error
+    judged: list[_Judged] = [
+        (spec.name, rule, list(measured))
+        for spec, rule, measured in zip(
+            signature.outputs, rules, zip(*by_case, strict=True), strict=True
+        )
+    ]
+    # An approximation, or other dtypes than the checkpoint's, are judged by their own tolerance.
+    ill: list[IllConditioned] = []
+    if not (is_quantized or reference.is_lowered):
+        judged, ill = _allow_ill_conditioned(judged, reference.cases)
+    wrong = [(each, text) for each in judged if (text := disagreement(*each, probes))]
+    if wrong:
+        differences = "; ".join(text for _, text in wrong)
+        if is_quantized:
+            raise ParityError(f"{format}: {differences}; {_QUANTIZED_ADVICE}")
+        _, rule, measured = wrong[0][0]
+        places = rule.wrong(measured, probes)
+        place = places[worst([measured[place] for place in places])]
+        where = f"; {locate(reference.cases[place])}" if locate else ""
+        advice = _OVERFLOW if _overflows(judged, reference, where) else _ADVICE[format]
+        raise ParityError(f"{format}: {differences}{where}; {advice}")
+    return Parity(
+        tolerance=max(rule.tolerance for rule in rules),
+        cases=len(probes),
+        batches=_batches(signature, probes),
+        outputs={name: rule.merge(measured, probes) for name, rule, measured in judged},
+        rule=QUANTIZED_RULE if is_quantized else SCALED_RULE,
+        compared_with=reference.compared_with,
+        ill_conditioned=ill,
+        scope=_scope(reference),
+    )
+
+
+def _measure(checker: Checker, cases: Cases, place: int) -> list[dict[str, Any]]:
+    case = cases[place]
+    return checker.measure(str(case.probe), case.inputs, case.outputs)
+
+
+def _allow_ill_conditioned(
+    judged: Sequence[_Judged], cases: Cases
+) -> tuple[list[_Judged], list[IllConditioned]]:
+    """Allow the cases that differ what the checkpoint's own answer moves in them, if they are such.
+
+    Where ordinary values are not, the artifact is wrong, and of the others only those are asked
+    about that would be named instead of what is wrong.
+    """
+    probes = cases.probes
+    differ = {place for _, rule, measured in judged for place in rule.wrong(measured, probes)}
+    by_size = sorted(
+        differ, key=lambda place: max(measured[place]["scaled"] for *_, measured in judged)
+    )
+    ordinary = [place for place in by_size if probes[place].kind in ORDINARY_KINDS]
+    tried = sum(probe.kind in ORDINARY_KINDS for probe in probes)
+    found: list[IllConditioned] = []
+    if 2 * len(ordinary) <= tried:
+        for place in ordinary:
+            found += _ill_conditioned(judged, cases, place)
+    for place in reversed([place for place in by_size if place not in ordinary]):
+        if not (ill := _ill_conditioned(judged, cases, place)):
+            break
+        found += ill
+    rules = {
+        name: replace(
+            rule, allowed={case.case: case.allowed for case in found if case.output == name}
+        )
+        for name, rule, _ in judged
+    }
+    return [(name, rules[name], measured) for name, _, measured in judged], found
+
+
+def _ill_conditioned(judged: Sequence[_Judged], cases: Cases, place: int) -> list[IllConditioned]:
+    """Return what is allowed in a case that differs; nothing where an output goes further."""
+    probe = cases.probes[place]
+    found = []
+    for (name, rule, measured), moved in zip(judged, cases.sensitivity(place), strict=True):
+        apart = measured[place]["scaled"]
+        if apart > rule.tolerance:
+            allowed = allowance(rule, probe.kind, moved)
+            if allowed is None or apart > allowed:
+                return []
+            found.append(IllConditioned(name, str(probe), moved, allowed, apart))
+    return found
+
+
+def _overflows(judged: Sequence[_Judged], reference: Reference, where: str) -> bool:
+    """Return whether what differs is a number that float16 does not hold."""
+    is_half = any(spec.dtype == "float16" for spec in reference.signature.outputs)
+    scaled = (case["scaled"] for _, _, measured in judged for case in measured)
+    return is_half and ("by inf" in where or not all(map(math.isfinite, scaled)))
+
+
+def _batches(signature: Signature, probes: Sequence[Probe]) -> tuple[int, ...]:
+    batch = signature.batch
+    if isinstance(batch, Dim):
+        return tuple(sorted({probe.sizes[batch.name] for probe in probes}))
+    return (batch or 1,)
+
+
+def _scope(reference: Reference) -> dict[str, Any]:
+    """State what was tried, for the report."""
+    probes = reference.cases.probes
+    tried = {
+        name: sorted({probe.sizes[name] for probe in probes}) for name in reference.signature.dims
+    }
+    return {
+        "sizes": tried,
+        "integers": {
+            name: [stated["min"], stated["max"]]
+            for name, values in reference.found.items()
+            if (stated := values.to_json())
+        },
+        "kinds": sorted({probe.kind for probe in probes}),
+        "samples": [{"file": sample.file, "rows": sample.rows} for sample in reference.samples],
+        "plan": reference.plan.to_json(),
+    }
