@@ -239,51 +239,54 @@ def _explain_output(
     targets = [find_targets(version, *each) for each in zip(rows, options, outputs, strict=True)]
     found: dict[int, list[Explanation]] = {}
     for group in _groups(options):
-        batch = _Batch(
+        each = _explain_alike(
+            version,
             tuple(tensor[group] for tensor in inputs),
             outputs[group],
             [options[at] for at in group],
             [targets[at] for at in group],
             [rows[at] for at in group],
         )
-        found |= zip(group, _explain_alike(version, batch), strict=True)
+        found |= zip(group, each, strict=True)
     return [found[at] for at in range(len(rows))]
 
 
-@dataclass(frozen=True)
-class _Batch:
-    """Requests whose options lead to the same call of a method."""
+def _explain_alike(
+    version: ExplainedModel, inputs: Tensors, predicted: Tensor,
+    every_option: Sequence[ExplainOptions], targets: Sequence[Sequence[NamedTarget]],
+    rows: Sequence[int],
+) -> list[list[Explanation]]:  # fmt: skip
+    """Explain requests whose options lead to the same call of a method.
 
-    inputs: Tensors
-    outputs: Tensor
-    """(N, …), of the artifact that predicts."""
-    options: Sequence[ExplainOptions]
-    targets: Sequence[Sequence[NamedTarget]]
-    """Of each request."""
-    rows: Sequence[int]
-    """Which requests of the whole batch these are."""
-
-
-def _explain_alike(version: ExplainedModel, batch: _Batch) -> list[list[Explanation]]:
-    options = batch.options[0]
+    Args:
+        version: that is explained.
+        inputs: of the requests.
+        predicted: (N, …) the outputs of the artifact that predicts.
+        every_option: of each request.
+        targets: of each request.
+        rows: which requests of the whole batch these are.
+    """
+    options = every_option[0]
     method = METHODS[options.method]
     artifact = _choose(version, options.method)
-    inputs = tuple(tensor.to(artifact.device) for tensor in batch.inputs)
+    inputs = tuple(tensor.to(artifact.device) for tensor in inputs)
     split = _split(version, artifact, inputs, options)
     sets = [
         _baselines(version, split, tuple(tensor[row : row + 1] for tensor in inputs), option)
-        for row, option in enumerate(batch.options)
+        for row, option in enumerate(every_option)
     ]
-    request, owners, served, outputs = _request(version, batch, split, inputs, sets)
+    request, owners, served, outputs = _request(
+        version, predicted, options, targets, split, inputs, sets
+    )
     starts = [_class_of(version, each) for each in outputs]
-    windows = [_windows(version, batch.rows[row], request.inputs, options) for row, _ in owners]
+    windows = [_windows(version, rows[row], request.inputs, options) for row, _ in owners]
     settings: dict[str, Any] = options.settings()
     if method.looks_at_layer:
         settings["at_layer"] = _at_layer(version, split, options)
     attributions = _run(method, request, settings, windows)
-    found: list[list[Explanation]] = [[] for _ in batch.options]
+    found: list[list[Explanation]] = [[] for _ in every_option]
     for at, (row, target) in enumerate(owners):
-        options = batch.options[row]
+        options = every_option[row]
         if version.is_of_probabilities:
             options = replace(options, output="probability")
         baseline = options.baseline or version.default_baseline
@@ -353,24 +356,25 @@ def _run(
     return [found.part(at) for at in range(len(request))]
 
 
+_Owner = tuple[int, NamedTarget]
+"""A request, and one of its targets."""
+
+
 def _request(
-    version: ExplainedModel,
-    batch: _Batch,
-    split: _Split,
-    inputs: Tensors,
+    version: ExplainedModel, predicted: Tensor, options: ExplainOptions,
+    targets: Sequence[Sequence[NamedTarget]], split: _Split, inputs: Tensors,
     sets: Sequence[Tensors],
-) -> tuple[AttributionRequest, Sequence[tuple[int, NamedTarget]], Tensor, Sequence[Tensor]]:
+) -> tuple[AttributionRequest, Sequence[_Owner], Tensor, Sequence[Tensor]]:  # fmt: skip
     """Ask the model about inputs and baselines, and prepare what a method is called with.
 
     Returns:
         The request of M explanations; whose request and target each of them is; (M,) the output at
         the input of the artifact that predicts; (B, …) the outputs at each request's baselines.
     """
-    options = batch.options[0]
-    outputs = batch.outputs.to(split.artifact.device)
+    outputs = predicted.to(split.artifact.device)
     if split.artifact is not version.artifact:
         outputs = _evaluate(version, split.artifact, inputs)
-        _check_agreement(version.agreement, batch.outputs.to(outputs), outputs)
+        _check_agreement(version.agreement, predicted.to(outputs), outputs)
     counts = [len(rows[0]) for rows in sets]
     repeated = torch.tensor([row for row, count in enumerate(counts) for _ in range(count)])
     baseline_outputs = evaluate(
@@ -385,10 +389,10 @@ def _request(
     function = _probabilities(version) if options.output == "probability" else None
     at_inputs, at_baselines, at_served = (
         function(each.double()) if function else each.double()
-        for each in (outputs, baseline_outputs, batch.outputs)
+        for each in (outputs, baseline_outputs, predicted)
     )
     start_rows = torch.split(at_baselines, counts)
-    owners = [(row, target) for row, each in enumerate(batch.targets) for target in each]
+    owners = [(row, target) for row, each in enumerate(targets) for target in each]
     rows = torch.tensor([row for row, _ in owners], device=outputs.device)
     places, weights = (each.to(outputs.device) for each in stacked([each for _, each in owners]))
     forward = ForwardFunction(

@@ -215,17 +215,6 @@ def read_whole(name: str, value: Any, low: int = 1) -> int:
     return value
 
 
-def read_share(name: str, value: Any) -> float:
-    """Read a number from 0 to 1 of model-config.yaml.
-
-    Raises:
-        LoadError: it is something else.
-    """
-    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= 1:
-        raise LoadError(f"{name} is {value!r}; expected a number from 0 to 1")
-    return float(value)
-
-
 def read_flag(name: str, value: Any) -> bool:
     """Read true or false of model-config.yaml.
 

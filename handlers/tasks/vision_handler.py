@@ -17,10 +17,9 @@ from modelyard.handlers.errors import BadInput, LoadError
 from modelyard.handlers.explain.attribute.attribution import Tensors
 from modelyard.handlers.explain.attribute.methods import METHODS
 from modelyard.handlers.explain.draw import page
-from modelyard.handlers.explain.draw.picture import Heat, png, render, stack, transparent
+from modelyard.handlers.explain.draw.picture import Heat, render, stack, transparent
 from modelyard.handlers.explain.explainer import regions
 from modelyard.handlers.explain.explanation import Explanation
-from modelyard.handlers.explain.request.options import preferred_format
 from modelyard.handlers.models.rows import read_numbers
 from modelyard.handlers.tasks.pictures import (
     CHANNELS,
@@ -34,8 +33,6 @@ from modelyard.handlers.tasks.pictures import (
     resized,
     to_size,
 )
-
-PNG_OR_JSON = ("json", "png")
 
 
 class VisionHandler(BaseHandler):
@@ -234,25 +231,6 @@ class VisionHandler(BaseHandler):
                 raise BadInput(
                     f"the image is {width} × {height} pixels{made_of}; the model takes {expected}"
                 )
-
-    def wants_png(self, index: int) -> bool:
-        """Return whether request `index` asks for a picture, by `format` or its Accept header.
-
-        Raises:
-            BadInput: it asks for another format.
-        """
-        accept = self.context.get_request_header(index, "accept")
-        wanted = self.context.query[index].get(
-            "format", preferred_format(accept or "", PNG_OR_JSON)
-        )
-        if wanted not in PNG_OR_JSON:
-            raise BadInput(f'format is "{wanted}"; expected one of {", ".join(PNG_OR_JSON)}')
-        return wanted == "png"
-
-    def answer_png(self, index: int, picture: Image.Image) -> bytes:
-        """Return a picture as the PNG file that answers request `index`."""
-        self.context.set_response_content_type(index, "image/png")
-        return png(picture)
 
     def _find_image(self) -> TensorSpec:
         """Return the input that takes pictures."""

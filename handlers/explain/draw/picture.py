@@ -225,17 +225,6 @@ def png(image: Image.Image) -> bytes:
     return file.getvalue()
 
 
-def colour_of_class(index: int) -> tuple[int, int, int]:
-    """Return the colour of a class, as the PASCAL VOC data set has them; class 0 is black."""
-    red = green = blue = 0
-    for bit in range(7, -1, -1):
-        red |= (index & 1) << bit
-        green |= (index >> 1 & 1) << bit
-        blue |= (index >> 2 & 1) << bit
-        index >>= 3
-    return red, green, blue
-
-
 class Sheet:
     """A white sheet with texts above and below a place for what is drawn.
 
