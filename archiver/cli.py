@@ -311,7 +311,7 @@ def _progress(verb: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _paths(texts: Iterable[str]) -> list[Path]:
-    """Split comma lists, as TorchServe's archiver takes them; a file may hold a comma itself."""
+    """Split comma lists; a file may hold a comma itself."""
     paths: list[Path] = []
     for text in texts:
         pieces = [text] if Path(text).exists() else text.split(",")

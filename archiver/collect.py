@@ -475,7 +475,7 @@ def _python_sources(parts: Iterable[Part]) -> Iterator[Source]:
 
 
 def created_on() -> str:
-    """Format SOURCE_DATE_EPOCH as TorchServe does; without it a fixed time, never the clock's.
+    """Format SOURCE_DATE_EPOCH as the manifest has it; without it a fixed time, never the clock's.
 
     Source: https://reproducible-builds.org/specs/source-date-epoch/
     """

@@ -15,7 +15,7 @@ _SHOWN = 10
 def parse_labels(data: bytes) -> dict[str, str]:
     """Read labels: index as str → name.
 
-    There are TorchServe's three forms: {"0": "cat"}, {"0": ["n02123045", "tabby"]} (the last name
+    There are three forms: {"0": "cat"}, {"0": ["n02123045", "tabby"]} (the last name
     counts) and {"object_type_names": ["cat", …]}.
 
     Raises:

@@ -18,7 +18,7 @@ from modelyard.archiver.untrusted.names import (
 
 SCHEMA = 1
 MAX_MANIFEST_BYTES = 1024 * 1024
-# TorchServe logs a warning when these differ from what it knows; 0.12.0 is its last release.
+# Readers of this form warn when these differ from what they know; 0.12.0 is its last release.
 ARCHIVER_VERSION = "0.12.0"
 RUNTIMES = ("python", "python3", "LSP")
 
@@ -51,7 +51,7 @@ class Golden:
 
 @dataclass(frozen=True)
 class Seal:
-    """What `modelyard archive` adds to TorchServe's keys."""
+    """What `modelyard archive` adds to the form's keys."""
 
     digests: Mapping[str, str]
     """SHA-256 in lower-case hex of every file but the manifest."""
@@ -65,7 +65,7 @@ class Seal:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The archive's description of itself; absent keys of TorchServe's part are None."""
+    """The archive's description of itself; absent keys are None."""
 
     model_name: str | None
     model_version: str = "1.0"
@@ -78,11 +78,11 @@ class Manifest:
     created_on: str | None = None
     archiver_version: str | None = None
     modelyard: Seal | None = None
-    """None in archives of TorchServe's own archiver."""
+    """None in archives that we did not seal."""
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """Read a manifest: TorchServe's keys as TorchServe does, `modelyard` strictly.
+    """Read a manifest: the form's keys as its readers do, `modelyard` strictly.
 
     Raises:
         BadManifest: not JSON, or fields are wrong; each problem names its field.
@@ -99,7 +99,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def format_manifest(manifest: Manifest) -> bytes:
-    """Write a manifest: TorchServe's keys in TorchServe's order, 2-space indent, UTF-8."""
+    """Write a manifest: the form's keys in its order, 2-space indent, UTF-8."""
     model = {
         "modelName": manifest.model_name,
         "serializedFile": manifest.serialized_file,
@@ -151,7 +151,7 @@ def _checked(fields: Fields, key: str, check: Callable[[str], None]) -> str | No
 
 
 def _version(fields: Fields) -> str:
-    """Read the version as TorchServe does: absent means 1.0, empty is refused."""
+    """Read the version: absent means 1.0, empty is refused."""
     if fields.values.get("modelVersion") == "":
         return fields.text("modelVersion")
     return _checked(fields, "modelVersion", check_version) or "1.0"

@@ -23,7 +23,7 @@ OTHERS_KEYS = (
     *("useJobTicket", "useVenv", "maxRetryTimeoutInSec"),
     *("sequenceBatching", "continuousBatching", "asyncCommunication"),
 )
-"""What a server reads that speaks TorchServe's dialect, and no other."""
+"""What a server of another dialect reads, and ours does not."""
 _KNOWN = (*HANDLERS_KEYS, *SERVERS_KEYS, *OTHERS_KEYS)
 
 

@@ -182,11 +182,11 @@ def open_archive(
 ) -> Archive:
     """Open an archive and check every name, size and digest in it.
 
-    Archives of TorchServe's archiver hold no digests; their structure, names and checksums are
+    Archives of other archivers hold no digests; their structure, names and checksums are
     checked.
 
     Args:
-        needs_manifest: False serves an archive without one too, as TorchServe does.
+        needs_manifest: False serves an archive without one too.
         staging: a folder on the file system that `unpack` will write to. The files are written
             below it while they are read to be checked, and go again unless `unpack` moves them:
             that reads and hashes them once, not twice.

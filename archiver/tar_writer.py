@@ -50,7 +50,7 @@ class StoredGzip:
 
 
 class TarWriter:
-    """A gzip'ed tar in `file`, all files under the folder `top`, as TorchServe's readers expect."""
+    """A gzip'ed tar in `file`, all files under the folder `top`, as readers of this form expect."""
 
     def __init__(self, file: IO[bytes], top: str) -> None:
         self._gzip = StoredGzip(file)

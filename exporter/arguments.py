@@ -47,7 +47,7 @@ def take_submodule(model: nn.Module, path: str) -> nn.Module:
 
     Args:
         model: the whole.
-        path: as `model.named_modules()` has it, such as `encoder.layers.0`.
+        path: its name in `model.named_modules()`, such as `encoder.layers.0`.
 
     Raises:
         UsageError: there is no such part, or it is a container that cannot be called.
@@ -55,7 +55,9 @@ def take_submodule(model: nn.Module, path: str) -> nn.Module:
     modules: dict[str, nn.Module] = dict(model.named_modules())
     found = modules.get(path)
     if found is None:
-        *_, known = [start for start in _starts(path) if start in modules]
+        keys = path.split(".")
+        starts = [".".join(keys[:length]) for length in range(len(keys))]
+        *_, known = [start for start in starts if start in modules]
         inside = f'"{known}" has' if known else f"{type(model).__name__} has"
         names = [name for name, _ in modules[known].named_children()]
         raise UsageError(
@@ -69,12 +71,6 @@ def take_submodule(model: nn.Module, path: str) -> nn.Module:
             "one of its parts"
         )
     return found
-
-
-def _starts(path: str) -> list[str]:
-    """Return the whole model, and every part that holds the one at `path`."""
-    keys = path.split(".")
-    return [".".join(keys[:length]) for length in range(len(keys))]
 
 
 def take_inputs(model: nn.Module, signature: Signature) -> nn.Module:
@@ -131,7 +127,7 @@ class NotTensor:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Which tensors of what forward() gives an artifact gives, in order."""
+    """The tensors that an artifact gives, of those that forward() gives, in order."""
 
     names: tuple[str, ...]
     keys: tuple[str, ...]
@@ -229,21 +225,19 @@ def _seen(value: Any) -> str:
 
 def _is_plain(output: Any) -> bool:
     """Return whether every format can hold the output: tensors in built-in containers only."""
-    if isinstance(output, Tensor):
-        return True
-    if type(output) is dict:
-        return all(isinstance(value, Tensor) for value in output.values())
-    return type(output) in (tuple, list) and all(isinstance(value, Tensor) for value in output)
+    if type(output) not in (dict, tuple, list):
+        return isinstance(output, Tensor)
+    values = output.values() if isinstance(output, dict) else output
+    return all(isinstance(value, Tensor) for value in values)
 
 
 def pick(output: Any, keys: Sequence[str]) -> tuple[Tensor, ...]:
     """Return the tensors of an output that stand at these ways, complex ones as real views."""
-    tensors = flatten(output)
-    return tuple(_real(tensors[key]) for key in keys)
-
-
-def _real(tensor: Tensor) -> Tensor:
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    given = flatten(output)
+    return tuple(
+        torch.view_as_real(each.resolve_conj()) if each.is_complex() else each
+        for each in (given[key] for key in keys)
+    )
 
 
 def _keep(
@@ -313,14 +307,10 @@ def _parts(output: Any) -> list[tuple[str, Any]] | None:
 
 
 def _described(output: Any) -> str:
-    items: list[tuple[Any, Any]] = []
-    if isinstance(output, Mapping):
-        items = list(output.items())
-    elif isinstance(output, tuple | list):
-        items = list(enumerate(output))
+    parts = dict(enumerate(output)) if isinstance(output, tuple | list) else output
     inside = ", ".join(
         f"{key}: {value.kind if isinstance(value, NotTensor) else type(value).__name__}"
-        for key, value in items
+        for key, value in (parts.items() if isinstance(parts, Mapping) else ())
     )
     return f"a {type(output).__name__}{f' of {inside}' if inside else ''}"
 

@@ -74,27 +74,27 @@ def open_model(
 
     The author's modules stay imported until the context ends: a tracer may look for their source.
     """
-    place = None if model is None else split_model(model)
+    source, name = (None, None) if model is None else split_model(model)
     if isinstance(checkpoint, Path):
         checkpoint = read_checkpoint(checkpoint)
+    file, is_described = f'"{checkpoint.path.name}"', checkpoint.kind == "Hugging Face folder"
     if checkpoint.kind == ONNX and model is not None:
         raise UsageError(
-            f'--model {model}: "{checkpoint.path.name}" is a program, whose weights have lost '
-            "their names in the class; leave --model out"
+            f"--model {model}: {file} is a program, whose weights have lost their names in the "
+            "class; leave --model out"
         )
-    is_described = checkpoint.kind == "Hugging Face folder"
-    if task is not None and (model is not None or not is_described):
-        if model is not None:
-            raise UsageError(f"--task {task} chooses the class; leave --model {model} out")
+    if task is not None and model is not None:
+        raise UsageError(f"--task {task} chooses the class; leave --model {model} out")
+    if task is not None and not is_described:
         raise UsageError(
-            f'--task {task} is for a Hugging Face folder, and "{checkpoint.path.name}" is a '
-            f"{checkpoint.kind}; give the folder with config.json, or --model {MODEL_FORM}"
+            f"--task {task} is for a Hugging Face folder, and {file} is a {checkpoint.kind}; give "
+            f"the folder with config.json, or --model {MODEL_FORM}"
         )
-    if is_described and (place is None or place[0] == "transformers"):
+    if is_described and source in (None, "transformers"):
         with quiet_and_offline():
             yield build_hugging_face(
                 checkpoint,
-                place and place[1],
+                name,
                 task=task,
                 model_args=model_args,
                 is_trusted=trust,
@@ -102,15 +102,11 @@ def open_model(
                 notes=notes,
             ).eval()
         return
-    source, name = place or (None, None)
-    if not isinstance(source, Path):
-        made = library_factory(checkpoint, source, name)
-        if made is not None:
-            name, maker = made
-            built = _make(maker, source or checkpoint.kind, name, model_args or {})
-            load_weights(built, checkpoint, name)
-            yield built.eval()
-            return
+    if not isinstance(source, Path) and (made := library_factory(checkpoint, source, name)):
+        built = _make(made[1], source or checkpoint.kind, made[0], model_args or {})
+        load_weights(built, checkpoint, made[0])
+        yield built.eval()
+        return
     if source is None or name is None:
         with _open_without_model(checkpoint, model_args or {}, trust) as built:
             yield built.eval()
@@ -128,8 +124,9 @@ def open_model(
         yield built.eval()
     finally:
         # A package stays, as any import does; a file's neighbours must not meet another's.
-        if isinstance(source, Path):
-            _forget(imported)
+        for key, module in imported.items() if isinstance(source, Path) else ():
+            if sys.modules.get(key) is module:
+                del sys.modules[key]
 
 
 @contextmanager
@@ -165,7 +162,7 @@ def _open_without_model(
 
 @contextmanager
 def _archived_class(checkpoint: Checkpoint, model_args: Mapping[str, Any]) -> Iterator[nn.Module]:
-    """Import the model file of a trusted archive and build its one class, as TorchServe does."""
+    """Import the model file of a trusted archive and build its one class."""
     ((file, text),) = checkpoint.sources.items()
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / Path(file).name
@@ -226,8 +223,7 @@ def _import_model(source: Path | str) -> ModuleType:
         # The name is part of a TorchScript artifact, so it must not differ from run to run.
         name = f"modelyard_model_{source.stem}"
         spec = importlib.util.spec_from_file_location(name, source)
-        assert spec is not None
-        assert spec.loader is not None
+        assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module  # classes are looked up through it while it is being run
         with _named_failure(source.name, source):
@@ -276,12 +272,10 @@ def _make(
 
 def _class_methods(factory: Callable[..., Any]) -> list[str]:
     """List the methods of a class that may make an instance, with their arguments."""
-    if not inspect.isclass(factory):
-        return []
-    own = [part for part in factory.__mro__ if part.__module__.partition(".")[0] not in _BASES]
     names = {
         name
-        for part in own
+        for part in (factory.__mro__ if inspect.isclass(factory) else ())
+        if part.__module__.partition(".")[0] not in _BASES
         for name, value in vars(part).items()
         if isinstance(value, classmethod) and _MAKES.match(name) and "pretrained" not in name
     }
@@ -342,25 +336,18 @@ def _named_failure(what: str, file: Path | None) -> Iterator[None]:
         raise
     # The author's code may fail in any way; a script without a main guard even ends the process.
     except (Exception, SystemExit) as error:
-        place = _place(error, file)
         raise ModelError(
-            f"{what} fails{f' at {place}' if place else ''}: {cause(error)}; "
+            f"{what} fails{_place(error, file)}: {cause(error)}; "
             "it must import and build the model without error"
         ) from error
 
 
 def _place(error: BaseException, file: Path | None) -> str:
     if isinstance(error, SyntaxError) and error.filename:
-        return f"{Path(error.filename).name}:{error.lineno}"
+        return f" at {Path(error.filename).name}:{error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if file is not None and Path(frame.filename) == file]
-    return f"{Path(own[-1].filename).name}:{own[-1].lineno}" if own else ""
-
-
-def _forget(modules: Mapping[str, ModuleType]) -> None:
-    for name, module in modules.items():
-        if sys.modules.get(name) is module:
-            del sys.modules[name]
+    lines = [frame.lineno for frame in frames if file and Path(frame.filename) == file]
+    return f" at {file.name}:{lines[-1]}" if file and lines else ""
 
 
 # -- hyper-parameters of the checkpoint → arguments of the class ---------------------------------
@@ -393,7 +380,9 @@ def class_arguments(
     how = checkpoint.hyper_parameters_name
     if how is None or not checkpoint.hyper_parameters:
         return given
-    names, takes_all = _parameters(factory)
+    parameters = _signature(factory)
+    names = {parameter.name for parameter in parameters if parameter.kind in _NAMED}
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     if how != "kwargs" and how in names:
         arguments: dict[str, Any] = {how: Arguments(checkpoint.hyper_parameters)}
     else:
@@ -425,21 +414,14 @@ def _signature(factory: Callable[..., Any]) -> list[inspect.Parameter]:
         return []
 
 
-def _parameters(factory: Callable[..., Any]) -> tuple[set[str], bool]:
-    parameters = _signature(factory)
-    names = {parameter.name for parameter in parameters if parameter.kind in _NAMED}
-    return names, any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-
-
 def _refused(value: Any) -> str | None:
+    """Return the name of a value that was not made, at whatever depth."""
     if isinstance(value, Placeholder):
         return value.dotted
-    if isinstance(value, nn.Module):
-        return None
     items = value.values() if isinstance(value, Mapping) else value
-    if isinstance(value, Mapping | list | tuple):
-        return next((refused for item in items if (refused := _refused(item)) is not None), None)
-    return None
+    if not isinstance(value, Mapping | list | tuple):
+        return None
+    return next((refused for item in items if (refused := _refused(item)) is not None), None)
 
 
 # -- the checkpoint's tensors → parameters and buffers ------------------------------------------
@@ -452,11 +434,7 @@ def _fitting(
 
     An argument is changed where its value is the size of a dim that differs, to the checkpoint's.
     """
-    given = {
-        parameter.name: value
-        for parameter in _signature(factory)
-        if type(value := arguments.get(parameter.name, parameter.default)) is int
-    }
+    values = {p.name: arguments.get(p.name, p.default) for p in _signature(factory)}
     expected = factory(**arguments).state_dict()
     tensors, _ = fit_names(checkpoint.tensors, checkpoint.original_names, expected)
     sizes: dict[int, set[int]] = {}
@@ -466,8 +444,8 @@ def _fitting(
                 sizes.setdefault(ours, set()).add(theirs)
     changed = {
         key: min(sizes[value] - {value})
-        for key, value in given.items()
-        if len(sizes.get(value, set()) - {value}) == 1
+        for key, value in values.items()
+        if type(value) is int and len(sizes.get(value, set()) - {value}) == 1
     }
     try:
         fitted = factory(**{**arguments, **changed}).state_dict()
@@ -501,26 +479,25 @@ def load_weights(
     missing = _missing(expected, state)
     unexpected = [key for key in state if key not in expected]
     misshaped = _misshaped(expected, state)
-    problems = _problems(missing, unexpected, misshaped)
+    found = {
+        "missing": missing,
+        "unexpected": _with_nearest(unexpected, missing),
+        "mis-shaped": misshaped,
+    }
+    problems = "; ".join(f"{what} {list_shown(keys)}" for what, keys in found.items() if keys)
+    unfit = f'checkpoint "{checkpoint.path.name}" does not fit {name}:'
+    advice = "ive the class and --model-args that it was trained with"
     if misshaped and (arguments := find_arguments()):
-        raise CheckpointError(
-            f'checkpoint "{checkpoint.path.name}" does not fit {name}: {"; ".join(problems)}. It '
-            f"fits with --model-args '{json.dumps(arguments)}': give these too"
-        )
+        fits = f"It fits with --model-args '{json.dumps(arguments)}': give these too"
+        raise CheckpointError(f"{unfit} {problems}. {fits}")
     if problems:
-        raise CheckpointError(
-            f'checkpoint "{checkpoint.path.name}" does not fit {name}: {"; ".join(problems)}. '
-            f"{_hint(checkpoint, unexpected, missing)}"
-            "Give the class and --model-args that it was trained with"
-        )
+        hint = _hint(checkpoint, unexpected, missing)
+        raise CheckpointError(f"{unfit} {problems}. {hint}G{advice}")
     try:
         model.load_state_dict(state, strict=False)
     # A module may check its own state (load_state_dict hooks), in any way.
     except Exception as error:
-        raise CheckpointError(
-            f'checkpoint "{checkpoint.path.name}" does not fit {name}: {cause(error)}; '
-            "give the class and --model-args that it was trained with"
-        ) from error
+        raise CheckpointError(f"{unfit} {cause(error)}; g{advice}") from error
 
 
 def _extra_state(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -554,26 +531,12 @@ def _misshaped(expected: Mapping[str, Any], state: Mapping[str, Any]) -> list[st
     ]
 
 
-def _problems(missing: list[str], unexpected: list[str], misshaped: list[str]) -> list[str]:
-    problems = []
-    if missing:
-        problems.append(f"missing {list_shown(missing)}")
-    if unexpected:
-        problems.append(f"unexpected {list_shown(_with_nearest(unexpected, missing))}")
-    if misshaped:
-        problems.append(f"mis-shaped {list_shown(misshaped)}")
-    return problems
-
-
 def _with_nearest(names: list[str], missing: list[str]) -> list[str]:
     """Put behind a name the missing one that is most like it."""
     if len(missing) > _NEAREST_SHOWN:
         return names
-    shown = []
-    for name in names[:KEYS_SHOWN]:
-        near = nearest(name, missing)
-        shown.append(f"{name} (nearest missing: {near})" if near else name)
-    return shown + names[KEYS_SHOWN:]
+    near = {name: nearest(name, missing) for name in names[:KEYS_SHOWN]}
+    return [f"{name} (nearest missing: {near[name]})" if near.get(name) else name for name in names]
 
 
 def _hint(checkpoint: Checkpoint, unexpected: list[str], missing: list[str]) -> str:

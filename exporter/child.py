@@ -29,7 +29,7 @@ class Child:
     Args:
         module: what runs in it.
         folder: an empty folder for the exchange.
-        threads: of torch and of onnxruntime; None for those of this process.
+        threads: the number for torch and for onnxruntime; None for those of this process.
     """
 
     def __init__(self, module: str, folder: Path, threads: int | None = None) -> None:

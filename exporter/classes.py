@@ -4,7 +4,7 @@ Where nothing says which class the weights are of, the error ends with a command
 """
 
 import ast
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -94,21 +94,12 @@ def _last(node: ast.expr) -> str:
 def _parts(node: ast.ClassDef) -> Iterator[str]:
     """Yield what methods of a class assign to `self`, or register by name."""
     for each in ast.walk(node):
-        if isinstance(each, ast.Assign):
-            targets: Collection[ast.expr] = each.targets
-        elif isinstance(each, ast.AnnAssign | ast.AugAssign):
-            targets = [each.target]
-        elif isinstance(each, ast.Call) and each.args:
-            name = each.args[0]
-            if _last(each.func) in _REGISTERS and isinstance(name, ast.Constant):
-                yield str(name.value)
-            continue
-        else:
-            continue
-        for target in targets:
-            for one in target.elts if isinstance(target, ast.Tuple) else [target]:
-                if isinstance(one, ast.Attribute) and _last(one.value) == "self":
-                    yield one.attr
+        match each:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+                yield name
+            case ast.Call(func=function, args=[ast.Constant(value=name), *_]):
+                if _last(function) in _REGISTERS:
+                    yield str(name)
 
 
 _REGISTERS = ("register_buffer", "register_parameter", "register_module", "add_module")

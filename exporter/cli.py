@@ -12,7 +12,12 @@ import typer
 
 from modelyard.base.terminal import format_bytes, out, plain_table, step_bar
 from modelyard.base.threads import thread_environment
-from modelyard.exporter.errors import ExportError, PartialExportError, UsageError, reason
+from modelyard.exporter.errors import (
+    ExportError,
+    PartialExportError,
+    UsageError,
+    reason,
+)
 from modelyard.exporter.request import FLAGS, described_arguments, export
 
 if TYPE_CHECKING:
@@ -22,20 +27,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_HELP = """Write artifacts that are proven to agree with a checkpoint.
-
-Each artifact is compared with the checkpoint on many inputs, in a fresh process, and written only
-when they agree; `<artifact>.report.json` beside it holds the proof. A format that cannot be written
-keeps no other from it.
-
-Example:
-
-    modelyard export digits.pt --model net.py:DigitsNet \\
-        --input 'image:float32\\[batch,1,8,8]' --output logits -o build
-
-Exit codes: 0 written; 1 nothing written, and why; 2 wrong usage; 3 some formats written, others
-not, and why.
-"""
 _PARTIAL = 3
 
 
@@ -51,9 +42,11 @@ def _option(field: str, *names: str, metavar: str | None = None, more: str = "")
 _Texts = list[str] | None
 _Text = str | None
 _AGAIN = " May be repeated."
+_TRUST = "Let the checkpoint run its own code; says first what it will import."
+_JSON = "Print the reports as one JSON array, with the error of each format not written."
 
 
-@app.command("export", help=_HELP)
+@app.command("export")
 def export_command(
     checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help=_SAID.get("checkpoint"))],
     output_dir: Annotated[Path, _option("output_dir", "--output-dir", "-o")] = Path("build"),
@@ -63,12 +56,7 @@ def export_command(
     task: Annotated[_Text, _option("task")] = None,
     weights_key: Annotated[_Text, _option("weights_key")] = None,
     ema: Annotated[bool, _option("ema")] = False,
-    trust: Annotated[
-        bool,
-        typer.Option(
-            "--trust", help="Let the checkpoint run its own code; says first what it will import."
-        ),
-    ] = False,
+    trust: Annotated[bool, typer.Option("--trust", help=_TRUST)] = False,
     generate: Annotated[bool, _option("generate")] = False,
     submodule: Annotated[_Text, _option("submodule")] = None,
     output_names: Annotated[_Texts, _option("output_names", more=_AGAIN)] = None,
@@ -81,15 +69,22 @@ def export_command(
     samples: Annotated[list[Path] | None, _option("samples", more=_AGAIN)] = None,
     quick: Annotated[bool, _option("quick")] = False,
     sample_only: Annotated[bool, _option("sample_only")] = False,
-    as_json: Annotated[
-        bool,
-        typer.Option(
-            "--json",
-            help="Print the reports as one JSON array, with the error of each format not written.",
-        ),
-    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help=_JSON)] = False,
 ) -> None:
-    """Parse, call `modelyard.exporter.export` once, print."""
+    r"""Write artifacts that are proven to agree with a checkpoint.
+
+    Each artifact is compared with the checkpoint on many inputs, in a fresh process, and written
+    only when they agree; `<artifact>.report.json` beside it holds the proof. A format that cannot
+    be written keeps no other from it.
+
+    For example:
+
+        modelyard export digits.pt --model net.py:DigitsNet \
+            --input 'image:float32\[batch,1,8,8]' --output logits -o build
+
+    Exit codes: 0 written; 1 nothing written, and why; 2 wrong usage; 3 some formats written, others
+    not, and why.
+    """
     given: dict[str, Any] = {key: value for key, value in locals().items() if value is not None}
     del given["as_json"], given["trust"]
     os.environ |= thread_environment()
@@ -145,7 +140,8 @@ def _notes(reports: "list[ExportReport]") -> list[str]:
                 f"not compared at {len(left_out)} sizes where one case holds over "
                 f"{format_bytes(plan['budget_bytes'])}, up to {left_out[-1]}"
             )
-        notes += [str(report.details[key]) for key in ("deprecated",) if key in report.details]
+        if "deprecated" in report.details:
+            notes.append(str(report.details["deprecated"]))
         if "native_code" in report.details:
             notes.append(f"{report.artifact.name} is {report.details['native_code']}")
     return list(dict.fromkeys(notes))
@@ -161,12 +157,18 @@ def _tell(line: str) -> None:
 
 
 @contextmanager
-def exit_codes() -> Iterator[None]:
-    """Turn an error that is known into one line, and exit code 2 for wrong usage, else 1."""
+def exit_codes(where: str = "", *others: type[Exception]) -> Iterator[None]:
+    """Turn an error that is known into one line, and exit code 2 for wrong usage, else 1.
+
+    Args:
+        where: what the line begins with.
+        others: classes of errors that are known, beside those of this package and the system's.
+    """
+    known: tuple[type[Exception], ...] = (ExportError, OSError, *others)
     try:
         yield
-    except (ExportError, OSError) as error:
-        typer.echo(f"error: {error}", err=True)
+    except known as error:
+        typer.echo(f"error: {where}{error}", err=True)
         raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
 
 

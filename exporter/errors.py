@@ -58,7 +58,7 @@ class PartialExportError(ExportError):
     """Some formats were written and proven, others could not be.
 
     Attributes:
-        reports: of the artifacts that are in their place, as `export` returns them.
+        reports: those of the artifacts that are in their place, as `export` returns them.
         failures: format → why it was not written.
     """
 

@@ -12,27 +12,15 @@ from rich.markup import escape
 from rich.table import Table
 
 from modelyard.base.terminal import format_bytes, plain_table
+from modelyard.exporter.cli import exit_codes
 
 inspect_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 _PIPE_COLUMNS = 500
 _TEXT_SHOWN = 160
 
-_HELP = """Describe a checkpoint, an artifact or an archive; none of its code runs.
 
-Checkpoints: files of torch.save, safetensors, and the folders of Lightning, Hugging Face,
-Determined, DeepSpeed, torch.distributed and others. Artifacts: pt2, ONNX, TorchScript. Archives:
-.mar.
-
-Example:
-
-    modelyard inspect runs/last.ckpt --top 5
-
-Exit codes: 0 described; 1 it cannot be read, and why; 2 wrong usage.
-"""
-
-
-@inspect_app.command("inspect", help=_HELP)
+@inspect_app.command("inspect")
 def inspect_command(
     path: Annotated[
         Path, typer.Argument(metavar="FILE|FOLDER", help="Checkpoint, artifact or archive.")
@@ -55,16 +43,23 @@ def inspect_command(
         ),
     ] = False,
 ) -> None:
-    """Parse, call `inspection.describe` once, print; show the graph where asked."""
+    """Describe a checkpoint, an artifact or an archive; none of its code runs.
+
+    Checkpoints: files of torch.save, safetensors, and the folders of Lightning, Hugging Face,
+    Determined, DeepSpeed, torch.distributed and others. Artifacts: pt2, ONNX, TorchScript.
+    Archives: .mar.
+
+    For example:
+
+        modelyard inspect runs/last.ckpt --top 5
+
+    Exit codes: 0 described; 1 it cannot be read, and why; 2 wrong usage.
+    """
     # Here, not above: importing torch takes a second that `modelyard --help` need not wait.
-    from modelyard.exporter.errors import ExportError, UsageError
     from modelyard.exporter.inspection import describe
 
-    try:
+    with exit_codes():
         description = describe(path, weights_key, ema=ema)
-    except ExportError as error:
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
     if as_json:
         typer.echo(json.dumps(description, indent=2, allow_nan=False))
     else:
@@ -74,15 +69,11 @@ def inspect_command(
 
 
 def _show_graph(artifact: Path) -> None:
-    from modelyard.exporter.errors import ExportError, UsageError
     from modelyard.exporter.viewers import show_graph
     from modelyard.handlers.errors import LoadError
 
-    try:
+    with exit_codes("--graph: ", LoadError):
         show_graph(artifact, lambda line: typer.echo(line, err=True))
-    except (ExportError, LoadError) as error:
-        typer.echo(f"error: --graph: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, UsageError) else 1) from error
 
 
 def _print(description: Mapping[str, Any], top: int) -> None:
@@ -97,44 +88,40 @@ def _print(description: Mapping[str, Any], top: int) -> None:
 
 
 def _summary(description: Mapping[str, Any]) -> Table:
-    weights = description.get("weights") or {}
+    weights, model = description.get("weights") or {}, description.get("model") or {}
     hint = description.get("class")
-    model = description.get("model") or {}
-    rows: list[tuple[str, Any]] = [
-        ("file", description["file"]),
-        (description["what"], description["kind"]),
-        ("writer", _joined(description.get("writer"), description.get("writer_version"))),
-        ("read by", description.get("loader")),
-        ("model", _joined(model.get("name"), model.get("version"))),
-        ("digest", model.get("digest")),
-        (
-            "signed",
-            "yes; `modelyard verify --public-key` checks it" if model.get("is_signed") else None,
-        ),
-        ("handler", model.get("handler")),
-        ("artifact", (description.get("serialized") or {}).get("name")),
-        ("explained by", model.get("explained_by")),
-        ("golden requests", model.get("golden_requests")),
-        (
-            "requires",
-            ", ".join(str(pin).partition(" ")[0] for pin in model.get("requirements", ())),
-        ),
-        ("class", hint and f"{hint['name']} ({hint['source']})"),
-        ("weights at", weights.get("key")),
-        ("other weights", _counts(weights.get("alternatives"))),
-        ("averaged weights", weights.get("ema_key")),
-        ("parameters", f"{weights['parameters']:,}" if weights else None),
-        ("size", format_bytes(weights.get("size_bytes") or None)),
-        ("dtypes", ", ".join(f"{name} × {n}" for name, n in description.get("dtypes", {}).items())),
-        ("stripped", ", ".join(weights.get("prefixes_stripped") or ())),
-        ("tied", "; ".join(" = ".join(names) for names in weights.get("tied") or ())),
-        ("not finite", ", ".join(weights.get("non_finite") or ())),
-        ("takes", ", ".join(description.get("takes", ()))),
-        ("operators", description.get("operators")),
-        ("opset", ", ".join(description.get("opset", ()))),
-    ]
+    signed = "yes; `modelyard verify --public-key` checks it" if model.get("is_signed") else None
+    pins = [str(pin).partition(" ")[0] for pin in model.get("requirements", ())]
+    others = (weights.get("alternatives") or {}).items()
+    rows: Mapping[str, Any] = {
+        "file": description["file"],
+        description["what"]: description["kind"],
+        "writer": _joined(" ", description.get("writer"), description.get("writer_version")),
+        "read by": description.get("loader"),
+        "model": _joined(" ", model.get("name"), model.get("version")),
+        "digest": model.get("digest"),
+        "signed": signed,
+        "handler": model.get("handler"),
+        "artifact": (description.get("serialized") or {}).get("name"),
+        "explained by": model.get("explained_by"),
+        "golden requests": model.get("golden_requests"),
+        "requires": _joined(", ", *pins),
+        "class": hint and f"{hint['name']} ({hint['source']})",
+        "weights at": weights.get("key"),
+        "other weights": _joined(", ", *(f"{key} ({n:,} parameters)" for key, n in others)),
+        "averaged weights": weights.get("ema_key"),
+        "parameters": f"{weights['parameters']:,}" if weights else None,
+        "size": format_bytes(weights.get("size_bytes") or None),
+        "dtypes": _joined(", ", *(f"{k} × {n}" for k, n in description.get("dtypes", {}).items())),
+        "stripped": _joined(", ", *weights.get("prefixes_stripped", ())),
+        "tied": _joined("; ", *(" = ".join(names) for names in weights.get("tied", ()))),
+        "not finite": _joined(", ", *weights.get("non_finite", ())),
+        "takes": _joined(", ", *description.get("takes", ())),
+        "operators": description.get("operators"),
+        "opset": _joined(", ", *description.get("opset", ())),
+    }
     table = plain_table(("", "left"), ("", "left"), show_header=False)
-    for name, value in rows:
+    for name, value in rows.items():
         if value not in (None, "", []):
             style = "bold red" if name == "not finite" else "bold"
             table.add_row(f"[{style}]{name}[/{style}]", _cell(value))
@@ -142,14 +129,9 @@ def _summary(description: Mapping[str, Any]) -> Table:
 
 
 def _details(description: Mapping[str, Any]) -> Iterable[Table]:
-    for key, title in (
-        ("hyper_parameters", "hyper-parameters"),
-        ("training", "training"),
-        ("labels", "labels"),
-        ("dims", "dims"),
-    ):
+    for key in ("hyper_parameters", "training", "labels", "dims"):
         if description.get(key):
-            table = plain_table((title, "left"), ("", "left"))
+            table = plain_table((key.replace("_", "-"), "left"), ("", "left"))
             for name, value in list(description[key].items())[:40]:
                 table.add_row(escape(str(name)), _cell(value))
             yield table
@@ -167,22 +149,17 @@ def _details(description: Mapping[str, Any]) -> Iterable[Table]:
 
 
 def _tensor_tables(description: Mapping[str, Any], top: int) -> Iterable[Table]:
-    tensors = description.get("tensors") or []
+    tensors = shown = description.get("tensors") or []
     if not tensors:
         return
-    shown = tensors
+    heading = f"tensor ({len(tensors)})"
     if top and len(tensors) > top:
         shown = sorted(tensors, key=lambda tensor: -(tensor["size_bytes"] or 0))[:top]
-    title = f"tensor (the {len(shown)} largest of {len(tensors)})"
-    heading = title if len(shown) < len(tensors) else f"tensor ({len(tensors)})"
+        heading = f"tensor (the {top} largest of {len(tensors)})"
     table = plain_table((heading, "left"), ("dtype", "left"), ("shape", "left"), ("size", "right"))
     for tensor in shown:
-        table.add_row(
-            escape(tensor["name"]),
-            tensor["dtype"],
-            _shape(tensor["shape"]),
-            format_bytes(tensor["size_bytes"]),
-        )
+        size, name = format_bytes(tensor["size_bytes"]), escape(tensor["name"])
+        table.add_row(name, tensor["dtype"], _shape(tensor["shape"]), size)
     total = sum(tensor["size_bytes"] or 0 for tensor in tensors)
     table.add_row("[bold]total[/bold]", "", "", f"[bold]{format_bytes(total)}[/bold]")
     yield table
@@ -197,9 +174,5 @@ def _shape(shape: Iterable[Any]) -> str:
     return escape(f"[{', '.join(str(size) for size in shape)}]")
 
 
-def _counts(alternatives: Mapping[str, int] | None) -> str:
-    return ", ".join(f"{key} ({count:,} parameters)" for key, count in (alternatives or {}).items())
-
-
-def _joined(*parts: Any) -> str:
-    return " ".join(str(part) for part in parts if part)
+def _joined(between: str, *parts: Any) -> str:
+    return between.join(str(part) for part in parts if part)

@@ -22,8 +22,8 @@ from modelyard.archiver.untrusted.json import parse_json
 from modelyard.archiver.untrusted.names import MANIFEST_NAME, SIGNING_NAME
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import Checkpoint
-from modelyard.exporter.ingest.archive import checked_archive, read_weights, serialized_source
-from modelyard.exporter.ingest.exported_program import ExportedProgram, read_exported_program
+from modelyard.exporter.ingest.exported_program import read_exported_program
+from modelyard.exporter.ingest.folders import checked_archive, read_weights, serialized_source
 from modelyard.exporter.ingest.onnx_file import (
     Value,
     dtype_of,
@@ -63,14 +63,14 @@ def describe(path: Path, weights_key: str | None = None, *, ema: bool = False) -
             return {"file": path.name, **_archive(archive)}
     if format in _ARTIFACTS:
         content = _ARTIFACTS[format](Source.of_file(path))
-        files = _files(path, [path])
-        return {"file": path.name, **content, **_proven(path, files[0]["sha256"]), "files": files}
+        (file,) = digest_files(path, [path])
+        proven = _proven(path, file.sha256)
+        return {"file": path.name, **content, **proven, "files": [vars(file)]}
     parsed = parse_checkpoint(path)
     notes: tuple[str, ...] = ()
     if weights_key is None and not ema and parsed.default is None:
-        largest = max(parsed.weights, key=lambda key: parsed.weights[key].parameters)
-        notes = (f"nothing tells which weights are meant; these are the largest, {largest}",)
-        key = largest
+        key = max(parsed.weights, key=lambda key: parsed.weights[key].parameters)
+        notes = (f"nothing tells which weights are meant; these are the largest, {key}",)
     else:
         key = choose(parsed, path.name, weights_key, ema)
     return {"file": path.name, **_checkpoint(take_weights(parsed, path, key), notes)}
@@ -90,33 +90,22 @@ def _takes(signature: Signature) -> dict[str, Any]:
 
 
 def _checkpoint(checkpoint: Checkpoint, notes: tuple[str, ...]) -> dict[str, Any]:
+    hint, sets = checkpoint.class_hint, ("parameters", "size_bytes", "alternatives", "ema_key")
+    known = ("kind", "writer", "writer_version", "loader", "hyper_parameters", "training", "labels")
+    odd = [name for name, value in checkpoint.tensors.items() if not is_finite(value)]
     return {
         "what": "checkpoint",
-        "kind": checkpoint.kind,
-        "writer": checkpoint.writer,
-        "writer_version": checkpoint.writer_version,
-        "loader": checkpoint.loader,
-        "class": None
-        if checkpoint.class_hint is None
-        else {"name": checkpoint.class_hint.name, "source": checkpoint.class_hint.source},
+        **{name: jsonable(getattr(checkpoint, name)) for name in known},
+        "hyper_parameters_name": checkpoint.hyper_parameters_name,
+        "class": hint and {"name": hint.name, "source": hint.source},
         "weights": {
             "key": checkpoint.weights_key,
-            "parameters": checkpoint.parameters,
-            "size_bytes": checkpoint.size_bytes,
+            **{name: jsonable(getattr(checkpoint, name)) for name in sets},
             "prefixes_stripped": list(checkpoint.prefixes),
             "tied": [list(names) for names in checkpoint.tied],
-            "non_finite": [
-                name for name, value in checkpoint.tensors.items() if not is_finite(value)
-            ],
-            "alternatives": dict(checkpoint.alternatives),
-            "ema_key": checkpoint.ema_key,
+            "non_finite": odd,
         },
-        "dtypes": _dtypes(checkpoint.tensors),
-        "tensors": _tensors(checkpoint.tensors),
-        "hyper_parameters": jsonable(checkpoint.hyper_parameters),
-        "hyper_parameters_name": checkpoint.hyper_parameters_name,
-        "training": jsonable(checkpoint.training),
-        "labels": {str(index): label for index, label in checkpoint.labels.items()},
+        **_tensors(checkpoint.tensors),
         "refused": list(checkpoint.refused),
         "notes": [*notes, *checkpoint.notes],
         "sha256": checkpoint.sha256,
@@ -124,48 +113,42 @@ def _checkpoint(checkpoint: Checkpoint, notes: tuple[str, ...]) -> dict[str, Any
     }
 
 
+def _artifact(*head: str | None, **more: Any) -> dict[str, Any]:
+    """Return what is known of an artifact: kind, writer, its version, loader, and the rest."""
+    names = ("kind", "writer", "writer_version", "loader")
+    return {"what": "artifact", **dict(zip(names, head, strict=True)), "refused": [], **more}
+
+
 def _program(source: Source) -> dict[str, Any]:
     program = read_exported_program(source)
-    return {
-        "what": "artifact",
-        "kind": "exported program",
-        "writer": "torch.export",
-        "writer_version": program.torch_version,
-        "loader": "json",
+    schema = program.schema_version
+    return _artifact(
+        *("exported program", "torch.export", program.torch_version, "json"),
         **_weights(program.tensors),
-        "inputs": [dict(value) for value in program.inputs],
-        "outputs": [dict(value) for value in program.outputs],
-        "dims": {name: dict(span) for name, span in program.dims.items()},
-        "operators": program.operators,
-        "refused": list(program.refused),
-        "notes": _program_notes(program),
-    }
-
-
-def _program_notes(program: ExportedProgram) -> list[str]:
-    notes = [f"schema version {program.schema_version}"] if program.schema_version else []
-    notes += [f"not safe to load: {finding}" for finding in program.findings]
-    return [*notes, *danger_notes(program.refused)]
+        inputs=[dict(value) for value in program.inputs],
+        outputs=[dict(value) for value in program.outputs],
+        dims={name: dict(span) for name, span in program.dims.items()},
+        operators=program.operators,
+        refused=list(program.refused),
+        notes=[
+            *([f"schema version {schema}"] if schema else []),
+            *(f"not safe to load: {finding}" for finding in program.findings),
+            *danger_notes(program.refused),
+        ],
+    )
 
 
 def _script(source: Source) -> dict[str, Any]:
     script = read_script(source)
-    return {
-        "what": "artifact",
-        "kind": script.kind,
-        "writer": "torch.jit",
-        "writer_version": None,
-        "loader": "inert",
-        "class": {"name": script.class_name, "source": "the program's text"},
-        **_weights(script.tensors),
-        "code": sorted(script.code),
-        "extra": list(script.extra),
-        "refused": [],
-        "notes": [
-            "TorchScript is deprecated upstream: serve it, and export anew to pt2 or onnx",
-            *script.notes,
-        ],
-    }
+    text = "the program's text"
+    advice = "TorchScript is deprecated upstream: serve it, and export anew to pt2 or onnx"
+    return _artifact(
+        *(script.kind, "torch.jit", None, "inert"),
+        **_weights(script.tensors) | {"class": {"name": script.class_name, "source": text}},
+        code=sorted(script.code),
+        extra=list(script.extra),
+        notes=[advice, *script.notes],
+    )
 
 
 def _onnx(source: Source) -> dict[str, Any]:
@@ -173,26 +156,20 @@ def _onnx(source: Source) -> dict[str, Any]:
     graph = model.graph
     tensors = [_onnx_tensor(tensor) for tensor in graph.initializer]
     outside = sorted({place for tensor in graph.initializer for place in locations(tensor)})
-    domains = [f"{entry.domain or 'ai.onnx'} {entry.version}" for entry in model.opset_import]
-    return {
-        "what": "artifact",
-        "kind": "ONNX",
-        "writer": model.producer_name or None,
-        "writer_version": model.producer_version or None,
-        "loader": "protobuf",
-        "weights": {
+    return _artifact(
+        *("ONNX", model.producer_name or None, model.producer_version or None, "protobuf"),
+        weights={
             "parameters": sum(math.prod(tensor["shape"]) for tensor in tensors),
             "size_bytes": None if outside else len(source),
         },
-        "dtypes": dict(Counter(tensor["dtype"] for tensor in tensors)),
-        "tensors": tensors,
-        "inputs": [_onnx_value(value) for value in inputs_of(model)],
-        "outputs": [_onnx_value(value) for value in outputs_of(model)],
-        "operators": len(graph.node),
-        "opset": domains,
-        "refused": [],
-        "notes": [_external_note(place) for place in outside],
-    }
+        dtypes=dict(Counter(tensor["dtype"] for tensor in tensors)),
+        tensors=tensors,
+        inputs=[_onnx_value(value) for value in inputs_of(model)],
+        outputs=[_onnx_value(value) for value in outputs_of(model)],
+        operators=len(graph.node),
+        opset=[f"{each.domain or 'ai.onnx'} {each.version}" for each in model.opset_import],
+        notes=[_external_note(place) for place in outside],
+    )
 
 
 def _external_note(place: str) -> str:
@@ -232,7 +209,7 @@ def _archive(archive: Archive) -> dict[str, Any]:
         "what": "archive",
         "kind": f"model archive ({archive.kind})",
         "writer": "modelyard" if seal else "torch-model-archiver",
-        # A sealed archive states the archiver of TorchServe's that it is compatible with.
+        # A sealed archive states the archiver that it is compatible with.
         "writer_version": None if seal else manifest.archiver_version,
         "model": {
             "name": manifest.model_name,
@@ -262,12 +239,8 @@ def _describe_inside(archive: Archive, source: Source) -> dict[str, Any]:
     return {key: value for key, value in described.items() if key not in ("files", "sha256")}
 
 
-def _files(root: Path, paths: list[Path]) -> list[dict[str, Any]]:
-    return [vars(file) for file in digest_files(root, paths)]
-
-
-def _tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
-    return [
+def _tensors(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    listed = [
         {
             "name": name,
             "dtype": _dtype(tensor),
@@ -276,10 +249,7 @@ def _tensors(tensors: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         }
         for name, tensor in tensors.items()
     ]
-
-
-def _dtypes(tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    return dict(Counter(_dtype(tensor) for tensor in tensors.values()))
+    return {"dtypes": dict(Counter(each["dtype"] for each in listed)), "tensors": listed}
 
 
 def _dtype(tensor: Tensor) -> str:
@@ -289,14 +259,9 @@ def _dtype(tensor: Tensor) -> str:
 
 
 def _weights(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    return {
-        "weights": {
-            "parameters": count_parameters(tensors.values()),
-            "size_bytes": sum(tensor.nbytes for tensor in tensors.values()),
-        },
-        "dtypes": _dtypes(tensors),
-        "tensors": _tensors(tensors),
-    }
+    size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    counted = {"parameters": count_parameters(tensors.values()), "size_bytes": size_bytes}
+    return {"weights": counted, **_tensors(tensors)}
 
 
 def is_finite(tensor: Tensor) -> bool:
@@ -308,9 +273,7 @@ def is_finite(tensor: Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return True
     if 0 in tensor.stride():  # repeated values: once is enough
-        tensor = tensor[
-            tuple(slice(0, 1) if step == 0 else slice(None) for step in tensor.stride())
-        ]
+        tensor = tensor[tuple(slice(None if step else 1) for step in tensor.stride())]
     if tensor.element_size() == 1:
         tensor = tensor.to(torch.float32)
     parts = torch.split(tensor.reshape(-1), _ELEMENTS_AT_ONCE)
@@ -338,9 +301,7 @@ def jsonable(value: Any, depth: int = 0) -> Any:
         return str(value)
     if isinstance(value, type):
         return f"{value.__module__}.{value.__qualname__}"
-    if isinstance(value, nn.Module):
-        return f"<{type(value).__module__}.{type(value).__qualname__}>"
-    return f"<{type(value).__name__}>"
+    return f"<{jsonable(type(value)) if isinstance(value, nn.Module) else type(value).__name__}>"
 
 
 _ARTIFACTS = {"exported program": _program, "TorchScript": _script, "ONNX": _onnx}

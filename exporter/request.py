@@ -22,27 +22,20 @@ SUFFIXES = {"pt2": ".pt2", "onnx": ".onnx", "torchscript": ".pt", "aoti": ".aoti
 """Format → suffix of its artifacts."""
 STATIC = "int8-static"
 
-FLAGS: Mapping[str, str] = {
-    "model": "--model",
-    "task": "--task",
-    "weights_key": "--weights-key",
-    "ema": "--ema",
+_OTHER_FLAGS = {
     "announce": "--trust",
-    "model_args": "--model-args",
-    "generate": "--generate",
     "inputs": "--input",
-    "submodule": "--submodule",
     "output_names": "--output",
     "formats": "--format",
-    "name": "--name",
-    "device": "--device",
-    "tolerance": "--tolerance",
-    "dtype": "--dtype",
-    "quantize": "--quantize",
     "samples": "--sample",
-    "quick": "--quick",
-    "sample_only": "--sample-only",
     "output_dir": "-o",
+}
+_WRITTEN = (
+    "model task weights_key ema announce model_args generate inputs submodule output_names formats "
+    "name device tolerance dtype quantize samples quick sample_only output_dir"
+)
+FLAGS: Mapping[str, str] = {
+    name: _OTHER_FLAGS.get(name, f"--{name.replace('_', '-')}") for name in _WRITTEN.split()
 }
 """Argument of `export` → its option, in the order in which a command is written."""
 

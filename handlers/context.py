@@ -1,6 +1,6 @@
 """What a handler is told: its model, its settings, and the requests of the current batch.
 
-The shape is TorchServe's, whose handlers run here unchanged; ours are `device`, `query`, `reset`,
+The shape is TorchServe's, so that its handlers run unchanged; ours are `device`, `query`, `reset`,
 `send_intermediate`.
 """
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 SERVER_NAME = "MMS"
-SERVER_VERSION = "0.12.0"  # handlers written for TorchServe compare against its last version
+SERVER_VERSION = "0.12.0"  # what handlers of old compare against
 
 
 class Headers(dict[str, Any]):
@@ -93,7 +93,7 @@ class Context:
         manifest: MANIFEST.json of the archive as written, None without one.
         batch_size: the most requests that come at once.
         gpu: CUDA device index, None on a CPU.
-        mms_version: the version that handlers written for TorchServe look for.
+        mms_version: the version that handlers of old look for.
         limit_max_image_pixels: False lifts the limit on the size of images.
         max_image_pixels: that limit; None leaves it to the handler.
         metrics: where handlers add their own metrics.
@@ -236,7 +236,7 @@ class Context:
         return self.request_processor[idx].get_response_header("content-type")
 
     def set_response_status(self, code: int = 200, phrase: str = "", idx: int = 0) -> None:
-        """Set the HTTP status of answer `idx` (TorchServe's order: the index comes last)."""
+        """Set the HTTP status of answer `idx` (the index comes last)."""
         self.request_processor[idx].report_status(code, phrase)
 
     def set_all_response_status(self, code: int = 200, phrase: str = "") -> None:

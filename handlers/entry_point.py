@@ -59,7 +59,7 @@ class FoundHandler:
 
 
 def find_handler(handler: str, built_in: Mapping[str, str]) -> FoundHandler:
-    """Import a handler by TorchServe's rules, without initialising it.
+    """Import a handler by the archive form's rules, without initialising it.
 
     `FILE.py:name` and `FILE:name` name a function or a class of a file on the path. Without a name,
     or where the file has no such thing, the function `handle` is taken, and else the file's one

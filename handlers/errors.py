@@ -8,7 +8,7 @@ HandlerError
 ├── LoadError             a worker cannot load this archive
 │   ├── NoEntryPoint      an archive without a usable handler (also a ValueError)
 │   └── UnsafeProgram     an exported program that could run code of its own
-└── PredictionException   TorchServe's name: an author chooses the status code
+└── PredictionException   an author chooses the status code
 
 The server maps each class to a status; only the last knows HTTP, since its author sets the code.
 """

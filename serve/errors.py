@@ -41,7 +41,7 @@
     └── StartError            the server cannot start or was not found (command line only)
         └── WrongUsage        an option or a setting means nothing, whatever files and servers hold
 
-`type` is TorchServe's class name wherever it has one, because clients compare it.
+`type` is a class name that clients compare: TorchServe's wherever it has one.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RequirementsFailed(BadRequest):
 
 
 class NoSuchRoute(ServeError):
-    """The API has no such path; the words are TorchServe's where there are no others."""
+    """The API has no such path; the words are the oldest clients' where there are no others."""
 
     def __init__(
         self, message: str = "Requested resource is not found, please refer to API document."
@@ -92,7 +92,7 @@ class ModelNotFound(ServeError):
     Args:
         name: that was asked for.
         hint: what else there is to say.
-        served: what is there instead. Our own answers say it; clients of TorchServe compare texts.
+        served: what is there instead. Our own answers say it; clients of old compare texts.
     """
 
     def __init__(self, name: str, hint: str = "", served: str = "") -> None:

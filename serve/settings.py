@@ -189,7 +189,7 @@ class Settings(BaseModel):
     require_sandbox: bool = False
     """Refuse to start where a wall is lacking."""
     network: Literal["auto", "none", "all"] = "auto"
-    """Sockets of workers. auto: none, but all for archives that were made for TorchServe."""
+    """Sockets of workers. auto: none, but all for archives that we did not seal."""
     files: Literal["own", "all"] = "own"
     """What workers reach: their archive and a folder of their own; or what the server does."""
     read_paths: tuple[Path, ...] = ()

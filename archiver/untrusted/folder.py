@@ -61,7 +61,7 @@ class FolderReader:
     kind = "folder"
 
     def __init__(self, path: Path) -> None:
-        """Open the folder, or the one folder that is all it holds, as TorchServe does.
+        """Open the folder, or the one folder that is all it holds.
 
         Raises:
             ArchiveError: it cannot be read.

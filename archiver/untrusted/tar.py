@@ -202,7 +202,7 @@ class TarMember:
 class TarReader:
     """A gzip'ed tar behind one file descriptor.
 
-    The first part of every path is left out, as TorchServe does: it is the folder that all files
+    The first part of every path is left out: it is the folder that all files
     lie in.
     """
 

@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,68 +12,51 @@ from modelyard.exporter.errors import UsageError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-_HELP = """Measure artifacts, and the checkpoint they came from, on this machine.
-
-Each runs in a fresh process of its own per thread count, all in turns. Figures: latency (p50, p99),
-items per second, peak memory, load time, file size, parameters, operations, and the largest
-difference of an output to the first subject.
-
-Example:
-
-    modelyard bench build/digits.pt2 build/digits.onnx --checkpoint digits.pt \\
-        --model net.py:DigitsNet --batch 1,8 --threads 1,2 --html bench.html
-
-Exit codes: 0 measured; 1 nothing could be measured; 2 wrong usage.
-"""
-
 
 _Texts = list[str] | None
-_SIZE = "Size of another dim, as length=128. Default: its largest proven."
 
 
-@app.command("bench", help=_HELP)
+def _option(text: str, *names: str, **limits: Any) -> Any:
+    return typer.Option(*names, help=text, **limits)
+
+
+@app.command("bench")
 def bench_command(
     artifacts: Annotated[
-        list[Path] | None,
-        typer.Argument(metavar="ARTIFACT", help="Artifacts to measure, of any format."),
+        list[Path] | None, typer.Argument(metavar="ARTIFACT", help="Artifacts of any format.")
     ] = None,
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(help="Measure its model too, eager and with torch.compile; needs --model."),
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="file.py:Class of the checkpoint, as for export.")
-    ] = None,
-    model_args: Annotated[
-        str, typer.Option(help="Keyword arguments of the class, a JSON object.")
-    ] = "{}",
+    checkpoint: Annotated[Path | None, _option("Measure its model too; needs --model.")] = None,
+    model: Annotated[str | None, _option("Class of the checkpoint, as for export.")] = None,
+    model_args: Annotated[str, _option("Keyword arguments of the class, a JSON object.")] = "{}",
     inputs: Annotated[
-        _Texts,
-        typer.Option("--input", help="As for export. Default: what the first report says."),
+        _Texts, _option("As for export. Default: what the last report says.", "--input")
     ] = None,
-    batch: Annotated[
-        str | None, typer.Option(help="Batch sizes, as 1,8. Default: 1 and the largest proven.")
-    ] = None,
-    threads: Annotated[str, typer.Option(help="Thread counts, as 1,2.")] = "1",
-    size: Annotated[_Texts, typer.Option(help=_SIZE)] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Turns that each subject takes.")] = 5,
-    seconds: Annotated[
-        float, typer.Option(min=0.0, help="Time per subject, thread count and batch size.")
-    ] = 2.0,
-    device: Annotated[str, typer.Option(help=r"cpu or cuda\[:N].")] = "cpu",
+    batch: Annotated[str | None, _option("Batch sizes, as 1,8; default: 1 and most.")] = None,
+    threads: Annotated[str, _option("Thread counts, as 1,2.")] = "1",
+    size: Annotated[_Texts, _option("Size of another dim, as length=128; default: most.")] = None,
+    rounds: Annotated[int, _option("Turns that each subject takes.", min=1)] = 5,
+    seconds: Annotated[float, _option("Time per subject, threads and batch.", min=0.0)] = 2.0,
+    device: Annotated[str, _option(r"cpu or cuda\[:N].")] = "cpu",
     compiled: Annotated[
-        bool, typer.Option("--compile/--no-compile", help="Measure torch.compile too.")
+        bool, _option("Measure torch.compile too.", "--compile/--no-compile")
     ] = True,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as JSON.")] = False,
-    html: Annotated[
-        Path | None, typer.Option(help="Write a page with tables and plots; it needs no network.")
-    ] = None,
-    profile: Annotated[
-        Path | None,
-        typer.Option(help="Write a trace of each subject into this folder, for Perfetto."),
-    ] = None,
+    as_json: Annotated[bool, _option("Print the figures as JSON.", "--json")] = False,
+    html: Annotated[Path | None, _option("Write a page with tables and plots.")] = None,
+    profile: Annotated[Path | None, _option("Folder for traces, for Perfetto.")] = None,
 ) -> None:
-    """Parse, call `modelyard.exporter.bench.measure.bench` once, print."""
+    r"""Measure artifacts, and the checkpoint they came from, on this machine.
+
+    Each runs in a fresh process of its own per thread count, all in turns. Figures: latency (p50,
+    p99), items per second, peak memory, load time, file size, parameters, operations, and the
+    largest difference of an output to the first subject.
+
+    For example:
+
+        modelyard bench build/digits.pt2 build/digits.onnx --checkpoint digits.pt \
+            --model net.py:DigitsNet --batch 1,8 --threads 1,2 --html bench.html
+
+    Exit codes: 0 measured; 1 nothing could be measured; 2 wrong usage.
+    """
     # Here, not above: importing torch takes a second that `--help` need not wait.
     from modelyard.exporter.arguments import read_inputs
     from modelyard.exporter.bench import plan as plans
@@ -116,9 +99,7 @@ def bench_command(
 
 
 def _numbers(option: str, text: str | None) -> list[int]:
-    if text is None:
-        return []
-    parts = [part.strip() for part in text.split(",")]
+    parts = [part.strip() for part in text.split(",")] if text is not None else []
     if not all(part.isdecimal() and 0 < int(part) < 10**6 for part in parts):
         raise UsageError(f'{option} "{text}" is not a list of numbers; expected such as 1,8')
     return [int(part) for part in parts]

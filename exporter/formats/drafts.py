@@ -2,7 +2,6 @@
 
 import ast
 import linecache
-from collections.abc import Callable
 
 _SHOWN = 120
 
@@ -19,28 +18,22 @@ def draft_change(file: str, line: int) -> str:
     except SyntaxError:
         return ""
     for block in _blocks(tree):
-        for place, statement in enumerate(block):
-            after = block[place + 1] if place + 1 < len(block) else None
-            # Of an `if`, the line is that of its test; of others, any of theirs.
+        for statement, after in zip(block, [*block[1:], None], strict=True):
+            # Of an `if`, the line is that of its test; of others, any of theirs, or the first.
             last = statement.test.end_lineno if isinstance(statement, ast.If) else _end(statement)
-            if not statement.lineno <= line <= (last or statement.lineno):
-                continue
-            for rule in _RULES:
-                if changed := rule(statement, after):
-                    text = " ".join(ast.unparse(changed).split())
+            if statement.lineno <= line <= (last or statement.lineno):
+                changed = _both_branches(statement, after) or _in_place(statement)
+                if changed:
+                    text = " ".join(changed.split())
                     return text if len(text) <= _SHOWN else ""
     return ""
 
 
 def _blocks(tree: ast.AST) -> list[list[ast.stmt]]:
     """Return every list of statements, the innermost last."""
-    found = []
-    for node in ast.walk(tree):
-        for name in ("body", "orelse", "finalbody"):
-            block = getattr(node, name, None)
-            if isinstance(block, list) and block:
-                found.append(block)
-    return found
+    names = ("body", "orelse", "finalbody")
+    found = [getattr(node, name, None) for node in ast.walk(tree) for name in names]
+    return [block for block in found if isinstance(block, list) and block]
 
 
 def _end(statement: ast.stmt) -> int | None:
@@ -48,52 +41,39 @@ def _end(statement: ast.stmt) -> int | None:
     return statement.lineno if getattr(statement, "body", None) else statement.end_lineno
 
 
-def _both_return(statement: ast.stmt, after: ast.stmt | None) -> ast.stmt | None:
-    """`if c: return a` and `return b` → `return torch.where(c, a, b)`."""
-    if not isinstance(statement, ast.If) or len(statement.body) != 1:
-        return None
-    first = statement.body[0]
-    second = statement.orelse[0] if len(statement.orelse) == 1 else after
+def _both_branches(statement: ast.stmt, after: ast.stmt | None) -> str:
+    """`if c: return a` and `return b` → `return torch.where(c, a, b)`; `x = a`, `x = b` likewise.
+
+    Without an `else`, `x` stays what it was.
+    """
+    if not isinstance(statement, ast.If) or len(statement.body) != 1 or len(statement.orelse) > 1:
+        return ""
+    first, second = statement.body[0], statement.orelse[0] if statement.orelse else after
     if isinstance(first, ast.Return) and isinstance(second, ast.Return):
-        chosen = _where(statement.test, first.value, second.value)
-        return ast.Return(chosen) if chosen else None
-    return None
+        start, values = "return", (first.value, second.value)
+    elif isinstance(first, ast.Assign) and len(first.targets) == 1:
+        target = ast.unparse(first.targets[0])
+        otherwise = ast.parse(target, mode="eval").body
+        if statement.orelse:
+            if not isinstance(second, ast.Assign) or [*map(ast.unparse, second.targets)] != [
+                target
+            ]:
+                return ""
+            otherwise = second.value
+        start, values = f"{target} =", (first.value, otherwise)
+    else:
+        return ""
+    chosen = _where(statement.test, *values)
+    return f"{start} {ast.unparse(chosen)}" if chosen else ""
 
 
-def _both_assign(statement: ast.stmt, after: ast.stmt | None) -> ast.stmt | None:
-    """`if c: x = a`, with or without `else: x = b` → `x = torch.where(c, a, b)`."""
-    if not isinstance(statement, ast.If) or len(statement.body) != 1:
-        return None
-    first = statement.body[0]
-    if not isinstance(first, ast.Assign) or len(first.targets) != 1:
-        return None
-    target, otherwise = first.targets[0], _loaded(first.targets[0])
-    if statement.orelse:
-        second = statement.orelse[0]
-        if len(statement.orelse) > 1 or not isinstance(second, ast.Assign):
-            return None
-        if [ast.unparse(other) for other in second.targets] != [ast.unparse(target)]:
-            return None
-        otherwise = second.value
-    chosen = _where(statement.test, first.value, otherwise)
-    return ast.Assign([target], chosen, lineno=statement.lineno) if chosen else None
-
-
-def _either(statement: ast.stmt, after: ast.stmt | None) -> ast.stmt | None:
+def _in_place(statement: ast.stmt) -> str:
     """`a if c else b` → `torch.where(c, a, b)`; `float(a)` and `a.item()` → `a`."""
     if isinstance(statement, ast.If | ast.For | ast.While | ast.With):
-        return None
+        return ""
     before = ast.unparse(statement)
-    copy = ast.parse(before).body[0]
-    changed: ast.stmt = ast.fix_missing_locations(_Expressions().visit(copy))
-    return changed if ast.unparse(changed) != before else None
-
-
-_RULES: tuple[Callable[[ast.stmt, ast.stmt | None], ast.stmt | None], ...] = (
-    _both_return,
-    _both_assign,
-    _either,
-)
+    changed = ast.unparse(ast.fix_missing_locations(_Expressions().visit(ast.parse(before))))
+    return changed if changed != before else ""
 
 
 class _Expressions(ast.NodeTransformer):
@@ -105,13 +85,12 @@ class _Expressions(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
-        function = node.func
-        if isinstance(function, ast.Attribute) and function.attr == "item" and not node.args:
-            return function.value
-        if not isinstance(function, ast.Name) or len(node.args) != 1 or node.keywords:
-            return node
-        (argument,) = node.args
-        return argument if function.id in ("float", "int", "bool") else node
+        match node:
+            case ast.Call(func=ast.Attribute(value=value, attr="item"), args=[]):
+                return value
+            case ast.Call(func=ast.Name(id="float" | "int" | "bool"), args=[one], keywords=[]):
+                return one
+        return node
 
 
 def _where(test: ast.expr, first: ast.expr | None, second: ast.expr | None) -> ast.expr | None:
@@ -125,7 +104,3 @@ def _where(test: ast.expr, first: ast.expr | None, second: ast.expr | None) -> a
         return None
     texts = ", ".join(ast.unparse(part) for part in (test, first, second))
     return ast.parse(f"torch.where({texts})", mode="eval").body
-
-
-def _loaded(target: ast.expr) -> ast.expr:
-    return ast.parse(ast.unparse(target), mode="eval").body

@@ -99,7 +99,7 @@ class OnnxFile(nn.Module):
 
     def propose(self) -> tuple[str, ...]:
         """Return the inputs with ranges in which it runs, as `--input` is written."""
-        texts = [self._texts(span) for span in _SPANS]
+        texts = [tuple(_text(value, span) for value in self.inputs) for span in _SPANS]
         return next(filter(self._runs, texts), texts[0])
 
     def write(self, path: Path, signature: Signature, kept: Sequence[str]) -> dict[str, object]:
@@ -139,9 +139,7 @@ class OnnxFile(nn.Module):
             *(onnx.helper.make_node("Identity", [old], [new]) for old, new in renamed_outputs),
         ]
         for field, values in ((graph.node, nodes), (graph.input, [*inputs, *free])):
-            copied = [type(value).FromString(value.SerializeToString()) for value in values]
-            del field[:]
-            field.extend(copied)
+            _replace(field, values)
         del graph.value_info[:]  # it may state the sizes by the names that they had
         onnx.save(model, path)
         opset = next((each.version for each in model.opset_import if not each.domain), None)
@@ -151,13 +149,8 @@ class OnnxFile(nn.Module):
         """Return a copy of the file with some of its outputs."""
         model = type(self._model)()
         model.CopyFrom(self._model)
-        copied = [type(value).FromString(value.SerializeToString()) for value in outputs]
-        del model.graph.output[:]
-        model.graph.output.extend(copied)
+        _replace(model.graph.output, outputs)
         return model
-
-    def _texts(self, span: str) -> tuple[str, ...]:
-        return tuple(_text(value, span) for value in self.inputs)
 
     def _runs(self, texts: tuple[str, ...]) -> bool:
         signature = read_inputs(texts)
@@ -217,6 +210,13 @@ def _named(values: Sequence[Value], taken: set[str], file: str) -> list[Value]:
         shape = None if value.shape is None else tuple(dims)
         named.append(Value(name, value.dtype, value.kind, shape))
     return named
+
+
+def _replace(field: Any, values: Sequence[Any]) -> None:
+    """Put copies of values in the place of those of a field, which may be among them."""
+    copied = [type(value).FromString(value.SerializeToString()) for value in values]
+    del field[:]
+    field.extend(copied)
 
 
 def _identifier(name: str, otherwise: str) -> str:

@@ -224,8 +224,8 @@ def quantize_static(
 
     Args:
         path: the model, which is replaced.
-        signature: of its inputs.
-        samples: of sizes that it takes.
+        signature: its inputs.
+        samples: inputs of sizes that it takes.
 
     Raises:
         ConversionError: nothing in the model can be quantised, or onnxruntime fails to.

@@ -5,10 +5,10 @@ and runs only for a file that a person has trusted.
 
     source         bytes, mapped, and what they are; JSON, read by `archiver.untrusted`
     pickles        pickle → plain values and placeholders; rebuild: the calls that give tensors
-    plain          placeholders → values, by the allow-lists of profiles
-    torch_file  safetensors_file  dcp  torchscript  exported_program  archive     one format each
+    plain          placeholders → values, by the lists of `allowed.yaml`
+    torch_file  safetensors_file  dcp  torchscript  exported_program  onnx_file     one format each
     kinds          keys of a saved object → kind, weights and the rest of a run
-    single_file  folders     one file, one folder → ParsedCheckpoint
+    single_file  folders     one file, one folder or archive → ParsedCheckpoint
     value          ParsedCheckpoint, Checkpoint; read: the trip from one to the other
 """
 

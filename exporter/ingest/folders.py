@@ -1,24 +1,29 @@
-"""Folders that trainers write. Only files of weights and JSON are opened, by name."""
+"""Folders that trainers write, and model archives → the weights inside.
+
+Only files of weights and JSON are opened, by name. An archive is read by `archiver`, so that what
+`modelyard verify` refuses is refused here: names, sizes, digests.
+"""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from modelyard.archiver.errors import ArchiveError
+from modelyard.archiver.read import Archive, open_archive
 from modelyard.exporter.errors import CheckpointError
 from modelyard.exporter.ingest import dcp
-from modelyard.exporter.ingest.archive import read_archive
 from modelyard.exporter.ingest.kinds import tensor_map, weight_sets
 from modelyard.exporter.ingest.mlflow import read_mlflow
-from modelyard.exporter.ingest.profiles import match_profiles
 from modelyard.exporter.ingest.safetensors_file import read_shards
 from modelyard.exporter.ingest.single_file import (
     Announce,
     danger_notes,
+    match_profiles,
     may_hold_weights,
     parse_beside,
     read_file,
@@ -30,6 +35,7 @@ from modelyard.exporter.ingest.source import (
     PLAIN_NAME,
     Source,
     inside,
+    parse_object,
     read_object,
     read_object_or_nothing,
     sniff,
@@ -38,12 +44,14 @@ from modelyard.exporter.ingest.value import (
     ClassHint,
     ParsedCheckpoint,
     Weights,
+    as_dict,
     as_text,
     code_names,
     parse_labels,
 )
 
 _MAX_PLACES = 100
+_LABELS = "index_to_name.json"
 _WEIGHT_FILES = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -67,8 +75,9 @@ def read_folder(folder: Path, announce: Announce | None = None) -> ParsedCheckpo
     return reader(folder, announce)
 
 
-def _first_file(folder: Path, names: Sequence[str]) -> Path | None:
-    return next((inside(folder, name) for name in names if (folder / name).is_file()), None)
+def _present(folder: Path, *names: str) -> Iterator[Path]:
+    """Yield the files of these names that are there."""
+    return (inside(folder, name) for name in names if (folder / name).is_file())
 
 
 def _weights_inside(folder: Path) -> list[str]:
@@ -114,32 +123,28 @@ def _determined(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     if trial == "DeepSpeedTrial":
         parsed = _deepspeed(folder, announce)
     else:
-        path = _first_file(folder, (*DETERMINED_WEIGHTS, "checkpoint.pt"))
+        path = next(_present(folder, *DETERMINED_WEIGHTS, "checkpoint.pt"), None)
         if path is None:
             raise CheckpointError(
                 f'"{folder.name}" is a Determined checkpoint without state_dict.pth; download it '
                 "again with all its files"
             )
         parsed = read_file(Source.of_file(path), announce)
-    known = {**metadata, **{key: value for key, value in load_data.items() if value is not None}}
-    hyper = known.get("hparams")
+    stated, steps = load_data.get("hparams"), metadata.get("steps_completed")
+    hyper = as_dict(metadata.get("hparams") if stated is None else stated)
     spec = as_text(load_data.get("trial_cls_spec"))
-    notes = parsed.notes
-    if spec:
-        notes = (*notes, f'its trial class is "{spec}" under code/, which was not imported')
-    found = [folder / name for name in ("load_data.json", "metadata.json")]
-    steps = metadata.get("steps_completed")
+    note = f'its trial class is "{spec}" under code/, which was not imported'
     return replace(
         parsed,
         kind=parsed.kind if parsed.kind.startswith("Determined") else f"Determined ({parsed.kind})",
-        paths=(*parsed.paths, *(path for path in found if path.is_file())),
+        paths=(*parsed.paths, *_present(folder, "load_data.json", "metadata.json")),
         writer="Determined",
         writer_version=as_text(metadata.get("determined_version")),
-        hyper_parameters=hyper if isinstance(hyper, dict) else {},
-        hyper_parameters_name="kwargs" if isinstance(hyper, dict) and hyper else None,
+        hyper_parameters=hyper,
+        hyper_parameters_name="kwargs" if hyper else None,
         class_hint=ClassHint(spec, "load_data.json") if spec else parsed.class_hint,
         training={**parsed.training, **({"steps": steps} if isinstance(steps, int) else {})},
-        notes=notes,
+        notes=(*parsed.notes, *([note] if spec else [])),
     )
 
 
@@ -148,23 +153,21 @@ def _hugging_face(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     parsed = _weights_folder(folder, announce)
     state = read_object_or_nothing(inside(folder, "trainer_state.json"))
     name = _config_class(config)
-    kind = "timm folder" if "pretrained_cfg" in config else "Hugging Face folder"
-    kind = "diffusers folder" if "_class_name" in config else kind
-    notes = parsed.notes
+    library = "timm" if "pretrained_cfg" in config else "Hugging Face"
+    library = "diffusers" if "_class_name" in config else library
+    notes = list(parsed.notes)
     if "auto_map" in config:
         code = code_names(config["auto_map"])
-        notes = (*notes, f"its class is code in the folder ({code}), which was not imported")
+        notes.append(f"its class is code in the folder ({code}), which was not imported")
     if (folder / "modules.json").is_file():
-        notes = (
-            *notes,
+        notes.append(
             "modules.json adds steps to the transformer, such as pooling, which are not in it; the "
-            "handler text_encoder pools",
+            "handler text_encoder pools"
         )
-    extra = [folder / name for name in ("config.json", "trainer_state.json")]
     return replace(
         parsed,
-        kind=kind if config else parsed.kind,
-        paths=(*parsed.paths, *(path for path in extra if path.is_file())),
+        kind=f"{library} folder" if config else parsed.kind,
+        paths=(*parsed.paths, *_present(folder, "config.json", "trainer_state.json")),
         writer="transformers" if "transformers_version" in config else parsed.writer,
         writer_version=as_text(config.get("transformers_version")),
         hyper_parameters=config,
@@ -175,30 +178,26 @@ def _hugging_face(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
             for key in ("epoch", "global_step", "best_metric", "best_model_checkpoint")
             if isinstance(state.get(key), int | float | str)
         },
-        notes=notes,
+        notes=tuple(notes),
     )
 
 
 def _weights_folder(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     """Read the one set of weights of a folder, safetensors first."""
-    name = next((name for name in _WEIGHT_FILES if (folder / name).is_file()), None)
-    if name is None:
+    path = next(_present(folder, *_WEIGHT_FILES), None)
+    if path is None:
         own = sorted(path.name for path in folder.glob("*.safetensors*") if path.is_file())
-        indexes = [name for name in own if name.endswith(".index.json")]
-        if len(indexes or own) != 1:
+        names = [name for name in own if name.endswith(".index.json")] or own
+        if len(names) != 1:
             return _distributed_inside(folder, announce, own)
-        (name,) = indexes or own
-    path = inside(folder, name)
-    if name.endswith(".safetensors.index.json"):
-        kind = "safetensors (sharded)"
-    elif name.endswith(".index.json"):
-        kind = "state dict (sharded)"
-    else:
+        path = inside(folder, names[0])
+    if path.suffix != ".json":
         return read_file(Source.of_file(path), announce)
+    kind = "safetensors" if ".safetensors" in path.suffixes else "state dict"
     tensors, shards = read_shards(path, lambda shard: read_file(Source.of_file(shard), announce))
     refused = tuple(sorted({name for shard in shards for name in shard.refused}))
     return ParsedCheckpoint(
-        kind=kind,
+        kind=f"{kind} (sharded)",
         loader=", ".join(sorted({shard.loader for shard in shards})),
         weights={"": Weights(tensors)},
         training={key: value for shard in shards for key, value in shard.training.items()},
@@ -242,9 +241,8 @@ def _distributed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     is_flat = whole is not None and any(isinstance(value, Tensor) for value in content.values())
     weights = {"": whole} if whole is not None and is_flat else weight_sets(content)
     usual = [key for key in weights if key.rpartition(".")[2] in ("model", "state_dict", "")]
+    usual = list(weights) if len(weights) == 1 else usual
     default = usual[0] if len(usual) == 1 or usual[:1] == ["model"] else None
-    if default is None and len(weights) == 1:
-        (default,) = weights
     training = {
         key: value for key, value in values.items() if type(value) in (int, float, str, bool)
     }
@@ -333,7 +331,7 @@ def _deepspeed(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
 
 def _ray(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
     read_object(inside(folder, ".metadata.json"))
-    if path := _first_file(folder, ("model.pt", "checkpoint.ckpt", "checkpoint.pt")):
+    if path := next(_present(folder, "model.pt", "checkpoint.ckpt", "checkpoint.pt"), None):
         parsed = read_file(Source.of_file(path), announce)
     elif (folder / "checkpoint").is_dir():
         parsed = read_folder(inside(folder, "checkpoint"), announce)
@@ -343,6 +341,67 @@ def _ray(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
             "weights itself"
         )
     return replace(parsed, kind=f"Ray Train checkpoint ({parsed.kind})", writer="Ray Train")
+
+
+@contextmanager
+def checked_archive(path: Path) -> Iterator[Archive]:
+    """Open an archive of which every name, size and digest has been checked.
+
+    Raises:
+        CheckpointError: it is refused, in the words of `modelyard verify`.
+    """
+    try:
+        with open_archive(path) as archive:
+            yield archive
+    except ArchiveError as error:
+        raise CheckpointError(str(error)) from error
+
+
+def serialized_source(archive: Archive) -> Source | None:
+    """Return the bytes of the file of weights that the manifest names, when it is there."""
+    name = archive.manifest.serialized_file
+    if name is None or name not in archive.names:
+        return None
+    return Source(name, archive.view(name))
+
+
+def read_archive(path: Path, announce: Announce | None = None) -> ParsedCheckpoint:
+    """Read the weights inside an archive, a file or a folder.
+
+    Raises:
+        CheckpointError: it is refused, or has no weights, or they are refused.
+    """
+    with checked_archive(path) as archive:
+        return read_weights(archive, announce)
+
+
+def read_weights(archive: Archive, announce: Announce | None = None) -> ParsedCheckpoint:
+    """Read the weights inside an open archive; errors as `read_archive`."""
+    source = serialized_source(archive)
+    if source is None:
+        raise CheckpointError(
+            f'"{archive.path.name}" names no serializedFile that is in it; its handler makes the '
+            "model itself, so there are no weights to export"
+        )
+    inner = read_file(source, announce)
+    names, path = archive.names, archive.path
+    model_file = archive.manifest.model_file
+    labels = parse_object(archive.read(_LABELS), _LABELS) if _LABELS in names else {}
+    parsed = replace(
+        inner,
+        kind=f"TorchServe archive ({inner.kind})",
+        paths=tuple(path / name for name in names) if path.is_dir() else (path,),
+        writer="TorchServe",
+        writer_version=archive.manifest.archiver_version,
+        labels=parse_labels(labels),
+    )
+    if model_file is None or model_file not in names:
+        return parsed
+    return replace(
+        parsed,
+        class_hint=ClassHint(model_file, "modelFile of its manifest"),
+        sources={model_file: archive.read(model_file).decode("utf-8", "replace")},
+    )
 
 
 _READERS: Mapping[str, Callable[[Path, Announce | None], ParsedCheckpoint]] = {

@@ -13,6 +13,7 @@ from modelyard.base.nearest import nearest
 from modelyard.exporter.errors import CheckpointError, ModelError, UsageError, cause
 from modelyard.exporter.ingest.value import (
     Checkpoint,
+    as_dict,
     check_model_args,
     code_names,
     list_shown,
@@ -44,9 +45,9 @@ def build_hugging_face(
     """Build the model that `config.json` names, or another head on it, with the weights.
 
     Args:
-        checkpoint: of a folder with `config.json`.
-        class_name: of transformers, also an `Auto…` class; None for the one of `config.json`.
-        task: of `TASKS`, instead of a class.
+        checkpoint: a folder with `config.json`.
+        class_name: a class of transformers, also an `Auto…` class; None for that of `config.json`.
+        task: one of `TASKS`, instead of a class.
         model_args: values that replace those of `config.json`.
         is_trusted: let the folder's own Python files run.
         keeps_cache: leave the cache of one that decodes as its configuration has it, for
@@ -105,7 +106,8 @@ def build_hugging_face(
     _check_loaded(loaded, checkpoint, found.__name__, notes if is_chosen else None)
     assert isinstance(model, nn.Module)
     _use_plain_experts(model)
-    if not keeps_cache and _caches(model) and _uses_no_cache(config):
+    uses = [getattr(part, "use_cache", None) for part, _ in _parts(config, {})]
+    if not keeps_cache and _caches(model) and False in uses:
         notes.append(
             "it was built with use_cache=False, so its outputs hold no cache (past_key_values)"
         )
@@ -185,16 +187,15 @@ def _without_kernels(value: Any, kernels: list[str]) -> Any:
     All weights are the checkpoint's; `kernels` gets the names with a slash, which are the hub's.
     """
     if isinstance(value, Mapping):
-        kept = {}
-        for key, item in value.items():
-            if key.endswith(_KERNEL_ENDINGS):
-                items = item.values() if isinstance(item, Mapping) else [item]
-                kernels += [str(each)[:100] for each in items if "/" in str(each)]
-            elif key == "use_pretrained_backbone":
-                kept[key] = False
-            else:
-                kept[key] = _without_kernels(item, kernels)
-        return kept
+        named = [item for key, item in value.items() if key.endswith(_KERNEL_ENDINGS)]
+        for item in named:
+            items = item.values() if isinstance(item, Mapping) else [item]
+            kernels += [str(each)[:100] for each in items if "/" in str(each)]
+        return {
+            key: key != "use_pretrained_backbone" and _without_kernels(item, kernels)
+            for key, item in value.items()
+            if not key.endswith(_KERNEL_ENDINGS)
+        }
     if isinstance(value, list):
         return [_without_kernels(item, kernels) for item in value]
     return value
@@ -216,10 +217,8 @@ def _merged(content: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, A
     merged = dict(content)
     for key, value in given.items():
         inner = merged.get(key)
-        if isinstance(inner, Mapping) and isinstance(value, Mapping) and "model_type" in inner:
-            merged[key] = _merged(inner, value)
-        else:
-            merged[key] = value
+        is_nested = isinstance(value, Mapping) and "model_type" in as_dict(inner)
+        merged[key] = _merged(as_dict(inner), value) if is_nested else value
     return merged
 
 
@@ -251,8 +250,9 @@ def _caches(model: Any) -> bool:
     return not is_encoder and "use_cache" in inspect.signature(model.forward).parameters
 
 
-def _uses_no_cache(config: Any) -> bool:
-    return any(getattr(part, "use_cache", None) is False for part, _ in _parts(config, {}))
+def _autos(task: str | None) -> list[str]:
+    """Name the classes of transformers that a task's model may be made by."""
+    return [f"AutoModelFor{end}" if end else "AutoModel" for end in TASKS.get(task or "", ())]
 
 
 def _model_class(
@@ -264,13 +264,8 @@ def _model_class(
 ) -> Any:
     """Return the class that was asked for, or the one that `config.json` names."""
     version = transformers.__version__
-    if task is not None:
-        endings = TASKS[task]
-        autos = [f"AutoModelFor{end}" if end else "AutoModel" for end in endings]
-    elif class_name is not None:
-        autos = [class_name] if class_name.startswith("Auto") else []
-    else:
-        autos = []
+    is_auto = class_name is not None and class_name.startswith("Auto")
+    autos = [str(class_name)] if is_auto else _autos(task)
     for auto in autos:
         mapping = getattr(getattr(transformers, auto, None), "_model_mapping", {})
         if type(config) in mapping:
@@ -310,12 +305,10 @@ def _remote(
     notes: list[str],
 ) -> nn.Module:
     """Let the folder's own code build its model: the class of `architectures`, or of the task."""
-    auto_map = checkpoint.hyper_parameters.get("auto_map")
-    classes = auto_map if isinstance(auto_map, Mapping) else {}
+    classes = as_dict(checkpoint.hyper_parameters.get("auto_map"))
     own = checkpoint.class_hint.name if checkpoint.class_hint else ""
-    wanted = [f"AutoModelFor{end}" if end else "AutoModel" for end in TASKS.get(task or "", ())]
     fitting = [auto for auto, code in classes.items() if str(code).endswith(f".{own}")]
-    auto = next((auto for auto in (*wanted, *fitting) if auto in classes), "AutoModel")
+    auto = next((auto for auto in (*_autos(task), *fitting) if auto in classes), "AutoModel")
     try:
         model = getattr(transformers, auto).from_pretrained(
             checkpoint.path.as_posix(),

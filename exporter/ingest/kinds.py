@@ -57,7 +57,7 @@ class Classification:
     kind: str
     rule: Rule | None
     weights: Mapping[str, Weights]
-    """By path; an empty path is all of the checkpoint."""
+    """Path → weights; an empty path is all of the checkpoint."""
     default: str | None
     """The path that the rule chooses; None when nothing tells which."""
     ema: str | None
@@ -89,10 +89,9 @@ def find_weights(root: Any, file: str, refused: tuple[str, ...] = ()) -> Classif
     content = as_mapping(root)
     wants = f", and wants {', '.join(refused)}, which was refused" if refused else ""
     if content is None:
-        seen = root.dotted if isinstance(root, UnresolvedCall) else type(root).__name__
         raise CheckpointError(
-            f'checkpoint "{file}" holds a {seen}{wants}; expected a state dict, name → tensor, '
-            "or a dict that has one: save model.state_dict()"
+            f'checkpoint "{file}" holds a {_named(root)}{wants}; expected a state dict, name → '
+            "tensor, or a dict that has one: save model.state_dict()"
         )
     rule = next((rule for rule in RULES if rule.applies(content)), None)
     weights = weight_sets(content)
@@ -246,14 +245,15 @@ def _of_module(module: Any) -> Weights:
 
 
 def _shown(content: Mapping[str, Any]) -> str:
-    parts = [
-        f'"{key}" ({value.dotted if isinstance(value, UnresolvedCall) else type(value).__name__})'
-        for key, value in content.items()
-        if not isinstance(value, Tensor)
-    ]
-    text = list_shown(parts)
-    beside = any(isinstance(value, Tensor) for value in content.values())
-    return text + (" beside tensors" if beside else "") if text else "nothing"
+    others = {key: value for key, value in content.items() if not isinstance(value, Tensor)}
+    text = list_shown([f'"{key}" ({_named(value)})' for key, value in others.items()])
+    beside = " beside tensors" if len(others) < len(content) else ""
+    return f"{text}{beside}" if text else "nothing"
+
+
+def _named(value: Any) -> str:
+    """Name the class of a value, also of one that was not made."""
+    return value.dotted if isinstance(value, UnresolvedCall) else type(value).__name__
 
 
 # -- what is kept of the training run ------------------------------------------------------------

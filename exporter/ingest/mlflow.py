@@ -46,12 +46,11 @@ def read_mlflow(folder: Path, announce: Announce | None) -> ParsedCheckpoint:
 
 
 def _file(folder: Path, flavors: Mapping[str, Any]) -> Path:
-    torchs, onnx = flavors.get("pytorch"), flavors.get("onnx")
     names: tuple[Any, ...]
-    if isinstance(torchs, Mapping):
-        data, names = torchs.get("model_data") or "data", _NAMES
-    elif isinstance(onnx, Mapping):
-        data, names = "", (onnx.get("data") or "model.onnx",)
+    if "pytorch" in flavors:
+        data, names = as_dict(flavors["pytorch"]).get("model_data") or "data", _NAMES
+    elif "onnx" in flavors:
+        data, names = "", (as_dict(flavors["onnx"]).get("data") or "model.onnx",)
     else:
         raise CheckpointError(
             f'"{folder.name}" is an MLflow model of {", ".join(map(str, flavors)) or "no flavor"}; '

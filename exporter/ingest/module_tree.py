@@ -76,7 +76,9 @@ class _NotStock(ValueError):
     """A class, a function or a value that is not torch.nn's own."""
 
 
-def _build(tree: UnresolvedCall, depth: int) -> nn.Module:
+def _build(tree: Any, depth: int) -> nn.Module:
+    if not isinstance(tree, UnresolvedCall):
+        raise _NotStock(type(tree).__name__)
     found = stock_class(tree.function) if isinstance(tree.function, Global) else None
     if found is None or tree.args or depth > _MAX_DEPTH:
         raise _NotStock(tree.dotted)
@@ -93,21 +95,15 @@ def _attribute(name: str, value: Any, depth: int) -> Any:
     if name == "_buffers":
         return {key: item if isinstance(item, Tensor) else None for key, item in _items(value)}
     if name == "_modules":
+        parts = dict(_items(value))
         return {
-            key: None if child is None else _build(_tree(child), depth + 1)
-            for key, child in _items(value)
+            key: None if part is None else _build(part, depth + 1) for key, part in parts.items()
         }
     if name.endswith(_HOOKS):
         if value:
             raise _NotStock(name)
         return {}
     return _plain(value)
-
-
-def _tree(value: Any) -> UnresolvedCall:
-    if not isinstance(value, UnresolvedCall):
-        raise _NotStock(type(value).__name__)
-    return value
 
 
 def _parameter(value: Any) -> nn.Parameter | None:

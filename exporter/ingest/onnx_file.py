@@ -22,9 +22,9 @@ class Value:
 
     name: str
     dtype: str | None
-    """As a signature has it; None for what is not a tensor of numbers."""
+    """The name that a signature has for it; None for what is not a tensor of numbers."""
     kind: str
-    """What it is, for messages: the dtype, or `sequence`, `map`."""
+    """Its type, for messages: the dtype, or `sequence`, `map`."""
     shape: tuple[int | str | None, ...] | None
     """Size, or name, or neither, of each dim; None of what has none."""
 

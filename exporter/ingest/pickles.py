@@ -139,8 +139,8 @@ class _Machine:
     def step(self, opcode: str, argument: Any) -> None:
         if opcode in _PUSHES_ARGUMENT:
             self.stack.append(argument)
-        elif (constant := _CONSTANTS.get(opcode)) is not None:
-            self.stack.append(constant())
+        elif opcode in _CONSTANTS:
+            self.stack.append(_CONSTANTS[opcode]())
         elif (action := _ACTIONS.get(opcode)) is not None:
             action(self, argument)
         elif opcode not in _IGNORED:
@@ -150,9 +150,6 @@ class _Machine:
         if not self.stopped or len(self.stack) != 1 or self.marks:
             raise BadPickle("it does not end with one value")
         return self.stack[0]
-
-    def stop(self, _: Any) -> None:
-        self.stopped = True
 
     def proto(self, version: int) -> None:
         if version > 5:
@@ -172,15 +169,14 @@ class _Machine:
         del self.stack[start:]
         return items
 
-    def pop(self) -> Any:
-        if self.marks and self.marks[-1] >= len(self.stack):
-            raise BadPickle("a value from below a mark")
-        return self.stack.pop()
-
     def top(self) -> Any:
         if self.marks and self.marks[-1] >= len(self.stack):
             raise BadPickle("a value from below a mark")
         return self.stack[-1]
+
+    def pop(self) -> Any:
+        self.top()
+        return self.stack.pop()
 
     def drop(self, _: Any) -> None:
         if self.marks and self.marks[-1] == len(self.stack):
@@ -188,17 +184,8 @@ class _Machine:
         else:
             self.pop()
 
-    def drop_mark(self, _: Any) -> None:
-        self.pop_mark()
-
-    def duplicate(self, _: Any) -> None:
-        self.stack.append(self.top())
-
     def put(self, index: int) -> None:
         self.memo[index] = self.top()
-
-    def memoize(self, _: Any) -> None:
-        self.put(len(self.memo))
 
     def get(self, index: int) -> None:
         if index not in self.memo:
@@ -211,9 +198,6 @@ class _Machine:
         items = self.pop_mark() if size is None else [self.pop() for _ in range(size)][::-1]
         self.stack.append(tuple(items))
 
-    def list_of(self, _: Any) -> None:
-        self.stack.append(self.pop_mark())
-
     def dict_of(self, _: Any) -> None:
         items = self.pop_mark()
         self.stack.append({})
@@ -221,13 +205,6 @@ class _Machine:
 
     def frozenset_of(self, _: Any) -> None:
         self.stack.append(frozenset(hashable(item) for item in self.pop_mark()))
-
-    def append(self, _: Any) -> None:
-        item = self.pop()
-        self.extend([item])
-
-    def appends(self, _: Any) -> None:
-        self.extend(self.pop_mark())
 
     def extend(self, items: list[Any]) -> None:
         target = self.top()
@@ -245,13 +222,6 @@ class _Machine:
             target.update(hashable(item) for item in items)
         else:
             self.extend(items)
-
-    def set_item(self, _: Any) -> None:
-        value, key = self.pop(), self.pop()
-        self.set_pairs([key, value])
-
-    def set_items(self, _: Any) -> None:
-        self.set_pairs(self.pop_mark())
 
     def set_pairs(self, items: list[Any]) -> None:
         if len(items) % 2:
@@ -319,9 +289,6 @@ class _Machine:
             # Of an ordered dict it is `_metadata`, versions that only resuming needs.
             raise BadPickle(f"attributes for a {type(target).__name__}")
 
-    def persistent(self, _: Any) -> None:
-        self.stack.append(self.persistent_load(self.pop()))
-
 
 def hashable(value: Any, depth: int = 0) -> Any:
     """Refuse what cannot be hashed, or only by a recursion as deep as the file likes."""
@@ -370,37 +337,32 @@ _CONSTANTS: Mapping[str, Callable[[], Any]] = {
 }
 _ACTIONS: Mapping[str, Callable[[_Machine, Any], None]] = {
     "PROTO": _Machine.proto,
-    "STOP": _Machine.stop,
+    "STOP": lambda machine, _: setattr(machine, "stopped", True),
     "MARK": _Machine.mark,
     "POP": _Machine.drop,
-    "POP_MARK": _Machine.drop_mark,
-    "DUP": _Machine.duplicate,
-    "PUT": _Machine.put,
-    "BINPUT": _Machine.put,
-    "LONG_BINPUT": _Machine.put,
-    "MEMOIZE": _Machine.memoize,
-    "GET": _Machine.get,
-    "BINGET": _Machine.get,
-    "LONG_BINGET": _Machine.get,
+    "POP_MARK": lambda machine, _: machine.pop_mark().clear(),
+    "DUP": lambda machine, _: machine.stack.append(machine.top()),
+    **dict.fromkeys(("PUT", "BINPUT", "LONG_BINPUT"), _Machine.put),
+    "MEMOIZE": lambda machine, _: machine.put(len(machine.memo)),
+    **dict.fromkeys(("GET", "BINGET", "LONG_BINGET"), _Machine.get),
     "TUPLE": lambda machine, _: machine.tuple_of(None),
     "TUPLE1": lambda machine, _: machine.tuple_of(1),
     "TUPLE2": lambda machine, _: machine.tuple_of(2),
     "TUPLE3": lambda machine, _: machine.tuple_of(3),
-    "LIST": _Machine.list_of,
+    "LIST": lambda machine, _: machine.stack.append(machine.pop_mark()),
     "DICT": _Machine.dict_of,
     "FROZENSET": _Machine.frozenset_of,
-    "APPEND": _Machine.append,
-    "APPENDS": _Machine.appends,
+    "APPEND": lambda machine, _: machine.extend([machine.pop()]),
+    "APPENDS": lambda machine, _: machine.extend(machine.pop_mark()),
     "ADDITEMS": _Machine.add_items,
-    "SETITEM": _Machine.set_item,
-    "SETITEMS": _Machine.set_items,
+    "SETITEM": lambda machine, _: machine.set_pairs([machine.pop(), machine.pop()][::-1]),
+    "SETITEMS": lambda machine, _: machine.set_pairs(machine.pop_mark()),
     "GLOBAL": _Machine.name,
     "STACK_GLOBAL": _Machine.stack_name,
-    "REDUCE": _Machine.call,
-    "NEWOBJ": _Machine.call,
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), _Machine.call),
     "NEWOBJ_EX": _Machine.call_with_keywords,
     "INST": _Machine.instance,
     "OBJ": _Machine.object,
     "BUILD": _Machine.build,
-    "BINPERSID": _Machine.persistent,
+    "BINPERSID": lambda machine, _: machine.stack.append(machine.persistent_load(machine.pop())),
 }

@@ -5,8 +5,7 @@ from pathlib import Path
 
 from modelyard.base.nearest import nearest
 from modelyard.exporter.errors import CheckpointError, UsageError
-from modelyard.exporter.ingest.archive import read_archive
-from modelyard.exporter.ingest.folders import read_folder
+from modelyard.exporter.ingest.folders import read_archive, read_folder
 from modelyard.exporter.ingest.single_file import Announce, read_file
 from modelyard.exporter.ingest.source import Source, inside, sniff
 from modelyard.exporter.ingest.value import (

@@ -58,7 +58,8 @@ class Rebuilder:
             BadPickle: the call is one of torch's, and its arguments are not what torch writes.
         """
         if function.dotted in _SPARSE:
-            return self._keep(_rebuild_sparse(*args))
+            self._sparse.append(_rebuild_sparse(*args))
+            return self._sparse[-1]
         if function.dotted in _NESTED:
             return _rebuild_nested(*args) if self._storages_are_filled else NOT_REBUILT
         if function.dotted in _FROM_TYPE:
@@ -78,17 +79,11 @@ class Rebuilder:
             except RuntimeError as error:
                 raise BadPickle(f"a sparse tensor that is wrong: {error}") from error
 
-    def _keep(self, tensor: Tensor) -> Tensor:
-        self._sparse.append(tensor)
-        return tensor
-
     def _rebuild_from_type(self, function: Any, kind: Any, args: Any, _state: Any) -> Any:
         """Rebuild a tensor with attributes; of a subclass, nothing."""
-        if not isinstance(function, Global) or not isinstance(args, tuple):
-            return NOT_REBUILT
-        if not isinstance(kind, Global) or kind.dotted not in _TENSOR_CLASSES:
-            return NOT_REBUILT
-        return self(function, args)
+        is_plain = isinstance(kind, Global) and kind.dotted in _TENSOR_CLASSES
+        is_call = isinstance(function, Global) and isinstance(args, tuple)
+        return self(function, args) if is_plain and is_call else NOT_REBUILT
 
 
 def global_value(name: Global) -> Any:
@@ -264,23 +259,17 @@ def _rebuild_sparse(layout: Any, data: Any) -> Tensor:
 
 
 def _check_sparse(tensor: Tensor) -> None:
+    size = tensor.size()
     if tensor.layout is torch.sparse_coo:
-        torch._validate_sparse_coo_tensor_args(
-            tensor._indices(),
-            tensor._values(),
-            tensor.size(),
-            tensor.is_coalesced(),
-            check_pinning=False,
-        )
+        parts = (tensor._indices(), tensor._values(), size, tensor.is_coalesced())
+        torch._validate_sparse_coo_tensor_args(*parts, check_pinning=False)
         return
-    by_row = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        indices = tensor.crow_indices(), tensor.col_indices()
+    else:
+        indices = tensor.ccol_indices(), tensor.row_indices()
     torch._validate_sparse_compressed_tensor_args(
-        tensor.crow_indices() if by_row else tensor.ccol_indices(),
-        tensor.col_indices() if by_row else tensor.row_indices(),
-        tensor.values(),
-        tensor.size(),
-        tensor.layout,
-        check_pinning=False,
+        *indices, tensor.values(), size, tensor.layout, check_pinning=False
     )
 
 
@@ -301,14 +290,9 @@ def _rebuild_nested(buffer: Any, sizes: Any, strides: Any, offsets: Any) -> Tens
     return torch._nested_view_from_buffer(buffer, sizes.clone(), strides.clone(), offsets.clone())
 
 
-def _make_ordered(pairs: Any = ()) -> Any:
-    return OrderedDict(_pairs(pairs))
-
-
 def _make_counter(counts: Any = ()) -> Any:
     made: Counter[Any] = Counter()
-    for key, value in _pairs(counts):
-        made[key] = value
+    dict.update(made, _pairs(counts))  # not Counter's own, which would count the pairs
     return made
 
 
@@ -319,10 +303,6 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
     ):
         raise BadPickle("a dict that is not made of pairs")
     return [(hashable(key), item) for key, item in pairs]
-
-
-def _make_size(sizes: Any = ()) -> Any:
-    return torch.Size(_sizes(sizes))
 
 
 def _make_device(kind: Any, index: Any = None) -> Any:
@@ -392,9 +372,9 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
     "torch._utils._rebuild_xla_tensor": _rebuild_on_cpu,
     "torch._utils._rebuild_device_tensor_from_cpu_tensor": _rebuild_on_cpu,
     "torch.serialization._get_layout": _get_layout,
-    "torch.Size": _make_size,
+    "torch.Size": lambda sizes=(): torch.Size(_sizes(sizes)),
     "torch.device": _make_device,
-    "collections.OrderedDict": _make_ordered,
+    "collections.OrderedDict": lambda pairs=(): OrderedDict(_pairs(pairs)),
     "collections.Counter": _make_counter,
     "_codecs.encode": _encode,
     "builtins.bytearray": _make_bytearray,
@@ -405,16 +385,7 @@ _CALLS: Mapping[str, Callable[..., Any]] = {
 _DTYPES: Mapping[str, torch.dtype] = {
     str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
-_SCHEMES = {
-    str(scheme): scheme
-    for scheme in (
-        torch.per_tensor_affine,
-        torch.per_tensor_symmetric,
-        torch.per_channel_affine,
-        torch.per_channel_symmetric,
-        torch.per_channel_affine_float_qparams,
-    )
-}
+_SCHEMES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.qscheme)}
 _CONSTANTS: Mapping[str, Any] = {**_DTYPES, **_SCHEMES}
 
 _STORAGE_MODULES = frozenset(["torch", "torch.cuda", "torch.storage"])

@@ -1,7 +1,7 @@
 """One file of weights, of torch.save, safetensors, TorchScript or torch.export → its content."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,16 +19,16 @@ from modelyard.exporter.ingest.kinds import (
     find_weights,
 )
 from modelyard.exporter.ingest.onnx_file import labels_of, read_onnx
-from modelyard.exporter.ingest.pickles import UnresolvedCall, is_module
-from modelyard.exporter.ingest.plain import to_plain
-from modelyard.exporter.ingest.profiles import allowed_names, match_profiles
+from modelyard.exporter.ingest.pickles import Global, UnresolvedCall, is_module
+from modelyard.exporter.ingest.plain import stock_class, to_plain
 from modelyard.exporter.ingest.rebuild import is_known
 from modelyard.exporter.ingest.safetensors_file import read_safetensors
 from modelyard.exporter.ingest.source import ADVICE, Source, packed_names, sniff_source
-from modelyard.exporter.ingest.torch_file import TorchFile, load_as_torch, read_torch_file
+from modelyard.exporter.ingest.torch_file import load_as_torch, read_torch_file
 from modelyard.exporter.ingest.torchscript import read_script
 from modelyard.exporter.ingest.trust import unpickle
 from modelyard.exporter.ingest.value import ClassHint, ParsedCheckpoint, Weights, parse_labels
+from modelyard.exporter.tables import read_table
 
 Announce = Callable[[str, Sequence[str]], None]
 """Told, before a trusted file is unpickled, its name and what it will import."""
@@ -43,18 +43,46 @@ _IS_ARTIFACT = (
 
 # What no training run saves, and what a file made to run a command does.
 _DANGEROUS = frozenset(
-    (
-        *("os", "posix", "nt", "sys", "subprocess", "shutil", "socket", "ctypes", "runpy", "pty"),
-        *("code", "importlib", "webbrowser", "multiprocessing", "threading", "asyncio", "urllib"),
-        *("http", "ftplib", "marshal", "types", "pickle", "_pickle"),
-    )
-)
-_DANGEROUS_NAMES = frozenset(
-    f"builtins.{name}"
-    for name in ("eval", "exec", "compile", "open", "__import__", "getattr", "setattr", "input")
+    [
+        "os",
+        "posix",
+        "nt",
+        "sys",
+        "subprocess",
+        "shutil",
+        "socket",
+        "ctypes",
+        "runpy",
+        "pty",
+        "code",
+        "importlib",
+        "webbrowser",
+        "multiprocessing",
+        "threading",
+        "asyncio",
+        "urllib",
+        "http",
+        "ftplib",
+        "marshal",
+        "types",
+        "pickle",
+        "_pickle",
+        "builtins.eval",
+        "builtins.exec",
+        "builtins.compile",
+        "builtins.open",
+        "builtins.__import__",
+        "builtins.getattr",
+        "builtins.setattr",
+        "builtins.input",
+    ]
 )
 
 
+_ALLOWED = read_table(__package__, "allowed")
+PROFILES: Mapping[str, frozenset[str]] = {
+    name: frozenset(names) for name, names in _ALLOWED["profiles"].items()
+}
 _NAMES_SHOWN = 10
 _WEIGHTS = re.compile(r"\.(pt|pth|ckpt|bin|safetensors|ts)$")
 _BESIDE = re.compile(r"optim|sched|rng|scaler|random_state|training_args|counter|brain|dataloader")
@@ -105,15 +133,12 @@ def may_hold_weights(name: str) -> bool:
 
 def danger_notes(refused: Sequence[str]) -> tuple[str, ...]:
     """Warn of a file that was made to run something."""
-    bad = [
-        name for name in refused if name.partition(".")[0] in _DANGEROUS or name in _DANGEROUS_NAMES
-    ]
-    if not bad:
-        return ()
-    return (
-        f"it wants {', '.join(bad)}, which no training run saves: it may have been made to run a "
-        "command. Nothing was run",
+    bad = ", ".join(name for name in refused if {name, name.partition(".")[0]} & _DANGEROUS)
+    note = (
+        f"it wants {bad}, which no training run saves: it may have been made to run a command. "
+        "Nothing was run"
     )
+    return (note,) if bad else ()
 
 
 def _read_torch_file(source: Source, announce: Announce | None) -> ParsedCheckpoint:
@@ -122,7 +147,7 @@ def _read_torch_file(source: Source, announce: Announce | None) -> ParsedCheckpo
     used: tuple[str, ...] = ()
     refused: tuple[str, ...] = ()
     if not all(map(is_known, file.wanted)):
-        used, refused = match_profiles(_first_kind(file, source.name), file.wanted)
+        used, refused = match_profiles(_first_kind(file.value, source.name), file.wanted)
     if refused and announce is not None:
         announce(source.name, refused)
         try:
@@ -153,19 +178,16 @@ def parse_beside(source: Source, weights: Mapping[str, Any]) -> ParsedCheckpoint
     """
     file = read_torch_file(source)
     content = {**(as_mapping(file.value) or {}), **weights}
-    try:
-        kind = find_weights({**content}, source.name).kind
-    except CheckpointError:
-        kind = "Lightning checkpoint"
+    kind = _first_kind(content, source.name, "Lightning checkpoint")
     _, refused = match_profiles(kind, file.wanted)
     return _parse_object(content, source.name, "inert", refused)
 
 
-def _first_kind(file: TorchFile, name: str) -> str:
+def _first_kind(root: Any, name: str, otherwise: str = "unknown") -> str:
     try:
-        return find_weights(file.value, name).kind
+        return find_weights(root, name).kind
     except CheckpointError:
-        return "unknown"  # said again, with its reason, once the loader is known
+        return otherwise  # said again, with its reason, once the loader is known
 
 
 def _parse_object(root: Any, name: str, loader: str, refused: tuple[str, ...]) -> ParsedCheckpoint:
@@ -317,6 +339,40 @@ def _read_onnx(source: Source, announce: Announce | None) -> ParsedCheckpoint:
         labels=labels_of(model),
         paths=files,
     )
+
+
+# -- which names beside torch's own a pickle of a kind may use for values: `allowed.yaml` ----------
+
+
+def profiles_for(kind: str) -> list[str]:
+    """Name the profiles of a kind of checkpoint, the narrowest first."""
+    found: list[str] = next(
+        names for start, names in _ALLOWED["by_kind"].items() if kind.startswith(start)
+    )
+    return found
+
+
+def allowed_names(kind: str) -> frozenset[str]:
+    """Unite the names that a kind's profiles hold."""
+    return frozenset().union(*(PROFILES[name] for name in profiles_for(kind)))
+
+
+def match_profiles(kind: str, names: Iterable[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the profiles that hold names beyond torch's, and the names that none holds."""
+    unknown = {name for name in names if not is_known(name)}
+    used = []
+    for profile in profiles_for(kind):
+        if covered := {name for name in unknown if _covers(profile, name)}:
+            used.append(profile)
+            unknown -= covered
+    return tuple(used), tuple(sorted(unknown))
+
+
+def _covers(profile: str, name: str) -> bool:
+    if profile == "torch-nn":
+        module, _, last = name.rpartition(".")
+        return stock_class(Global(module, last)) is not None
+    return name in PROFILES[profile]
 
 
 _READERS: Mapping[str, Callable[[Source, Announce | None], ParsedCheckpoint]] = {

@@ -263,9 +263,8 @@ def zip_names(source: Source) -> Mapping[str, bytes]:
             f'"{source.name}" starts as a zip and is none: {problems[0]}; it is damaged or cut '
             "short: copy it again"
         )
-    names = {}
+    names = {member.name: b"" for member in reader.members}
     for member in reader.members:
-        names[member.name] = b""
         if member.name.endswith("/archive_format") and member.size_bytes <= _PEEKED_BYTES:
             with suppress(Damaged):
                 names[member.name] = b"".join(reader.chunks(member))
@@ -275,13 +274,11 @@ def zip_names(source: Source) -> Mapping[str, bytes]:
 def packed_names(source: Source) -> list[str]:
     """List what a zip or tar holds; nothing of what is neither."""
     head = bytes(source.data[:512])
-    try:
+    with suppress(Damaged):
         if head[:4] == b"PK\x03\x04":
             return list(zip_names(source))
         if head[:2] == GZIP_MAGIC or head[_TAR_MAGIC_AT : _TAR_MAGIC_AT + 5] == b"ustar":
             return list(_tar_names(source))
-    except Damaged:
-        pass
     return []
 
 
@@ -386,13 +383,10 @@ def _is_determined(folder: Path) -> bool:
 
 def _peek(path: Path) -> Mapping[str, object]:
     """Read a small JSON object; nothing when it is none."""
-    try:
-        if path.stat().st_size > _MAX_PEEK:
-            return {}
-        content = parse_json(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
+    with suppress(CheckpointError):
+        if path.is_file() and path.stat().st_size <= _MAX_PEEK:
+            return read_object(path)
+    return {}
 
 
 DETERMINED_WEIGHTS = (

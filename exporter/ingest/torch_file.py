@@ -6,7 +6,7 @@ Source: `torch/serialization.py`, `_save` and `_legacy_save`.
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -33,9 +33,9 @@ class TorchFile:
     """Tensors on the CPU, plain containers, and placeholders for everything else."""
     wanted: frozenset[str]
     """Dotted names of every global in the pickle."""
-    is_legacy: bool
     protocol: int
-    sources: Mapping[str, str]
+    is_legacy: bool
+    sources: Mapping[str, str] = field(default_factory=dict)
     """Source text of module classes by name, in legacy files of whole modules; never compiled."""
 
 
@@ -50,7 +50,7 @@ class TorchZip:
         may_deflate: says of a name whether its entry may be compressed.
 
     Attributes:
-        entries: by name.
+        entries: name → entry.
 
     Raises:
         CheckpointError: it is not a sound zip, or is one that torch would not write.
@@ -158,13 +158,7 @@ def read_zip(container: TorchZip) -> TorchFile:
     content = memoryview(container.read(path, limit=MAX_PICKLE_BYTES))
     pickled = read_pickle(Window(content), load, rebuild, global_value)
     rebuild.check_contents()
-    return TorchFile(
-        value=pickled.value,
-        wanted=pickled.wanted,
-        is_legacy=False,
-        protocol=pickled.protocol,
-        sources={},
-    )
+    return TorchFile(pickled.value, pickled.wanted, pickled.protocol, is_legacy=False)
 
 
 def load_as_torch(source: Source, file: TorchFile) -> Any:
@@ -212,13 +206,7 @@ def _read_legacy(source: Source) -> TorchFile:
     keys = read_pickle(stream, storages.refuse, rebuild).value
     storages.fill(keys, stream.tell())
     rebuild.check_contents()
-    return TorchFile(
-        value=pickled.value,
-        wanted=pickled.wanted,
-        is_legacy=True,
-        protocol=pickled.protocol,
-        sources=storages.sources,
-    )
+    return TorchFile(pickled.value, pickled.wanted, pickled.protocol, True, storages.sources)
 
 
 class _LegacyStorages:
@@ -239,10 +227,7 @@ class _LegacyStorages:
             return self._module(identifier)
         dtype, key, numel = _storage_identifier(identifier, length=6)
         storage = self._made.get(key) or self._make(key, dtype, numel)
-        view = identifier[5]
-        if view is None:
-            return storage
-        return self._view(storage, view)
+        return storage if identifier[5] is None else self._view(storage, identifier[5])
 
     def fill(self, keys: Any, position: int) -> None:
         """Copy each storage's content from the file: its count of elements, then the elements."""
@@ -271,10 +256,8 @@ class _LegacyStorages:
         return self._made[key]
 
     def _view(self, storage: Storage, view: Any) -> Storage:
-        if not isinstance(view, tuple) or len(view) != 3:
-            raise BadPickle("a view of a storage that is not a range")
-        key, *span = view
-        if not all(type(number) is int and number >= 0 for number in span):
+        key, *span = view if isinstance(view, tuple) else ("",)
+        if len(span) != 2 or not all(type(number) is int and number >= 0 for number in span):
             raise BadPickle("a view of a storage that is not a range")
         start, size = (number * storage.dtype.itemsize for number in span)
         if start + size > storage.nbytes:
@@ -303,9 +286,8 @@ def _copy_swapped(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Un
 
 def _storage_identifier(identifier: Any, length: int) -> tuple[torch.dtype, str, int]:
     """Read `("storage", type, key, location, number of elements, …)`; the location is ignored."""
-    if not isinstance(identifier, tuple) or len(identifier) != length:
-        raise BadPickle("a persistent id that is not a storage")
-    word, kind, key, _location, numel = identifier[:5]
+    is_id = isinstance(identifier, tuple) and len(identifier) == length
+    word, kind, key, _location, numel = identifier[:5] if is_id else [None] * 5
     if word not in ("storage", b"storage") or not isinstance(key, str):
         raise BadPickle("a persistent id that is not a storage")
     if type(numel) is not int or not 0 <= numel < 1 << 56:

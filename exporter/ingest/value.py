@@ -33,7 +33,7 @@ class CheckpointFile:
     """One file that was read."""
 
     name: str
-    """Relative to the checkpoint's folder."""
+    """The name, relative to the checkpoint's folder."""
     size_bytes: int
     sha256: str
 
@@ -68,7 +68,7 @@ class Description:
     """What is known of a checkpoint of any kind beside its weights."""
 
     kind: str
-    """As in `Lightning checkpoint` or `state dict`."""
+    """The kind, such as `Lightning checkpoint` or `state dict`."""
     loader: str
     """`safetensors`, `weights_only`, `profile NAME`, `inert`, `dcp`, `json`, `protobuf`, or
     `trusted`."""
@@ -76,7 +76,7 @@ class Description:
     writer_version: str | None = None
     hyper_parameters: Mapping[str, Any] = field(default_factory=dict)
     hyper_parameters_name: str | None = None
-    """How the class takes them: `kwargs`, the name of one argument, or None: not at all."""
+    """The way in which the class takes them: `kwargs`, the name of one argument, or None."""
     training: Mapping[str, Any] = field(default_factory=dict)
     """What is known of the run: epoch, steps, optimizers, schedulers, callbacks …"""
     refused: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class ParsedCheckpoint(Description):
     """What one reader returns: a checkpoint before its weights are chosen."""
 
     weights: Mapping[str, Weights]
-    """By path; an empty path is all of the checkpoint."""
+    """Path → weights; an empty path is all of the checkpoint."""
     default: str | None = ""
     """The path that is chosen unless told otherwise; None when nothing tells which."""
     ema: str | None = None
@@ -128,7 +128,7 @@ class Checkpoint(Description):
     original_names: Mapping[str, str] = field(default_factory=dict)
     """Name in `tensors` → name in the file."""
     extra_state: Mapping[str, Any] = field(default_factory=dict)
-    """As in `Weights`."""
+    """Entries that are not tensors, as in `Weights`."""
     weights_key: str = ""
     """Path of the weights inside the checkpoint, dots between; empty when they are all of it."""
     alternatives: Mapping[str, int] = field(default_factory=dict)

@@ -4,13 +4,14 @@ described   what a model says of itself      tried    what its layers take and i
 samples     files of real inputs             sample_batches   their rows, in batches
 """
 
-from modelyard.exporter.inputs.sample_batches import (
+from modelyard.exporter.inputs.samples import (
+    Sample,
+    as_request,
     choose_example,
     regroup,
     two_batches,
     why_no_rows,
 )
-from modelyard.exporter.inputs.samples import Sample, as_request
 from modelyard.exporter.inputs.settle import Inputs, settle
 from modelyard.exporter.inputs.tried import advice, find_values
 

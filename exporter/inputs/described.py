@@ -21,7 +21,7 @@ from modelyard.handlers.models.backends import dtype_name
 
 _LENGTH = 128
 _TARGET_LENGTH = 32
-_SAMPLES = (4000, 16000)  # a quarter to a whole second of speech
+_SAMPLES = "4000..16000"  # a quarter to a whole second of speech
 _IMAGE_SIZE = 224
 
 
@@ -30,7 +30,7 @@ class Proposal:
     """What a model takes, by its own word."""
 
     inputs: tuple[str, ...]
-    """As `--input` is written, in the order of forward()'s arguments."""
+    """Inputs as `--input` is written, in the order of forward()'s arguments."""
     needed: frozenset[str]
     """Names without which the model does not run; the others may be left out."""
     source: str
@@ -43,7 +43,7 @@ def propose_inputs(model: nn.Module, checkpoint: Checkpoint) -> Proposal | None:
         if (proposal := propose(model, checkpoint)) is not None:
             return proposal
     if checkpoint.inputs:
-        taken = [name for name in inspect.signature(model.forward).parameters]
+        taken = list(inspect.signature(model.forward).parameters)
         texts = tuple(
             text if _name(text) else f"{name}{text}"
             for text, name in zip(checkpoint.inputs, (*taken, *checkpoint.inputs), strict=False)
@@ -126,7 +126,8 @@ def _of_timm(model: nn.Module, checkpoint: Checkpoint) -> Proposal | None:
     size = settings.get("input_size") if isinstance(settings, Mapping) else None
     if not isinstance(size, tuple | list) or len(size) != 3:
         return None
-    channels = getattr(model, "in_chans", None) or _first_channels(model) or size[0]
+    convolutions = (part.in_channels for part in model.modules() if isinstance(part, nn.Conv2d))
+    channels = getattr(model, "in_chans", None) or next(convolutions, size[0])
     # A Vision Transformer may have been made for another size.
     own = getattr(getattr(model, "patch_embed", None), "img_size", None)
     height, width = own if isinstance(own, tuple) and len(own) == 2 else size[1:]
@@ -134,33 +135,20 @@ def _of_timm(model: nn.Module, checkpoint: Checkpoint) -> Proposal | None:
     return Proposal((text,), frozenset(["image"]), "its default_cfg")
 
 
-def _first_channels(model: nn.Module) -> int | None:
-    convolutions = (part for part in model.modules() if isinstance(part, nn.Conv2d))
-    first = next(convolutions, None)
-    return None if first is None else first.in_channels
-
-
 # -- transformers and diffusers: config.json says the sizes of what forward() names ----------------
 
 
-class _Values:
-    """Values of a configuration, and of those nested in it that are about one kind of input."""
+def _first(configs: Any, *names: str) -> Any:
+    """Return the first value that is there, of a configuration or of several in turn."""
+    each = configs if isinstance(configs, list) else [configs]
+    found = (getattr(config, name, None) for config in each for name in names)
+    return next((value for value in found if value is not None), None)
 
-    def __init__(self, config: Any, nested: Sequence[str] = ()) -> None:
-        self._configs = [*(getattr(config, name, None) for name in nested), config]
 
-    def get(self, *names: str) -> Any:
-        """Return the first value that is there, by the first name that is."""
-        for config in self._configs:
-            for name in names:
-                if (value := getattr(config, name, None)) is not None:
-                    return value
-        return None
-
-    def whole(self, *names: str) -> int | None:
-        """Return the first value, where it is a whole number above 0."""
-        value = self.get(*names)
-        return value if type(value) is int and value > 0 else None
+def _whole(configs: Any, *names: str) -> int | None:
+    """Return the first value, where it is a whole number above 0."""
+    value = _first(configs, *names)
+    return value if type(value) is int and value > 0 else None
 
 
 def _of_transformers(model: Any, checkpoint: Checkpoint) -> Proposal | None:
@@ -192,58 +180,46 @@ def _of_transformers(model: Any, checkpoint: Checkpoint) -> Proposal | None:
 
 def _tokens(model: nn.Module, config: Any, folder: Path) -> str:
     text = config.get_text_config()
-    values = _Values(text)
-    most = values.whole("max_position_embeddings", "n_positions", "max_source_positions")
-    longest = min(_LENGTH, most or _LENGTH, *_places(model))
-    return f"int64[batch,length=2..{max(longest, 3)}]{_below(values.whole('vocab_size'))}"
+    most = _whole(text, "max_position_embeddings", "n_positions", "max_source_positions")
+    # A table may have places up to the padding's that are not used.
+    places = [
+        part.num_embeddings - part.padding_idx - 1
+        for name, part in model.named_modules()
+        if isinstance(part, nn.Embedding) and "position" in name and part.padding_idx is not None
+    ]
+    longest = min(_LENGTH, most or _LENGTH, *places)
+    return f"int64[batch,length=2..{max(longest, 3)}]{_below(_whole(text, 'vocab_size'))}"
 
 
 def _below(bound: int | None) -> str:
     return f"<{bound}" if bound else ""
 
 
-def _places(model: nn.Module) -> list[int]:
-    """Return how many positions a table has, where those up to the padding's are not used."""
-    return [
-        part.num_embeddings - part.padding_idx - 1
-        for name, part in model.named_modules()
-        if isinstance(part, nn.Embedding) and "position" in name and part.padding_idx is not None
-    ]
-
-
-def _mask(model: nn.Module, config: Any, folder: Path) -> str:
-    return "int64[batch,length]"
-
-
 def _segments(model: nn.Module, config: Any, folder: Path) -> str | None:
-    kinds = _Values(config.get_text_config()).whole("type_vocab_size") or 0
+    kinds = _whole(config.get_text_config(), "type_vocab_size") or 0
     return f"int64[batch,length]<{kinds}" if kinds > 1 else None
-
-
-def _boxes(model: nn.Module, config: Any, folder: Path) -> str:
-    return "int64[batch,length,4]"
 
 
 def _targets(model: Any, config: Any, folder: Path) -> str | None:
     decodes = type(model).__name__.endswith("Model") or model.can_generate()
     if not decodes:  # a classifier's decoder reads the same tokens
         return None
-    values = _Values(config, ["decoder"])
-    most = values.whole("max_target_positions", "max_position_embeddings") or _TARGET_LENGTH
+    configs = [_first(config, "decoder"), config]
+    most = _whole(configs, "max_target_positions", "max_position_embeddings") or _TARGET_LENGTH
     sizes = f"target=1..{min(_TARGET_LENGTH, most)}"
-    return f"int64[batch,{sizes}]{_below(values.whole('vocab_size'))}"
+    return f"int64[batch,{sizes}]{_below(_whole(configs, 'vocab_size'))}"
 
 
 def _pixels(model: nn.Module, config: Any, folder: Path) -> str | None:
     if getattr(config, "image_token_id", None) is not None:
         return None  # a picture goes where tokens of its own stand in the text
-    values = _Values(config, ["vision_config", "encoder", "backbone_config"])
-    channels = values.whole("num_channels", "in_channels", "in_chans") or 3
-    size = values.get("image_size") or _processed_size(folder) or _IMAGE_SIZE
+    nested = ("vision_config", "encoder", "backbone_config")
+    configs = [*(_first(config, name) for name in nested), config]
+    channels = _whole(configs, "num_channels", "in_channels", "in_chans") or 3
+    size = _first(configs, "image_size") or _processed_size(folder) or _IMAGE_SIZE
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    frames = values.whole("num_frames")
-    before = f"batch,{frames}" if frames else "batch"
-    return f"float32[{before},{channels},{height},{width}]"
+    frames = _whole(configs, "num_frames")
+    return f"float32[batch,{f'{frames},' if frames else ''}{channels},{height},{width}]"
 
 
 def _processed_size(folder: Path) -> Sequence[int] | None:
@@ -265,19 +241,16 @@ def _processed_size(folder: Path) -> Sequence[int] | None:
 
 
 def _sound(model: nn.Module, config: Any, folder: Path) -> str:
-    values = _Values(config)
-    bins, frames = values.whole("num_mel_bins"), values.whole("max_length")
+    bins, frames = _whole(config, "num_mel_bins"), _whole(config, "max_length")
     if bins and frames:  # the Audio Spectrogram Transformer
         return f"float32[batch,{frames},{bins}]"
-    samples = f"samples={_SAMPLES[0]}..{_SAMPLES[1]}"
-    channels = values.whole("audio_channels")
-    return f"float32[batch,{channels},{samples}]" if channels else f"float32[batch,{samples}]"
+    channels = _whole(config, "audio_channels")
+    return f"float32[batch,{f'{channels},' if channels else ''}samples={_SAMPLES}]"
 
 
 def _features(model: nn.Module, config: Any, folder: Path) -> str | None:
-    values = _Values(config)
-    bins, positions = values.whole("num_mel_bins"), values.whole("max_source_positions")
-    per_frame = values.whole("input_feat_per_channel", "feature_projection_input_dim")
+    bins, positions = _whole(config, "num_mel_bins"), _whole(config, "max_source_positions")
+    per_frame = _whole(config, "input_feat_per_channel", "feature_projection_input_dim")
     if per_frame:
         return f"float32[batch,frames=16..64,{per_frame}]"
     # Whisper pads every sound to one length, which its convolutions halve.
@@ -285,17 +258,16 @@ def _features(model: nn.Module, config: Any, folder: Path) -> str | None:
 
 
 def _series(model: nn.Module, config: Any, folder: Path) -> str | None:
-    values = _Values(config)
-    length, channels = values.whole("context_length"), values.whole("num_input_channels")
+    length, channels = _whole(config, "context_length"), _whole(config, "num_input_channels")
     return f"float32[batch,{length},{channels}]" if length and channels else None
 
 
 _COMPANIONS = frozenset(("attention_mask", "token_type_ids", "bbox"))
 _ARGUMENTS: Mapping[str, Callable[[Any, Any, Path], str | None]] = {
     "input_ids": _tokens,
-    "attention_mask": _mask,
+    "attention_mask": lambda *_: "int64[batch,length]",
     "token_type_ids": _segments,
-    "bbox": _boxes,
+    "bbox": lambda *_: "int64[batch,length,4]",
     "pixel_values": _pixels,
     "input_values": _sound,
     "input_features": _features,
@@ -321,8 +293,6 @@ def _of_diffusers(model: nn.Module, checkpoint: Checkpoint) -> Proposal | None:
     taken = inspect.signature(model.forward).parameters.values()
     needed = [p.name for p in taken if p.default is p.empty and p.name != "kwargs"]
     texts = [f"{name}:{known[name]}" for name in needed if known.get(name)]
-    return (
-        Proposal(tuple(texts), frozenset(needed), "config.json")
-        if len(texts) == len(needed)
-        else None
-    )
+    if len(texts) < len(needed):
+        return None
+    return Proposal(tuple(texts), frozenset(needed), "config.json")

@@ -7,9 +7,10 @@ report names the file and its number of rows.
 
 import io
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
@@ -18,16 +19,18 @@ import torch
 from torch import Tensor
 
 from modelyard.archiver.handler_files import TOKENIZER_FILE
-from modelyard.archiver.signature import DEFAULT_RANGE, Dim, Signature, TensorSpec
+from modelyard.archiver.signature import DEFAULT_RANGE, Dim, Signature, Size, TensorSpec
 from modelyard.archiver.untrusted.zip import ZipReader
 from modelyard.exporter.arguments import read_inputs
 from modelyard.exporter.errors import UsageError, cause
 from modelyard.exporter.ingest.source import Source
 from modelyard.handlers.limits import refused_values
 from modelyard.handlers.models.backends import dtype_name, torch_dtype
+from modelyard.handlers.proof.probes import batch_sizes
 
 # Python and numpy count in double precision, and few models do.
 _SINGLE = {"float64": "float32", "complex128": "complex64"}
+_TEXT = ".txt"
 _FORMS = "expected .npz, .npy, .pt, .json, .png, .jpg or .txt"
 
 
@@ -54,19 +57,15 @@ def read_sample(
         path: the file.
         signature: what it holds.
         is_split: its rows will be put into batches: it may hold more than one has.
-        folder: of the checkpoint, whose tokenizer reads a text.
+        folder: that of the checkpoint, whose tokenizer reads a text.
 
     Raises:
         UsageError: it cannot be read, or its tensors are not the signature's inputs.
     """
     sizes: dict[str, int] = {}
     with _readable(path):
-        found = _read_text(path, signature, folder) if _is_text(path) else _read(path, signature)
-        given = _by_input(path, found, signature)
-        inputs = tuple(
-            _fit(path, spec, value, signature, sizes, is_split)
-            for spec, value in zip(signature.inputs, given, strict=True)
-        )
+        given = _by_input(path, _read(path, signature, folder), signature)
+        inputs = _fit_all(path, given, signature, sizes, is_split)
     for spec, tensor in zip(signature.inputs, inputs, strict=True):
         if problem := refused_values(spec, tensor, sizes):
             raise UsageError(f'--sample "{path}": "{spec.name}" {problem}')
@@ -85,10 +84,7 @@ def sample_of(name: str, content: Any, signature: Signature) -> Sample:
         UsageError: its tensors are not the signature's inputs.
     """
     path, sizes = Path(name), dict[str, int]()
-    inputs = tuple(
-        _fit(path, spec, value, signature, sizes, is_split=True)
-        for spec, value in zip(signature.inputs, _by_input(path, content, signature), strict=True)
-    )
+    inputs = _fit_all(path, _by_input(path, content, signature), signature, sizes, is_split=True)
     if isinstance(batch := signature.batch, Dim) and len(inputs[0]) >= batch.min:
         sizes[batch.name] = batch.min
         inputs = tuple(
@@ -108,11 +104,15 @@ def as_request(sample: Sample, signature: Signature) -> Any:
     return next(iter(values.values())) if is_row else values
 
 
-def _read(path: Path, signature: Signature) -> Any:
-    read = _READERS.get(path.suffix.lower())
-    if read is None:
+def _read(path: Path, signature: Signature, folder: Path | None = None) -> Any:
+    suffix = path.suffix.lower()
+    if is_picture(path):
+        return _read_picture(path, signature)
+    if suffix == _TEXT:
+        return _read_text(path, signature, folder)
+    if suffix not in _READERS:
         raise UsageError(f'--sample "{path}": "{path.suffix}" is not a known suffix; {_FORMS}')
-    return read(path, signature)
+    return _READERS[suffix](path)
 
 
 @contextmanager
@@ -149,19 +149,25 @@ def _by_input(path: Path, found: Any, signature: Signature) -> list[Any]:
     )
 
 
+def _fit_all(
+    path: Path, given: Sequence[Any], signature: Signature, sizes: dict[str, int], is_split: bool
+) -> tuple[Tensor, ...]:
+    """Return the values as tensors of the inputs' dtypes and shapes; note their dynamic sizes."""
+    batch, pairs = signature.batch, zip(signature.inputs, given, strict=True)
+    return tuple(_fit(path, spec, value, batch, sizes, is_split) for spec, value in pairs)
+
+
 def _fit(
     path: Path,
     spec: TensorSpec,
     value: Any,
-    signature: Signature,
+    batch: Size | None,
     sizes: dict[str, int],
     is_split: bool,
 ) -> Tensor:
-    """Return the value as a tensor of the input's dtype and shape; note its dynamic sizes."""
     if spec.view and isinstance(value, Tensor) and value.is_complex():
         value = torch.view_as_real(value)
     tensor = _as_dtype(path, spec, value)
-    batch = signature.batch
     if tensor.ndim == len(spec.shape) - 1 and isinstance(batch, Dim) and spec.shape[0] == batch:
         tensor = tensor.unsqueeze(0)
     fits = tensor.ndim == len(spec.shape)
@@ -228,7 +234,7 @@ def signature_of_samples(
     """
     found = [
         {
-            name: _batched(tensor, ranks.get(name))
+            name: tensor[None] if ranks.get(name) == tensor.ndim + 1 else tensor
             for name, tensor in _tensors(path, arguments).items()
         }
         for path in paths
@@ -254,16 +260,12 @@ def signature_of_samples(
 
 def is_picture(path: Path) -> bool:
     """Return whether a sample is a picture, which says nothing of its input's name."""
-    return _READERS.get(path.suffix.lower()) is _read_picture
-
-
-def _is_text(path: Path) -> bool:
-    return path.suffix.lower() == ".txt"
+    return path.suffix.lower() in _PICTURES
 
 
 def names_inputs(path: Path) -> bool:
     """Return whether a sample holds tensors; pictures and texts become such by a model's inputs."""
-    return not (is_picture(path) or _is_text(path))
+    return path.suffix.lower() not in (*_PICTURES, _TEXT)
 
 
 def picture_size(path: Path) -> tuple[int, int]:
@@ -278,19 +280,14 @@ def picture_size(path: Path) -> tuple[int, int]:
         return picture.size
 
 
-def _batched(tensor: Tensor, rank: int | None) -> Tensor:
-    return tensor[None] if rank == tensor.ndim + 1 else tensor
-
-
 def _tensors(path: Path, arguments: Sequence[str] = ()) -> dict[str, Tensor]:
     """Read a file's tensors by name; one without is called as the argument in its place."""
     with _readable(path):
         found = _read(path, Signature(()))
-        if isinstance(found, tuple) or (
-            isinstance(found, list) and all(isinstance(value, Tensor) for value in found)
-        ):
-            own = arguments if len(arguments) == len(found) else ()
-            names = own or [f"input_{place}" for place in range(len(found))]
+        is_list = isinstance(found, list) and all(isinstance(value, Tensor) for value in found)
+        if isinstance(found, tuple) or is_list:
+            numbered = [f"input_{place}" for place in range(len(found))]
+            names = arguments if len(arguments) == len(found) else numbered
             found = dict(zip(names, found, strict=True))
         if not isinstance(found, Mapping):
             found = {arguments[0] if len(arguments) == 1 else "input": found}
@@ -333,11 +330,7 @@ def _dim(
 # -- one reader per suffix -------------------------------------------------------------------------
 
 
-def _read_npy(path: Path, signature: Signature) -> Any:
-    return _array(path.open("rb"))
-
-
-def _read_npz(path: Path, signature: Signature) -> Any:
+def _read_npz(path: Path) -> Any:
     reader = ZipReader(Source.of_file(path))
     if problems := reader.check():
         raise UsageError(
@@ -354,14 +347,6 @@ def _array(file: IO[bytes]) -> Tensor:
 
     with file:
         return torch.from_numpy(np.load(file, allow_pickle=False))
-
-
-def _read_torch(path: Path, signature: Signature) -> Any:
-    return torch.load(path, map_location="cpu", weights_only=True)
-
-
-def _read_json(path: Path, signature: Signature) -> Any:
-    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def _read_picture(path: Path, signature: Signature) -> Any:
@@ -423,13 +408,167 @@ def _read_text(path: Path, signature: Signature, folder: Path | None) -> Any:
 
 
 _PIXELS = ("uint8", "float16", "bfloat16", "float32", "float64")
-_READERS: Mapping[str, Callable[[Path, Signature], Any]] = {
+_READERS: Mapping[str, Callable[[Path], Any]] = {
     ".npz": _read_npz,
-    ".npy": _read_npy,
-    ".pt": _read_torch,
-    ".pth": _read_torch,
-    ".json": _read_json,
-    ".png": _read_picture,
-    ".jpg": _read_picture,
-    ".jpeg": _read_picture,
+    ".npy": lambda path: _array(path.open("rb")),
+    ".pt": lambda path: torch.load(path, map_location="cpu", weights_only=True),
+    ".pth": lambda path: torch.load(path, map_location="cpu", weights_only=True),
+    ".json": lambda path: json.loads(path.read_text(encoding="utf-8")),
 }
+_PICTURES = (".png", ".jpg", ".jpeg")
+
+
+# -- rows of samples in batches, where nothing that is made up is a valid input --------------------
+
+MIN_CALIBRATION = 32
+_HELD_OUT = 4
+
+
+def regroup(samples: Sequence[Sample], signature: Signature) -> tuple[Sample, ...]:
+    """Return the samples, and their rows in batches of 1, 2, a prime, and the largest size.
+
+    Rows of equal sizes share a batch, in the order of the files, and begin anew where there are
+    too few. Where inputs are not made of rows, the samples stay alone.
+    """
+    cases = list(samples)
+    batch = signature.batch
+    for rows in _rows(samples, signature):
+        assert isinstance(batch, Dim)
+        sizes = {*batch_sizes(batch, is_reduced=True), min(rows.rows, batch.max)}
+        made = (take_rows(rows, batch, size) for size in sorted(sizes) if size in batch)
+        known = [each.inputs for each in samples]
+        cases += [
+            case
+            for case in made
+            if not any(all(map(torch.equal, case.inputs, other)) for other in known)
+        ]
+    return tuple(cases)
+
+
+def take_rows(rows: Sample, batch: Dim, size: int, first: int = 0) -> Sample:
+    """Return a batch of a size, from row `first` on, over and over where there are too few."""
+    places = (torch.arange(size) + first) % rows.rows
+    inputs = tuple(tensor[places] for tensor in rows.inputs)
+    return replace(rows, inputs=inputs, sizes={**rows.sizes, batch.name: size})
+
+
+@dataclass(frozen=True)
+class Split:
+    """Samples in two parts: to calibrate with, and to compare on."""
+
+    calibration: tuple[Sample, ...]
+    held_out: tuple[Sample, ...]
+    rows: int
+    """The number of rows of the former; a file is one where inputs are not made of rows."""
+    held_out_rows: int
+
+
+def hold_out(samples: Sequence[Sample], signature: Signature) -> Split:
+    """Split samples for static quantisation: every fourth row is held out.
+
+    Raises:
+        UsageError: there are fewer than 32 rows.
+    """
+    groups = _rows(samples, signature)
+    count = sum(group.rows for group in groups) if groups else len(samples)
+    if count < MIN_CALIBRATION:
+        unit = "rows" if groups else "files (its inputs are not made of rows)"
+        raise UsageError(
+            f"--quantize int8-static: --sample gives {count} {unit}; expected {MIN_CALIBRATION} or "
+            "more, like those that will come: three of four give the ranges of values, and every "
+            "fourth is compared; or use int8-dynamic, which needs none"
+        )
+    is_held = torch.arange(count) % _HELD_OUT == 0
+    held_out_rows = int(is_held.sum())
+    masks = torch.split(is_held, [group.rows for group in groups]) if groups else ()
+    name = samples[0].file if len(samples) == 1 else f"{len(samples)} files"
+
+    def part(is_wanted: bool) -> tuple[Sample, ...]:
+        if not groups:
+            numbered = zip(is_held.tolist(), samples, strict=True)
+            return tuple(sample for held, sample in numbered if held == is_wanted)
+        return tuple(
+            replace(batch, file=name)
+            for group, mask in zip(groups, masks, strict=True)
+            for batch in _in_batches(group, signature, mask == is_wanted)
+        )
+
+    return Split(part(False), part(True), count - held_out_rows, held_out_rows)
+
+
+def _in_batches(rows: Sample, signature: Signature, chosen: Tensor) -> Iterator[Sample]:
+    """Yield some rows in the largest batches; a last one that is too small begins anew."""
+    batch = signature.batch
+    assert isinstance(batch, Dim)
+    left = int(chosen.sum())
+    some = replace(rows, inputs=tuple(tensor[chosen] for tensor in rows.inputs))
+    for first in range(0, left, batch.max):
+        size = min(batch.max, left - first)
+        yield take_rows(some, batch, size if size in batch else batch.max, first)
+
+
+def choose_example(samples: Sequence[Sample], signature: Signature) -> Sample:
+    """Choose the sample to trace with: its sizes are not 1, and differ, as far as there is one."""
+    batch = signature.batch
+    fixed = {size for spec in signature.inputs for size in spec.shape if isinstance(size, int)}
+    tried = [
+        take_rows(rows, batch, size)
+        for rows in _rows(samples, signature)
+        for size in (5, 3, 7, 2)
+        if isinstance(batch, Dim) and size in batch
+    ]
+
+    def awkward(sample: Sample) -> tuple[int, int]:
+        sizes = list(sample.sizes.values())
+        return sum(size < 2 for size in sizes), len(sizes) - len(set(sizes) - fixed)
+
+    return min((*tried, *samples), key=awkward)
+
+
+def two_batches(
+    samples: Sequence[Sample], signature: Signature, size: int
+) -> tuple[Sample, Sample] | None:
+    """Return two batches of a size whose rows differ at every place; None of one row only."""
+    batch = signature.batch
+    for rows in _rows(samples, signature):
+        assert isinstance(batch, Dim)
+        one, other = take_rows(rows, batch, size), take_rows(rows, batch, size, first=1)
+        pairs = zip(one.inputs, other.inputs, strict=True)
+        differ = [(a != b).reshape(size, -1).any(dim=1) for a, b in pairs]
+        if bool(torch.stack(differ).any(dim=0).all()):
+            return one, other
+    return None
+
+
+def _rows(samples: Sequence[Sample], signature: Signature) -> list[Sample]:
+    """Gather the rows of samples whose other sizes are equal; none where inputs have no rows."""
+    batch = signature.batch
+    if not isinstance(batch, Dim) or not has_rows(signature):
+        return []
+    alike: defaultdict[tuple[tuple[str, int], ...], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        others = {name: size for name, size in sample.sizes.items() if name != batch.name}
+        alike[tuple(sorted(others.items()))].append(sample)
+    groups = []
+    for group in alike.values():
+        inputs = tuple(map(torch.cat, zip(*(sample.inputs for sample in group), strict=True)))
+        sizes = {**group[0].sizes, batch.name: inputs[0].shape[0]}
+        groups.append(Sample(", ".join(sample.file for sample in group), inputs, sizes))
+    return groups
+
+
+def has_rows(signature: Signature) -> bool:
+    """Return whether inputs are made of rows, in batches of several sizes."""
+    batch = signature.batch
+    return isinstance(batch, Dim) and not any(why_no_rows(spec, batch) for spec in signature.inputs)
+
+
+def why_no_rows(spec: TensorSpec, batch: Dim) -> str:
+    """Return why an input's places of dim 0 cannot change theirs; empty where they can."""
+    if spec.shape[0] != batch:
+        return f'input "{spec.name}" has no dim "{batch.name}" in front, so rows cannot be stacked'
+    if spec.values and batch.name in (spec.values.low.dim, spec.values.high.dim):
+        return f'input "{spec.name}" counts the rows of its batch, so rows cannot be stacked'
+    if spec.values and spec.values.order and len(spec.shape) == 1:
+        return f'input "{spec.name}" is {spec.values.order}, so rows cannot be stacked as they come'
+    return ""

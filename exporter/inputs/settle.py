@@ -17,9 +17,10 @@ from modelyard.exporter.arguments import goes_elsewhere, needed_arguments, read_
 from modelyard.exporter.errors import UsageError, cause
 from modelyard.exporter.ingest import ONNX, PROGRAM, Checkpoint
 from modelyard.exporter.inputs.described import complete, left_out, propose_inputs
-from modelyard.exporter.inputs.sample_batches import has_rows, hold_out
 from modelyard.exporter.inputs.samples import (
     Sample,
+    has_rows,
+    hold_out,
     is_picture,
     names_inputs,
     picture_size,

@@ -1,7 +1,8 @@
 """The first submodule at which an artifact leaves the checkpoint's model."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from modelyard.exporter.arguments import own_name
 from modelyard.exporter.errors import cause
 from modelyard.exporter.formats.to_exported_program import quiet
-from modelyard.exporter.prove.reference import Case, Reference
+from modelyard.exporter.prove.reference import Case, Reference, raised
 from modelyard.handlers.proof.agree import TOLERANCES, compare
 
 _Seen = dict[str, tuple[Any, Any]]
@@ -48,44 +49,31 @@ def _tolerance(reference: Reference) -> float:
 
 
 def _kind(model: nn.Module, name: str) -> str:
-    for full, module in model.named_modules():
-        if own_name(full) == name:
-            return f" ({type(module).__name__})"
-    return ""
+    kinds = (type(part).__name__ for full, part in model.named_modules() if own_name(full) == name)
+    return next((f" ({kind})" for kind in kinds), "")
 
 
 def _run_eager(reference: Reference, case: Case) -> _Seen:
     """Run the checkpoint's model on the CPU, and keep what goes through each submodule."""
     model = reference.original.cpu()
-    raise_ = reference.is_lowered
-    inputs = [
-        value.float() if raise_ and value.is_floating_point() else value for value in case.inputs
-    ]
     with _hooked(model) as seen, torch.no_grad():
-        model(*(value.clone() for value in inputs))
+        model(*(value.clone() for value in raised(case.inputs, reference.is_lowered)))
     return seen
 
 
 @contextmanager
 def _hooked(model: nn.Module) -> Iterator[_Seen]:
     seen: _Seen = {}
-    hooks = [
-        module.register_forward_hook(_keep(own_name(name), seen))
-        for name, module in model.named_modules()
-        if own_name(name)
-    ]
-    try:
-        yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
-
-def _keep(name: str, seen: _Seen) -> Callable[[nn.Module, Any, Any], None]:
-    def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+    def keep(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         seen.setdefault(name, (inputs, output))
 
-    return hook
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if own := own_name(name):
+                hook = module.register_forward_hook(functools.partial(keep, own))
+                stack.callback(hook.remove)
+        yield seen
 
 
 def _in_program(artifact: Path, eager: _Seen, case: Case) -> Iterator[tuple[str, float]]:
@@ -136,11 +124,9 @@ def _in_onnx(artifact: Path, eager: _Seen, case: Case) -> Iterator[tuple[str, fl
     )
     names = [node.name for node in session.get_inputs()]
     feed = {name: value.numpy() for name, value in zip(names, case.inputs, strict=True)}
-    found = (
-        dict(zip(wanted, session.run(list(wanted.values()), feed), strict=True)) if wanted else {}
-    )
-    for name in found:
-        yield name, _apart(eager[name][1], torch.from_numpy(found[name]))
+    found = session.run(list(wanted.values()), feed) if wanted else []
+    for name, value in zip(wanted, found, strict=True):
+        yield name, _apart(eager[name][1], torch.from_numpy(value))
 
 
 def _last_outputs(nodes: Any) -> Mapping[str, str]:
@@ -160,9 +146,8 @@ def _apart(expected: Any, found: Any) -> float:
     if isinstance(expected, tuple | list) and expected:
         first = found[0] if isinstance(found, tuple | list) and found else found
         return _apart(expected[0], first)
-    if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
-        return 0.0
-    if expected.shape != found.shape:
+    are_tensors = isinstance(expected, Tensor) and isinstance(found, Tensor)
+    if not are_tensors or expected.shape != found.shape:
         return 0.0
     return float(compare(expected, found.to(expected.device))["scaled"])
 

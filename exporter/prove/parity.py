@@ -59,10 +59,10 @@ class IllConditioned:
     output: str
     case: str
     moved: float
-    """By how much, when its sums are rounded otherwise."""
+    """The amount by which it moves when its sums are rounded otherwise."""
     allowed: float
     found: float
-    """How far the artifact is from it."""
+    """The distance of the artifact from it."""
 
 
 @dataclass(frozen=True)
@@ -86,26 +86,14 @@ class Parity:
 
     def to_json(self) -> dict[str, Any]:
         """Return the form that the report holds."""
-        return {
-            "verdict": "agrees",
-            "rule": self.rule,
-            "compared_with": self.compared_with,
-            "tolerance": self.tolerance,
-            "cases": self.cases,
-            "batches": list(self.batches),
-            **self.scope,
-            **self._ill_conditioned(),
-            "outputs": {
-                name: {**asdict(difference), "verdict": "agrees"}
-                for name, difference in self.outputs.items()
-            },
-        }
-
-    def _ill_conditioned(self) -> dict[str, Any]:
-        if not self.ill_conditioned:
-            return {}
-        cases = [asdict(case) for case in self.ill_conditioned]
-        return {"ill_conditioned": {"rule": ILL_CONDITIONED_RULE, "cases": cases}}
+        verdict = {"verdict": "agrees"}
+        stated = ("rule", "compared_with", "tolerance", "cases", "batches")
+        found = {**verdict, **{name: getattr(self, name) for name in stated}, **self.scope}
+        if self.ill_conditioned:
+            cases = [asdict(case) for case in self.ill_conditioned]
+            found["ill_conditioned"] = {"rule": ILL_CONDITIONED_RULE, "cases": cases}
+        outputs = {name: {**asdict(each), **verdict} for name, each in self.outputs.items()}
+        return {**found, "batches": list(self.batches), "outputs": outputs}
 
 
 @dataclass(frozen=True)
@@ -122,7 +110,7 @@ class ExportReport:
     """The checkpoint's file name."""
     checkpoint_sha256: str
     model: str
-    """As in `--model`, without the folder."""
+    """`--model` without its folder."""
     model_args: Mapping[str, Any]
     device: str
     details: Mapping[str, object]
@@ -221,7 +209,7 @@ def check(
 
     Args:
         artifact: the file, complete and closed.
-        format: as in `modelyard.handlers.models.backends`.
+        format: its name in `modelyard.handlers.models.backends`.
         reference: the checkpoint's outputs.
         checker: the process.
         device: where the artifact is to run.
@@ -235,26 +223,20 @@ def check(
         ParityError: it does not load or run, or an output differs by more than the tolerance;
             names every such output, by how much and where.
     """
-    signature = reference.signature
-    rules = [
-        rule_for(spec.dtype, tolerance, is_quantized, reference.is_double)
+    signature, probes = reference.signature, reference.cases.probes
+    rules = {
+        spec.name: rule_for(spec.dtype, tolerance, is_quantized, reference.is_double)
         for spec in signature.outputs
-    ]
-    outputs = [
-        (spec.name, spec.dtype, rule.tolerance)
-        for spec, rule in zip(signature.outputs, rules, strict=True)
-    ]
-    probes = reference.cases.probes
+    }
+    outputs = [(spec.name, spec.dtype, rules[spec.name].tolerance) for spec in signature.outputs]
     try:
         checker.open(artifact, format, device, outputs, trusted)
         by_case = [_measure(checker, reference.cases, place) for place in range(len(probes))]
     except ParityError as error:
         raise ParityError(f"{format}: {error}; {_ADVICE[format]}") from error
     judged: list[_Judged] = [
-        (spec.name, rule, list(measured))
-        for spec, rule, measured in zip(
-            signature.outputs, rules, zip(*by_case, strict=True), strict=True
-        )
+        (name, rule, list(measured))
+        for (name, rule), measured in zip(rules.items(), zip(*by_case, strict=True), strict=True)
     ]
     # An approximation, or other dtypes than the checkpoint's, are judged by their own tolerance.
     ill: list[IllConditioned] = []
@@ -272,7 +254,7 @@ def check(
         advice = _OVERFLOW if _overflows(judged, reference, where) else _ADVICE[format]
         raise ParityError(f"{format}: {differences}{where}; {advice}")
     return Parity(
-        tolerance=max(rule.tolerance for rule in rules),
+        tolerance=max(rule.tolerance for rule in rules.values()),
         cases=len(probes),
         batches=_batches(signature, probes),
         outputs={name: rule.merge(measured, probes) for name, rule, measured in judged},
@@ -311,13 +293,11 @@ def _allow_ill_conditioned(
         if not (ill := _ill_conditioned(judged, cases, place)):
             break
         found += ill
-    rules = {
-        name: replace(
-            rule, allowed={case.case: case.allowed for case in found if case.output == name}
-        )
-        for name, rule, _ in judged
-    }
-    return [(name, rules[name], measured) for name, _, measured in judged], found
+    lenient: list[_Judged] = []
+    for name, rule, measured in judged:
+        allowed = {case.case: case.allowed for case in found if case.output == name}
+        lenient.append((name, replace(rule, allowed=allowed), measured))
+    return lenient, found
 
 
 def _ill_conditioned(judged: Sequence[_Judged], cases: Cases, place: int) -> list[IllConditioned]:

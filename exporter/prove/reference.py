@@ -2,10 +2,9 @@
 
 import copy
 import functools
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from modelyard.archiver.signature import (
     DTYPES,
     VIEWS,
-    Batching,
     Dim,
     Signature,
     Size,
@@ -31,20 +29,19 @@ from modelyard.exporter.inputs import (
     find_values,
     regroup,
     two_batches,
-    why_no_rows,
 )
-from modelyard.exporter.prove.probabilities import find_probabilities
-from modelyard.exporter.prove.sensitivity import measure_sensitivity
+from modelyard.exporter.prove.traits import ROWS, Tensors, find_batching, find_probabilities
 from modelyard.exporter.prove.watch import (
     Counted,
     Watched,
     count,
     in_train_mode,
+    measure_sensitivity,
     plain_tensors,
     watch,
 )
 from modelyard.handlers.models.backends import dtype_name, torch_dtype, type_name
-from modelyard.handlers.proof.agree import compare, full_precision, split
+from modelyard.handlers.proof.agree import full_precision, split
 from modelyard.handlers.proof.bounds import Bounds
 from modelyard.handlers.proof.plan import (
     GFLOP_PER_OPERATOR,
@@ -56,15 +53,9 @@ from modelyard.handlers.proof.plan import (
 )
 from modelyard.handlers.proof.probes import Probe, example_sizes, make_case, make_inputs
 
-Tensors = tuple[Tensor, ...]
-
 # Of the checkpoint's outputs, of all cases together: most models' are below it, and run once.
 KEPT_BYTES = 64 * 2**20
 
-# Rows that share a batch; as the tolerance of float32: a kernel may add in another order for
-# another batch size.
-_ROWS = 3
-_ROW_TOLERANCE = 1e-4
 
 Run = Callable[[Probe, Tensors], Tensors]
 """A model as it is compared: a probe's tensors in, tensors out, in eval mode, no gradients."""
@@ -107,13 +98,13 @@ class _Kept:
         return outputs
 
 
-class Cases(Sequence[Case]):
+class Cases:
     """Every probe and sample with what the checkpoint gives for it, made anew whenever it is read.
 
     By its place: a loop over the cases would hold one while it makes the next.
 
     Args:
-        signature: of the inputs, with the values of integers.
+        signature: the inputs, with the values of integers.
         probes: whose inputs are made.
         samples: whose inputs are a file's.
         run: the checkpoint's model.
@@ -138,16 +129,10 @@ class Cases(Sequence[Case]):
         self._names = [*map(str, probes), *range(len(samples))]
         self._moved: dict[int, list[float]] = {}
 
-    def __len__(self) -> int:
-        return len(self.probes)
+    def __iter__(self) -> Iterator[Case]:
+        return (self[place] for place in range(len(self.probes)))
 
-    @overload
-    def __getitem__(self, place: int) -> Case: ...
-    @overload
-    def __getitem__(self, place: slice) -> Sequence[Case]: ...
-    def __getitem__(self, place: int | slice) -> Case | Sequence[Case]:
-        if isinstance(place, slice):
-            return [self[one] for one in range(len(self))[place]]
+    def __getitem__(self, place: int) -> Case:
         probe, inputs = self.probes[place], self._inputs[place]()
         return Case(probe, inputs, self._kept.outputs(self._names[place], probe, inputs))
 
@@ -164,13 +149,8 @@ class Cases(Sequence[Case]):
         return self._moved[place]
 
 
-@dataclass(frozen=True)
-class _Seen:
-    """What is remembered of one output of one case."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    has_finite: bool
+_Seen = tuple[str, tuple[int, ...], bool]
+"""What is remembered of one output of one case: its dtype, its shape, whether it is finite."""
 
 
 @dataclass(frozen=True)
@@ -187,7 +167,7 @@ class Reference:
     model: nn.Module
     """The one to export: `original`, in the dtype that was asked for."""
     found: Mapping[str, Values]
-    """For each integer input without stated values, those that the model was found to take."""
+    """Integer input without stated values → those that the model was found to take."""
     samples: tuple[Sample, ...] = ()
     is_lowered: bool = False
     """Whether `model` computes in another dtype than the checkpoint's."""
@@ -223,8 +203,8 @@ def observe(
 
     Args:
         model: takes one tensor per input, by place.
-        inputs: as the checkpoint's model takes them.
-        output_names: as `choose_outputs` takes them.
+        inputs: what the checkpoint's model takes.
+        output_names: names for `choose_outputs`.
         device: where to run.
         dtype: what weights and floating-point inputs become in the artifact; None keeps them.
         samples: real inputs, compared beside the probes.
@@ -241,8 +221,8 @@ def observe(
     signature = inputs if dtype is None else inputs.in_precision(dtype_name(dtype))
     _check_values(signature)
     # Integers out of range are an error on the CPU; on CUDA they end the process.
-    raised = inputs if dtype is None else inputs.in_precision("float32")
-    found = {} if sample_only else find_values(original, raised)
+    in_float32 = inputs if dtype is None else inputs.in_precision("float32")
+    found = {} if sample_only else find_values(original, in_float32)
     tried = signature.with_values(found)
     original.to(device)
     with full_precision(device):
@@ -253,12 +233,12 @@ def observe(
         else:
             example_probe = Probe("random", example_sizes(signature))
             example = _to(make_inputs(tried, example_probe), device)
-        call = (signature, example_probe, _raised(example, dtype))
+        call = (signature, example_probe, raised(example, dtype is not None))
         output = _call(original, *call)
         chosen_outputs = choose_outputs(output, output_names, [i.name for i in signature.inputs])
         original = give_outputs(original, signature, chosen_outputs, output)
         named, output = chosen_outputs.names, pick(output, chosen_outputs.keys)
-        watched = watch(original, _raised(example, dtype))
+        watched = watch(original, raised(example, dtype is not None))
         again = flatten(_call(original, *call))
         unsteady = _unsteady(watched, example_probe.sizes)
         _check_repeats(named, flatten(output), again, unsteady)
@@ -275,9 +255,8 @@ def observe(
         cases = Cases(tried, chosen.probes, compared, run, kept)
         bounds = {name: Bounds() for name in named}
         seen = []
-        for place in range(len(cases)):
-            case = cases[place]
-            seen.append(_remember(case))
+        for case in cases:
+            seen.append([_remember(tensor) for tensor in case.outputs])
             for name, given in zip(named, case.outputs, strict=True):
                 bounds[name].see(given)
         probabilities = find_probabilities(
@@ -361,7 +340,7 @@ def _plan(kept: _Kept, model: nn.Module, tried: Signature, *, quick: bool) -> Pl
         kept: gets what they give: they are cases, too.
         model: whose weights are used at least once for each row; recurrent layers are not counted.
         tried: inputs, with the values of integers.
-        quick: as `observe`.
+        quick: whether to try few probes.
     """
     weights = sum(parameter.numel() for parameter in model.parameters())
     batch = tried.batch.name if isinstance(tried.batch, Dim) else None
@@ -399,9 +378,9 @@ def _lower(model: nn.Module, dtype: torch.dtype | None) -> nn.Module:
     return copy.deepcopy(model).to(dtype)
 
 
-def _raised(tensors: Tensors, dtype: torch.dtype | None) -> Tensors:
+def raised(tensors: Tensors, is_lowered: bool) -> Tensors:
     """Return the inputs as the checkpoint's model takes them: the same values in float32."""
-    if dtype is None:
+    if not is_lowered:
         return tensors
     return tuple(value.float() if value.is_floating_point() else value for value in tensors)
 
@@ -441,13 +420,12 @@ def _outputs(
     """Run the checkpoint's model, on its own device, and give its outputs on the CPU."""
     device = next((value.device for value in model.state_dict().values()), torch.device("cpu"))
     with full_precision(device):
-        output = _call(model, signature, probe, _to(_raised(inputs, dtype), device))
-    return tuple(_alone(tensor.cpu()) for tensor in flatten(output).values())
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """Return a tensor that keeps no larger one in memory, whose part it is."""
-    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+        output = _call(model, signature, probe, _to(raised(inputs, dtype is not None), device))
+    found = (tensor.cpu() for tensor in flatten(output).values())
+    # None may keep a larger tensor in memory, whose part it is.
+    return tuple(
+        each.clone() if each.untyped_storage().nbytes() > each.nbytes else each for each in found
+    )
 
 
 def _check_repeats(
@@ -457,17 +435,14 @@ def _check_repeats(
     unsteady: str,
 ) -> None:
     """Refuse a model that gives two answers to one input: there is nothing to agree with."""
+    differ = "in the next on one input; expected the same: " + unsteady
     if len(first) != len(second):
-        raise ModelError(
-            f"the model gives {len(first)} outputs in one run and {len(second)} in the next on one "
-            f"input; expected the same: {unsteady}"
-        )
+        seen = f"the model gives {len(first)} outputs in one run and {len(second)}"
+        raise ModelError(f"{seen} {differ}")
     for name, one, two in zip(names, first.values(), second.values(), strict=True):
         if one.shape != two.shape or one.dtype != two.dtype:
-            raise ModelError(
-                f'output "{name}" is {type_name(one)} in one run and {type_name(two)} in the next '
-                f"on one input; expected the same: {unsteady}"
-            )
+            seen = f'output "{name}" is {type_name(one)} in one run and {type_name(two)}'
+            raise ModelError(f"{seen} {differ}")
         # CUDA may add in another order each time; a CPU with a fixed number of threads does not.
         allowed = 1e-5 if one.is_cuda else 0.0
         if not torch.allclose(one, two, rtol=0.0, atol=allowed, equal_nan=True):
@@ -483,7 +458,7 @@ def _unsteady(watched: Watched, sizes: Mapping[str, int]) -> str:
 
     Args:
         watched: what it did on the example.
-        sizes: of the example's dims.
+        sizes: those of the example's dims.
     """
     for operator, drawn in watched.random.items():
         if "dropout" in operator or "bernoulli" in operator:
@@ -501,119 +476,37 @@ def _unsteady(watched: Watched, sizes: Mapping[str, int]) -> str:
     )
 
 
-def _remember(case: Case) -> tuple[_Seen, ...]:
-    return tuple(
-        _Seen(tensor.dtype, tuple(tensor.shape), _has_finite(tensor)) for tensor in case.outputs
-    )
-
-
-def _has_finite(tensor: Tensor) -> bool:
-    return any(bool(part.isfinite().any()) for part in split(tensor))
+def _remember(tensor: Tensor) -> _Seen:
+    has_finite = any(bool(part.isfinite().any()) for part in split(tensor))
+    return dtype_name(tensor.dtype), tuple(tensor.shape), has_finite
 
 
 def _describe(
     name: str, seen: Sequence[_Seen], probes: Sequence[Probe], dims: Mapping[str, Dim]
 ) -> TensorSpec:
     """Find an output's dtype and shape, and which input dim each varying size follows."""
-    kinds = sorted({f"{dtype_name(case.dtype)} with {len(case.shape)} dims" for case in seen})
-    dtype = dtype_name(seen[0].dtype)
+    kinds = sorted({f"{dtype} with {len(shape)} dims" for dtype, shape, _ in seen})
+    dtype = seen[0][0]
     if len(kinds) > 1 or dtype not in DTYPES:
         raise ModelError(
             f'output "{name}" is {" or ".join(kinds)}; expected one of {", ".join(DTYPES)} '
             "and the same number of dims for every input"
         )
-    if not any(case.has_finite for case in seen):
+    if not any(has_finite for *_, has_finite in seen):
         raise ModelError(
             f'output "{name}" has no finite value on any of {len(seen)} inputs, so '
             "nothing can be compared; look for NaN in the checkpoint's weights"
         )
-    axes = zip(*(case.shape for case in seen), strict=True)
-    shape = tuple(
-        _describe_axis(f"{name}_{axis}", sizes, probes, dims) for axis, sizes in enumerate(axes)
-    )
-    return TensorSpec(name, dtype, shape)
-
-
-def _describe_axis(
-    name: str, sizes: Sequence[int], probes: Sequence[Probe], dims: Mapping[str, Dim]
-) -> Size:
-    if len(set(sizes)) == 1:
-        return sizes[0]
-    for dim in dims.values():
-        if list(sizes) == [probe.sizes[dim.name] for probe in probes]:
-            return dim
-    return Dim(name)
+    shape: list[Size] = []
+    for axis, sizes in enumerate(zip(*(shape for _, shape, _ in seen), strict=True)):
+        same = [dim for dim in dims.values() if sizes == tuple(p.sizes[dim.name] for p in probes)]
+        varies = len(set(sizes)) > 1
+        shape.append(next(iter(same), Dim(f"{name}_{axis}")) if varies else sizes[0])
+    return TensorSpec(name, dtype, tuple(shape))
 
 
 def _to(tensors: Tensors, device: torch.device) -> Tensors:
     return tuple(tensor.to(device) for tensor in tensors)
-
-
-# -- whether requests may share a batch: each row's output must depend on that row alone ---------
-
-
-def find_batching(
-    run: Callable[[Tensors], Tensors],
-    signature: Signature,
-    batch_norm: Sequence[str],
-    batches: tuple[Tensors, Tensors] | None,
-    *,
-    are_chosen: bool = False,
-) -> Batching:
-    """Compare a row inside batches of different neighbours, and alone.
-
-    Args:
-        run: the checkpoint's model.
-        signature: inputs and outputs.
-        batch_norm: places that normalise by the batch, which explain why rows mix.
-        batches: two of one size, in which no row is the same; None where samples have none.
-        are_chosen: whether the outputs are those that were asked for: else others may do.
-    """
-    batch = signature.batch
-    if not isinstance(batch, Dim):
-        name = signature.inputs[0].name
-        return Batching(False, f'the first dim of input "{name}" is fixed to {batch}')
-    for spec in signature.inputs:
-        if reason := why_no_rows(spec, batch):
-            return Batching(False, reason)
-
-    def refused(reasons: Mapping[str, str]) -> Batching:
-        others = [spec.name for spec in signature.outputs if spec.name not in reasons]
-        keep = "" if are_chosen else "".join(f" --output {name}" for name in others)
-        return Batching(False, next(iter(reasons.values())) + (f"; try{keep}" if keep else ""))
-
-    if shapes := _shapes_apart(signature, batch):
-        return refused(shapes)
-    if batches is None:
-        return Batching(
-            False, "no two rows of the samples could change places, so whether rows mix is unknown"
-        )
-    mixed: dict[str, str] = {}
-    for name, apart, how in _row_differences(run, signature, batch, *batches):
-        if not apart <= _ROW_TOLERANCE:
-            why = (
-                f"; batch-norm uses the statistics of its batch{batch_norm[0]}"
-                if batch_norm
-                else ""
-            )
-            amount = f"by {apart:.1e}" if math.isfinite(apart) else "its shape or becomes NaN"
-            mixed.setdefault(name, f'a row of output "{name}" changes {amount} {how}{why}')
-    if mixed:
-        return refused(mixed)
-    return Batching(True, "a row gives the same alone and beside any other rows")
-
-
-def _shapes_apart(signature: Signature, batch: Dim) -> dict[str, str]:
-    """Return which outputs do not hold one row per request, and why."""
-    reasons = {}
-    for spec in signature.outputs:
-        if not spec.shape or spec.shape[0] != batch:
-            reasons[spec.name] = (
-                f'output "{spec.name}" has no dim "{batch.name}" in front, so no row per request'
-            )
-        elif batch in spec.shape[1:]:
-            reasons[spec.name] = f'output "{spec.name}" has rows as long as the batch'
-    return reasons
 
 
 def _two_batches(signature: Signature, samples: Sequence[Sample]) -> tuple[Tensors, Tensors] | None:
@@ -621,50 +514,9 @@ def _two_batches(signature: Signature, samples: Sequence[Sample]) -> tuple[Tenso
     batch = signature.batch
     if not isinstance(batch, Dim):
         return None
-    size = batch.at_least(_ROWS)
+    size = batch.at_least(ROWS)
     if samples:
         pair = two_batches(samples, signature, size)
         return pair and (_lowered(pair[0], signature), _lowered(pair[1], signature))
     probe = Probe("random", {**example_sizes(signature), batch.name: size})
     return make_inputs(signature, probe, seed=1), make_inputs(signature, probe, seed=2)
-
-
-def _row_differences(
-    run: Callable[[Tensors], Tensors],
-    signature: Signature,
-    batch: Dim,
-    rows: Tensors,
-    others: Tensors,
-) -> list[tuple[str, float, str]]:
-    """Measure per output how much one row changes: (output, scaled difference, when)."""
-    alone = run(rows)
-    differences: list[tuple[str, float, str]] = []
-    for row in (0, len(rows[0]) - 1):
-        mixed = run(tuple(_replace_others(a, b, row) for a, b in zip(rows, others, strict=True)))
-        differences += _measure(
-            signature.outputs, alone, mixed, row, "with the other rows of its batch"
-        )
-    if batch.min == 1:
-        single = run(tuple(tensor[:1] for tensor in rows))
-        differences += _measure(signature.outputs, alone, single, 0, "between alone and in a batch")
-    return differences
-
-
-def _measure(
-    specs: Sequence[TensorSpec],
-    before: Sequence[Tensor],
-    after: Sequence[Tensor],
-    row: int,
-    how: str,
-) -> list[tuple[str, float, str]]:
-    return [
-        (spec.name, float(compare(one[row : row + 1], two[row : row + 1])["scaled"]), how)
-        for spec, one, two in zip(specs, before, after, strict=True)
-    ]
-
-
-def _replace_others(tensor: Tensor, others: Tensor, row: int) -> Tensor:
-    """Keep one row of `tensor` and take all others from `others`."""
-    mixed = others.clone()
-    mixed[row] = tensor[row]
-    return mixed

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,13 +19,20 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from modelyard.exporter.arguments import own_name
+from modelyard.handlers.proof.agree import compare
 
 _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
+RUNS = 4
+_LAST_PLACES = 2.0
+# Parts of the names of torch's operators that add up many terms, or do so inside.
+_SUMS = (
+    *("mm", "addmv", "mv", "dot", "linear", "einsum", "convolution", "mkldnn", "attention"),
+    *("sum", "mean", "var", "std", "norm", "softmax", "pool", "upsample", "lstm", "gru", "rnn"),
+)
 
 
-@dataclass(frozen=True)
-class Drawn:
+class Drawn(NamedTuple):
     """Random numbers that a model draws."""
 
     place: str
@@ -72,7 +79,7 @@ def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
     """Run the model once and note what it does; a failure ends the watching, without an error.
 
     Args:
-        model: in eval mode.
+        model: a model in eval mode.
         inputs: not changed.
     """
     seen = Watched()
@@ -82,7 +89,7 @@ def watch(model: nn.Module, inputs: Sequence[Tensor]) -> Watched:
         for tensor in inputs
     ]
     try:
-        with torch.enable_grad(), EachOperator(_Watch(seen)):
+        with torch.enable_grad(), EachOperator(_watching(seen)):
             model(*given)
     # Gradients are not promised yet: a model may fail in any way where it now asks for them.
     except Exception:
@@ -155,38 +162,35 @@ class EachOperator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._run(func, args, kwargs or {})
 
 
-class _Watch:
-    """Note the operators of `Watched` as they are dispatched."""
+def _watching(seen: Watched) -> Callable[..., Any]:
+    """Return what runs an operator and notes in `seen` what it does."""
 
-    def __init__(self, seen: Watched) -> None:
-        self._seen = seen
-
-    def __call__(self, func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+    def run(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
         name = func.name().removeprefix("aten::")
         # Attention is marked as random for the dropout that it may do, and repeats without.
         is_random = torch.Tag.nondeterministic_seeded in func.tags and "attention" not in name
         if "batch_norm" in name and _argument(func, args, given, "training"):
-            self._seen.batch_norm.append(_author_place())
+            seen.batch_norm.append(_author_place())
         if not torch.is_grad_enabled() and _cuts(func, args):
-            self._note_cut()
+            # The author's torch.no_grad(), or the autograd.Function whose forward() sets it.
+            functions = _functions()
+            frame = next((each for each in _frames() if each.f_code in functions), None)
+            if frame is None:
+                seen.cut.append(_author_place())
+            else:
+                seen.custom.setdefault(functions[frame.f_code], _author_place(frame))
         result = func(*args, **given)
-        self._seen.precisions |= {
+        seen.precisions |= {
             each.dtype for each in tree_leaves(result)
             if isinstance(each, Tensor) and each.is_floating_point()
         }  # fmt: skip
         if is_random and isinstance(drawn := result, Tensor):
             dtype, shape = str(drawn.dtype).removeprefix("torch."), tuple(drawn.shape)
             place = _author_place()
-            self._seen.random.setdefault(name.partition(".")[0], Drawn(place, dtype, shape))
+            seen.random.setdefault(name.partition(".")[0], Drawn(place, dtype, shape))
         return result
 
-    def _note_cut(self) -> None:
-        """Note the author's torch.no_grad(), or the autograd.Function whose forward() sets it."""
-        for frame in _frames():
-            if (name := _functions().get(frame.f_code)) is not None:
-                self._seen.custom.setdefault(name, _author_place(frame))
-                return
-        self._seen.cut.append(_author_place())
+    return run
 
 
 def _functions() -> dict[object, str]:
@@ -236,3 +240,58 @@ def _argument(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: s
         return None
     place = names.index(name)
     return args[place] if place < len(args) else kwargs.get(name)
+
+
+def measure_sensitivity(
+    run: Callable[[tuple[Tensor, ...]], Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    outputs: Sequence[Tensor],
+) -> list[float]:
+    """Return per output how far it moves at most when its sums are rounded otherwise, scaled.
+
+    Every library adds in an order of its own, so that sums end a few units in the last place apart.
+    A model whose answer that changes has no one answer: a normalisation of what is constant divides
+    rounding errors by nothing. Here each result of a sum (matrix product, convolution, mean, norm,
+    softmax …) is moved by up to two units in the last place, in a direction drawn from a fixed
+    seed: Monte Carlo arithmetic. What is zero stays zero, and other operators are as they were.
+
+    Source: D. S. Parker, Monte Carlo Arithmetic, UCLA CSD-970002, 1997.
+
+    Args:
+        run: the model.
+        inputs: those of one case.
+        outputs: what it gives for them undisturbed.
+    """
+    moved = [0.0] * len(outputs)
+    for seed in range(RUNS):
+        generator = torch.Generator().manual_seed(seed)
+        with _rounded(generator):
+            disturbed = run(tuple(_disturb(tensor, generator) for tensor in inputs))
+        apart = (
+            compare(one, other)["scaled"] for one, other in zip(outputs, disturbed, strict=True)
+        )
+        moved = [max(one, two) for one, two in zip(moved, apart, strict=True)]
+    return moved
+
+
+def _rounded(generator: torch.Generator) -> EachOperator:
+    """Round what sums give in a direction of its own."""
+
+    def run(func: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> Any:
+        result = func(*args, **given)
+        name = func.name().removeprefix("aten::").partition(".")[0]
+        # An operator that writes into its input gives that, whose other views must follow.
+        if name.endswith("_") or not any(part in name for part in _SUMS):
+            return result
+        if isinstance(result, tuple):
+            return tuple(_disturb(value, generator) for value in result)
+        return _disturb(result, generator)
+
+    return EachOperator(run)
+
+
+def _disturb(value: Any, generator: torch.Generator) -> Any:
+    if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.float64):
+        return value
+    moves = torch.rand(value.shape, generator=generator, dtype=value.dtype).to(value.device)
+    return value * (1 + (2 * moves - 1) * _LAST_PLACES * torch.finfo(value.dtype).eps)

@@ -58,7 +58,7 @@ _DECODE_ERRORS = (
 class ImageSettings:
     """How pictures become model inputs: `handler.image` of model-config.yaml.
 
-    Without any, TorchServe's defaults: RGB, shorter side 256, centre 224 × 224, ImageNet's colours.
+    Without any: RGB, shorter side 256, centre 224 × 224, ImageNet's colours.
     """
 
     mode: str = "RGB"
@@ -136,7 +136,7 @@ def read_settings(section: Any) -> ImageSettings:
 
 
 def find_settings(section: Any, folder: Path) -> ImageSettings:
-    """Return `handler.image`, else what Hugging Face's file of the archive says, else TorchServe's.
+    """Return `handler.image`, else what Hugging Face's file of the archive says, else the defaults.
 
     Raises:
         LoadError: as `read_settings`, or a step of the file is not among ours.

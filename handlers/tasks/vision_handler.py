@@ -66,7 +66,7 @@ class VisionHandler(BaseHandler):
         self.table = colour_table(self.image)
         self.max_pixels = context.system_properties.get("max_image_pixels") or MAX_PIXELS
         if not context.system_properties.get("limit_max_image_pixels", True):
-            # Only TorchServe's explicit limit_max_image_pixels=false lifts Pillow's guard.
+            # Only an explicit limit_max_image_pixels=false lifts Pillow's guard.
             self.max_pixels = Image.MAX_IMAGE_PIXELS = None
         self.image_spec = self._find_image()
         _check_shape(self.image, self.image_spec)

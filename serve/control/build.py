@@ -51,9 +51,9 @@ _SETS_VARIABLES = re.compile(rb"environ|putenv|setenv")
 STEPS = "generate"
 """The built-in handler whose loop has a process to itself."""
 EXPLAINERS_NICENESS = 10
-OUR_HANDLERS = frozenset(builtin_handlers()) - {"text_classifier"}
-"""Built-in handlers that know our options; the other is TorchServe's."""
 """An explanation takes seconds of a core; predictions on the same core go first."""
+OUR_HANDLERS = frozenset(builtin_handlers()) - {"text_classifier"}
+"""Of the built-in ones; the other is a dialect's, and knows none of our options."""
 
 
 def admit(

@@ -68,7 +68,7 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """How one model version is run. Keys of the YAML file in brackets; they are TorchServe's."""
+    """How one model version is run. Keys of the YAML file in brackets."""
 
     workers: int
     """Workers to start; 0 leaves the choice to the server [minWorkers]."""

@@ -43,7 +43,7 @@ class ModelVersion:
     digest: str
     """SHA-256 that names the archive's content."""
     manifest: dict[str, Any] | None
-    """None in an archive without one, which only TorchServe's dialect serves."""
+    """None in an archive without one, which only another dialect serves."""
     runtime: str
     options: Options
     """What the caller said."""

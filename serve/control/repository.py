@@ -75,7 +75,7 @@ class Repository:
         if not self._is_served(name):
             try:
                 await self._lifecycle.register(name, name)
-            except FileNotInStore:  # as TorchServe's rules name files, whole
+            except FileNotInStore:  # as another policy names files, whole
                 await self._lifecycle.register(f"{name}.mar", name)
 
     async def unload(self, name: str) -> None:

@@ -58,7 +58,7 @@ class SiteCheck:
         headers need not be checked."""
 
     def __call__(self, method: str, fields: Fields, path: str = "") -> None:
-        """Check a request; any page may ask for `PROBE`, as TorchServe lets it.
+        """Check a request; any page may ask for `PROBE`.
 
         Raises:
             Forbidden: it is refused.

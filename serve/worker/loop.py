@@ -55,7 +55,7 @@ KEPT_BYTES = 16 << 20
 _PACKED = {name: wire.pack_meta([b"content-type", name.encode()]) for name in (JSON, TEXT, BYTES)}
 
 STREAMED = {"ts_stream_next": "true"}
-"""On the first chunk of a streamed answer, as TorchServe's clients know it."""
+"""On the first chunk of a streamed answer, by which clients know it."""
 
 
 class ClientsLeft(BaseException):

@@ -8,8 +8,7 @@ from torch import Tensor
 
 from modelyard.archiver.signature import Signature, parse_inputs
 from modelyard.exporter.errors import UsageError
-from modelyard.exporter.inputs.sample_batches import choose_example, hold_out, regroup, two_batches
-from modelyard.exporter.inputs.samples import Sample
+from modelyard.exporter.inputs.samples import Sample, choose_example, hold_out, regroup, two_batches
 
 WORDS = parse_inputs(["ids:int64[batch,length=2..9]", "lengths:int64[batch]=1..length"])
 GRAPH = parse_inputs(["x:float32[nodes=1..99,2]", "edges:int64[2,edges=1..99]<nodes"])
