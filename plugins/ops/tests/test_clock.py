@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.serve.test_kills import REPO, who_asks_for_the_time
+from tests.serve.test_kills import REPO, wall_clock_users
 
 WALL_CLOCK = {
     "plugins/ops/rollout/record.py": "when a roll-out came into its state, as it is shown",
@@ -14,4 +14,4 @@ WALL_CLOCK = {
 
 
 def test_only_what_people_read_goes_by_the_wall_clock() -> None:
-    assert who_asks_for_the_time(REPO / "plugins" / "ops") == set(WALL_CLOCK)
+    assert wall_clock_users(REPO / "plugins" / "ops") == set(WALL_CLOCK)
