@@ -33,14 +33,20 @@ from modelyard.serve.errors import StartError
 from modelyard.serve.front.begin import Front, ServerState
 from modelyard.serve.front.face import Face, Inside, make_faces
 from modelyard.serve.http.access import AccessLog
-from modelyard.serve.http.application import Answers, Application, Check, Route
-from modelyard.serve.http.auth import Grants, TokenCheck, check_changes
+from modelyard.serve.http.application import (
+    Answers,
+    Application,
+    Check,
+    Route,
+    TokenCheck,
+    check_changes,
+)
 from modelyard.serve.http.connection import Accepts, Access, Limits
 from modelyard.serve.http.cors import Cors
 from modelyard.serve.http.listener import Listener, Tls
 from modelyard.serve.http.site import SiteCheck
 from modelyard.serve.http.tls import watched_tls
-from modelyard.serve.http.tokens import make_grant, parse_grants, read_token_file
+from modelyard.serve.http.tokens import Grants, make_grant, parse_grants, read_token_file
 from modelyard.serve.http.watched import Watched
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import Address, Settings

@@ -9,8 +9,7 @@ from modelyard.base.extras import what_is_missing
 from modelyard.serve.errors import StartError
 from modelyard.serve.front.face import Face, Inside
 from modelyard.serve.front.models import why_not_ready
-from modelyard.serve.http.application import Check
-from modelyard.serve.http.auth import TokenCheck, check_changes
+from modelyard.serve.http.application import Check, TokenCheck, check_changes
 from modelyard.serve.settings import Address
 
 if TYPE_CHECKING:

@@ -29,8 +29,7 @@ from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.front.begin import ServerState
 from modelyard.serve.front.face import Face
 from modelyard.serve.front.models import why_not_ready
-from modelyard.serve.http.application import Check, open_to_all
-from modelyard.serve.http.auth import changes_models, check_changes
+from modelyard.serve.http.application import Check, changes_models, check_changes, open_to_all
 from modelyard.serve.http.connection import Access
 from modelyard.serve.http.listener import Listener, Tls
 from modelyard.serve.settings import Address, Settings

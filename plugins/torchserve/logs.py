@@ -80,8 +80,8 @@ class Source:
 
 
 Buffer = list[str]
-Item = tuple[float, Source, Form | str, tuple[Any, ...]]
-"""Time, source, and what makes messages of the values; or all of a message but its second."""
+Item = tuple[float, Source, Form, tuple[Any, ...]]
+"""Time, source, and what makes messages of the values."""
 
 
 class Lines:
@@ -99,15 +99,6 @@ class Lines:
             put((time.time(), source, form, values))
 
         return write
-
-    def counter(self, text: str) -> Callable[[], None]:
-        """Return what hands over a message that is the same but for the second at its end."""
-        put, source = self._logs.put, self._source
-
-        def count() -> None:
-            put((time.time(), source, text, ()))
-
-        return count
 
 
 def access_line(second: int, answered: Answered) -> Sequence[str]:
@@ -238,10 +229,7 @@ class Logs(logging.Handler):
                     each.end(at)
                 at, dirty = milliseconds, {}
                 second = milliseconds // 1000
-            if type(form) is str:
-                source.messages.append(f"{form}{second}")
-            else:
-                source.messages += form(second, *values)  # type: ignore[operator]
+            source.messages += form(second, *values)
             dirty[source] = None
         for each in dirty:
             each.end(at)

@@ -119,9 +119,6 @@ class TorchServeMetrics:
 
     def _counter(self, name: str, labels: Mapping[str, str]) -> Callable[[], None] | None:
         """Return what counts one more."""
-        family, lines = self._families.get(name), self._own_lines
-        if family is not None and lines is not None and not self._is_exposed(name):
-            return lines.counter((self._line(family, labels, "%s") % (1.0, 0))[:-1])
         add = self._adder(name, labels)
         return None if add is None else partial(add, 1.0)
 

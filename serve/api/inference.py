@@ -62,7 +62,6 @@ from modelyard.serve.front.begin import (
     Headers,
     check_options,
     class_of,
-    pack_fields,
     unpack_headers,
 )
 from modelyard.serve.http.application import Answers, Events
@@ -173,8 +172,10 @@ class Calls:
             cycle.spelled = without_token(cycle.spelled)
         if form is not None:
             cycle.spelled = [*cycle.spelled, *_SAID[form.is_stream]]
+        reply = DirectReply(self.front, cycle, target)
+        reply.calls = self
         call = self.front.begin(
-            DirectReply(self, cycle, target),
+            reply,
             waited_s=connection.waited_s,
             began_at=cycle.began,
             check=check,
@@ -210,12 +211,9 @@ class Calls:
 class DirectReply(CallReply):
     """Sends the reply to a call on as soon as it is there, by HTTP."""
 
-    __slots__ = ("_calls",)
+    __slots__ = ("calls",)
     asked: RequestResponseCycle
-
-    def __init__(self, calls: Calls, cycle: RequestResponseCycle, target: Target) -> None:
-        super().__init__(calls.front, cycle, target)
-        self._calls = calls
+    calls: Calls
 
     def head(self) -> bytes:
         """Return what a worker needs of the request's head."""
@@ -252,15 +250,21 @@ class DirectReply(CallReply):
         if reply.note is not None:
             self.asked.outcome = reply.note.outcome
             headers = [*headers, *reply.note.headers]
-        if form is None and isinstance(body, Stream) and self._calls.sends_events:
+        if form is None and isinstance(body, Stream) and self.calls.sends_events:
             form = CHUNKS if wants_events(self.asked.headers) and is_text(headers) else None
         if form is None or reply.status == 304 or reply.status >= 400 or are_events(headers):
-            self._send(reply.status, headers, body)
+            self.calls.answers.send(self.asked, self.asked.id, reply.status, headers, body)
             return
         write = writer(form, self.model.name, self.model.version, headers)
         own = [pair for pair in headers if pair[0] not in OF_BODY]
         if form.is_stream and isinstance(body, Stream):
-            self._send(reply.status, [*own, *HEAD], Events(body, write, error_event, PAUSE))
+            self.calls.answers.send(
+                self.asked,
+                self.asked.id,
+                reply.status,
+                [*own, *HEAD],
+                Events(body, write, error_event, PAUSE),
+            )
         elif isinstance(body, Stream):
             self.asked.run(self._gather(reply.status, own, body, write))
         else:
@@ -268,9 +272,6 @@ class DirectReply(CallReply):
                 body = as_chunk(body, headers)
             kind = HEAD if form.is_stream else JSON
             self._write(reply.status, [*own, *kind], body, write)
-
-    def _send(self, status: int, headers: Headers, body: Payload | Stream | Events) -> None:
-        self._calls.answers.send(self.asked, self.asked.id, status, headers, body)
 
     def _write(
         self, status: int, headers: Headers, body: Payload, write: Callable[[Payload], bytes]
@@ -280,7 +281,7 @@ class DirectReply(CallReply):
         except ValueError as error:
             self.refuse(BadRequest(str(error)))
         else:
-            self._send(status, headers, written)
+            self.calls.answers.send(self.asked, self.asked.id, status, headers, written)
 
     async def _gather(
         self, status: int, headers: Headers, stream: Stream, write: Callable[[Payload], bytes]
@@ -302,7 +303,7 @@ class DirectReply(CallReply):
     def refuse(self, error: Exception) -> None:
         """Send an error."""
         self.asked.is_refused = isinstance(error, Unavailable | DeadlinePassed)
-        answers = self._calls.answers
+        answers = self.calls.answers
         if isinstance(error, Unavailable):
             answers.send_refusal(self.asked, self.asked.id, error)
         else:
@@ -381,7 +382,9 @@ def pack_head(cycle: RequestResponseCycle, rest: str, trace: Trace | None = None
         kept = (pair for pair in pairs if pair[0].lower() != PARENT)
         headers = [*(each for pair in kept for each in pair), PARENT, trace.parent]
     # The path is decoded already and may hold a NUL, which separates the fields.
-    return pack_fields(rest.replace("\0", "%00").encode(), cycle.query, cycle.id, headers)
+    return wire.pack_meta(
+        (rest.replace("\0", "%00").encode(), cycle.query, cycle.id.encode(), *headers)
+    )
 
 
 def without_token(spelled: list[bytes]) -> list[bytes]:

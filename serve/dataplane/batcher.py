@@ -16,13 +16,11 @@ from collections.abc import Sequence
 from itertools import islice
 from time import monotonic
 
-from modelyard.serve.dataplane.admission import Admission
 from modelyard.serve.dataplane.call import NORMAL, Call
 from modelyard.serve.dataplane.engine import Engine, Replica
-from modelyard.serve.dataplane.histogram import Histogram
 from modelyard.serve.dataplane.lengths import NEIGHBOURS, choose_alike
-from modelyard.serve.dataplane.metrics import KindMetrics
-from modelyard.serve.dataplane.queue import SHARES, Classes, Line
+from modelyard.serve.dataplane.metrics import Histogram, KindMetrics
+from modelyard.serve.dataplane.queue import SHARES, Admission, Classes, Line
 from modelyard.serve.errors import DeadlinePassed, QueueFull, TooLate, Unavailable
 
 POLL_AFTER_S = 0.005

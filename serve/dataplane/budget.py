@@ -81,17 +81,12 @@ class Share:
         self, budget: AnswerBudget, pause: Callable[[], None], go_on: Callable[[], None]
     ) -> None:
         self.is_held_up = False
-        self._budget = budget
+        self.budget = budget
         self._pause = pause
         self._go_on = go_on
-        self._taken: list[int] = []
+        self.taken: list[int] = []
         """Bytes taken by the frame that comes, and by the one that ended as it began."""
         self._wanted = self._granted = 0
-
-    @property
-    def is_due(self) -> bool:
-        """Whether there is anything to settle."""
-        return bool(self._taken) or self._budget.held > self._budget.limit
 
     def take(self, size: int) -> bool:
         """Return whether a frame of this size may begin."""
@@ -99,7 +94,7 @@ class Share:
             self._granted = 0
         elif not self._has_room(size):
             return False
-        self._taken.append(size)
+        self.taken.append(size)
         return True
 
     def settle(self, is_begun: bool) -> None:
@@ -108,23 +103,23 @@ class Share:
         Args:
             is_begun: whether the last one still comes.
         """
-        done = self._taken[:-1] if is_begun else self._taken
-        self._taken = self._taken[len(done) :]
+        done = self.taken[:-1] if is_begun else self.taken
+        self.taken = self.taken[len(done) :]
         if done:
-            self._budget.give_back(sum(done))
-        if self._budget.held > self._budget.limit and not self.is_held_up:
+            self.budget.give_back(sum(done))
+        if self.budget.held > self.budget.limit and not self.is_held_up:
             self._has_room(0)
 
     def close(self) -> None:
         """Leave the budget."""
         if self.is_held_up:
-            self._budget.forget(self._resume)
-        given, self._taken = self._granted + sum(self._taken), []
+            self.budget.forget(self._resume)
+        given, self.taken = self._granted + sum(self.taken), []
         self.is_held_up, self._granted = False, 0
-        self._budget.give_back(given)
+        self.budget.give_back(given)
 
     def _has_room(self, size: int) -> bool:
-        if self._budget.take(size, self._resume):
+        if self.budget.take(size, self._resume):
             return True
         self.is_held_up = True
         self._wanted = size

@@ -293,7 +293,10 @@ class Pool:
     @property
     def ready_count(self) -> int:
         """How many workers are loaded and right."""
-        return sum(worker.is_ready for worker in self.workers)
+        count = 0
+        for slot in self.slots:  # asked for every batch
+            count += slot.worker is not None and slot.worker.is_ready
+        return count
 
     @property
     def busy_s(self) -> float:
@@ -336,8 +339,15 @@ class Pool:
 
     def pick(self, kind: int) -> Worker | None:
         """Return the worker to give work to: no explanation running, fewest jobs held."""
-        able = (w for w in self.workers if w.takes_work and w.capacity(kind) > 0)
-        return min(able, key=lambda w: (w.held[EXPLAIN], len(w.flight)), default=None)
+        best, least = None, (0, 0)
+        for slot in self.slots:  # asked for every batch
+            worker = slot.worker
+            if worker is None or not worker.takes_work or worker.capacity(kind) <= 0:
+                continue
+            load = worker.held[EXPLAIN], len(worker.flight)
+            if best is None or load < least:
+                best, least = worker, load
+        return best
 
     def handed_over(self) -> int:
         """Return how many jobs wait inside workers, where these count as queued."""
@@ -394,7 +404,8 @@ class Pool:
 
     def pump(self) -> None:
         """Hand out work: first what a dead worker held, then what waits."""
-        self._serve_retries()
+        if self._retries:
+            self._serve_retries()
         for batcher in self._batchers:
             if batcher.waiting:
                 batcher.wake()

@@ -5,7 +5,8 @@ first, so that each has its share of what is served however many of the others w
 take more than it has for the job that it begins with, and is granted less for it later. What nobody
 claims goes to who waits.
 
-Within a class the job whose time ends first is first.
+Within a class the job whose time ends first is first. `Admission` has the estimates behind every
+refusal: whether an answer is to be expected in its time.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 
 from modelyard.serve.dataplane.call import Call
+from modelyard.serve.dataplane.engine import Engine
 
 SHARES = (16, 4, 1)
 """Rows of a round, by class, as the settings have them."""
@@ -24,6 +26,12 @@ HURRIED_S = 5.0
 longer than that, however little time others have."""
 RATE_OVER_S = 3.0
 """Over which the rows that come of a class are averaged, with falling weight."""
+
+EXPECTED_SHARE = 0.75
+"""Share of a job's time that its answer may be expected to take: half of all answers take longer
+than expected, and at saturation every job waits as long as it may."""
+UNHURRIED_S = 5.0
+"""A job with more time than that is only asked whether one replica could do it all."""
 
 IsGone = Callable[[Call], bool]
 
@@ -265,3 +273,44 @@ class _Rate:
 
     def read(self, now: float) -> float:
         return self._value * math.exp(min(0.0, self._at - now) / RATE_OVER_S)
+
+
+class Admission:
+    """What is expected of one queue.
+
+    Args:
+        batch_size: the largest batch.
+    """
+
+    def __init__(self, engine: Engine, kind: int, batch_size: int) -> None:
+        self._engine = engine
+        self._kind = kind
+        self._most_held = 3 * batch_size
+        """Jobs of a replica with its own batch behind them."""
+
+    def excess_s(self, timeout_s: float, queued: int, waited_s: float = 0.0) -> float:
+        """Return by how many seconds an answer is expected too late; negative: in time.
+
+        Args:
+            timeout_s: of the job that comes.
+            queued: how many are before it.
+            waited_s: how much of its time has passed.
+        """
+        allowed_s = EXPECTED_SHARE * timeout_s - waited_s
+        if allowed_s > UNHURRIED_S:
+            most_s = (queued + self._most_held) * self._engine.job_s(self._kind)
+            if most_s < allowed_s:
+                return most_s - allowed_s
+        return self._engine.expected_s(self._kind, queued) - allowed_s
+
+    def wait_s(self, queued: int) -> int:
+        """Return whole seconds until what waits now will have been run, at least 1."""
+        return max(1, math.ceil(self._engine.expected_s(self._kind, max(0, queued - 1))))
+
+    def gathers_until(self, job: Call, delay_s: float) -> float:
+        """Return until when a job may wait for company: half of its time is for its answer."""
+        until = job.queued_at + delay_s
+        if not job.must_fit:
+            return until
+        answer_s = max(2 * self._engine.batch_s(self._kind), job.timeout_s / 2)
+        return min(until, job.deadline - answer_s)

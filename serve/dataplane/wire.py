@@ -365,7 +365,7 @@ class Decoder:
             raise WireError(f"a frame of {count} items; 1 to {MAX_ITEMS} are allowed")
         if len(data) < at + count * HEAD.size:
             return None
-        heads = [HEAD.unpack_from(data, at + i * HEAD.size) for i in range(count)]
+        heads = list(HEAD.iter_unpack(memoryview(data)[at : at + count * HEAD.size]))
         size = 0
         for id, *_, meta_length, body_length in heads:
             length = meta_length + body_length

@@ -347,9 +347,9 @@ class Worker(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Take replies and control messages; a worker that talks nonsense is ended."""
         if self._is_in_room:
-            self._read(lambda: self._decoder.filled(nbytes))
+            self._read(partial(self._decoder.filled, nbytes))
         else:
-            self._read(lambda: self._decoder.feed(bytes(self._buffer[:nbytes])))
+            self._read(partial(self._decoder.feed, bytes(self._buffer[:nbytes])))
 
     def _read(self, receive: Callable[[], list[list[wire.Item]]]) -> None:
         try:
@@ -365,8 +365,9 @@ class Worker(asyncio.BufferedProtocol):
             assert self._transport is not None
             self._transport.abort()  # nothing that follows means anything
         else:
-            if self._share.is_due:
-                self._share.settle(is_begun=self._decoder.room is not None)
+            share = self._share
+            if share.taken or share.budget.held > share.budget.limit:
+                share.settle(is_begun=self._decoder.room is not None)
         self._pool.pump()
 
     @property
@@ -384,7 +385,7 @@ class Worker(asyncio.BufferedProtocol):
         assert self._transport is not None
         if not self._transport.is_closing():
             self._transport.resume_reading()
-            self._read(lambda: self._decoder.feed(b""))
+            self._read(partial(self._decoder.feed, b""))
 
     def connection_lost(self, error: Exception | None) -> None:
         """End the process, if it still runs; how it ended decides over what it held."""
@@ -585,15 +586,16 @@ class Worker(asyncio.BufferedProtocol):
         """Send the jobs in one frame; `_replies` answers them, or the pool if it dies."""
         if self._aside is not None:
             self._give_way()
-        if not self.flight:
-            self.busy_since = self.began_at = self._read_clock()
-            self.running = sum(job.rows for job in jobs)
-        ids = []
+        is_next, rows, ids = bool(self.flight), 0, []
         for job in jobs:
+            rows += job.rows
             self._next_id = self._next_id % 0xFFFFFFFF + 1
             self.flight[self._next_id] = job
             self.held[job.kind] += job.rows
             ids.append(self._next_id)
+        if not is_next:
+            self.busy_since = self.began_at = self._pool.clock.read(monotonic())
+            self.running = rows
         assert self._transport is not None
         frame, now_us = wire.Frame(), wire.now_us()
         for id, job in zip(ids, jobs, strict=True):

@@ -197,7 +197,10 @@ class Front:
             ModelNotFound, VersionNotFound, Unavailable: there is no such model, or not yet.
         """
         version = target.version
-        model = find_model(self.registry, self.state, target.path[0], version)
+        try:
+            model = self.registry.get(target.path[0], version)
+        except ModelNotFound:
+            model = find_model(self.registry, self.state, target.path[0], version)
         if splits := self.registry.splits:
             split = splits.get(model.name)
             if split is not None and target.kind == PREDICT and version is None:

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from fastapi import APIRouter
 
     from modelyard.serve.http.application import Answers, Check, Route
-    from modelyard.serve.http.auth import Grants
     from modelyard.serve.http.connection import Access
     from modelyard.serve.http.listener import Tls
+    from modelyard.serve.http.tokens import Grants
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import asyncio
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from typing import NamedTuple, Protocol
 
 from modelyard.archiver import ArchiveError
@@ -20,6 +20,7 @@ from modelyard.serve.dataplane.call import Stream, Target
 from modelyard.serve.dataplane.wire import VERSION_HEADER, Payload
 from modelyard.serve.errors import (
     BodyTooLarge,
+    Forbidden,
     ServeError,
     Unauthorized,
     Unavailable,
@@ -30,6 +31,7 @@ from modelyard.serve.errors import (
 from modelyard.serve.front.begin import REQUEST_ID, Headers, Served, ServerState, request_id
 from modelyard.serve.http.connection import Answer, RequestResponseCycle, write_head
 from modelyard.serve.http.cors import Cors
+from modelyard.serve.http.tokens import Grants, find_grant
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +49,76 @@ Check = Callable[[str, Headers], None]
 """Called with path and headers; raises Unauthorized unless the request may pass."""
 Route = Callable[[RequestResponseCycle, str], None]
 """Called with a request and its id: answers now, or from a task. What it raises is answered."""
+
+
+CHANGES = "/v2/repository/models/"
+"""What paths of the inference API begin with that change what is served."""
+
+
+def changes_models(path: str) -> bool:
+    """Return whether a path of the inference API changes what is served."""
+    return path.startswith(CHANGES)
+
+
+def check_changes(
+    clients: Callable[..., None],
+    operators: Callable[..., None],
+    is_change: Callable[[str], bool] = changes_models,
+) -> Callable[..., None]:
+    """Return a check that asks for the operators' token where something is changed."""
+
+    def check(path: str, headers: list[tuple[bytes, bytes]]) -> None:
+        (operators if is_change(path) else clients)(path, headers)
+
+    return check
+
+
+class TokenCheck:
+    """Refuses requests without a token, and those whose token has not the right.
+
+    Args:
+        grants: the tokens, or None to let everybody in.
+        right: returns the right that a path needs; None where any token will do.
+        open_paths: paths that need none.
+    """
+
+    def __init__(
+        self,
+        grants: Grants | None,
+        right: Callable[[str], str | None],
+        open_paths: Iterable[str] = (),
+    ) -> None:
+        self._grants = grants
+        self._right = right
+        self._open_paths = frozenset(open_paths)
+
+    def __call__(self, path: str, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raise Unauthorized or Forbidden unless the request may pass."""
+        if self._grants is not None and path not in self._open_paths:
+            self.check_right(self._right(path), headers)
+
+    def check_right(self, right: str | None, headers: Iterable[tuple[bytes, bytes]]) -> None:
+        """Raise Unauthorized or Forbidden unless a token of the headers has a right, or any."""
+        if self._grants is None:
+            return
+        unfit = None
+        for name, value in headers:
+            scheme, _, token = value.partition(b" ")
+            if name == b"authorization" and scheme.lower() == b"bearer":
+                grant = find_grant(self._grants(), token.lstrip(b" "))
+                if grant is not None and (right is None or right in grant.rights):
+                    return
+                unfit = unfit or grant
+        if unfit is not None:
+            raise Forbidden(
+                f"the token {unfit.name!r} may {', '.join(sorted(unfit.rights))}; this needs one "
+                f"that may {right}"
+            )
+        raise Unauthorized(
+            "this API needs the header `Authorization: Bearer TOKEN` with a token that it knows; "
+            "`modelyard serve token` prints the one of this start, `modelyard token new` makes "
+            "one that stays"
+        )
 
 
 def open_to_all(path: str, headers: Headers) -> None:
@@ -93,7 +165,7 @@ class Answers:
         self.cors = cors
         self._form_error = form_error
         self._state = state
-        self._id_pattern = id_pattern
+        self.id_pattern = id_pattern
         self._common = [*COMMON_HEADERS, *(more_headers or ())]
         self._closes_after_errors = closes_after_errors
         self._on_status = on_status
@@ -101,7 +173,7 @@ class Answers:
 
     def request_id(self, headers: Headers) -> str:
         """Return the client's own request id where it has the right form, else a new one."""
-        return request_id(headers, self._id_pattern)
+        return request_id(headers, self.id_pattern)
 
     def error(self, error: Exception, id: str) -> Answer:
         """Return status, headers and body for an error; what nobody declared goes to the log."""
@@ -314,7 +386,7 @@ class Application:
 
     def accept(self, cycle: RequestResponseCycle) -> None:
         """Begin to answer a request, whose head is there and whose body may come later."""
-        id = cycle.id = self._answers.request_id(cycle.headers)
+        id = cycle.id = request_id(cycle.headers, self._answers.id_pattern)
         calls, target = self._calls, None
         if (cors := self._answers.cors) is not None:
             preflight = cors.preflight(cycle.method, cycle.headers)

@@ -271,10 +271,12 @@ class RequestResponseCycle:
 
         Where it does not come, or is too large, the connection answers.
         """
-        self._then = then
         if self.is_received:
-            self.deliver()
-        elif self.expects_continue and not self.is_started:
+            parts, self.parts = self.parts, []
+            then(parts or [b""])
+            return
+        self._then = then
+        if self.expects_continue and not self.is_started:
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def deliver(self) -> None:
@@ -816,7 +818,8 @@ class Connection(asyncio.Protocol):
         """Have the application answer."""
         cycle.is_begun = True
         self.app.accept(cycle)
-        self.resume_reading()
+        if self._is_reading_paused:
+            self.resume_reading()
 
     def answered(self, cycle: RequestResponseCycle) -> None:
         """Go on after an answer: with the next request, or with the end."""

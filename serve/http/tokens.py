@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,10 @@ class Grant:
         """Return its line."""
         rights = ",".join(right for right in RIGHTS if right in self.rights)
         return f"{self.name} {rights} sha256:{self.digest.hex()}"
+
+
+Grants = Callable[[], Sequence[Grant]]
+"""Returns the tokens that are known now."""
 
 
 def digest_of(token: bytes) -> bytes:

@@ -94,6 +94,7 @@ def serve(
     port: int | None = None,
     management_port: int | None = None,
     metrics_port: int | None = None,
+    grpc_port: int | None = None,
     device: str | None = None,
     workers: int | None = None,
     auth: str | None = None,
@@ -127,6 +128,7 @@ def serve(
         port: of the inference API; 8080. 0 lets the system choose, as for the other two.
         management_port: 8081.
         metrics_port: 8082.
+        grpc_port: of gRPC, with the extra grpc; none.
         device: auto, cpu or cuda[:N].
         workers: per model; by cores.
         auth: tokens: auto (off on loopback), always, never.

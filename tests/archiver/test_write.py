@@ -529,7 +529,6 @@ def test_output_folder_that_is_a_file_is_an_error(inputs: Path, tmp_path: Path) 
     ("name", "warning"),
     [
         ("modelyard.py", "modelyard.py has the name of a module of modelyard"),
-        ("ts.py", "ts.py has the name of a module of modelyard"),
         ("json.py", "json.py hides the standard library's json"),
     ],
 )

@@ -13,7 +13,7 @@ from modelyard.serve.app import known_tokens
 from modelyard.serve.control.state import make_keys, read_key
 from modelyard.serve.errors import Forbidden, StartError, Unauthorized
 from modelyard.serve.http import watched
-from modelyard.serve.http.auth import TokenCheck
+from modelyard.serve.http.application import TokenCheck
 from modelyard.serve.http.tokens import (
     MOST_TOKENS,
     RIGHTS,

@@ -6,10 +6,13 @@ import asyncio
 import gc
 import http.client
 import socket
+import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import pairwise
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import httpx
@@ -23,8 +26,7 @@ from modelyard.serve.control.registry import Registry
 from modelyard.serve.control.state import StateDir
 from modelyard.serve.dataplane.metrics import Metrics
 from modelyard.serve.front.begin import Front, ServerState
-from modelyard.serve.http.application import Answers, Application
-from modelyard.serve.http.auth import TokenCheck
+from modelyard.serve.http.application import Answers, Application, TokenCheck
 from modelyard.serve.http.listener import Listener
 from modelyard.serve.policy import Policy
 from modelyard.serve.settings import Address, load_settings
@@ -45,6 +47,8 @@ REQUESTS = [
     ("/predictions/picky/2.0", b"hello"),
 ]
 COUNT = 100
+OURS = ("archiver", "base", "plugins", "serve")
+"""Folders of what a server imports."""
 
 
 @asynccontextmanager
@@ -174,6 +178,46 @@ def test_requests_leave_nothing_to_the_collector(tmp_path: Path, apart: bool) ->
             return found
 
     assert uvloop.run(scenario()) < 200
+
+
+MOST_FILES, MOST_CALLS = 14, 100
+"""Of ours that a prediction passes through in the server; docs/concepts.md says the same."""
+
+
+def test_a_prediction_passes_through_few_files_and_calls(tmp_path: Path) -> None:
+    root = Path(__file__).parents[2]
+    seen: list[list[tuple[str, str]]] = []
+    """Of each request; what timers do now and then comes on top of some."""
+
+    def note(frame: FrameType, event: str, argument: object) -> None:
+        file = Path(frame.f_code.co_filename).resolve()
+        if event == "call" and any(file.is_relative_to(root / each) for each in OURS):
+            seen[-1].append((str(file.relative_to(root)), frame.f_code.co_name))
+
+    async def scenario() -> None:
+        async with inference(tmp_path) as address:
+            reader, writer = await asyncio.open_connection(address.host, address.port)
+            request = head("/predictions/picky", 5) + b"hello"
+            for sent in range(30):
+                if sent >= 20:  # all is warm
+                    seen.append([])
+                    sys.setprofile(note)
+                writer.write(request)
+                assert (await reader.readuntil(b"fine: hello")).startswith(b"HTTP/1.1 200 ")
+            sys.setprofile(None)
+            writer.close()
+
+    uvloop.run(scenario())
+    fewest = min(seen, key=len)
+    files = sorted({file for file, _ in fewest})
+    assert len(files) <= MOST_FILES, files
+    assert len(fewest) <= MOST_CALLS, Counter(fewest).most_common()
+
+
+def test_the_page_says_so() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "concepts.md").read_text(encoding="utf-8")
+    said = f"at most {MOST_FILES} files of the server, in {MOST_CALLS} calls"
+    assert said in " ".join(page.split())
 
 
 # -- however it arrives, a request gets the same answer -----------------------------------------

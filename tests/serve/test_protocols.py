@@ -19,8 +19,7 @@ from modelyard.archiver import write_archive
 from modelyard.plugins.grpc.protos import message
 from modelyard.serve.api.events import event
 from modelyard.serve.api.inference import COUNTED_BYTES, count_instances
-from modelyard.serve.http.application import with_pauses
-from modelyard.serve.http.auth import changes_models
+from modelyard.serve.http.application import changes_models, with_pauses
 from tests.serve.live import LiveServer, build_archive, running
 
 SERVICE = "/inference.GRPCInferenceService/"

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import Any, NamedTuple
 
 import grpc
@@ -90,10 +92,20 @@ def server(
     for name, code in (("slow", SLOW), ("failing", FAILING)):
         (folder / "handler.py").write_text(code)
         write_archive(name, handler=str(folder / "handler.py"), **archive)  # type: ignore[arg-type]
+    (folder / "handler.py").write_text(SLOW)
+    (batches := folder / "model-config.yaml").write_text("batchSize: 1\n")
+    write_archive("single", handler=str(folder / "handler.py"), config_file=batches, **archive)  # type: ignore[arg-type]
     with running(folder / "state", store, f"--config={config}") as server:
         server.register_all("numbers.mar", "slow.mar", "failing.mar", initial_workers=1)
         server.register_all("numbers.mar", model_name="unready", initial_workers=0)
+        server.register_all("single.mar", initial_workers=1)
         yield server
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(20) as threads:
+        yield threads
 
 
 def as_json(values: np.ndarray) -> Any:
@@ -177,7 +189,9 @@ def infer_by_grpc(server: LiveServer, asked: Asked) -> Said:
         if (error := call.exception()) is not None:
             return Said(CLASSES[error.code()], None, error.details(), version)
         answer = call.result()
-    return Said(200, np.frombuffer(answer.raw_output_contents[0], np.float32), "", version)
+    (raw,) = answer.raw_output_contents
+    is_float = answer.outputs[0].datatype == "FP32"
+    return Said(200, np.frombuffer(raw, np.float32) if is_float else raw, "", version)
 
 
 Protocol = Callable[[LiveServer, Asked], Said]
@@ -248,3 +262,20 @@ def test_rows_of_a_request_are_counted_as_rows(server: LiveServer) -> None:
         before = size()
         assert server.client.post(path, json=body).status_code == 200
         assert size() == (before[0] + 1, before[1] + 5)
+
+
+def test_under_a_flood_a_time_is_refused_or_taken_alike(
+    server: LiveServer, threads: ThreadPoolExecutor
+) -> None:
+    """Each answer takes half a second, and six or more wait."""
+    asked = Asked(200, picture(1), "single", 30.0)
+    assert predict(server, asked).code == infer_by_grpc(server, asked).code == 200
+    flood = [threads.submit(protocol, server, asked) for protocol in (predict, infer_by_grpc) * 8]
+    poll(lambda: server.waiting("single") >= 6, "they wait")
+    hurried = asked._replace(timeout_s=1.5)
+    began = monotonic()
+    refused = [protocol(server, hurried) for protocol in (predict, infer, infer_by_grpc)]
+    assert monotonic() - began < 1.5  # at once, not when its time was over
+    assert [each.code for each in refused] == [503] * 3, refused
+    patient = [threads.submit(protocol, server, asked) for protocol in (infer, infer_by_grpc)]
+    assert {each.result().code for each in (*flood, *patient)} == {200}

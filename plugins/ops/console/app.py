@@ -24,8 +24,8 @@ from modelyard.serve.errors import (
     http_status,
 )
 from modelyard.serve.http.application import Answers, Check, Route
-from modelyard.serve.http.auth import Grants
 from modelyard.serve.http.connection import Answer, Headers, RequestResponseCycle
+from modelyard.serve.http.tokens import Grants
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from modelyard.plugins.ops.rollout.control import Rollouts
 from modelyard.serve.control.register import Lifecycle
 from modelyard.serve.front.begin import Front
 from modelyard.serve.http.application import Answers
-from modelyard.serve.http.auth import Grants
+from modelyard.serve.http.tokens import Grants
 from modelyard.serve.settings import Settings
 
 

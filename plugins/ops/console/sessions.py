@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from time import monotonic
 
 from modelyard.serve.errors import Forbidden, TooManyAttempts, Unauthorized
-from modelyard.serve.http.auth import Grants
-from modelyard.serve.http.tokens import Grant, digest_of, find_grant
+from modelyard.serve.http.tokens import Grant, Grants, digest_of, find_grant
 
 MOST_SESSIONS = 64
 """At once; one more ends the one that was used least recently."""

@@ -22,7 +22,7 @@ from typing import Any
 
 from modelyard.plugins.ops.rollout.bounds import Bound, excess, lower, share, upper
 from modelyard.plugins.ops.rollout.compare import Comparison, Verdict
-from modelyard.serve.dataplane.histogram import Histogram
+from modelyard.serve.dataplane.metrics import Histogram
 from modelyard.serve.errors import BadRequest
 
 LATENCY_BOUNDS = tuple(0.0001 * 1.1**step for step in range(146))

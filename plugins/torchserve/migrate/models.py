@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import importlib.util
 import logging
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 from time import monotonic
 
@@ -41,6 +41,10 @@ PLAIN_BYTES = 20 << 20
 INSTALL = (
     "install it beside Modelyard; or name it in the archive's requirements, and set "
     "install_py_dep_per_model=true"
+)
+OLD_TORCH = (
+    "try the handler without that line: models that TorchScript, ONNX or a state dict holds are "
+    "read by newer versions of torch"
 )
 SHARED = ("torch", "modelyard")
 """Packages that an environment of an archive's own must not bring in another version."""
@@ -269,12 +273,9 @@ def _look_at_code(policy: TorchServePolicy, archive: Archive, label: str) -> Ite
         return
     packages = yield from _look_at_requirements(policy, archive, label)
     if handler == "text_classifier" and "source_vocab.pt" in archive.names:
-        yield Finding(
-            CHANGES,
-            label,
-            "source_vocab.pt must be a plain dict of token to index: nothing is unpickled",
-            "--try says whether it is; `torch.save(vocabulary.get_stoi(), …)` writes one",
-        )
+        text = "source_vocab.pt must be a plain dict of token to index: nothing is unpickled"
+        advice = "--try says whether it is; `torch.save(vocabulary.get_stoi(), …)` writes one"
+        yield Finding(CHANGES, label, text, advice)
     if handler in BUILTIN_HANDLERS:
         return
     stem = handler.partition(":")[0].removesuffix(".py")
@@ -282,18 +283,10 @@ def _look_at_code(policy: TorchServePolicy, archive: Archive, label: str) -> Ite
     if main is None:
         yield Finding(FAILS, label, f"the archive lacks its handler, {stem}.py")
         return
-    yield from _look_at_sources(archive, label, main, packages)
-
-
-def _look_at_sources(
-    archive: Archive, label: str, main: str, packages: list[str]
-) -> Iterator[Finding]:
-    """Yield what imports say; nothing of the archive is run."""
     known = known_modules(archive.names, packages)
     for file, code in _sources(archive):
         tree = Source(file, code).parse()
-        is_main = file in (main, archive.manifest.model_file)
-        status = FAILS if is_main else CHANGES
+        status = FAILS if file in (main, manifest.model_file) else CHANGES
         if tree is None:
             yield Finding(status, label, f"{file} is not Python that this interpreter reads")
             continue
@@ -329,14 +322,9 @@ def _look_at_requirements(
     requirements = list(_requirements(archive.read(file).decode("utf-8", "replace")))
     for requirement in requirements:
         name = canonicalize_name(requirement.name)
-        if name in SHARED and not requirement.specifier.contains(_version(name), prereleases=True):
-            yield Finding(
-                FAILS,
-                label,
-                f"{file} wants {requirement}; workers run on {name} {_version(name)}",
-                "try the handler without that line: models that TorchScript, ONNX or a state dict "
-                "holds are read by newer versions of torch",
-            )
+        if name in SHARED and not requirement.specifier.contains(version(name), prereleases=True):
+            text = f"{file} wants {requirement}; workers run on {name} {version(name)}"
+            yield Finding(FAILS, label, text, OLD_TORCH)
     count = len(requirements)
     text = (
         f"its {count} requirement{'s' * (count != 1)} get an environment of their own, which sees "
@@ -361,7 +349,3 @@ def _is_installed(module: str) -> bool:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):
         return False
-
-
-def _version(name: str) -> str:
-    return importlib.metadata.version(name)
